@@ -1,0 +1,34 @@
+"""lowroll: reinforcement learning of language models with cheap rollouts.
+
+The public names load on first use, so that `import lowroll` and its torch-free rooms stay light.
+"""
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lowroll.types import BehaviorTag, Group, Request, Rollout
+
+if TYPE_CHECKING:
+    from lowroll import objectives as objectives
+    from lowroll.engine.engine import Engine as Engine
+    from lowroll.model.scoring import score as score
+    from lowroll.quant.formats import QTensor as QTensor
+    from lowroll.quant.formats import formats as formats
+    from lowroll.quant.formats import quantize as quantize
+    from lowroll.run import run as run
+
+__version__ = "0.1.0"
+__all__ = ["BehaviorTag", "Engine", "Group", "QTensor", "Request", "Rollout",
+           "formats", "objectives", "quantize", "run", "score"]
+
+_HOMES = {"Engine": "engine.engine", "score": "model.scoring", "QTensor": "quant.formats",
+          "formats": "quant.formats", "quantize": "quant.formats", "run": "run"}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "objectives":
+        return importlib.import_module("lowroll.objectives")
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"lowroll.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'lowroll' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Weight formats: the QTensor, the table of formats, one file a format."""

@@ -1,0 +1,134 @@
+"""The nouns that the rooms exchange. Standard library only.
+
+A token id is an int, a log-prob a float in nats under the distribution that the token was drawn from.
+Everything here is plain data: it survives `lowroll.transport.codec` byte for byte.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One task of an environment. `info` is JSON data that the environment's scorer needs (the gold answer, ...)."""
+
+    id: str                            # stable and unique within its environment: seeds and ledgers use it
+    env: str                           # name of the environment that made it and will score it
+    messages: list[dict[str, str]]     # chat messages, [{"role": ..., "content": ...}]
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A reward that was really computed. `metrics` are extra numbers to average in the log."""
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScoreError:
+    """The scorer could not score. It is never a reward of 0: the rollout leaves its group's statistics."""
+
+    kind: Literal["exception", "timeout", "memory", "crash", "invalid"]
+    message: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """Ask the engine for `n` rollouts of one prompt. Checked by `engine.request.validate`.
+
+    The noise of sample i at position t depends on (seed, id, i, t) alone. `id` defaults to a digest of the prompt.
+    """
+
+    prompt_ids: list[int]
+    n: int = 1
+    max_tokens: int = 64
+    min_tokens: int = 0
+    temperature: float = 1.0           # 0 is greedy
+    top_k: int = 0                     # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_ids: tuple[int, ...] = ()     # beside the model's end-of-sequence ids
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class PolicySpan:
+    """From token `start` on, the tokens were drawn under this policy version."""
+
+    version: int
+    digest: str
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class BehaviorTag:
+    """Which policy a rollout was really drawn from."""
+
+    policy: tuple[PolicySpan, ...]     # at least one; several when weights were adopted in flight
+    weights: str                       # format of the linear weights: "int8", "bf16", ...
+    kv_policy: str = "dense"
+    kv_budget: int | None = None
+    noise_seed: int | None = None
+    noise_sigma: float = 0.0
+    sampler: dict[str, float] = field(default_factory=dict)   # temperature, top_k, top_p, min_p, repetition_penalty, seed
+
+
+@dataclass
+class Rollout:
+    """One sampled response. `logprobs[t]` is of `token_ids[t]`; the end-of-sequence id, when drawn, is included."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    behavior: BehaviorTag
+    stop_reason: int | str | None = None   # the stop id or stop string that ended it
+
+
+@dataclass
+class Group:
+    """The rollouts of one request, in sample order."""
+
+    request: Request
+    rollouts: list[Rollout]
+
+
+@dataclass
+class Sample:
+    """A scored rollout as the learner consumes it. `loss_mask` has one entry a response token."""
+
+    prompt: Prompt
+    prompt_ids: list[int]
+    rollout: Rollout
+    text: str                          # the decoded response, for people and scorers; the learner uses ids only
+    score: Score | ScoreError
+    advantage: float = 0.0
+    loss_mask: list[int] = field(default_factory=list)
+    group: int = 0                     # index of the group within the batch
+    reward: float | None = None        # shaped reward that entered the group's statistics; None after a ScoreError
+
+
+@dataclass
+class Batch:
+    """What one training step learns from: whole groups, in planned order."""
+
+    step: int
+    samples: list[Sample]
+    temperature: float                 # sampling temperature: the learner divides its logits by it
+    stats: dict[str, float] = field(default_factory=dict)     # the orchestrator's numbers of this step
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Indices of a batch's samples that are packed into one forward pass, and their token count."""
+
+    indices: tuple[int, ...]
+    num_tokens: int
