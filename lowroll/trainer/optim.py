@@ -1,0 +1,180 @@
+"""AdamW over named parameters, learning-rate schedules, and a norm clip that refuses non-finite gradients.
+
+AdamW (Loshchilov & Hutter 2019, algorithm 2), with g the clipped gradient:
+    m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2        mh = m / (1-b1^t)        vh = v / (1-b2^t)
+    p <- p - lr * wd * p - lr * mh / (sqrt(vh) + eps)
+Only matrices decay; norms and biases do not. Clipping scales all gradients by min(1, max_norm / norm), with norm the
+2-norm over every parameter (Pascanu et al. 2013).
+
+A bfloat16 parameter keeps 8 bits of mantissa, so an update of 1e-5 of its size would round away: such parameters get
+a float32 master here, gradients are accumulated in float32 on it, and the parameter is its rounding.
+
+A non-finite norm must never reach the moments: one NaN there is in every weight after the next step and stays. So the
+update is refused, weights and moments stay bit for bit, and `refused_in_a_row` counts up until an update succeeds.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class OptimSettings:
+    """Names and meanings of the `train` section; `total_steps` is its max_steps."""
+
+    learning_rate: float = 1e-5
+    lr_scheduler_type: str = "constant"      # constant, linear or cosine
+    warmup_steps: int = 0
+    total_steps: int = 100
+    min_lr_ratio: float = 0.0                # of learning_rate, reached at total_steps
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    max_grad_norm: float | None = 1.0        # None: measured, not clipped
+
+    def __post_init__(self) -> None:
+        if self.lr_scheduler_type not in DECAYS:
+            raise ValueError(f"lr_scheduler_type: {self.lr_scheduler_type!r} is none of {', '.join(DECAYS)}")
+        for name in ("learning_rate", "warmup_steps", "total_steps", "min_lr_ratio", "weight_decay", "eps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: must be finite and not negative, is {value}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: must lie in [0, 1), are {self.betas}")
+        if self.max_grad_norm is not None and not (math.isfinite(self.max_grad_norm) and self.max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm: must be finite and positive, is {self.max_grad_norm}")
+
+
+DECAYS = {                                   # share of the way from full to minimal rate that is left at progress p
+    "constant": lambda p: 1.0,
+    "linear": lambda p: 1.0 - p,
+    "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
+}
+
+
+def learning_rate(settings: OptimSettings, step: int) -> float:
+    """The rate of training step `step`, counted from 0: a pure function, so a resume needs no scheduler state.
+
+    Warm-up is linear, (step + 1) / warmup_steps, and reaches the full rate at step warmup_steps - 1. From step
+    warmup_steps on, p = (step - warmup_steps) / (total_steps - warmup_steps), held at 1 past the end, and
+    lr = learning_rate * (min_lr_ratio + (1 - min_lr_ratio) * decay(p)) with decay 1, 1 - p or (1 + cos(pi p)) / 2.
+    """
+    full, warmup = settings.learning_rate, settings.warmup_steps
+    if step < warmup:
+        return full * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, settings.total_steps - warmup))
+    return full * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * DECAYS[settings.lr_scheduler_type](progress))
+
+
+class Optimizer:
+    """AdamW over `params` (name -> parameter). Gradients are accumulated by `backward()`, applied by `update()`."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter], settings: OptimSettings) -> None:
+        if not params:
+            raise ValueError("params: nothing to train")
+        self.settings = settings
+        self.params = dict(params)
+        self.masters = {name: _master(p) for name, p in self.params.items()}
+        self.num_steps = 0                   # training steps begun: the schedule's clock
+        self.num_updates = 0                 # updates applied: AdamW's t
+        self.refused_in_a_row = 0
+        groups = [{"params": [m for m in self.masters.values() if (m.ndim >= 2) == decays],
+                   "weight_decay": settings.weight_decay if decays else 0.0} for decays in (True, False)]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate,
+                                       betas=settings.betas, eps=settings.eps)
+
+    def begin_step(self) -> float:
+        """Set the learning rate that all updates of this training step share; returns it."""
+        rate = learning_rate(self.settings, self.num_steps)
+        self.num_steps += 1
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        return rate
+
+    @torch.no_grad()
+    def update(self, refuse: bool = False) -> float:
+        """Clip, step and clear the gradients; returns their norm before clipping.
+
+        When the norm is not finite, or `refuse` (the caller saw a non-finite loss), nothing changes but the count
+        of refusals. A parameter without a gradient takes part with a gradient of 0.
+        """
+        for master in self.masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        norm_tensor = nn.utils.get_total_norm([m.grad for m in self.masters.values() if m.grad is not None])
+        norm = float(norm_tensor)
+        if refuse or not math.isfinite(norm):
+            self.refused_in_a_row += 1
+        else:
+            if self.settings.max_grad_norm is not None:
+                nn.utils.clip_grads_with_norm_(self.masters.values(), self.settings.max_grad_norm, norm_tensor)
+            self.adamw.step()
+            for name, param in self.params.items():
+                if self.masters[name] is not param:
+                    param.copy_(self.masters[name])
+            self.num_updates += 1
+            self.refused_in_a_row = 0
+        self.zero_grad()
+        return norm
+
+    def zero_grad(self) -> None:
+        """Drop accumulated gradients and their memory."""
+        for master in self.masters.values():
+            master.grad = None
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Moments (and float32 masters) by parameter name, and the counters. The tensors are live, not copies."""
+        tensors = {f"{name}.master": m.detach() for name, m in self.masters.items() if m is not self.params[name]}
+        for name, master in self.masters.items():
+            for moment in MOMENTS:
+                if master in self.adamw.state:
+                    tensors[f"{name}.{moment}"] = self.adamw.state[master][moment]
+        return tensors, {"num_steps": self.num_steps, "num_updates": self.num_updates,
+                         "refused_in_a_row": self.refused_in_a_row}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Put back what `state()` gave, bitwise. Raises ValueError, before any change, when names or shapes differ."""
+        kinds = [*MOMENTS] if state["num_updates"] else []
+        expected = {f"{name}.{kind}": m for name, m in self.masters.items()
+                    for kind in [*kinds, *(["master"] if m is not self.params[name] else [])]}
+        if odd := sorted(expected.keys() ^ tensors.keys()):
+            raise ValueError(f"optimizer state: {odd[0]} is {'missing' if odd[0] in expected else 'unknown'} "
+                             f"({len(odd)} such names)")
+        for key, like in expected.items():
+            if tensors[key].shape != like.shape or tensors[key].dtype != like.dtype:
+                raise ValueError(f"optimizer state: {key} is {tensors[key].dtype} {list(tensors[key].shape)}, "
+                                 f"expected {like.dtype} {list(like.shape)}")
+        self.num_steps = state["num_steps"]
+        self.num_updates = state["num_updates"]
+        self.refused_in_a_row = state["refused_in_a_row"]
+        self.adamw.state.clear()
+        for name, master in self.masters.items():
+            if master is not self.params[name]:
+                master.copy_(tensors[f"{name}.master"])
+            if kinds:
+                self.adamw.state[master] = {"step": torch.tensor(float(self.num_updates))} | {
+                    kind: tensors[f"{name}.{kind}"].to(master.device, copy=True) for kind in kinds}
+
+
+def _master(param: nn.Parameter) -> Tensor:
+    """The float32 tensor that AdamW works on: the parameter itself, or its master copy fed through a hook."""
+    if param.dtype == torch.float32:
+        return param
+    master = param.detach().float().clone()
+
+    def take_gradient(p: Tensor) -> None:
+        assert p.grad is not None
+        grad = p.grad.float()
+        master.grad = grad if master.grad is None else master.grad.add_(grad)
+        p.grad = None
+
+    param.register_post_accumulate_grad_hook(take_gradient)
+    return master
