@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowroll.trainer.optim import OptimSettings, Optimizer, learning_rate
+from lowroll.trainer.optim import Optimizer, OptimSettings, learning_rate
 
 
 def rates(steps, **settings):

@@ -31,7 +31,8 @@ def test_a_sequence_over_the_capacity_is_alone():
     assert [p.indices for p in first_fit([3, 50, 4], 10)] == [(1,), (2, 0)]
 
 
-@pytest.mark.parametrize(("lengths", "capacity", "words"), [([1], 0, "tokens_per_microbatch"), ([1, 0], 4, "sequence 1")])
+@pytest.mark.parametrize(("lengths", "capacity", "words"),
+                         [([1], 0, "tokens_per_microbatch"), ([1, 0], 4, "sequence 1")])
 def test_first_fit_names_the_wrong_input(lengths, capacity, words):
     with pytest.raises(ValueError, match=words):
         first_fit(lengths, capacity)
