@@ -1,0 +1,17 @@
+"""Rewards in, advantages out: lists of floats, standard library only.
+
+`TABLE[name](rewards, lengths)` estimates the advantages of one group; `BY_ALGORITHM` names each algorithm's
+estimator; `overlong` is DAPO's length penalty.
+"""
+from lowroll.advantages.group import (
+    BY_ALGORITHM,
+    TABLE,
+    Estimator,
+    grpo,
+    grpo_no_std,
+    length_weighted,
+    rloo,
+)
+from lowroll.advantages.shaping import overlong
+
+__all__ = ["BY_ALGORITHM", "TABLE", "Estimator", "grpo", "grpo_no_std", "length_weighted", "overlong", "rloo"]
