@@ -1,0 +1,77 @@
+"""One process at a time owns a run folder.
+
+`flock` on `.lock` is freed by the kernel when its owner dies, however it dies, so there are no stale locks to clean.
+The file is an append-only list of attempts, one JSON line each; the line count is the attempt number, which therefore
+grows by one with every launch and can serve as a fencing token in names and logs.
+
+A forked child inherits the lock and keeps it while it lives: workers of a dead run hold its folder until they are
+gone. Children started by exec (spawn, forkserver, subprocess) do not.
+"""
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+
+LOCK = ".lock"
+
+
+class RunLockedError(RuntimeError):
+    """Another process owns the run folder; the message names its pid and host."""
+
+
+class RunLock:
+    """`with RunLock(folder) as lock:` owns `folder`; `lock.attempt` counts the launches on it, from 1.
+
+    Raises RunLockedError at once when another process owns it; the folder is created when absent.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self._last_holder()
+            os.close(self._descriptor)
+            raise RunLockedError(f"{self.folder} is in use by {holder}") from None
+        self.attempt = self._append_attempt()
+
+    def _append_attempt(self) -> int:
+        content = self._read()
+        attempt = len(content.splitlines()) + 1
+        line = json.dumps({"attempt": attempt, "pid": os.getpid(), "host": socket.gethostname(),
+                           "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n"
+        torn = bool(content) and not content.endswith(b"\n")
+        os.write(self._descriptor, (b"\n" if torn else b"") + line.encode())
+        os.fsync(self._descriptor)
+        return attempt
+
+    def _read(self) -> bytes:
+        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+
+    def _last_holder(self) -> str:
+        lines = self._read().splitlines()
+        try:
+            entry = json.loads(lines[-1])
+            return f"pid {entry['pid']} on {entry['host']} (attempt {entry['attempt']}, since {entry['started']})"
+        except (IndexError, ValueError, KeyError, TypeError):
+            return "a process that has not written its name yet"
+
+    def release(self) -> None:
+        """Give the folder back; safe to call twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.release()

@@ -1,0 +1,232 @@
+"""A folder appears whole or not at all, and damage is always noticed.
+
+    write into .tmp-*  ->  fsync files  ->  MANIFEST.json, fsync  ->  fsync folder  ->  rename  ->  fsync parent
+
+A rename is atomic on POSIX file systems, so a process that dies anywhere leaves either the finished folder or a
+`.tmp-*` that no reader looks at. The fsyncs order the data before the name, which is what a power loss needs
+(Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). The manifest holds size and SHA-256 of every
+file because neither safetensors nor the file system notices a flipped bit or a zeroed tail.
+
+A temporary folder is flock'ed by its writer. The kernel frees the lock when the writer dies, so a folder whose lock
+can be taken is a leftover, whatever its process id was, and is removed by the next writer beside it.
+"""
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lowroll.checkpoint.faults import faultpoint
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "MANIFEST.json"
+TEMPORARY = ".tmp-"
+FORMAT = 1
+_CHUNK = 1 << 20
+
+
+class DamagedError(ValueError):
+    """A published folder is not what was published. The message names the file and what is wrong with it."""
+
+
+class DiskFullError(OSError):
+    """The disk filled up while publishing; nothing was published and the partial data is gone."""
+
+
+def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, Any]) -> Path:
+    """Make `dest` appear with the files that `write(folder)` puts into the folder it is given; return `dest`.
+
+    `meta` is JSON data stored in the manifest and returned by `verify_folder`. An existing `dest` is refused with
+    FileExistsError before anything is written. When `write` raises, its partial folder is removed and the error goes
+    on; a full disk becomes DiskFullError.
+    """
+    dest = Path(dest)
+    _check_absent(dest)
+    encode_manifest({}, meta)                       # meta that is not JSON fails before a byte is written
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(dest.parent)
+    with _temporary(dest) as tmp:
+        faultpoint("publish.begin")
+        write(tmp)
+        faultpoint("publish.written")
+        files = {}
+        for name in _file_names(tmp):
+            files[name] = {"size": (tmp / name).stat().st_size, "sha256": _sync_and_digest(tmp / name)}
+            faultpoint(f"publish.synced/{name}")
+        (tmp / MANIFEST).write_bytes(encode_manifest(files, meta))
+        faultpoint("publish.manifest_written")
+        _sync_and_digest(tmp / MANIFEST)
+        for folder in [*(p for p in tmp.rglob("*") if p.is_dir()), tmp]:
+            sync_folder(folder)
+        faultpoint("publish.manifest_synced")
+        _check_absent(dest)
+        os.rename(tmp, dest)
+        faultpoint("publish.renamed")
+        sync_folder(dest.parent)
+        faultpoint("publish.parent_synced")
+    return dest
+
+
+def verify_folder(path: Path) -> dict[str, Any]:
+    """Read every byte of a published folder and return the manifest's meta. Raises DamagedError naming the file.
+
+    Files that the manifest does not list (a note that somebody left) are ignored: readers open listed files only.
+    """
+    path = Path(path)
+    files, meta = _read_manifest(path / MANIFEST)
+    for name, entry in files.items():
+        file = path / name
+        try:
+            status = file.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise DamagedError(f"{file}: listed in {MANIFEST} but missing") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedError(f"{file}: not a regular file")
+        if status.st_size != entry["size"]:
+            raise DamagedError(f"{file}: {status.st_size} bytes, {entry['size']} were published")
+        if _digest(file) != entry["sha256"]:
+            raise DamagedError(f"{file}: SHA-256 differs from what was published")
+    return meta
+
+
+def encode_manifest(files: dict[str, dict[str, Any]], meta: dict[str, Any]) -> bytes:
+    """Canonical bytes of a manifest, with a digest over its own content. ValueError when `meta` is not JSON data."""
+    body = {"format": FORMAT, "files": files, "meta": meta}
+    try:
+        text = json.dumps(body, sort_keys=True, allow_nan=False)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return (json.dumps({**body, "sha256": digest}, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"meta: not JSON data: {error}") from error
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary folders in `folder` whose writers are dead."""
+    for path in Path(folder).glob(f"{TEMPORARY}*"):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:                             # gone meanwhile, or not a folder of ours
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
+            log.warning("removed %s, left by an attempt that died", path)
+        except BlockingIOError:
+            pass                                    # its writer is alive
+        except FileNotFoundError:
+            pass                                    # another writer removed it first
+        finally:
+            os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """fsync a directory: its entries (names, renames) reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _temporary(dest: Path) -> Iterator[Path]:
+    """A locked temporary sibling of `dest`, removed when the body raises."""
+    tmp, descriptor = _lock_new_sibling(dest)
+    try:
+        yield tmp
+    except BaseException as error:
+        shutil.rmtree(tmp, ignore_errors=True)      # the first error is the one to report
+        if is_disk_full(error):
+            free = shutil.disk_usage(dest.parent).free
+            raise DiskFullError(errno.ENOSPC, f"disk full while publishing {dest}, {free / 2**20:.0f} MiB free "
+                                              "after removing the partial data; nothing was published") from error
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
+    for _ in range(16):
+        tmp = dest.parent / f"{TEMPORARY}{dest.name}-{secrets.token_hex(4)}"
+        tmp.mkdir(mode=0o755)
+        try:
+            descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:                   # a cleaner ran between mkdir and open
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if tmp.exists():
+                return tmp, descriptor
+        except BlockingIOError:
+            pass                                    # a cleaner holds it and is about to remove it
+        os.close(descriptor)
+    raise RuntimeError(f"{dest.parent}: could not keep a temporary folder, other writers remove it")
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """True for ENOSPC and EDQUOT, also when a library wrapped them in an error of its own."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
+
+
+def _check_absent(dest: Path) -> None:
+    if dest.is_symlink() or dest.exists():
+        raise FileExistsError(errno.EEXIST, "already published, refusing to overwrite", str(dest))
+
+
+def _file_names(folder: Path) -> list[str]:
+    names = []
+    for path in sorted(folder.rglob("*")):
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
+            names.append(path.relative_to(folder).as_posix())
+        elif not stat.S_ISDIR(mode):
+            raise ValueError(f"{path}: only regular files can be published")
+    if MANIFEST in names:
+        raise ValueError(f"{MANIFEST}: the name is reserved")
+    return names
+
+
+def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    try:
+        raw = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedError(f"{path}: missing") from None
+    try:
+        content = json.loads(raw)
+        files, meta = content["files"], content["meta"]
+        intact = encode_manifest(files, meta) == raw
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{path}: unreadable ({error})") from error
+    if not intact:
+        raise DamagedError(f"{path}: its content differs from what was published")
+    return files, meta
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync_and_digest(path: Path) -> str:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return _digest(path)

@@ -1,0 +1,222 @@
+"""The numbered checkpoints of a run: `step_000012/{<name>.safetensors, state.json, MANIFEST.json}`.
+
+What the store promises:
+1. a checkpoint exists whole or not at all (`publish`), and holds tensors and JSON only;
+2. `load()` returns the newest one whose every byte is what was written; damaged ones are moved to `damaged/`, loudly,
+   and a store in which nothing is left raises: a run never restarts from scratch by accident;
+3. retention removes a checkpoint only after a newer one was read back and verified, so the newest verified one stays.
+"""
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.publish import TEMPORARY, DamagedError, publish_folder, sync_folder, verify_folder
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+STATE = "state.json"
+DAMAGED = "damaged"
+TRASH = ".trash-"
+_STEP = re.compile(r"step_([0-9]{6,})")
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint, tensors on the CPU with the dtypes and shapes they were saved with."""
+
+    step: int
+    tensors: dict[str, dict[str, torch.Tensor]]
+    state: dict[str, Any]
+    meta: dict[str, Any]               # what the writer put beside the step: versions, hashes, attempt
+    path: Path
+
+
+class Store:
+    """Checkpoints of one run in `folder`. One writer at a time: hold the run's `RunLock`.
+
+    keep_last: how many of the newest to keep (None keeps all). keep_interval: steps that are multiples of it are kept
+    for good. ValueError when either is below 1.
+    """
+
+    def __init__(self, folder: Path, keep_last: int | None = None, keep_interval: int | None = None) -> None:
+        for name, value in (("keep_last", keep_last), ("keep_interval", keep_interval)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}: expected None or an integer of at least 1, got {value!r}")
+        self.folder = Path(folder)
+        self.keep_last = keep_last
+        self.keep_interval = keep_interval
+        self._foreign: set[str] = set()
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder here, ascending, verified or not. Foreign names are ignored with a warning."""
+        steps = []
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            match = _STEP.fullmatch(path.name)
+            if match and _folder_name(int(match[1])) == path.name and path.is_dir() and not path.is_symlink():
+                steps.append(int(match[1]))
+            elif path.name != DAMAGED and not path.name.startswith((TEMPORARY, TRASH)):
+                self._warn_foreign(path)
+        return sorted(steps)
+
+    def save(self, step: int, tensors: dict[str, dict[str, torch.Tensor]], state: dict[str, Any],
+             meta: dict[str, Any] | None = None) -> Path:
+        """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
+
+        Each entry of `tensors` becomes `<name>.safetensors`; `state` must be JSON data that comes back as it went in
+        (no NaN, tuples or non-string keys: ValueError naming the place). FileExistsError when `step` is here already.
+        """
+        _check_save(step, tensors)
+        text = _encode_state(state)
+
+        def write(folder: Path) -> None:
+            for name, group in tensors.items():
+                _write_tensors(folder / f"{name}.safetensors", group)
+                faultpoint(f"store.tensors_written/{name}")
+            (folder / STATE).write_text(text, encoding="utf-8")
+
+        path = publish_folder(self.folder / _folder_name(step), write,
+                              {**(meta or {}), "step": step, "tensors": sorted(tensors)})
+        verify_folder(path)
+        faultpoint("store.verified")
+        self._apply_retention(step)
+        return path
+
+    def load(self, step: int | None = None) -> Checkpoint:
+        """The newest verified checkpoint, or checkpoint `step`.
+
+        A damaged newest one is moved to `damaged/` with a warning and the one before is tried; when none is left
+        DamagedError. A damaged `step` that was asked for by number raises and stays where it is. FileNotFoundError
+        when there was never a checkpoint, or not this one.
+        """
+        if step is not None:
+            if step not in self.steps():
+                raise FileNotFoundError(f"{self.folder}: no checkpoint of step {step}, there are {self.steps()}")
+            return self._read(step)
+        for candidate in reversed(self.steps()):
+            try:
+                return self._read(candidate)
+            except DamagedError as error:
+                moved = self._quarantine(candidate)
+                log.warning("DAMAGED CHECKPOINT: %s. Moved to %s; falling back to the one before.", error, moved)
+        if (self.folder / DAMAGED).is_dir():
+            raise DamagedError(f"{self.folder}: no undamaged checkpoint is left; the damaged ones are in "
+                               f"{self.folder / DAMAGED}. Start a new run folder to begin from scratch.")
+        raise FileNotFoundError(f"{self.folder}: no checkpoint")
+
+    def truncate(self, step: int) -> None:
+        """Remove every checkpoint after `step`: a run that resumes from an older one will write them again."""
+        for later in self.steps():
+            if later > step:
+                self._remove(later)
+
+    def _read(self, step: int) -> Checkpoint:
+        path = self.folder / _folder_name(step)
+        meta = verify_folder(path)
+        if meta.get("step") != step or "tensors" not in meta:
+            raise DamagedError(f"{path}: its manifest is not that of checkpoint {step}")
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        tensors = {name: _read_tensors(path / f"{name}.safetensors") for name in meta["tensors"]}
+        return Checkpoint(step, tensors, state, meta, path)
+
+    def _apply_retention(self, newest: int) -> None:
+        if self.keep_last is None:
+            return
+        older = [step for step in self.steps() if step < newest]
+        pinned = {step for step in older if self.keep_interval and step % self.keep_interval == 0}
+        for step in older[:max(0, len(older) - (self.keep_last - 1))]:
+            if step not in pinned:
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        for leftover in self.folder.glob(f"{TRASH}*"):
+            shutil.rmtree(leftover)
+        name = _folder_name(step)
+        trash = self.folder / f"{TRASH}{name}"
+        os.rename(self.folder / name, trash)        # first out of the readers' sight, then slowly away
+        faultpoint(f"store.trashed/{name}")
+        shutil.rmtree(trash)
+        faultpoint(f"store.removed/{name}")
+
+    def _quarantine(self, step: int) -> Path:
+        target = self.folder / DAMAGED
+        target.mkdir(exist_ok=True)
+        name = _folder_name(step)
+        taken = sum(1 for path in target.iterdir() if path.name.startswith(f"{name}-"))
+        moved = target / f"{name}-{taken + 1}"
+        os.rename(self.folder / name, moved)
+        sync_folder(self.folder)
+        return moved
+
+    def _warn_foreign(self, path: Path) -> None:
+        if path.name not in self._foreign:
+            self._foreign.add(path.name)
+            log.warning("%r is not a checkpoint name, ignored", str(path))
+
+
+def _folder_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _check_save(step: int, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step: expected an integer of at least 0, got {step!r}")
+    for name in tensors:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"tensors: the name {name!r} does not match {_NAME.pattern}")
+
+
+def _encode_state(state: dict[str, Any]) -> str:
+    if not isinstance(state, dict):
+        raise ValueError(f"state: expected a dict, got {type(state).__name__}")
+    _check_json(state, "state")
+    return json.dumps(state, allow_nan=False, indent=1) + "\n"
+
+
+def _check_json(value: object, where: str) -> None:
+    """ValueError unless JSON gives `value` back as it is: resume must not see a list where a tuple was saved."""
+    if type(value) is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise ValueError(f"{where}: key {key!r} is not a string")
+            _check_json(item, f"{where}.{key}")
+    elif type(value) is list:
+        for index, item in enumerate(value):
+            _check_json(item, f"{where}[{index}]")
+    elif type(value) is float:
+        if value != value or value in (float("inf"), float("-inf")):
+            raise ValueError(f"{where}: {value} is not a JSON number")
+    elif value is not None and type(value) not in (str, int, bool):
+        raise ValueError(f"{where}: a {type(value).__name__} does not survive JSON")
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+    flat: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage()
+        # safetensors refuses tensors that share memory; a view of a larger buffer would also drag the buffer along.
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen:
+            tensor = tensor.clone()
+        elif tensor.nbytes:
+            seen.add(storage.data_ptr())
+        flat[name] = tensor
+    save_file(flat, path)
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+    return dict(load_file(path))
