@@ -1,0 +1,95 @@
+"""INT8 W8A8: one scale an output channel, one dynamic scale a token, integer accumulation.
+
+    weights      s_w[n] = amax(|w[n, :]|) / 127.5,  q_w = clamp(round(w / s_w), -128, 127)
+    activations  s_x[m] = amax(|x[m, :]|) / 127,    q_x = round(x * 127 / amax)
+    product      y[m, n] = (sum_k q_x q_w in int32) * s_w[n] * s_x[m] + bias[n]
+
+Rounding is half to even. The weight scale follows compressed-tensors ((qmax - qmin) / 2), the activation scale
+vLLM's dynamic kernel (QuRL section 3.1; algorithms B1). Rows of zeros keep scale = float32's epsilon and codes 0.
+Because the accumulation is in integers, a row's result does not depend on its batch-mates: alone and in any batch
+it is bitwise the same (rung P2).
+
+On CPU the product runs in oneDNN's packed kernel. It takes unsigned activations there: q_x + 128 with zero point
+128, which is the same integer sum, while signed activations fall back to a reference loop (docs/LOG.md).
+
+Legend: N out features, K in features, M rows of activations.
+"""
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.quant.formats import Format, QTensor
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Dynamic codes of activations: (float codes in -127..127 [M, K], scale s_x [M, 1]), both float32."""
+    x_MK = x_MK.float()
+    amax_M1 = x_MK.abs().amax(dim=-1, keepdim=True)
+    return (x_MK * (127.0 / amax_M1.clamp_min(1e-30))).round_(), amax_M1 / 127.0
+
+
+class Int8(Format):
+    name, bits, summary = "int8", 8, "W8A8, per-channel weights, per-token activations, int32 accumulation"
+
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        w_NK = w_NK.float()
+        scale_N1 = w_NK.abs().amax(dim=-1, keepdim=True) / 127.5
+        scale_N1 = torch.where(scale_N1 > 0, scale_N1, torch.full_like(scale_N1, EPS))
+        codes_NK = torch.clamp(torch.round(w_NK / scale_N1), -128, 127).to(torch.int8)
+        return {"codes": codes_NK, "scale": scale_N1}
+
+    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        return (q.tensors["codes"].float() * q.tensors["scale"]).to(dtype)
+
+    def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+        codes_MK, scale_M1 = quantize_rows(x_MK)
+        product = _onednn_product if x_MK.device.type == "cpu" and _onednn_is_exact() else _integer_product
+        y_MN = product(codes_MK, q).mul_(scale_M1)
+        if bias_N is not None:
+            y_MN += bias_N
+        return y_MN.to(x_MK.dtype)
+
+
+def _onednn_product(codes_MK: Tensor, q: QTensor) -> Tensor:
+    """(sum_k q_x q_w) * s_w in float32, by oneDNN on the packed weight."""
+    if "onednn" not in q.packed:
+        codes_NK = q.tensors["codes"]
+        q.packed["onednn"] = (torch.ops.onednn.qlinear_prepack(codes_NK, None),
+                              q.tensors["scale"].flatten(),
+                              torch.zeros(codes_NK.shape[0], dtype=torch.int32))
+    weight, scale_N, zero_N = q.packed["onednn"]
+    return torch.ops.onednn.qlinear_pointwise((codes_MK + 128.0).to(torch.uint8), 1.0, 128, weight, scale_N, zero_N,
+                                              None, 1.0, 0, torch.float32, "none", [], "")
+
+
+def _integer_product(codes_MK: Tensor, q: QTensor) -> Tensor:
+    """(sum_k q_x q_w) * s_w in float32, by torch's int8 matrix product (CUDA, or a CPU without oneDNN's)."""
+    codes_NK, (num_rows, num_in) = q.tensors["codes"], codes_MK.shape
+    codes_MK = codes_MK.to(torch.int8)
+    if codes_NK.is_cuda:                      # cuBLAS wants more than 16 rows, and K and N in multiples of 8
+        pad_k, pad_n = -num_in % 8, -codes_NK.shape[0] % 8
+        codes_MK = F.pad(codes_MK, (0, pad_k, 0, max(0, 32 - num_rows)))
+        codes_NK = F.pad(codes_NK, (0, pad_k, 0, pad_n)) if pad_k or pad_n else codes_NK
+    sums_MN = torch._int_mm(codes_MK, codes_NK.t())
+    return sums_MN[:num_rows, :q.shape[0]].float() * q.tensors["scale"].flatten()
+
+
+@cache
+def _onednn_is_exact() -> bool:
+    """Does this CPU's oneDNN kernel accumulate without saturating? (Chips without VNNI add pairs in 16 bits.)"""
+    codes_NK = torch.full((64, 256), -128, dtype=torch.int8)
+    codes_NK[::2] = 127
+    codes_MK = torch.full((2, 256), 127.0)
+    codes_MK[1] = -127.0
+    probe = QTensor("int8", (64, 256), {"codes": codes_NK, "scale": torch.ones(64, 1)})
+    try:
+        got_MN = _onednn_product(codes_MK, probe)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return torch.equal(got_MN.double(), codes_MK.double() @ codes_NK.double().t())
