@@ -1,0 +1,122 @@
+"""A request at the engine's door: what is refused, and which noise it owns.
+
+`validate` refuses with one ValueError that names the field, before the engine has changed anything.
+
+`noise_key` is the reproducibility contract: key = blake2b-64(seed, id, sample), where an empty id stands for the
+prompt itself. The sampler draws the token at position t of that sample from Philox(key, t). Nothing else enters, so
+the noise is the same alone, in any batch, after a restart, and when a half-done rollout (with its id set) is
+continued from prompt + tokens.
+"""
+from __future__ import annotations
+
+from array import array
+from hashlib import blake2b
+from typing import Any
+
+from ..types import Request
+
+MAX_SAMPLES = 1024
+MAX_SEED = 2**63 - 1
+TEMPERATURES = (1e-4, 1e4)      # beyond these, logits / temperature can leave float32
+PENALTIES = (1e-2, 1e2)
+
+
+def validate(request: Request, *, vocab_size: int, context_length: int, cache_tokens: int,
+             has_tokenizer: bool = False) -> None:
+    """Raise ValueError naming the first wrong field.
+
+    `context_length` is the model's limit in tokens; `cache_tokens` the KV cache's size (num_pages * page_size);
+    `has_tokenizer` says whether the engine can decode, which stop strings need.
+    """
+    _check_ids("prompt_ids", request.prompt_ids, vocab_size)
+    if not request.prompt_ids:
+        raise ValueError("prompt_ids: the prompt is empty")
+    _check_int("n", request.n, 1, MAX_SAMPLES)
+    _check_int("max_tokens", request.max_tokens, 1, None)
+    _check_int("min_tokens", request.min_tokens, 0, None)
+    if request.min_tokens > request.max_tokens:
+        raise ValueError(f"min_tokens: {request.min_tokens} is more than max_tokens {request.max_tokens}")
+    _check_length(request, context_length, cache_tokens)
+    if _check_float("temperature", request.temperature) != 0:
+        _check_range("temperature", request.temperature, *TEMPERATURES, hint=" or 0 for greedy")
+    _check_int("top_k", request.top_k, 0, None)
+    if not 0 < _check_float("top_p", request.top_p) <= 1:
+        raise ValueError(f"top_p: expected a number in (0, 1], got {_show(request.top_p)}")
+    if not 0 <= _check_float("min_p", request.min_p) < 1:
+        raise ValueError(f"min_p: expected a number in [0, 1), got {_show(request.min_p)}")
+    _check_float("repetition_penalty", request.repetition_penalty)
+    _check_range("repetition_penalty", request.repetition_penalty, *PENALTIES)
+    _check_ids("stop_ids", request.stop_ids, vocab_size)
+    _check_stop_strings(request.stop_strings, has_tokenizer)
+    if type(request.ignore_eos) is not bool:
+        raise ValueError(f"ignore_eos: expected true or false, got {_show(request.ignore_eos)}")
+    _check_int("seed", request.seed, 0, MAX_SEED)
+    if type(request.id) is not str:
+        raise ValueError(f"id: expected a string, got {_show(request.id)}")
+
+
+def noise_key(request: Request, sample: int) -> int:
+    """The 64-bit Philox key of one sample of a request."""
+    digest = blake2b(digest_size=8)
+    digest.update(request.seed.to_bytes(8, "little") + sample.to_bytes(4, "little"))
+    if request.id:
+        digest.update(b"id" + request.id.encode("utf-8", "surrogatepass"))
+    else:
+        digest.update(b"prompt" + array("q", request.prompt_ids).tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+def sampler_settings(request: Request) -> dict[str, float]:
+    """What a BehaviorTag records of the sampler."""
+    return {"temperature": request.temperature, "top_k": request.top_k, "top_p": request.top_p,
+            "min_p": request.min_p, "repetition_penalty": request.repetition_penalty, "seed": request.seed}
+
+
+def _check_length(request: Request, context_length: int, cache_tokens: int) -> None:
+    total = len(request.prompt_ids) + request.max_tokens
+    for limit, owner in ((context_length, "the model's context"), (cache_tokens, "the KV cache")):
+        if total > limit:
+            raise ValueError(f"max_tokens: {len(request.prompt_ids)} prompt tokens + max_tokens {request.max_tokens} "
+                             f"= {total} is over {owner} of {limit} tokens")
+
+
+def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    if not isinstance(ids, list | tuple):
+        raise ValueError(f"{name}: expected a list of token ids, got {_show(ids)}")
+    for i, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab_size:      # a bool is no token id
+            raise ValueError(f"{name}[{i}]: expected an integer in 0..{vocab_size - 1}, got {_show(token)}")
+
+
+def _check_stop_strings(strings: Any, has_tokenizer: bool) -> None:
+    if not isinstance(strings, list | tuple):
+        raise ValueError(f"stop_strings: expected a list of strings, got {_show(strings)}")
+    for i, text in enumerate(strings):
+        if type(text) is not str or not text:
+            raise ValueError(f"stop_strings[{i}]: expected a string that is not empty, got {_show(text)}")
+    if strings and not has_tokenizer:
+        raise ValueError("stop_strings: this engine has no tokenizer; use stop_ids")
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
+    if type(value) is not int or value < low or (high is not None and value > high):
+        bounds = f"of at least {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name}: expected an integer {bounds}, got {_show(value)}")
+
+
+def _check_float(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not -1e300 < value < 1e300:       # false for NaN too
+        raise ValueError(f"{name}: expected a finite number, got {_show(value)}")
+    return value
+
+
+def _check_range(name: str, value: float, low: float, high: float, hint: str = "") -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected a number in [{low:g}, {high:g}]{hint}, got {_show(value)}")
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 256:     # repr refuses integers of thousands of digits
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

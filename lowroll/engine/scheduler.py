@@ -1,0 +1,423 @@
+"""Continuous batching over a paged KV cache: what to run in this step, and what came of it.
+
+The engine's step is
+
+    plan = scheduler.plan()                  # admit, choose prompt chunks and decode rows, give out pages
+    ... copy plan.copies, run the model over plan.prefills and plan.decodes, sample ...
+    scheduler.commit(sequence, token, logprob)        # for every decode row, and for all n samples of a last chunk
+
+A request is a *group* of n samples. Its prompt runs once; the final hidden state of the last chunk gives the
+distribution of the first token of all n samples, whether or not they are admitted yet. Full prompt pages are shared
+by reference count. The partial last page (the tail) has one writer at a time, which appends behind the prompt; every
+other sample gets a copy of it when it forks. What a writer appends lies behind the prompt, so the tail can be
+copied, or handed to a next writer, for as long as the group holds it: until its last sample has forked.
+
+Admission is first in, first out, sample by sample, and by worst case (no preemption, hence no recomputation): a
+sample enters when a row is free and when the pages it could ever need,
+
+    ceil((prompt + max_tokens - 1) / page_size) - (pages it shares)        (the last sampled token is never stored)
+
+are free and promised to nobody else. They are given out one by one as it grows, and the promise lapses when it ends.
+Only the oldest group can have samples outside; it holds nothing but its prompt, which they need anyway. So when all
+others have ended, one more sample always fits: no deadlock. A group larger than the cache or than `max_batch`
+simply enters in waves.
+
+Concurrency: one thread calls everything. `abort` may come between `plan` and `commit`; the commits that follow for
+an ended sequence are ignored.
+"""
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from ..kv.pages import PagePool, page_keys
+from ..types import BehaviorTag, FinishReason, Group, PolicySpan, Request, Rollout
+from .request import noise_key, sampler_settings
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample while it is generated. Position t counts from the first prompt token."""
+
+    group: LiveGroup = field(repr=False)
+    sample: int
+    noise_key: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[PolicySpan] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)     # its page table; empty until it forks and after it ends
+    num_cached: int = 0                                # positions whose K/V are stored
+    promised: int = 0                                  # pages reserved for it and not yet given out
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def request(self) -> Request:
+        return self.group.request
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.group.request.prompt_ids
+
+    @property
+    def length(self) -> int:
+        """Prompt and sampled tokens: the position at which the next token will stand (the noise counter)."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def position(self) -> int:
+        """Where the last token stands. A decode row runs that token and stores its K/V there."""
+        return self.length - 1
+
+    @property
+    def last_token(self) -> int:
+        return self.token_ids[-1]
+
+    def banned_ids(self) -> tuple[int, ...]:
+        """Ids that must not be drawn next: those that would end the sample before `min_tokens` tokens."""
+        return self.group.stop_ids if len(self.token_ids) < self.request.min_tokens else ()
+
+
+@dataclass(eq=False)
+class LiveGroup:
+    """A request in the engine."""
+
+    handle: int
+    request: Request
+    stop_ids: tuple[int, ...]
+    sequences: list[Sequence] = field(default_factory=list)
+    outside: deque[Sequence] = field(default_factory=deque)    # samples not admitted yet, in order
+    prompt_pages: list[int] = field(default_factory=list)      # held from admission until the last sample has forked
+    num_unforked: int = 0                  # samples that have no page table yet and have not ended
+    num_prefilled: int = 0                 # prompt positions given to a prefill chunk (or served by the prefix cache)
+    num_open: int = 0                      # samples that have not ended
+    tail_writer: Sequence | None = None    # who may append to the partial last prompt page
+    salt: bytes = b""                      # the prefix cache's salt when the prompt was admitted
+
+    @property
+    def leader(self) -> Sequence:
+        return self.sequences[0]
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Run prompt tokens [start, stop) and store their K/V in the leader's pages.
+
+    If `is_last`, the last hidden state gives the first token's logits: sample and commit all of `samples`.
+    """
+
+    sequence: Sequence         # the group's leader
+    start: int
+    stop: int
+    is_last: bool
+    samples: tuple[Sequence, ...]      # the group's sequences if is_last, else none
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step's work. `copies` (source page, target page) come first; no page is both a source and a target."""
+
+    prefills: list[PrefillChunk]
+    decodes: list[Sequence]
+    copies: list[tuple[int, int]]
+
+
+class Scheduler:
+    """See the top of the file.
+
+    max_batch: rows, i.e. samples admitted at once. max_prefill_tokens: prompt tokens of one step (a single chunk may
+    exceed it, so that every prompt can run). prefill_chunk: longest chunk of a prompt in one step, None for whole
+    prompts. behavior: how tokens are drawn now; its last policy span names the weights. decode: token ids to text,
+    needed for stop strings only.
+    """
+
+    def __init__(self, pool: PagePool, *, behavior: BehaviorTag, max_batch: int, max_prefill_tokens: int,
+                 prefill_chunk: int | None = None, eos_ids: Iterable[int] = (),
+                 decode: Callable[[list[int]], str] | None = None) -> None:
+        for name, value in (("max_batch", max_batch), ("max_prefill_tokens", max_prefill_tokens),
+                            ("prefill_chunk", 1 if prefill_chunk is None else prefill_chunk)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.pool = pool
+        self.max_batch = max_batch
+        self.max_prefill_tokens = max_prefill_tokens
+        self.prefill_chunk = prefill_chunk
+        self.eos_ids = frozenset(eos_ids)
+        self.decode = decode
+        self.promised = 0                                   # sum of the sequences' promises; never over pool.num_free
+        self._groups: dict[int, LiveGroup] = {}             # by handle, in order of arrival
+        self._waiting: deque[LiveGroup] = deque()           # groups with samples outside, oldest first
+        self._prefilling: deque[LiveGroup] = deque()
+        self._running: dict[Sequence, None] = {}            # admitted samples, in order of admission
+        self._finished: list[tuple[int, Group]] = []
+        self._next_handle = 0
+        self.adopt(behavior)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def adopt(self, behavior: BehaviorTag) -> None:
+        """From now on tokens are drawn as `behavior` says. Pages of another behaviour are never served again."""
+        if not behavior.policy:
+            raise ValueError("behavior.policy: empty; its last span must name the version and digest of the weights")
+        self.behavior = behavior
+        self.policy = behavior.policy[-1]
+        self.salt = behavior_salt(behavior)
+
+    def add(self, request: Request) -> int:
+        """Queue a request that `validate` accepted. Returns the handle that `finished` and `abort` use."""
+        most = _num_pages(len(request.prompt_ids) + request.max_tokens - 1, self.pool.page_size)
+        assert most <= self.pool.num_pages, "request larger than the cache: it was not validated"
+        assert self.decode or not request.stop_strings, "stop strings without a tokenizer: it was not validated"
+        stop_ids = set(request.stop_ids) | (set() if request.ignore_eos else self.eos_ids)
+        group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)))
+        group.sequences = [Sequence(group, i, noise_key(request, i)) for i in range(request.n)]
+        group.outside.extend(group.sequences)
+        group.num_open = group.num_unforked = request.n
+        self._next_handle += 1
+        self._groups[group.handle] = group
+        self._waiting.append(group)
+        return group.handle
+
+    def abort(self, handle: int) -> bool:
+        """End a request's open samples with "abort"; its group is finished. False if it had ended already."""
+        group = self._groups.get(handle)
+        if group is None:
+            return False
+        for sequence in group.sequences:
+            self._finish(sequence, "abort")
+        return True
+
+    def finished(self) -> list[tuple[int, Group]]:
+        """(handle, group) of the requests completed since the last call, in order of completion."""
+        groups, self._finished = self._finished, []
+        return groups
+
+    def plan(self) -> Plan:
+        """Admit what fits, then give every decode row the page that its token's K/V go to."""
+        self._admit()
+        prefills = self._plan_prefills()
+        decodes, copies = [], []
+        for sequence in self._running:
+            if not sequence.token_ids:
+                continue                                    # its prompt is still running
+            if not sequence.pages:
+                copies += self._fork(sequence)
+            if len(sequence.pages) * self.pool.page_size <= sequence.position:
+                sequence.pages += self.pool.allocate(1)
+                self._promise(sequence, sequence.promised - 1)
+            decodes.append(sequence)
+        return Plan(prefills, decodes, copies)
+
+    def commit(self, sequence: Sequence, token_id: int, logprob: float) -> None:
+        """Append a sampled token; end the sample if it stops here. Raises ValueError for a non-finite log-prob."""
+        if sequence.finish_reason is not None:
+            return
+        if not math.isfinite(logprob):
+            raise ValueError(f"logprob of sample {sequence.sample}, token {len(sequence.token_ids)} is {logprob}")
+        sequence.num_cached = sequence.length               # whatever the token was drawn from is stored by now
+        if sequence is sequence.group.leader and not sequence.token_ids:
+            self._publish_prompt(sequence.group)
+        if not sequence.spans or sequence.spans[-1].version != self.policy.version \
+                or sequence.spans[-1].digest != self.policy.digest:
+            sequence.spans.append(replace(self.policy, start=len(sequence.token_ids)))
+        sequence.token_ids.append(token_id)
+        sequence.logprobs.append(logprob)
+        stop = self._stop_reason(sequence)
+        if stop is not None:
+            self._finish(sequence, "stop", stop)
+        elif len(sequence.token_ids) == sequence.request.max_tokens:
+            self._finish(sequence, "length")
+
+    # -- admission ----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._waiting:
+            group = self._waiting[0]
+            if not group.outside:
+                self._waiting.popleft()
+                continue
+            sequence = group.outside[0]
+            if len(self._running) == self.max_batch:
+                return
+            if not (self._admit_leader(group) if sequence is group.leader else self._admit_sibling(sequence)):
+                return
+            group.outside.popleft()
+            self._running[sequence] = None
+
+    def _admit_leader(self, group: LiveGroup) -> bool:
+        """Take the prompt's pages (from the prefix cache where it can) and promise the leader's others."""
+        prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
+        # the last prompt token always runs, for its logits: its page is never taken from the cache
+        keys = page_keys(prompt_ids[:-1], page_size, self.salt)
+        hits = self.pool.match(keys)
+        most = self._most_pages(group)
+        if most - sum(self.pool.refcount(page) > 0 for page in hits) > self._available():
+            return False
+        self.pool.reuse(hits)
+        group.prompt_pages = hits + self.pool.allocate(_num_pages(len(prompt_ids), page_size) - len(hits))
+        group.salt = self.salt
+        group.num_prefilled = len(hits) * page_size
+        group.tail_writer = group.leader
+        group.leader.pages = list(group.prompt_pages)
+        group.leader.num_cached = group.num_prefilled
+        self.pool.share(group.prompt_pages)
+        self._promise(group.leader, most - len(group.prompt_pages))
+        self._forked(group)
+        self._prefilling.append(group)
+        return True
+
+    def _admit_sibling(self, sequence: Sequence) -> bool:
+        group = sequence.group
+        owned = self._most_pages(group) - self._num_shared(group)
+        if group.tail_writer is None:
+            owned -= len(group.prompt_pages) - self._num_shared(group)
+        if owned > self._available():
+            return False
+        if group.tail_writer is None:
+            group.tail_writer = sequence
+        self._promise(sequence, owned)
+        return True
+
+    def _fork(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Give an admitted sample its page table. Returns the page copy that it needs, if any."""
+        group = sequence.group
+        shared, tail = group.prompt_pages[:self._num_shared(group)], group.prompt_pages[self._num_shared(group):]
+        if group.tail_writer is sequence:
+            shared, tail = shared + tail, []
+        own = self.pool.allocate(len(tail))
+        self._promise(sequence, sequence.promised - len(own))
+        self.pool.share(shared)
+        sequence.pages = shared + own
+        copies = list(zip(tail, own, strict=True))
+        self._forked(group)
+        return copies
+
+    def _forked(self, group: LiveGroup) -> None:
+        group.num_unforked -= 1
+        if group.num_unforked == 0:
+            self.pool.free(group.prompt_pages)
+            group.prompt_pages = []
+
+    def _most_pages(self, group: LiveGroup) -> int:
+        return _num_pages(len(group.request.prompt_ids) + group.request.max_tokens - 1, self.pool.page_size)
+
+    def _num_shared(self, group: LiveGroup) -> int:
+        return len(group.request.prompt_ids) // self.pool.page_size
+
+    def _available(self) -> int:
+        return self.pool.num_free - self.promised
+
+    def _promise(self, sequence: Sequence, pages: int) -> None:
+        assert pages >= 0, "a sample needs more pages than its worst case"
+        self.promised += pages - sequence.promised
+        sequence.promised = pages
+
+    # -- prefill ------------------------------------------------------------------------------------------------
+
+    def _plan_prefills(self) -> list[PrefillChunk]:
+        chunks: list[PrefillChunk] = []
+        budget = self.max_prefill_tokens
+        unfinished: list[LiveGroup] = []
+        while self._prefilling:
+            group = self._prefilling[0]
+            start, length = group.num_prefilled, len(group.request.prompt_ids)
+            stop = min(length, start + (self.prefill_chunk or length))
+            if chunks and stop - start > budget:
+                break
+            self._prefilling.popleft()
+            is_last = stop == length
+            chunks.append(PrefillChunk(group.leader, start, stop, is_last, tuple(group.sequences) if is_last else ()))
+            budget -= stop - start
+            group.num_prefilled = stop
+            if not is_last:
+                unfinished.append(group)
+        self._prefilling.extendleft(reversed(unfinished))
+        return chunks
+
+    def _publish_prompt(self, group: LiveGroup) -> None:
+        """Offer the full prompt pages to later requests, unless other weights were adopted while the prompt ran."""
+        if group.salt == self.salt:
+            keys = page_keys(group.request.prompt_ids, self.pool.page_size, group.salt)
+            self.pool.publish(group.leader.pages[:len(keys)], keys)
+
+    # -- the end of a sample ------------------------------------------------------------------------------------
+
+    def _stop_reason(self, sequence: Sequence) -> int | str | None:
+        """The stop id or stop string that the last token completed, if it may stop here.
+
+        No stop lies within the first `min_tokens` tokens: ids are banned there, and text is matched behind them.
+        """
+        request = sequence.request
+        if len(sequence.token_ids) <= request.min_tokens:
+            return None
+        if sequence.last_token in sequence.group.stop_ids:
+            return sequence.last_token
+        if request.stop_strings:
+            assert self.decode is not None
+            tail = _decode_tail(self.decode, sequence.token_ids[request.min_tokens:], max(map(len, request.stop_strings)))
+            return next((text for text in request.stop_strings if text in tail), None)
+        return None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, stop: int | str | None = None) -> None:
+        if sequence.finish_reason is not None:
+            return
+        group = sequence.group
+        sequence.finish_reason, sequence.stop_reason = reason, stop
+        if sequence.pages:
+            self.pool.free(sequence.pages)
+            sequence.pages = []
+        else:
+            self._forked(group)                             # it never will: one sample fewer needs the prompt's pages
+        self._promise(sequence, 0)
+        if self._running.pop(sequence, sequence) is sequence:
+            group.outside.remove(sequence)
+        if group.tail_writer is sequence:
+            group.tail_writer = None
+        group.num_open -= 1
+        if group.num_open == 0:
+            self._close(group)
+
+    def _close(self, group: LiveGroup) -> None:
+        del self._groups[group.handle]
+        for queue in (self._waiting, self._prefilling):
+            if group in queue:
+                queue.remove(group)
+        sampler = sampler_settings(group.request)
+        rollouts = []
+        for s in group.sequences:
+            assert s.finish_reason is not None
+            behavior = replace(self.behavior, policy=tuple(s.spans) or (replace(self.policy, start=0),), sampler=sampler)
+            rollouts.append(Rollout(s.token_ids, s.logprobs, s.finish_reason, behavior, s.stop_reason))
+        self._finished.append((group.handle, Group(group.request, rollouts)))
+
+
+def behavior_salt(behavior: BehaviorTag) -> bytes:
+    """Names everything that K/V depend on: two behaviours share prefix pages only if all of it is equal."""
+    policy = behavior.policy[-1]
+    return repr((policy.version, policy.digest, behavior.weights, behavior.kv_policy, behavior.kv_budget,
+                 behavior.noise_seed, behavior.noise_sigma)).encode()
+
+
+def _num_pages(tokens: int, page_size: int) -> int:
+    return -(-tokens // page_size)
+
+
+def _decode_tail(decode: Callable[[list[int]], str], token_ids: list[int], num_chars: int) -> str:
+    """The end of the text, at least `num_chars` characters of it that do not depend on where decoding began.
+
+    Decoding from the middle can spoil the first characters (a split UTF-8 sequence, a stripped space): hence the 4.
+    """
+    window = num_chars + 4
+    while True:
+        text = decode(token_ids[-window:])
+        if len(text) >= num_chars + 4 or window >= len(token_ids):
+            return text
+        window *= 2
