@@ -1,0 +1,73 @@
+"""What can go wrong in the orchestrator, and the rule that tells a broken scorer from a hard task.
+
+A score that could not be computed is an error and never a reward of 0. Single errors are data: the sample leaves its
+group's statistics and is counted. Above a rate they mean that the reward itself is broken, and learning from what is
+left would be learning from a biased sample, so the run stops and says which errors it saw.
+"""
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from lowroll.types import Score, ScoreError
+
+MESSAGE_LIMIT = 500                # characters of a scorer's message that may enter a log
+
+
+class InvalidRollout(ValueError):
+    """The engine returned something that must not be learned from. Names the request, the sample and the position."""
+
+
+class ScoringFailed(RuntimeError):
+    """Too many scores are errors. The message has the kinds with their counts and the first message."""
+
+
+class NoSignal(RuntimeError):
+    """Dynamic sampling found no group with differing rewards in all its rounds."""
+
+
+class ErrorWindow:
+    """The outcomes of the last scores, and the rule on their error rate."""
+
+    def __init__(self, max_error_rate: float, min_scores: int, size: int) -> None:
+        self.max_error_rate = max_error_rate
+        self.min_scores = min_scores
+        self._outcomes: deque[bool] = deque(maxlen=max(size, min_scores))
+
+    def check(self, scores: Iterable[Score | ScoreError]) -> None:
+        """Take in new scores. Raises ScoringFailed when the window holds enough scores and too many are errors."""
+        errors = []
+        for score in scores:
+            self._outcomes.append(isinstance(score, ScoreError))
+            if isinstance(score, ScoreError):
+                errors.append(score)
+        total, failures = len(self._outcomes), sum(self._outcomes)
+        if errors and total >= self.min_scores and failures > self.max_error_rate * total:
+            raise ScoringFailed(f"{failures} of the last {total} scores are errors "
+                                f"(limit {self.max_error_rate:.1%}): {describe(errors)}")
+
+    def copy(self) -> ErrorWindow:
+        """An independent window with the same outcomes."""
+        twin = ErrorWindow(self.max_error_rate, self.min_scores, self._outcomes.maxlen or 0)
+        twin._outcomes.extend(self._outcomes)
+        return twin
+
+    def state(self) -> str:
+        """One character a score, oldest first: 1 is an error."""
+        return "".join("1" if failed else "0" for failed in self._outcomes)
+
+    def restore(self, state: str) -> None:
+        """Take over the outcomes of `state()`. Raises ValueError when it is not made of 0 and 1."""
+        if not isinstance(state, str) or set(state) - {"0", "1"}:
+            raise ValueError("error window: expected a string of 0 and 1")
+        self._outcomes.clear()
+        self._outcomes.extend(mark == "1" for mark in state)
+
+
+def describe(errors: list[ScoreError]) -> str:
+    """The kinds with their counts, most frequent first, and the first message, clipped and without control marks."""
+    kinds = Counter(error.kind for error in errors)
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=lambda item: (-item[1], item[0])))
+    message = errors[0].message[:MESSAGE_LIMIT]
+    printable = "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in message)
+    return f"{listed}; first: {errors[0].kind}: {printable}"

@@ -1,0 +1,77 @@
+"""Flags for rollouts that went wrong in a way a reward may not see.
+
+Gibberish: a rare token drawn with almost no probability,
+    exists t: token_id_t > 100000  and  logprob_t < -ln(V) - 2          (byte-pair ids grow with rarity)
+Repetition: the policy has become certain of what comes next for thousands of tokens,
+    3000 consecutive t with  logprob_t > ln 0.99
+
+(rules and constants of prime-rl's and Surogate's filters.) A flag is a number in the log. With `enforce` the flagged
+rollout is not learned from either: its loss mask becomes 0, while its reward stays in the group's baseline.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from lowroll.types import Rollout
+
+
+class Filter(Protocol):
+    """A rule over one rollout's ids and log-probs."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def enforce(self) -> bool: ...
+
+    def matches(self, rollout: Rollout) -> bool:
+        """Whether the rollout is to be flagged."""
+        ...
+
+
+@dataclass(frozen=True)
+class Gibberish:
+    """A rare token drawn at less than exp(-offset) of a uniform draw over the vocabulary."""
+
+    vocab_size: int
+    first_rare_id: int = 100_000
+    offset: float = 2.0
+    enforce: bool = False
+    name: ClassVar[str] = "gibberish"
+
+    @property
+    def threshold(self) -> float:
+        """Log-prob below which a rare token counts, nats."""
+        return -math.log(self.vocab_size) - self.offset
+
+    def matches(self, rollout: Rollout) -> bool:
+        """Whether any token is both rare and next to impossible."""
+        return any(token > self.first_rare_id and logprob < self.threshold
+                   for token, logprob in zip(rollout.token_ids, rollout.logprobs, strict=True))
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A long unbroken run of tokens that the policy was certain of."""
+
+    window: int = 3000
+    probability: float = 0.99
+    enforce: bool = False
+    name: ClassVar[str] = "repetition"
+
+    def matches(self, rollout: Rollout) -> bool:
+        """Whether `window` consecutive tokens were drawn with more than `probability`."""
+        run, threshold = 0, math.log(self.probability)
+        for logprob in rollout.logprobs:
+            run = run + 1 if logprob > threshold else 0
+            if run >= self.window:
+                return True
+        return False
+
+
+def flag(rollout: Rollout, filters: Sequence[Filter]) -> Filter | None:
+    """The first filter that matches, or None."""
+    return next((rule for rule in filters if rule.matches(rollout)), None)

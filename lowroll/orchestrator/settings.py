@@ -1,0 +1,89 @@
+"""Everything a step's plan depends on, checked once. The composition root fills it from the run's configuration."""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lowroll.advantages import TABLE
+from lowroll.orchestrator.filters import Filter
+from lowroll.orchestrator.schedule import TemperatureSchedule
+
+SOLVED = 1.0 - 1e-6                # a reward from here on counts as a solved task
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request is sampled; the fields are those of `lowroll.types.Request`."""
+
+    max_tokens: int = 64
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The orchestrator's settings. Raises ValueError naming the field when a value cannot work."""
+
+    batch_size: int                                # rollouts a step
+    rollouts_per_example: int                      # n of every request: the group size G
+    sampling: Sampling = Sampling()
+    temperature_schedule: TemperatureSchedule | None = None    # takes the place of sampling.temperature
+    seed: int = 0
+    env_weights: Mapping[str, float] = field(default_factory=dict)   # share of draws; an absent one counts 1
+    advantage: str = "grpo"                        # a name of lowroll.advantages.TABLE
+    max_prompt_tokens: int | None = None           # longer prompts are passed over and counted
+    dynamic_sampling: bool = False                 # DAPO: learn from groups with differing rewards only
+    max_rounds: int = 8                            # rounds of generation that a step may spend on it
+    overlong_max: int | None = None                # DAPO's soft length limit L_max, tokens
+    overlong_cache: int | None = None              # and the width L_c of its ramp, tokens
+    filters: tuple[Filter, ...] = ()
+    max_error_rate: float = 0.05
+    error_window: int = 50                         # scores before the error rate is judged
+    max_staleness: int = 0                         # versions a rollout may lag behind the learner
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_rounds", "error_window"):
+            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        _require(self.rollouts_per_example >= 2, "rollouts_per_example", "at least 2 (a group of one has no baseline)",
+                 self.rollouts_per_example)
+        _require(self.batch_size % self.rollouts_per_example == 0, "batch_size",
+                 f"a multiple of rollouts_per_example={self.rollouts_per_example}", self.batch_size)
+        _require(self.advantage in TABLE, "advantage", f"one of {sorted(TABLE)}", repr(self.advantage))
+        if self.temperature_schedule is None:
+            temperature = self.sampling.temperature
+            _require(math.isfinite(temperature) and temperature > 0, "sampling.temperature",
+                     "above 0 (greedy rollouts of a group are all the same)", temperature)
+        _require(0.0 <= self.max_error_rate < 1.0, "max_error_rate", "in [0, 1)", self.max_error_rate)
+        _require(self.max_staleness >= 0, "max_staleness", "at least 0", self.max_staleness)
+        for name, weight in self.env_weights.items():
+            _require(math.isfinite(weight) and weight > 0, f"env_weights[{name!r}]", "a positive number", weight)
+        self._check_overlong()
+
+    def _check_overlong(self) -> None:
+        limit, ramp = self.overlong_max, self.overlong_cache
+        if (limit is None) != (ramp is None):
+            missing = "overlong_cache" if ramp is None else "overlong_max"
+            raise ValueError(f"{missing}: overlong_max and overlong_cache go together")
+        if limit is not None and ramp is not None:
+            _require(0 < ramp <= limit, "overlong_cache", f"in 1..overlong_max={limit}", ramp)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups a full batch holds."""
+        return self.batch_size // self.rollouts_per_example
+
+    def temperature(self, step: int) -> float:
+        """The sampling temperature of a step."""
+        return self.sampling.temperature if self.temperature_schedule is None else self.temperature_schedule(step)
+
+
+def _require(holds: bool, name: str, expected: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{name}: expected {expected}, got {value}")

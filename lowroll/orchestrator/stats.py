@@ -1,0 +1,74 @@
+"""A step's numbers.
+
+Reward statistics are of the raw scores, before any shaping, over every scored sample of the step, the groups that
+dynamic sampling dropped included: the curve then says how the policy does, not how the batch was picked. Lengths,
+tokens, flags and the entropy estimate are over every generated rollout too. `num_samples` and `num_groups` count what
+is in the batch.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from lowroll.orchestrator.groups import ScoredGroup
+from lowroll.orchestrator.settings import SOLVED
+from lowroll.types import Rollout, Sample, Score
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The `share` quantile (0..1) of a non-empty sequence, linear between neighbours."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def reward_stats(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Raw-score statistics (population standard deviation). A group counts in the fractions once two samples scored.
+
+    `zero_std_fraction`: all scores of the group equal. `solved_all`, `solved_none`: every, no sample reaches SOLVED.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [reward for group in groups for reward in group.scores()]
+    stats = {"reward/error_rate": (len(samples) - len(rewards)) / len(samples)}
+    if rewards:
+        stats |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards),
+                  "reward/min": min(rewards), "reward/max": max(rewards)}
+    scores = [group.scores() for group in groups if len(group.scores()) >= 2]
+    if scores:
+        stats["reward/zero_std_fraction"] = fmean(min(group) == max(group) for group in scores)
+        stats["reward/solved_all_fraction"] = fmean(min(group) >= SOLVED for group in scores)
+        stats["reward/solved_none_fraction"] = fmean(max(group) < SOLVED for group in scores)
+    return stats | env_stats(samples)
+
+
+def env_stats(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean raw score and mean of each of the scorer's own metrics, per environment."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        if isinstance(sample.score, Score):
+            for name, value in {**sample.score.metrics, "mean": sample.score.reward}.items():
+                values.setdefault(f"reward/{sample.prompt.env}/{name}", []).append(value)
+    return {name: fmean(values[name]) for name in sorted(values)}
+
+
+def rollout_stats(rollouts: Sequence[Rollout], version: int | None) -> dict[str, float]:
+    """Lengths, endings, versions, sampled entropy. `version` is the learner's; None stands for the newest seen."""
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    logprobs = [logprob for rollout in rollouts for logprob in rollout.logprobs]
+    versions = [span.version for rollout in rollouts for span in rollout.behavior.policy]
+    endings = [rollout.finish_reason for rollout in rollouts]
+    return {
+        "rollout/tokens": float(sum(lengths)),
+        "rollout/length_mean": fmean(lengths),
+        "rollout/length_p50": percentile(lengths, 0.50),
+        "rollout/length_p95": percentile(lengths, 0.95),
+        "rollout/length_max": float(max(lengths)),
+        "rollout/truncated_fraction": endings.count("length") / len(endings),
+        "rollout/stop_fraction": endings.count("stop") / len(endings),
+        "rollout/policy_version": float(max(versions)),
+        "rollout/staleness": float((max(versions) if version is None else version) - min(versions)),
+        "rollout/entropy_estimate": -fmean(logprobs) if logprobs else 0.0,
+    }
