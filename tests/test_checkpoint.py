@@ -18,7 +18,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowroll.checkpoint import DamagedError, DiskFullError, RunLock, RunLockedError, Store, publish_folder, verify_folder
+from lowroll.checkpoint import (
+    DamagedError,
+    DiskFullError,
+    RunLock,
+    RunLockedError,
+    Store,
+    publish_folder,
+    verify_folder,
+)
 from lowroll.checkpoint.faults import VARIABLE, observers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def tensors_of(step: int) -> dict[str, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    return {"policy": {"w": torch.randn(4, 3, generator=generator), "b": torch.randn(3, generator=generator).bfloat16()},
+    return {"policy": {"w": torch.randn(4, 3, generator=generator),
+                       "b": torch.randn(3, generator=generator).bfloat16()},
             "optimizer": {"exp_avg": torch.randn(4, 3, generator=generator)}}
 
 

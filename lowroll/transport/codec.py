@@ -1,0 +1,253 @@
+"""The nouns of `lowroll.types` as JSON lines, strictly and without loss.
+
+A batch is one header line (`kind`, `format`, `num_samples` and the batch's own fields) followed by one line a sample,
+UTF-8, each ended by a newline. The schema is read off the dataclasses' type hints, so a new field needs no code here.
+
+1. Floats travel as Python's shortest repr, which parses back to the same double (Steele & White 1990; David Gay).
+   JSON has no infinities: a float field holds the string "inf", "-inf" or "nan" for those, and no other string.
+2. A union of dataclasses carries the class name under `type`.
+3. Decoding is strict: an unknown, missing, duplicated or ill-typed field, a wrong count, a torn line or an oversized
+   message is a CodecError that names the line and the field. Nothing is ever unpickled.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from functools import cache
+from typing import Any, Literal, NoReturn, Union
+
+from lowroll.types import Batch, Sample
+
+FORMAT = 1
+MAX_BYTES = 1 << 30
+_TAG = "type"
+_EXACT = 1 << 53                       # integers up to here are doubles
+_NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+class CodecError(ValueError):
+    """A message that is not what the codec writes, or an object that it cannot write without loss."""
+
+
+def encode_batch(batch: Batch) -> bytes:
+    """Header line and one line a sample. CodecError naming the field that JSON cannot carry exactly."""
+    header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
+    for name, hint in _fields(Batch).items():
+        if name != "samples":
+            header[name] = _encode(getattr(batch, name), hint, f"batch.{name}")
+    return _line(header) + b"".join(encode_sample(sample) for sample in batch.samples)
+
+
+def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
+    """The batch that `encode_batch` wrote as `data`."""
+    if len(data) > max_bytes:
+        raise CodecError(f"a batch of {len(data)} bytes is over the limit of {max_bytes}")
+    if not data.endswith(b"\n"):
+        raise CodecError("the last line is torn (no newline at the end)")
+    lines = data[:-1].split(b"\n")
+    header = _parse(lines[0], "line 1")
+    if type(header) is not dict or header.pop("kind", None) != "batch":
+        raise CodecError("line 1: not the header of a batch")
+    if (version := header.pop("format", None)) != FORMAT:
+        raise CodecError(f"line 1: format {version!r}, this program reads {FORMAT}")
+    count = header.pop("num_samples", None)
+    if type(count) is not int or count != len(lines) - 1:
+        raise CodecError(f"line 1: num_samples is {count!r}, {len(lines) - 1} samples follow")
+    header["samples"] = []
+    batch = _decode(header, Batch, "line 1: batch")
+    batch.samples.extend(decode_sample(line, where=f"line {number}: sample") for number, line in enumerate(lines[1:], 2))
+    return batch
+
+
+def encode_sample(sample: Sample) -> bytes:
+    """One line, newline included."""
+    return _line(_encode(sample, Sample, "sample"))
+
+
+def decode_sample(line: bytes, where: str = "sample") -> Sample:
+    """The sample that `encode_sample` wrote as `line` (with or without its newline)."""
+    return _decode(_parse(line.removesuffix(b"\n"), where), Sample, where)
+
+
+def _line(value: Any) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    except UnicodeEncodeError as error:
+        raise CodecError(f"text that is not valid Unicode: {error.reason}") from error
+
+
+def _parse(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:      # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise CodecError(f"{where}: {error}") from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise CodecError(f"duplicated field {next(key for key in keys if keys.count(key) > 1)!r}")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise CodecError(f"{text} is not JSON")
+
+
+@cache
+def _fields(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+@cache
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or () for anything else."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
+
+
+def _encode(value: Any, hint: Any, where: str) -> Any:
+    if options := _options(hint):
+        return _encode_union(value, options, where)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return _check_json(value, where)
+    if dataclasses.is_dataclass(hint):
+        _expect(value, typing.cast(type, hint), where)
+        return {name: _encode(getattr(value, name), inner, f"{where}.{name}")
+                for name, inner in _fields(typing.cast(type, hint)).items()}
+    if origin in (list, tuple):
+        _expect(value, origin, where)
+        return _encode_items(value, args[0], where)
+    if origin is dict:
+        _expect(value, dict, where)
+        return {_encode(key, str, f"{where}: key"): _encode(item, args[1], f"{where}.{key}")
+                for key, item in value.items()}
+    return _encode_scalar(value, hint, where)
+
+
+def _encode_items(values: Any, hint: Any, where: str) -> list[Any]:
+    if hint is float and all(type(value) is float and math.isfinite(value) for value in values):
+        return list(values)
+    if hint is int and all(type(value) is int for value in values):
+        return list(values)
+    return [_encode(value, hint, f"{where}[{index}]") for index, value in enumerate(values)]
+
+
+def _encode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    if dataclasses.is_dataclass(value) and type(value) in options:
+        return {_TAG: type(value).__name__, **_encode(value, type(value), where)}
+    for hint in options:
+        if hint is type(value) or (hint is float and type(value) is int and int not in options):
+            return _encode(value, hint, where)
+    raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
+
+
+def _encode_scalar(value: Any, hint: Any, where: str) -> Any:
+    if hint is float:
+        if type(value) is int and abs(value) <= _EXACT:
+            return float(value)
+        _expect(value, float, where)
+        if math.isfinite(value):
+            return value
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if typing.get_origin(hint) is Literal:
+        if value not in typing.get_args(hint):
+            raise CodecError(f"{where}: {value!r} is none of {typing.get_args(hint)}")
+        return value
+    _expect(value, hint, where)
+    return value
+
+
+def _check_json(value: Any, where: str) -> Any:
+    """`value` unless JSON would change it: tuples, non-string keys, NaN, objects."""
+    if type(value) is dict:
+        for key, item in value.items():
+            _expect(key, str, f"{where}: key")
+            _check_json(item, f"{where}.{key}")
+    elif type(value) is list:
+        for index, item in enumerate(value):
+            _check_json(item, f"{where}[{index}]")
+    elif type(value) is float and not math.isfinite(value):
+        raise CodecError(f"{where}: {value} is not a JSON number")
+    elif value is not None and type(value) not in (str, int, float, bool):
+        raise CodecError(f"{where}: a {type(value).__name__} is not JSON data")
+    return value
+
+
+def _decode(value: Any, hint: Any, where: str) -> Any:
+    if options := _options(hint):
+        return _decode_union(value, options, where)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint):
+        return _decode_dataclass(value, typing.cast(type, hint), where)
+    if origin in (list, tuple):
+        _expect(value, list, where)
+        return origin(_decode_items(value, args[0], where))
+    if origin is dict:
+        _expect(value, dict, where)
+        return {key: _decode(item, args[1], f"{where}.{key}") for key, item in value.items()}
+    return _decode_scalar(value, hint, where)
+
+
+def _decode_items(values: list[Any], hint: Any, where: str) -> list[Any]:
+    if hint in (int, float) and all(type(value) is hint for value in values):
+        return values
+    return [_decode(value, hint, f"{where}[{index}]") for index, value in enumerate(values)]
+
+
+def _decode_dataclass(value: Any, kind: type, where: str) -> Any:
+    _expect(value, dict, where)
+    fields = _fields(kind)
+    if unknown := value.keys() - fields.keys():
+        raise CodecError(f"{where}: unknown field {min(unknown)!r}")
+    if missing := fields.keys() - value.keys():
+        raise CodecError(f"{where}: missing field {min(missing)!r}")
+    return kind(**{name: _decode(value[name], hint, f"{where}.{name}") for name, hint in fields.items()})
+
+
+def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    if type(value) is dict:
+        kinds = {kind.__name__: kind for kind in options if dataclasses.is_dataclass(kind)}
+        kind = kinds.get(value.get(_TAG, "")) if isinstance(value.get(_TAG), str) else None
+        if kind is None:
+            raise CodecError(f"{where}: field {_TAG!r} is none of {_names(options)}")
+        return _decode_dataclass({key: item for key, item in value.items() if key != _TAG}, kind, where)
+    if type(value) in options:
+        return value
+    if float in options:
+        return _decode_scalar(value, float, where)
+    raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
+
+
+def _decode_scalar(value: Any, hint: Any, where: str) -> Any:
+    if hint is float:
+        if type(value) is str and value in _NON_FINITE:
+            return _NON_FINITE[value]
+        if type(value) is int and abs(value) <= _EXACT:
+            return float(value)
+    if typing.get_origin(hint) is Literal:
+        if type(value) is not str or value not in typing.get_args(hint):
+            raise CodecError(f"{where}: {value!r} is none of {typing.get_args(hint)}")
+        return value
+    _expect(value, hint, where)
+    return value
+
+
+def _expect(value: Any, kind: Any, where: str) -> None:
+    if type(value) is not kind:
+        raise CodecError(f"{where}: expected {kind.__name__}, got {type(value).__name__}")
+
+
+def _names(options: tuple[Any, ...]) -> str:
+    return ", ".join("null" if option is type(None) else getattr(option, "__name__", str(option)) for option in options)
