@@ -50,7 +50,8 @@ tags = st.builds(BehaviorTag, policy=st.lists(st.builds(PolicySpan, st.integers(
                  noise_seed=st.none() | st.integers(0, 2**63 - 1), noise_sigma=any_float,
                  sampler=st.dictionaries(text, any_float, max_size=3))
 rollouts = st.builds(Rollout, token_ids=st.lists(st.integers(0, 200000), max_size=5),
-                     logprobs=st.lists(any_float, max_size=5), finish_reason=st.sampled_from(["stop", "length", "abort"]),
+                     logprobs=st.lists(any_float, max_size=5),
+                     finish_reason=st.sampled_from(["stop", "length", "abort"]),
                      behavior=tags, stop_reason=st.none() | st.integers(0, 9) | text)
 scores = st.builds(Score, any_float, st.dictionaries(text, any_float, max_size=2)) | st.builds(
     ScoreError, st.sampled_from(["exception", "timeout", "memory", "crash", "invalid"]), text)

@@ -58,7 +58,8 @@ def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
         raise CodecError(f"line 1: num_samples is {count!r}, {len(lines) - 1} samples follow")
     header["samples"] = []
     batch = _decode(header, Batch, "line 1: batch")
-    batch.samples.extend(decode_sample(line, where=f"line {number}: sample") for number, line in enumerate(lines[1:], 2))
+    for number, line in enumerate(lines[1:], 2):
+        batch.samples.append(decode_sample(line, f"line {number}: sample"))
     return batch
 
 
@@ -218,7 +219,8 @@ def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
     if value is None and type(None) in options:
         return None
     if type(value) is dict:
-        kinds = {kind.__name__: kind for kind in options if dataclasses.is_dataclass(kind)}
+        kinds: dict[str, type] = {kind.__name__: kind for kind in options
+                                  if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
         kind = kinds.get(value.get(_TAG, "")) if isinstance(value.get(_TAG), str) else None
         if kind is None:
             raise CodecError(f"{where}: field {_TAG!r} is none of {_names(options)}")

@@ -16,7 +16,7 @@ _FILE = re.compile(r"step_([0-9]{6,})\.jsonl")
 
 
 def write_rollouts(folder: Path, batch: Batch) -> Path:
-    """Write `batch` to `folder/step_<step>.jsonl` atomically and return the path. CodecError before anything is written."""
+    """Write `batch` to `folder/step_<step>.jsonl` atomically; return the path. CodecError before writing anything."""
     data = encode_batch(batch)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
