@@ -28,6 +28,7 @@ from lowroll.orchestrator.alarms import alarms
 from lowroll.orchestrator.filters import flag
 from lowroll.orchestrator.source import seed_of
 from lowroll.orchestrator.stats import percentile
+from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.types import Batch, BehaviorTag, Group, PolicySpan, Prompt, Request, Rollout, Score, ScoreError
 
 # ---------------------------------------------------------------------------------------------------------- fakes
@@ -57,6 +58,9 @@ class FakeEnv:
 
     def size(self, split="train"):
         return self.period
+
+    def gold(self, prompt):
+        raise NotImplementedError
 
 
 def tagged(token_ids, logprobs=None, finish="stop", version=0):
@@ -100,6 +104,8 @@ class FakeScorer:
 
     def score(self, items, on_progress=None):
         outcomes = []
+        if on_progress is not None:
+            on_progress(0, len(items))
         for prompt, text in items:
             outcome = self.rule(prompt, text)
             self.scored += 1
@@ -315,6 +321,7 @@ def test_resume_after_every_step_gives_identical_batches():
     for step in range(8):
         batches.append(timeless(whole.step(step)))
         states.append(json.loads(json.dumps(whole.state())))
+    assert all(decode_batch(encode_batch(batch)) == batch for batch in batches)
     assert any(batch.stats["rollout/dropped_groups"] for batch in batches)
     assert any(batch.stats["reward/error_rate"] for batch in batches)
     for stop in range(1, 8):
@@ -614,9 +621,38 @@ def test_request_carries_every_sampling_field():
 def test_progress_and_alarms():
     seen = []
     build(on_phase=lambda *call: seen.append(call)).step(0)
-    assert seen == [("generate", 2, 2)]
+    assert seen == [("generate", 2, 2), ("score", 0, 8)]
     assert alarms({"reward/zero_std_fraction": 0.8, "rollout/truncated_fraction": 0.5}) == []
     assert len(alarms({"reward/zero_std_fraction": 0.9, "rollout/truncated_fraction": 0.95})) == 2
+
+
+class KnownEnv(FakeEnv):
+    def gold(self, prompt):
+        return "gold"
+
+    def perturbed(self, prompt):
+        return "junk"
+
+
+@pytest.mark.parametrize("gold, junk, failures", [
+    (1.0, 0.0, []), (0.5, 0.0, ["the gold answer of 'train-0' scored 0.5"]),
+    (1.0, 1.0, ["the perturbed answer of 'train-0' scored 1.0"]),
+    (ScoreError("crash", "gone"), 1.0, ["the gold answer of 'train-0' could not be scored: 1 crash; first: crash: gone",
+                                        "the perturbed answer of 'train-0' scored 1.0"])])
+def test_canaries_catch_a_scorer_that_broke(gold, junk, failures, caplog):
+    orchestrator = build(replace(build().settings, canary_interval=2), envs=[FakeEnv("a"), KnownEnv("b")],
+                         rule=lambda prompt, text: {"gold": gold, "junk": junk}.get(text, 0.0) or vowels(prompt, text))
+    batches = [orchestrator.step(step) for step in range(3)]
+    assert [batch.stats.get("reward/canary_failures") for batch in batches][:2] == [len(failures), None]
+    assert all(f"step 0: environment 'b': {failure}" in caplog.text for failure in failures)
+    assert all(isinstance(sample.score, Score) for batch in batches for sample in batch.samples)   # never in a batch
+
+
+def test_the_log_of_a_step_made_again_has_the_same_bytes():
+    logs = [[], []]
+    for log in logs:
+        mixed_run(rollout_log=lambda batch, log=log: log.append(encode_batch(batch))).step(0)
+    assert logs[0] == logs[1] and b"time/" not in logs[0][0]
 
 
 def test_percentile_against_hand_numbers():

@@ -34,22 +34,22 @@ class Filter(Protocol):
 
 @dataclass(frozen=True)
 class Gibberish:
-    """A rare token drawn at less than exp(-offset) of a uniform draw over the vocabulary."""
+    """A rare token drawn at less than exp(-logprob_offset) of a uniform draw over the vocabulary."""
 
     vocab_size: int
-    first_rare_id: int = 100_000
-    offset: float = 2.0
+    token_id_threshold: int = 100_000
+    logprob_offset: float = 2.0
     enforce: bool = False
     name: ClassVar[str] = "gibberish"
 
     @property
     def threshold(self) -> float:
         """Log-prob below which a rare token counts, nats."""
-        return -math.log(self.vocab_size) - self.offset
+        return -math.log(self.vocab_size) - self.logprob_offset
 
     def matches(self, rollout: Rollout) -> bool:
         """Whether any token is both rare and next to impossible."""
-        return any(token > self.first_rare_id and logprob < self.threshold
+        return any(token > self.token_id_threshold and logprob < self.threshold
                    for token, logprob in zip(rollout.token_ids, rollout.logprobs, strict=True))
 
 
@@ -58,13 +58,13 @@ class Repetition:
     """A long unbroken run of tokens that the policy was certain of."""
 
     window: int = 3000
-    probability: float = 0.99
+    prob_threshold: float = 0.99
     enforce: bool = False
     name: ClassVar[str] = "repetition"
 
     def matches(self, rollout: Rollout) -> bool:
-        """Whether `window` consecutive tokens were drawn with more than `probability`."""
-        run, threshold = 0, math.log(self.probability)
+        """Whether `window` consecutive tokens were drawn with more than `prob_threshold`."""
+        run, threshold = 0, math.log(self.prob_threshold)
         for logprob in rollout.logprobs:
             run = run + 1 if logprob > threshold else 0
             if run >= self.window:

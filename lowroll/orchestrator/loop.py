@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from lowroll.orchestrator import groups as grouping
 from lowroll.orchestrator import stats as statistics
 from lowroll.orchestrator.alarms import alarms
+from lowroll.orchestrator.canary import canaries
 from lowroll.orchestrator.client import BatchSender, EngineClient, PhaseProgress, Progress, Scorer, Tokenizer
 from lowroll.orchestrator.errors import ErrorWindow, NoSignal, ScoringFailed, describe
 from lowroll.orchestrator.groups import ScoredGroup
@@ -61,7 +62,8 @@ class Orchestrator:
                  tokenizer: Tokenizer, channel: BatchSender, rollout_log: Callable[[Batch], object] | None = None,
                  on_phase: PhaseProgress | None = None) -> None:
         """`rollout_log` is called once a step, before the batch is sent, with every rollout of the step: those that
-        dynamic sampling dropped follow the batch's own with group -1 and an empty loss mask."""
+        dynamic sampling dropped follow the batch's own with group -1 and a loss mask of zeros. Times are left out, so
+        a step that is made again logs the same bytes."""
         self.settings = settings
         self.source = PromptSource(settings, envs, tokenizer)
         self.engine = engine
@@ -83,6 +85,7 @@ class Orchestrator:
         temperature = self.settings.temperature(step)
         harvest = self._harvest(ledger, errors, temperature, version)
         batch = self._batch(step, temperature, harvest, ledger, version)
+        self._watch(batch)
         self._log(batch, harvest.dropped)
         self.channel.send(batch)
         ledger.consumed += len(harvest.kept)
@@ -169,16 +172,26 @@ class Orchestrator:
             "rollout/passed_over_prompts": float(ledger.passed_over - self.ledger.passed_over),
             "rollout/temperature": temperature,
         } | {f"rollout/flagged_{name}_fraction": count / len(generated) for name, count in flags.items()}
-        for alarm in alarms(stats):
-            logger.warning("step %d: %s", step, alarm)
         return Batch(step=step, samples=samples, temperature=temperature, stats=stats | harvest.seconds)
+
+    def _watch(self, batch: Batch) -> None:
+        """Warn of numbers out of bounds and, every `canary_interval` steps, of a scorer that misjudges known answers."""
+        warnings = alarms(batch.stats)
+        interval = self.settings.canary_interval
+        if interval is not None and batch.step % interval == 0:
+            failures = canaries(self.source.envs, self.scorer, self.ledger.cursors)
+            batch.stats["reward/canary_failures"] = float(len(failures))
+            warnings += failures
+        for warning in warnings:
+            logger.warning("step %d: %s", batch.step, warning)
 
     def _log(self, batch: Batch, dropped: list[ScoredGroup]) -> None:
         if self.rollout_log is None:
             return
         outside = [replace(sample, group=-1, advantage=0.0, loss_mask=[0] * len(sample.loss_mask))
                    for group in dropped for sample in group.samples]
-        self.rollout_log(replace(batch, samples=batch.samples + outside))
+        stats = {name: value for name, value in batch.stats.items() if not name.startswith("time/")}
+        self.rollout_log(replace(batch, samples=batch.samples + outside, stats=stats))
 
     def _progress(self, phase: str) -> Progress | None:
         return None if self.on_phase is None else partial(self.on_phase, phase)

@@ -46,11 +46,14 @@ class Settings:
     filters: tuple[Filter, ...] = ()
     max_error_rate: float = 0.05
     error_window: int = 50                         # scores before the error rate is judged
+    canary_interval: int | None = 20               # steps between checks of the scorer on known answers
     max_staleness: int = 0                         # versions a rollout may lag behind the learner
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_rounds", "error_window"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        _require(self.canary_interval is None or self.canary_interval >= 1, "canary_interval", "at least 1",
+                 self.canary_interval)
         _require(self.rollouts_per_example >= 2, "rollouts_per_example", "at least 2 (a group of one has no baseline)",
                  self.rollouts_per_example)
         _require(self.batch_size % self.rollouts_per_example == 0, "batch_size",
