@@ -1,0 +1,25 @@
+"""Policy objectives: pure functions of log-probs, advantages and masks.
+
+Each takes keywords only, [B, T] tensors with a mask or packed [N] tensors with `segments`, and returns the objective
+J to maximise (a differentiable scalar; only `learner` carries gradient) and a dict of statistics. `TABLE` lists them
+by name, `select(algorithm, correction)` combines two names. `penalty` is the KL to a reference, `mismatch` the
+distance between sampler and learner, `count` the denominators that make micro-batches add up.
+"""
+from lowroll.objectives.acr import acr
+from lowroll.objectives.dapo import dapo
+from lowroll.objectives.decoupled import decoupled
+from lowroll.objectives.dr_grpo import dr_grpo
+from lowroll.objectives.grpo import grpo
+from lowroll.objectives.gspo import gspo
+from lowroll.objectives.kl import penalty
+from lowroll.objectives.mismatch import mismatch
+from lowroll.objectives.naive_is import naive_is
+from lowroll.objectives.reduce import Counts, count
+from lowroll.objectives.rloo import rloo
+from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, TABLE, Objective, select
+from lowroll.objectives.tis import tis
+
+__all__ = [
+    "ALGORITHMS", "CORRECTIONS", "TABLE", "Counts", "Objective", "acr", "count", "dapo", "decoupled", "dr_grpo", "grpo",
+    "gspo", "mismatch", "naive_is", "penalty", "rloo", "select", "tis",
+]

@@ -1,0 +1,65 @@
+"""Estimators of KL(learner || reference) from tokens drawn from the learner (Schulman, "Approximating KL divergence").
+
+With d = log pi - log pi_ref of a sampled token:
+
+    k1    d                      gradient 1              unbiased, may be negative
+    k2    d^2 / 2                gradient d              biased, its gradient is the KL's
+    k3    exp(-d) + d - 1        gradient 1 - exp(-d)    unbiased, never negative (GRPO, arXiv 2402.03300 eq. 4)
+    k3+   the value of k3 with the gradient of k2 (straight-through; verl's name)
+
+The penalty enters as J - beta KL, reduced over tokens as the policy term is. In k3, d is clamped to +-20 (the house
+rule for every exponential); k1 and k2 are exact.
+
+Shape legend: N tokens of the call, laid end to end.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowroll.objectives.reduce import Counts, aggregate, lay_out, masked_mean
+from lowroll.objectives.surrogate import LOG_RATIO_LIMIT, as_floats, flatten
+
+
+def k1(d: Tensor) -> Tensor:
+    """d."""
+    return d
+
+
+def k2(d: Tensor) -> Tensor:
+    """d^2 / 2."""
+    return d.square() / 2
+
+
+def k3(d: Tensor) -> Tensor:
+    """exp(-d) + d - 1, d clamped to +-20. expm1 keeps the small values that 1 - 1 would lose."""
+    d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(-d) + d
+
+
+def k3_plus(d: Tensor) -> Tensor:
+    """The value of k3, the gradient of k2."""
+    quadratic = k2(d)
+    return k3(d).detach() + quadratic - quadratic.detach()
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus}
+
+
+def penalty(*, learner: Tensor, reference: Tensor, mask: Tensor, segments: Tensor | None = None,
+            counts: Counts | None = None, estimator: str = "k3", reduce: str = "seq-mean-token-mean",
+            max_length: float | None = None) -> tuple[Tensor, dict[str, float]]:
+    """The KL to subtract (times beta) from J, and {"policy/kl_reference": its mean over tokens}.
+
+    Shapes as in the objectives; only `learner` carries gradient. ValueError for an unknown estimator or mode.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"estimator: unknown {estimator!r}; expected one of {', '.join(ESTIMATORS)}")
+    layout = lay_out(mask, segments)
+    learner_N = torch.where(layout.mask_N, flatten("learner", learner, mask), 0)
+    reference_N = torch.where(layout.mask_N, flatten("reference", reference.detach(), mask), 0)
+    kl_N = ESTIMATORS[estimator](learner_N - reference_N)
+    KL = aggregate(kl_N, layout, mode=reduce, counts=counts, max_length=max_length)
+    return KL, as_floats({"policy/kl_reference": masked_mean(kl_N, layout.mask_N)})

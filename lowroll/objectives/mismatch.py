@@ -1,0 +1,82 @@
+"""How far the sampler's policy is from the learner's, measured on the tokens that the sampler drew.
+
+With l = learner and b = behavior log-probs of a token, w = exp(l - b), and o a sequence:
+
+    kl_k1           mean(b - l)                     estimates KL(behavior || learner)
+    kl_k3           mean(w - ln w - 1)              the same, never negative
+    weight_max/min  of w
+    logp_diff_*     mean and max |l - b|
+    prob_diff_*     mean and max |exp l - exp b|
+    ess             mean(w)^2 / mean(w^2)           effective sample size as a fraction; 1 is no mismatch
+    ess_sequence    the same of prod_o w
+    chi2_token      mean(w^2) - 1                   chi-squared divergence, over tokens
+    chi2_sequence   mean_o((prod_o w)^2) - 1        over whole sequences
+    geo_ratio_mean  mean_o exp(mean_o ln w)
+    ppl_ratio       mean_o of the learner's perplexity over the sampler's, exp(mean_o(b - l))
+    pearson         correlation of exp l and exp b over tokens
+
+Means are over unmasked tokens, or over the sequences that have any. Log-ratios (and their sums over a sequence) are
+clamped to +-20 before exp. Tokens without a finite behaviour log-prob are left out. All in float64, detached.
+
+Shape legend: N tokens of the call, laid end to end; S sequences.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowroll.objectives.reduce import lay_out, masked_mean, sequence_mean, sequence_sum, token_counts
+from lowroll.objectives.surrogate import as_floats, exp_ratio, flatten, masked_max
+
+
+def mismatch(*, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None) -> dict[str, float]:
+    """The table above as {"mismatch/<name>": value}, for [B, T] tensors or packed [N] with `segments`.
+
+    `learner` is usually the learner at the parameters that made the rollouts (the proximal log-probs). `pearson` is
+    absent where it is undefined (constant probabilities), and everything is where no token is left.
+    """
+    layout = lay_out(mask, segments)
+    learner_N, behavior_N = flatten("learner", learner.detach(), mask), flatten("behavior", behavior.detach(), mask)
+    layout = layout.drop(~behavior_N.isfinite())
+    mask_N = layout.mask_N
+    if not bool(mask_N.any()):
+        return {}
+    learner_N, behavior_N = (torch.where(mask_N, x_N, 0).double() for x_N in (learner_N, behavior_N))
+    log_ratio_N = learner_N - behavior_N
+    weight_N = exp_ratio(log_ratio_N)
+    prob_diff_N = (learner_N.exp() - behavior_N.exp()).abs()
+    has_tokens_S = sequence_sum(mask_N, layout) > 0
+    mean_log_ratio_S = sequence_mean(log_ratio_N, layout)
+    product_S = exp_ratio(mean_log_ratio_S * token_counts(layout))
+    statistics = {
+        "kl_k1": masked_mean(-log_ratio_N, mask_N),
+        "kl_k3": masked_mean(weight_N - log_ratio_N - 1, mask_N),
+        "weight_max": masked_max(weight_N, mask_N),
+        "weight_min": -masked_max(-weight_N, mask_N),
+        "logp_diff_mean": masked_mean(log_ratio_N.abs(), mask_N),
+        "logp_diff_max": masked_max(log_ratio_N.abs(), mask_N),
+        "prob_diff_mean": masked_mean(prob_diff_N, mask_N),
+        "prob_diff_max": masked_max(prob_diff_N, mask_N),
+        "ess": effective_sample_size(weight_N, mask_N),
+        "ess_sequence": effective_sample_size(product_S, has_tokens_S),
+        "chi2_token": masked_mean(weight_N.square(), mask_N) - 1,
+        "chi2_sequence": masked_mean(product_S.square(), has_tokens_S) - 1,
+        "geo_ratio_mean": masked_mean(exp_ratio(mean_log_ratio_S), has_tokens_S),
+        "ppl_ratio": masked_mean(exp_ratio(-mean_log_ratio_S), has_tokens_S),
+        "pearson": pearson(learner_N.exp(), behavior_N.exp(), mask_N),
+    }
+    values = as_floats({f"mismatch/{name}": value for name, value in statistics.items()})
+    return {name: value for name, value in values.items() if name != "mismatch/pearson" or value == value}
+
+
+def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
+    """mean(w)^2 / mean(w^2) = 1 / mean((w / mean w)^2), in (0, 1]."""
+    return masked_mean(weight, mask).square() / masked_mean(weight.square(), mask)
+
+
+def pearson(x_N: Tensor, y_N: Tensor, mask_N: Tensor) -> Tensor:
+    """Correlation coefficient under the mask; NaN when either side is constant (to float64 rounding)."""
+    x_N, y_N = x_N - masked_mean(x_N, mask_N), y_N - masked_mean(y_N, mask_N)
+    std_x, std_y = masked_mean(x_N.square(), mask_N).sqrt(), masked_mean(y_N.square(), mask_N).sqrt()
+    is_constant = torch.minimum(std_x, std_y) < 1e-12
+    return torch.where(is_constant, torch.nan, masked_mean(x_N * y_N, mask_N) / (std_x * std_y))

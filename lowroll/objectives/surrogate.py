@@ -1,0 +1,168 @@
+"""What the policy objectives share: ratios, the clip, and the statistics.
+
+Log-probs of one token under three policies give
+
+    R   = exp(learner - proximal)     how far the learner moved since the parameters that made the rollouts
+    w   = exp(proximal - behavior)    how far the sampler (quantised, sparse) is from those parameters; detached
+    rho = exp(learner - behavior)     = R w
+
+and the clipped surrogate of PPO (arXiv 1707.06347 eq. 7) with separate bounds below and above (clip-higher of DAPO,
+arXiv 2503.14476 eq. 10) and the optional dual clip c > 1 for negative advantages (arXiv 1912.09729):
+
+    J_t = min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   and for A < 0 with dual clip   max(J_t, c A)
+
+Its gradient is R A grad log pi where the token is active and 0 where it is clipped:
+
+    clipped above  A > 0 and R > 1 + eps_high
+    clipped below  A < 0 and R < 1 - eps_low
+    dual clipped   A < 0 and R > c
+
+Guards: ties are active; log-ratios are clamped to +-20 before exp; masked entries may hold anything (they are
+replaced before any arithmetic, so no NaN reaches value or gradient); an unmasked token whose behaviour log-prob is
+not finite is dropped, which is the same as masking it, and counted. A non-finite learner log-prob is left to show.
+
+Shape legend: N tokens of the call, laid end to end.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowroll.objectives.reduce import Layout, lay_out, masked_mean
+
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The checked and cleaned input of an objective. Only log_ratio_N and ratio_N carry gradient.
+
+    log_ratio_N  learner - proximal, or learner - behavior where there is no proximal
+    ratio_N      its exponential
+    weight_N     w = exp(proximal - behavior), or 1 where one of them is not given
+    """
+
+    layout: Layout
+    log_ratio_N: Tensor
+    ratio_N: Tensor
+    weight_N: Tensor
+    advantages_N: Tensor
+    num_dropped: Tensor
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """Token values of the clipped surrogate, and (bool) which tokens each bound cut off."""
+
+    value_N: Tensor
+    above_N: Tensor
+    below_N: Tensor
+    dual_N: Tensor
+
+
+def exp_ratio(log_ratio: Tensor) -> Tensor:
+    """exp of a log-ratio clamped to +-20."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def prepare(*, learner: Tensor, advantages: Tensor, mask: Tensor, segments: Tensor | None,
+            proximal: Tensor | None = None, behavior: Tensor | None = None) -> Tokens:
+    """Check the shapes, lay the tokens end to end, clean what is masked, drop what cannot be used, take the ratios.
+
+    All tensors are [B, T], or packed [N] with `segments`; half precision is computed in float32. ValueError names the
+    tensor whose shape differs.
+    """
+    layout = lay_out(mask, segments)
+    given = {"learner": learner, "advantages": advantages, "proximal": proximal, "behavior": behavior}
+    flat = {name: flatten(name, x if name == "learner" else x.detach(), mask)
+            for name, x in given.items() if x is not None}
+    num_dropped = torch.zeros((), dtype=torch.int64, device=mask.device)
+    if "behavior" in flat:
+        unusable_N = layout.mask_N & ~flat["behavior"].isfinite()
+        layout, num_dropped = layout.drop(unusable_N), unusable_N.sum()
+    clean = {name: torch.where(layout.mask_N, x_N, 0) for name, x_N in flat.items()}
+    anchor_N = clean["proximal"] if "proximal" in clean else clean["behavior"]
+    log_ratio_N = clean["learner"] - anchor_N
+    weight_N = torch.ones_like(anchor_N)
+    if "proximal" in clean and "behavior" in clean:
+        weight_N = exp_ratio(clean["proximal"] - clean["behavior"])
+    return Tokens(layout, log_ratio_N, exp_ratio(log_ratio_N), weight_N, clean["advantages"], num_dropped)
+
+
+def flatten(name: str, x: Tensor, mask: Tensor) -> Tensor:
+    """x as [N], in float32 or wider. ValueError when its shape is not the mask's."""
+    if x.shape != mask.shape:
+        raise ValueError(f"{name}: shape {list(x.shape)} differs from the mask's {list(mask.shape)}")
+    x = x.reshape(-1)
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def clip(ratio_N: Tensor, advantages_N: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None,
+         stretch_N: Tensor | None = None) -> Clipped:
+    """The clipped surrogate, token by token. `stretch_N` multiplies the upper bound 1 + eps_high (ACR)."""
+    if not 0 <= eps_low <= 1:
+        raise ValueError(f"eps_low: {eps_low} must lie in [0, 1]")
+    if not eps_high >= 0:
+        raise ValueError(f"eps_high: {eps_high} must be 0 or more")
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip: {dual_clip} must be more than 1")
+    high_N = torch.full_like(ratio_N, 1 + eps_high, requires_grad=False)
+    if stretch_N is not None:
+        high_N = high_N * stretch_N
+    above_N = (advantages_N > 0) & (ratio_N > high_N)
+    below_N = (advantages_N < 0) & (ratio_N < 1 - eps_low)
+    dual_N = torch.zeros_like(below_N)
+    bound_N = torch.where(below_N, 1 - eps_low, high_N)
+    if dual_clip is not None:
+        dual_N = (advantages_N < 0) & (ratio_N > dual_clip)
+        bound_N = torch.where(dual_N, dual_clip, bound_N)
+    # where, not minimum: at a tie minimum would send half of the gradient to the bound.
+    value_N = torch.where(above_N | below_N | dual_N, bound_N, ratio_N) * advantages_N
+    return Clipped(value_N, above_N, below_N, dual_N)
+
+
+def truncate(weight_N: Tensor, cap: float) -> Tensor:
+    """min(w, C). ValueError unless C > 0 (infinity is no cap)."""
+    if not cap > 0:
+        raise ValueError(f"cap: {cap} must be positive")
+    return weight_N.clamp(max=cap)
+
+
+def policy_statistics(tokens: Tokens, clipped: Clipped, ratio_N: Tensor | None = None) -> dict[str, Tensor]:
+    """Clip fractions and the ratio that was clipped (that of `tokens` unless given), over the unmasked tokens."""
+    mask_N = tokens.layout.mask_N
+    ratio_N = tokens.ratio_N if ratio_N is None else ratio_N
+    return {
+        "policy/clip_fraction_high": masked_mean(clipped.above_N, mask_N),
+        "policy/clip_fraction_low": masked_mean(clipped.below_N, mask_N),
+        "policy/dual_clip_fraction": masked_mean(clipped.dual_N, mask_N),
+        "policy/ratio_mean": masked_mean(ratio_N, mask_N),
+        "policy/ratio_max": masked_max(ratio_N, mask_N),
+    }
+
+
+def weight_statistics(tokens: Tokens, weight_N: Tensor, cap: float) -> dict[str, Tensor]:
+    """The weight as it was applied, how often the cap cut it, and the tokens dropped for want of a behaviour."""
+    mask_N = tokens.layout.mask_N
+    return {
+        "correction/weight_mean": masked_mean(weight_N, mask_N),
+        "correction/weight_max": masked_max(weight_N, mask_N),
+        "correction/truncated_fraction": masked_mean(tokens.weight_N > cap, mask_N),
+        "correction/dropped_tokens": tokens.num_dropped,
+    }
+
+
+def masked_max(x: Tensor, mask: Tensor) -> Tensor:
+    """Maximum of the entries under the mask; 0 where there are none."""
+    if not x.numel():
+        return x.new_zeros(())
+    highest = torch.where(mask, x.detach(), -torch.inf).max()
+    return torch.where(mask.any(), highest, 0)
+
+
+def as_floats(statistics: dict[str, Tensor]) -> dict[str, float]:
+    """Scalars as Python floats, through a single transfer from the device."""
+    values = torch.stack([value.detach().double() for value in statistics.values()]).tolist()
+    return dict(zip(statistics, values, strict=True))
