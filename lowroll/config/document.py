@@ -1,0 +1,264 @@
+"""YAML text -> plain values, with the line of every key.
+
+The safe part of YAML and no more: mappings, lists and scalars. Anchors, aliases, tags, merge keys, several documents
+and duplicated keys are refused, which rules out alias bombs and object construction before anything is built. Plain
+scalars follow the core schema of YAML 1.2 (1e-5 is a number); what YAML 1.1 reads otherwise (no, 010, 1:30, 1_000) is
+refused instead of guessed.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import yaml
+
+Path = tuple[str | int, ...]
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
+_NULL = re.compile(r"|~|null|Null|NULL")
+_TRUE = re.compile(r"true|True|TRUE")
+_FALSE = re.compile(r"false|False|FALSE")
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,99})")
+_HEX = re.compile(r"0x[0-9a-fA-F]{1,32}|0o[0-7]{1,48}")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_ANSWER = re.compile(r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
+_OLD_NUMBER = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9][0-9_]*_[0-9_]*|0b[01_]+|[-+]?[0-9]+(:[0-5]?[0-9])+(\.[0-9_]*)?")
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration; one line a problem: `file:line: key: message`."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a value was written: "run.yaml:8" (or "override"), and under which name."""
+
+    where: str
+    key: str
+
+    def blame(self, message: str) -> str:
+        return f"{self.where}{' ' if self.where == 'override' else ': '}{self.key}: {message}"
+
+
+@dataclass
+class Document:
+    """Plain values (dict, list, str, int, float, bool, None) and the mark of every path that was written."""
+
+    value: dict[str, Any]
+    marks: dict[Path, Mark] = field(default_factory=dict)
+    name: str = "config"
+
+    def mark(self, path: Path) -> Mark | None:
+        """The mark of a path, of the first key beneath it, or of the nearest section above it."""
+        if path in self.marks:
+            return self.marks[path]
+        beneath = (mark for written, mark in self.marks.items() if written[:len(path)] == path)
+        above = (self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks)
+        return next(beneath, None) or next(above, None)
+
+    def wrap(self, path: Path) -> None:
+        """Turn a value into a list of that one value."""
+        mark = self.marks[path]
+        node = self.value
+        for depth, part in enumerate(path[:-1]):
+            node = _get(node, part, path[:depth + 1], mark)
+        _set(node, path[-1], [_get(node, path[-1], path, mark)], path, mark)
+        end = len(path)
+        inner = {old: mark for old, mark in self.marks.items() if old[:end] == path and len(old) > end}
+        for old, mark in inner.items():
+            del self.marks[old]
+            self.marks[(*path, 0, *old[end:])] = mark
+
+    def put(self, path: Path, value: Any, mark: Mark) -> None:
+        """Write a value, making the sections above it; whatever stood there before is gone."""
+        node: Any = self.value
+        for depth, part in enumerate(path[:-1]):
+            inner = _get(node, part, path[:depth + 1], mark)
+            if inner is None:
+                inner = {}
+                _set(node, part, inner, path[:depth + 1], mark)
+            node = inner
+        _set(node, path[-1], value, path, mark)
+        for old in [old for old in self.marks if old[:len(path)] == path]:
+            del self.marks[old]
+        self.marks[path] = mark
+
+
+def dotted(path: Path) -> str:
+    """("env", 0, "id") -> "env[0].id"."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """" (did you mean x?)", or "" when nothing is near."""
+    close = get_close_matches(word, known, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def parse(text: str, name: str) -> Document:
+    """Read one YAML mapping. Raises ConfigError that names the file, the line and the key."""
+    document = Document({}, name=name)
+    node = _compose(text, name)
+    if node is None:
+        return document
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{name}:{node.start_mark.line + 1}: a mapping of keys is needed here")
+    document.value = _build(node, (), document.marks, name)
+    return document
+
+
+def parse_value(text: str, mark: Mark) -> Any:
+    """Read the value of an override as YAML."""
+    try:
+        node = _compose(text, mark.key)
+        return None if node is None else _build(node, (), {}, mark.key)
+    except ConfigError as error:
+        message = str(error).removeprefix(f"{mark.key}:1: ").removeprefix(f"{mark.key}: ")
+        raise ConfigError(mark.blame(message)) from None
+
+
+def resolve_plain(text: str) -> Any:
+    """The value of an unquoted scalar. Raises ValueError for what two YAML versions read differently."""
+    if _NULL.fullmatch(text):
+        return None
+    if _TRUE.fullmatch(text) or _FALSE.fullmatch(text):
+        return text[0] in "tT"
+    if _ANSWER.fullmatch(text):
+        meant = "true" if text.lower() in ("yes", "on") else "false"
+        raise ValueError(f"{text} is ambiguous in YAML: write {meant}, or quote it if it is text")
+    if _INT.fullmatch(text):
+        return int(text)
+    if _HEX.fullmatch(text):
+        return int(text, 0)
+    if _OLD_NUMBER.fullmatch(text):
+        raise ValueError(f"{text} is ambiguous in YAML: write plain decimal digits, or quote it if it is text")
+    if _SPECIAL.fullmatch(text):
+        raise ValueError(f"{text} is not a finite number")
+    if _FLOAT.fullmatch(text):
+        number = float(text)
+        if number in (float("inf"), float("-inf")):
+            raise ValueError(f"{_clip(text)} is too large a number")
+        return number
+    return text
+
+
+def _clip(text: str, length: int = 60) -> str:
+    return text if len(text) <= length else text[:length] + "..."
+
+
+def _compose(text: str, name: str) -> yaml.Node | None:
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{name}: longer than {MAX_BYTES} characters")
+    try:
+        _refuse_events(yaml.parse(text, Loader=yaml.SafeLoader), name)
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.reader.ReaderError as error:
+        line_number = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{name}:{line_number}: not valid YAML: {error.reason}") from None
+
+
+def _refuse_events(events: Iterator[yaml.Event], name: str) -> None:
+    """Refuse, before a single node is built, what a configuration does not need."""
+    depth = documents = 0
+    for event in events:
+        line = event.start_mark.line + 1 if event.start_mark else 1
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise ConfigError(f"{name}:{line}: more than one document in a file")
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise ConfigError(f"{name}:{line}: anchors and aliases (&, *) are not allowed; write the value out")
+        if getattr(event, "tag", None):
+            raise ConfigError(f"{name}:{line}: tags (!) are not allowed")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ConfigError(f"{name}:{line}: nested more than {MAX_DEPTH} levels deep")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+def _build(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: str) -> Any:
+    line = node.start_mark.line + 1
+    where = f"{name}:{line}: {dotted(path)}: " if path else f"{name}:{line}: "
+    if isinstance(node, yaml.ScalarNode):
+        if node.style is not None:
+            return node.value
+        try:
+            return resolve_plain(node.value)
+        except ValueError as error:
+            raise ConfigError(f"{where}{error}") from None
+    if isinstance(node, yaml.SequenceNode):
+        values = []
+        for index, item in enumerate(node.value):
+            marks[(*path, index)] = Mark(f"{name}:{item.start_mark.line + 1}", dotted((*path, index)))
+            values.append(_build(item, (*path, index), marks, name))
+        return values
+    mapping: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key, key_line = key_node.value, key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode) or not isinstance(key, str) or not key:
+            raise ConfigError(f"{name}:{key_line}: {dotted(path) or 'top level'}: a key must be text")
+        inner = (*path, key)
+        if key in mapping:
+            first = marks[inner].where.rpartition(":")[2]
+            raise ConfigError(f"{name}:{key_line}: {dotted(inner)}: duplicated key (first written in line {first})")
+        marks[inner] = Mark(f"{name}:{key_line}", dotted(inner))
+        mapping[key] = _build(value_node, inner, marks, name)
+    return mapping
+
+
+def _get(node: Any, part: str | int, path: Path, mark: Mark) -> Any:
+    if isinstance(node, dict):
+        return node.get(part)
+    if isinstance(node, list) and isinstance(part, int) and part < len(node):
+        return node[part]
+    raise ConfigError(mark.blame(f"{dotted(path[:-1])} has no {part}"))
+
+
+def _set(node: Any, part: str | int, value: Any, path: Path, mark: Mark) -> None:
+    if isinstance(node, dict) or (isinstance(node, list) and isinstance(part, int) and part < len(node)):
+        node[part] = value
+        return
+    raise ConfigError(mark.blame(f"{dotted(path[:-1])} has no {part}"))
+
+
+class ConfigDumper(yaml.SafeDumper):
+    """Writes YAML that `parse` reads back to the same values: text that would read as something else is quoted."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    try:
+        plain = resolve_plain(text) == text and not text.startswith("<<")
+    except ValueError:
+        plain = False
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else "'")
+
+
+ConfigDumper.add_representer(str, _represent_text)
+
+
+def plain(value: Any, where: str) -> Any:
+    """A copy of a Python value as a configuration may hold it. Raises ConfigError for anything else."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: plain(inner, where) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner, where) for inner in value]
+    raise ConfigError(f"{where}: {type(value).__name__} is no configuration value")

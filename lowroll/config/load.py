@@ -1,0 +1,226 @@
+"""Files and overrides -> RunConfig. Every error names the file, the line, the key and the nearest known key.
+
+    cfg = load("run.yaml", overrides=["train.max_steps=20"])
+    run.yaml:8: train.max_stepz: unknown key (did you mean max_steps?)
+    override train.max_stepz: unknown key (did you mean max_steps?)
+
+A file with the sections `orch:` and `infer:` or `train:` is a reference file in one piece: see `reference.py`.
+"""
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path as FilePath
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from lowroll.config.document import ConfigError, Document, Mark, Path, dotted, nearest, parse, parse_value, plain
+from lowroll.config.schema import RunConfig
+
+M = TypeVar("M", bound=BaseModel)
+Overrides = Mapping[str, object] | Iterable[str]
+
+
+def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
+    """Read a run's YAML file, apply dotted overrides, check everything and fill in what a table decides.
+
+    overrides: {"train.max_steps": 20} or ["train.max_steps=20"] (values are YAML; list items by index: env.0.id=...).
+    Raises ConfigError, a ValueError, with one line a problem.
+    """
+    document = read(path)
+    if {"orch", "infer"} & document.value.keys():
+        from lowroll.config.reference import load_sections
+        return load_sections(document, overrides)
+    return build(document, overrides)
+
+
+def from_mapping(values: Mapping[str, object], overrides: Overrides = ()) -> RunConfig:
+    """The same checks on a tree that was written in Python."""
+    return build(Document(plain(dict(values), "config"), name="config"), overrides)
+
+
+def read(path: str | FilePath) -> Document:
+    """Parse one YAML file. Raises ConfigError when it cannot be read."""
+    try:
+        text = FilePath(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse(text, str(path))
+
+
+def build(document: Document, overrides: Overrides = ()) -> RunConfig:
+    """Overrides, checks, resolution."""
+    for key, value in _pairs(overrides):
+        _override(document, key, value)
+    return validate(RunConfig, document).resolved()
+
+
+def validate(model: type[M], document: Document) -> M:
+    """Check a document against a section's model; all its problems in one ConfigError, in the order of the file."""
+    try:
+        return model.model_validate(document.value)
+    except ValidationError as error:
+        problems = [line for details in error.errors() for line in _explain(model, document, details)]
+        raise ConfigError("\n".join(sorted(set(problems), key=_order))) from None
+
+
+def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
+    if isinstance(overrides, Mapping):
+        yield from ((key, plain(value, f"override {key}")) for key, value in overrides.items())
+        return
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"override {item}: write it as key=value, for example train.max_steps=20")
+        yield key.strip(), parse_value(text, Mark("override", key.strip()))
+
+
+def _override(document: Document, key: str, value: Any) -> None:
+    mark = Mark("override", key)
+    parts = key.replace("[", ".").replace("]", "").split(".")
+    if not all(parts):
+        raise ConfigError(mark.blame("not a dotted key"))
+    path = tuple(int(part) if part.isdecimal() else part for part in parts)
+    if path[0] == "env" and len(path) > 1 and "env" not in document.value:
+        document.value["env"] = [{"id": "reverse-text"}]
+    if len(path) > 1 and isinstance(path[1], int) and isinstance(document.value.get(str(path[0])), dict):
+        document.wrap(path[:1])
+    document.put(path, value, mark)
+
+
+def _order(line: str) -> tuple[str, int, str]:
+    name, _, rest = line.partition(":")
+    number = rest.partition(":")[0]
+    return name, int(number) if number.isdecimal() else 0, line
+
+
+def _explain(model: type[BaseModel], document: Document, details: ErrorDetails) -> list[str]:
+    loc: Path = tuple(details["loc"])
+    if details["type"] == "combination":
+        return [_blame(document, *problem) for problem in details["ctx"]["problems"]]
+    path = _written(loc, document.value)
+    return [_blame(document, (path,), _message(model, loc, details))]
+
+
+def _written(loc: Path, value: Any) -> Path:
+    """pydantic counts the items of a single mapping that stands for a list, and names a union's branch: drop those."""
+    path: list[str | int] = []
+    for part in loc:
+        if isinstance(value, dict):
+            if part in value:
+                value = value[part]
+            elif isinstance(part, int):
+                continue
+            else:
+                value = None
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            break
+        path.append(part)
+    return tuple(path)
+
+
+def _blame(document: Document, paths: tuple[Path, ...], message: str) -> str:
+    """`file:line: key: message` for the first of the keys that was written, otherwise for the nearest section."""
+    for path in paths:
+        if path in document.marks:
+            return document.marks[path].blame(message)
+    mark = document.mark(paths[0])
+    if mark is None:
+        return f"{document.name}: {dotted(paths[0])}: {message}"
+    return Mark(mark.where, dotted(paths[0])).blame(message)
+
+
+def _message(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
+    kind, context, value = details["type"], details.get("ctx", {}), details.get("input")
+    got = f", got {_show(value)}"
+    if kind == "extra_forbidden":
+        return "unknown key" + _near_key(model, loc)
+    if kind == "missing":
+        return "this key is required"
+    if kind == "literal_error":
+        choices = _choices(context["expected"])
+        hint = nearest(value, choices) if isinstance(value, str) else ""
+        return f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{got}{hint}"
+    if kind in _NEEDS:
+        quoted = " (drop the quotes)" if isinstance(value, str) and _is_number(value) else ""
+        return f"must be {_NEEDS[kind]}{got}{quoted}"
+    if kind in _BOUNDS:
+        word, limit = _BOUNDS[kind]
+        return f"must be {word} {context[limit]}{got}"
+    if kind in ("too_short", "string_too_short"):
+        return "must not be empty"
+    return details["msg"]
+
+
+_NEEDS = {
+    "bool_type": "true or false", "bool_parsing": "true or false",
+    "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",
+    "float_type": "a number", "float_parsing": "a number", "finite_number": "a finite number",
+    "string_type": "text", "model_type": "a section of keys", "model_attributes_type": "a section of keys",
+    "dict_type": "a section of keys", "list_type": "a list", "tuple_type": "a list", "none_required": "null",
+}
+_BOUNDS = {"greater_than": (">", "gt"), "greater_than_equal": (">=", "ge"), "less_than": ("<", "lt"),
+           "less_than_equal": ("<=", "le")}
+
+
+def _show(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (dict, list, tuple)):
+        return "a section" if isinstance(value, dict) else "a list"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _choices(expected: str) -> list[str]:
+    """pydantic's "'a', 'b' or 'c'" -> ["a", "b", "c"]."""
+    return [choice.strip().strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
+
+
+def _near_key(model: type[BaseModel], loc: Path) -> str:
+    word = str(loc[-1])
+    section: type[BaseModel] | None = model
+    for part in loc[:-1]:
+        if isinstance(part, str) and section is not None and part in section.model_fields:
+            section = _section(section.model_fields[part].annotation)
+    if section is not None and (hint := nearest(word, list(section.model_fields))):
+        return hint
+    elsewhere = [key for key in _keys(model) if key.rpartition(".")[2] == word]
+    return f" (did you mean {elsewhere[0]}?)" if elsewhere else ""
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, info in model.model_fields.items():
+        keys.append(prefix + name)
+        inner = _section(info.annotation)
+        if inner is not None:
+            keys += _keys(inner, f"{prefix}{name}.")
+    return keys
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The model inside X | None, tuple[X, ...] or Annotated[X, ...]."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple, list, Annotated):
+        for inner in typing.get_args(annotation):
+            found = _section(inner)
+            if found is not None:
+                return found
+    return None

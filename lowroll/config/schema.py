@@ -1,0 +1,360 @@
+"""The run's configuration: one frozen tree of settings, read as `cfg.rollout.max_tokens`.
+
+Every section is a strict pydantic model: an unknown key, text where a number belongs, a boolean where a count belongs
+and a non-finite number are errors, and so are settings that cannot work together (`RunConfig` checks these last, all
+at once). `null` means "the default of the algorithm"; `RunConfig.resolved()` fills all such gaps, `notes` says why, and
+`dump()` writes the resolved tree as YAML that loads to the same tree again.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, Strict, model_validator
+from pydantic_core import PydanticCustomError
+
+from lowroll.config.algorithms import ALGORITHMS, choose_correction
+from lowroll.config.document import ConfigDumper, Path, dotted
+
+Problem = tuple[tuple[Path, ...], str]     # the keys it concerns, the one to blame first; what is wrong
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def later(*names: str) -> BeforeValidator:
+    """A validator that answers values which later work brings with "not available yet"."""
+    def refuse(value: Any) -> Any:
+        if isinstance(value, str) and value in names:
+            raise PydanticCustomError("not_available", "{value} is not available yet", {"value": value})
+        return value
+    return BeforeValidator(refuse)
+
+
+def _no_kv_policy(value: Any) -> Any:
+    if value is not None:
+        raise PydanticCustomError("not_available", "a bounded KV cache is not available yet; write null (dense)")
+    return value
+
+
+def as_list(value: Any) -> Any:
+    """A single section stands for a list of one."""
+    return [value] if isinstance(value, dict) else value
+
+
+def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(items)) != len(items):
+        raise PydanticCustomError("duplicates", "the same entry stands twice")
+    return items
+
+
+class Section(BaseModel):
+    """A mapping of the YAML file: strict, closed and frozen."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class EnvConfig(Section):
+    """One environment. `name` labels its metrics (default: its id); `weight` is its share of the prompts."""
+
+    id: Text
+    name: Text | None = None
+    args: dict[str, JsonValue] = {}
+    weight: Positive = 1.0
+
+
+Environments = Annotated[tuple[EnvConfig, ...], Strict(False), BeforeValidator(as_list), Field(min_length=1)]
+
+
+class TemperatureConfig(Section):
+    """A sampling temperature that moves from start to end over the run."""
+
+    type: Literal["linear", "cosine"]
+    start_temperature: Positive
+    end_temperature: Positive
+
+
+class RolloutConfig(Section):
+    """How the engine samples. `weights` is the format of its linear weights; `dense` is the learner's own weights."""
+
+    weights: Annotated[Literal["int8", "dense"], later("fp8", "int4", "nvfp4", "mxfp4", "nf4")] = "int8"
+    kv: Annotated[None, BeforeValidator(_no_kv_policy)] = None
+    max_tokens: Count = 64                                 # a response's longest length, in tokens
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Positive = 1.0
+    temp_scheduler: TemperatureConfig | None = None        # takes the place of `temperature`
+    top_p: Probability = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0                 # 0 is off
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    repetition_penalty: Positive = 1.0
+    stop: Annotated[tuple[Text, ...], Strict(False)] = ()  # stop strings
+    page_size: Count = 16                                  # tokens in a page of the KV cache
+    max_batch: Count = 256                                 # sequences decoded together
+    cache_tokens: Count | None = None                      # tokens that the KV cache holds; null: from the memory
+    prefill_chunk: Count | None = None                     # prompt tokens a sequence prefills in one step; null: all
+
+
+class LossConfig(Section):
+    """The policy objective. null: the algorithm's default."""
+
+    eps_low: NotNegative | None = None
+    eps_high: NotNegative | None = None
+    cap: Annotated[float, Field(ge=1)] = 2.0               # C of tis and acr: the largest mismatch weight
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    reduce: Literal["seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum"] | None = None
+    kl_coef: NotNegative = 0.0                             # weight of the KL to the frozen reference model
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
+
+
+class DapoConfig(Section):
+    """DAPO's sampling and length rules (they may be switched on for any algorithm). Lengths in tokens."""
+
+    dynamic_sampling: bool | None = None                   # draw again for groups whose rewards are all equal
+    max_rounds: Count = 8
+    overlong_max: Count | None = None                      # Lmax: at this length the penalty is -1
+    overlong_cache: Count | None = None                    # Lc: the penalty starts at Lmax - Lc
+
+
+class TrainConfig(Section):
+    """The learner. One batch gives `minibatches` optimiser updates."""
+
+    max_steps: Count = 100
+    minibatches: Count = 1
+    tokens_per_microbatch: Count = 8192
+    learning_rate: Positive = 1e-5
+    lr_scheduler_type: Schedule = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    weight_decay: NotNegative = 0.01
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+                     Strict(False)] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    max_grad_norm: Positive = 1.0
+    activation_checkpointing: bool = False
+    logprob_chunk: Count = 1024                            # tokens whose logits exist at a time
+    lora: bool = False
+    lora_rank: Count = 16
+    lora_alpha: Positive = 32.0
+    lora_target_modules: Annotated[tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(_unique)] = (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class ScoreConfig(Section):
+    """The scoring workers. `time_limit` in seconds a response; more than `max_error_rate` failures stop the run."""
+
+    workers: Count = 2
+    time_limit: Positive = 10.0
+    memory_limit_mb: Count = 2048
+    max_error_rate: Annotated[float, Field(ge=0, lt=1)] = 0.05
+
+
+class FilterConfig(Section):
+    """Flags odd rollouts in the metrics; `enforce` also takes them out of the loss (their reward stays)."""
+
+    type: Literal["gibberish", "repetition"]
+    enforce: bool = False
+    token_id_threshold: Annotated[int, Field(ge=0)] = 100_000   # gibberish: ids above it are rare tokens
+    logprob_offset: NotNegative = 2.0                           # gibberish: nats below the uniform log-prob
+    window: Count = 3000                                        # repetition: consecutive near-certain tokens
+    prob_threshold: Probability = 0.99                          # repetition: what near-certain means
+
+
+class CkptConfig(Section):
+    """A checkpoint every `interval` steps; the newest `keep_last` stay (null: all), as does every `keep_interval`th."""
+
+    interval: Count = 50
+    keep_last: Count | None = 3
+    keep_interval: Count | None = None
+
+
+class EvalConfig(Section):
+    """Evaluation on the test split every `interval` steps (null: only when asked). `env` null: the training ones."""
+
+    interval: Count | None = None
+    num_examples: Count = 64
+    rollouts_per_example: Count = 1
+    temperature: NotNegative = 0.0                         # 0 is greedy
+    env: Environments | None = None
+
+
+class SftConfig(Section):
+    """`lowroll sft`: supervised warm start. Everything that is not here (LoRA, decay, packing, ...) is `train`'s."""
+
+    data: Text | None = None                               # a JSONL of {"messages": [...]}; null: env demonstrations
+    num_examples: Count = 4096                             # demonstrations drawn from the environments
+    steps: Count = 200
+    batch_size: Count = 32                                 # examples a step
+    learning_rate: Positive = 1e-4
+    lr_scheduler_type: Schedule = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class RunConfig(Section):
+    """One run. Load it with `lowroll.config.load`; every field but `model` has a default."""
+
+    model: Text                                            # a folder or a hub id
+    output_dir: Text = "outputs/run"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"   # auto: float32 on the CPU, bfloat16 on a GPU
+    env: Environments = (EnvConfig(id="reverse-text"),)
+    batch_size: Count = 64                                 # rollouts a step
+    rollouts_per_example: Count = 8                        # G, the group's size
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo"] = "grpo"
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted"] | None = None   # null: the algorithm's
+    correction: Annotated[Literal["auto", "none", "is", "decoupled", "tis", "acr"],
+                          later("sparse", "tbpo", "aipo")] = "auto"
+    loss: LossConfig = LossConfig()
+    dapo: DapoConfig = DapoConfig()
+    filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()
+    train: TrainConfig = TrainConfig()
+    score: ScoreConfig = ScoreConfig()
+    ckpt: CkptConfig = CkptConfig()
+    eval: EvalConfig = EvalConfig()
+    sft: SftConfig = SftConfig()
+    _notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = list(_problems(self))
+        if problems:
+            text = "; ".join(f"{dotted(keys[0])}: {message}" for keys, message in problems)
+            raise PydanticCustomError("combination", "{text}", {"text": text, "problems": problems})
+        return self
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was chosen for the user and what deserves a second look, one line each."""
+        return self._notes
+
+    @property
+    def num_groups(self) -> int:
+        """Prompts a step."""
+        return self.batch_size // self.rollouts_per_example
+
+    @property
+    def objective(self) -> str:
+        """Name of the policy objective in `lowroll.objectives`: the correction's, or the algorithm's own."""
+        correction = self.resolved().correction
+        return ALGORITHMS[self.algorithm].objective if correction == "none" else correction
+
+    def with_notes(self, *lines: str) -> RunConfig:
+        """A copy that carries these notes too."""
+        copy = self.model_copy()
+        copy._notes = self._notes + tuple(line for line in lines if line not in self._notes)
+        return copy
+
+    def resolved(self) -> RunConfig:
+        """The same run with every `auto` and null that a table decides filled in (device and dtype stay: they are the
+        machine's). Idempotent."""
+        default = ALGORITHMS[self.algorithm]
+        correction, reason = self.correction, ""
+        if correction == "auto":
+            correction, reason = choose_correction(self.algorithm, self.rollout.weights)  # type: ignore[assignment]
+        loss = {name: getattr(default, name) for name in ("eps_low", "eps_high", "reduce")
+                if getattr(self.loss, name) is None}
+        sampling = default.dynamic_sampling if self.dapo.dynamic_sampling is None else self.dapo.dynamic_sampling
+        copy = self.model_copy(update={
+            "advantage": self.advantage or default.advantage,
+            "correction": correction,
+            "loss": self.loss.model_copy(update=loss),
+            "dapo": self.dapo.model_copy(update={"dynamic_sampling": sampling}),
+            "env": tuple(_named(env) for env in self.env),
+            "eval": self.eval.model_copy(update={"env": self.eval.env and tuple(map(_named, self.eval.env))}),
+        })
+        chosen = (f"correction: {correction}, because {reason}",) if reason else ()
+        return copy.with_notes(*chosen, *_warnings(copy))
+
+    def dump(self) -> str:
+        """YAML text of the resolved tree; loading it gives the same tree."""
+        tree = self.resolved().model_dump(mode="json")
+        return yaml.dump(tree, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def _named(env: EnvConfig) -> EnvConfig:
+    return env if env.name is not None else env.model_copy(update={"name": env.id})
+
+
+def _problems(cfg: RunConfig) -> Iterator[Problem]:
+    """Settings that cannot work together."""
+    if cfg.batch_size % cfg.rollouts_per_example:
+        yield ((("batch_size",), ("rollouts_per_example",)),
+               f"batch_size ({cfg.batch_size}) is not a multiple of rollouts_per_example ({cfg.rollouts_per_example})")
+    elif cfg.num_groups % cfg.train.minibatches:
+        yield ((("train", "minibatches"), ("batch_size",), ("rollouts_per_example",)),
+               f"the {cfg.num_groups} groups of a batch (batch_size / rollouts_per_example) cannot be split into "
+               f"{cfg.train.minibatches} equal minibatches")
+    yield from _length_problems(cfg)
+    if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
+        yield ((("rollout", "temp_scheduler"), ("rollout", "temperature")),
+               "set either rollout.temperature or rollout.temp_scheduler, not both")
+    if cfg.algorithm == "gspo" and cfg.correction not in ("auto", "none"):
+        yield ((("correction",), ("algorithm",)),
+               f"{cfg.correction} weighs tokens, but gspo works on a sequence-level ratio; use auto or none")
+    if cfg.algorithm == "gspo" and cfg.loss.dual_clip is not None:
+        yield ((("loss", "dual_clip"), ("algorithm",)), "gspo has no dual clip; write null")
+    for section, key in ((cfg.train, "train"), (cfg.sft, "sft")):
+        steps = cfg.train.max_steps if section is cfg.train else cfg.sft.steps
+        if section.warmup_steps > steps:
+            yield (((key, "warmup_steps"), (key, "max_steps" if key == "train" else "steps")),
+                   f"{key}.warmup_steps ({section.warmup_steps}) is more than the {steps} steps of the run")
+    for path, envs in ((("env",), cfg.env), (("eval", "env"), cfg.eval.env or ())):
+        seen: set[str] = set()
+        for index, env in enumerate(envs):
+            name = env.name or env.id
+            if name in seen:
+                yield (((*path, index, "name"), (*path, index, "id")),
+                       f"two environments are called {name!r}; give one another name")
+            seen.add(name)
+
+
+def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
+    rollout, dapo = cfg.rollout, cfg.dapo
+    if rollout.min_tokens > rollout.max_tokens:
+        yield ((("rollout", "min_tokens"), ("rollout", "max_tokens")),
+               f"rollout.min_tokens ({rollout.min_tokens}) is more than rollout.max_tokens ({rollout.max_tokens})")
+    if rollout.cache_tokens is not None and rollout.cache_tokens <= rollout.max_tokens:
+        yield ((("rollout", "cache_tokens"), ("rollout", "max_tokens")),
+               f"rollout.cache_tokens ({rollout.cache_tokens}) cannot hold a prompt and its response of up to "
+               f"{rollout.max_tokens} tokens (rollout.max_tokens)")
+    if cfg.train.tokens_per_microbatch <= rollout.max_tokens:
+        yield ((("train", "tokens_per_microbatch"), ("rollout", "max_tokens")),
+               f"train.tokens_per_microbatch ({cfg.train.tokens_per_microbatch}) cannot hold a prompt and its response "
+               f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)")
+    if (dapo.overlong_max is None) != (dapo.overlong_cache is None):
+        given, absent = (("overlong_max", "overlong_cache") if dapo.overlong_cache is None
+                         else ("overlong_cache", "overlong_max"))
+        yield ((("dapo", given),), f"needs dapo.{absent} beside it")
+    elif dapo.overlong_max is not None and dapo.overlong_cache is not None:
+        if dapo.overlong_cache > dapo.overlong_max:
+            yield ((("dapo", "overlong_cache"), ("dapo", "overlong_max")),
+                   f"dapo.overlong_cache ({dapo.overlong_cache}) is more than dapo.overlong_max ({dapo.overlong_max})")
+
+
+def _warnings(cfg: RunConfig) -> Iterator[str]:
+    """Settings that work, but rarely as meant. `cfg` is resolved."""
+    rollout = cfg.rollout
+    truncated = [f"{name} {getattr(rollout, name)}" for name, off in
+                 (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0))
+                 if getattr(rollout, name) != off]
+    if truncated and cfg.correction == "none":
+        yield (f"warning: {', '.join(truncated)}: the rollouts are drawn from another distribution than the learner's, "
+               "and correction none does not pay for it")
+    if rollout.weights != "dense" and cfg.correction in ("none", "is"):
+        yield (f"warning: {rollout.weights} rollouts with correction {cfg.correction}: the mismatch with the learner "
+               "is not corrected; good for comparison only")
+    if rollout.weights == "dense" and not truncated and cfg.correction != "none":
+        yield f"correction {cfg.correction}: dense rollouts leave it almost nothing to correct"
+    if cfg.rollouts_per_example == 1:
+        yield ("warning: rollouts_per_example 1: a group of one has no baseline, every advantage is 0 and nothing is "
+               "learnt")
+    if cfg.train.minibatches == 1 and cfg.correction == "acr":
+        yield ("train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; acr then acts "
+               "as a capped weight")
