@@ -1,0 +1,91 @@
+"""The weight seam: a linear layer whose weight is a Parameter or a QTensor, with an optional low-rank adapter.
+
+Fused matrices (qkv, gate-up) know their parts, because checkpoints and adapters name the parts.
+
+    y = W x + b,   and with an adapter on a part p:   y_p += (alpha / r) B_p A_p x
+
+A QTensor weight is multiplied in the format's own arithmetic when `low_bit` is set (the engine), and as the
+dequantised matrix otherwise (the learner: differentiable in x, the dequantised copy lives for one product only).
+
+Legend: T tokens, K in features, N out features, R adapter rank.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowroll.quant.formats import QTensor
+
+
+class Adapter(nn.Module):
+    """Low-rank update of some parts of a linear layer: A [R, K], B [N_part, R] a part, float32."""
+
+    def __init__(self, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.rank, self.alpha, self.enabled = rank, alpha, True
+        self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+    def update(self, part: str, x_TK: Tensor) -> Tensor:
+        """(alpha / r) B A x of one part, in the dtype of x."""
+        low_TR = F.linear(x_TK, self.a[part].to(x_TK.dtype))
+        return F.linear(low_TR, self.b[part].to(x_TK.dtype)) * self.scaling
+
+
+class Linear(nn.Module):
+    """`parts` maps the name of each stacked matrix to its rows, in order: {"q_proj": 512, "k_proj": 128, ...}."""
+
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool, device: torch.device | str = "cpu",
+                 dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.in_features, self.parts, self.low_bit = in_features, dict(parts), False
+        rows = sum(parts.values())
+        self.weight: nn.Parameter | QTensor = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        self.adapter: Adapter | None = None
+
+    def rows(self, part: str) -> slice:
+        """Where a part's rows lie in the fused matrix."""
+        start = 0
+        for name, size in self.parts.items():
+            if name == part:
+                return slice(start, start + size)
+            start += size
+        raise KeyError(part)
+
+    def set_weight(self, weight: QTensor | nn.Parameter) -> None:
+        """Replace the weight object (not its values) by a QTensor or a Parameter."""
+        del self.weight
+        self.weight = weight
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        if not isinstance(self.weight, QTensor):
+            y_TN = F.linear(x_TK, self.weight, self.bias)
+        elif self.low_bit:
+            y_TN = self.weight.linear(x_TK, self.bias)
+        else:
+            y_TN = _DequantizedLinear.apply(x_TK, self.weight, self.bias)
+        if self.adapter is None or not self.adapter.enabled:
+            return y_TN
+        updates = [self.adapter.update(part, x_TK) if part in self.adapter.a
+                   else x_TK.new_zeros(x_TK.shape[0], size) for part, size in self.parts.items()]
+        return y_TN + (updates[0] if len(updates) == 1 else torch.cat(updates, dim=-1))
+
+
+class _DequantizedLinear(torch.autograd.Function):
+    """x times the dequantised matrix, which is made again in the backward pass instead of being kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight: QTensor, bias_N: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x_TK, weight.dequantize(x_TK.dtype), None if bias_N is None else bias_N.to(x_TK.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_TN @ ctx.weight.dequantize(grad_TN.dtype), None, None

@@ -1,0 +1,148 @@
+"""One decoder for the engine and the learner: Qwen2/2.5, Qwen3, Llama 3, Mistral.
+
+    hidden_TD = model(ids_T, pos_T, attend)      tokens of any number of sequences, packed, with their positions
+    logits_TV = model.logits(hidden_TD)
+
+Attention is an argument (`lowroll.model.attention`), a weight is a Tensor or a QTensor (`lowroll.model.linear`).
+The model knows no cache, no optimiser and no phase. Inside, q/k/v and gate/up are one matrix each; their Hugging
+Face names live in `lowroll.model.hf`.
+
+Legend: T tokens, D hidden size, H query heads, G key-value heads, d head size, V vocabulary.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowroll.model.attention import Attend
+from lowroll.model.linear import Linear
+from lowroll.model.rope import inverse_frequencies, rotate, rotations
+from lowroll.model.spec import ModelSpec
+from lowroll.quant.formats import QTensor
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight; the statistics in float32."""
+
+    def __init__(self, size: int, eps: float, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size, device=device, dtype=dtype)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        normed = F.rms_norm(x.float(), self.weight.shape, None, self.eps)
+        return (normed * self.weight.float()).to(x.dtype)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and SwiGLU, each with a residual."""
+
+    def __init__(self, spec: ModelSpec, layer: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.heads, self.kv_heads, self.head_dim = layer, spec.num_heads, spec.num_kv_heads, spec.head_dim
+        q, kv, hidden, wide = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size,
+                               spec.intermediate_size)
+        place = {"device": device, "dtype": dtype}
+        self.input_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
+        self.qkv = Linear(hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, spec.qkv_bias, device, dtype)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
+        self.o = Linear(q, {"o_proj": hidden}, spec.o_bias, **place)
+        self.post_attention_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
+        self.gate_up = Linear(hidden, {"gate_proj": wide, "up_proj": wide}, spec.mlp_bias, **place)
+        self.down = Linear(wide, {"down_proj": hidden}, spec.mlp_bias, **place)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x_TD = x_TD + self.attention(self.input_norm(x_TD), cos, sin, attend)
+        gate, up = self.gate_up(self.post_attention_norm(x_TD)).chunk(2, dim=-1)
+        return x_TD + self.down(F.silu(gate) * up)
+
+    def attention(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        heads = self.qkv(x_TD).view(x_TD.shape[0], -1, self.head_dim)
+        q_THd, k_TGd, v_TGd = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THd, k_TGd = self.q_norm(q_THd), self.k_norm(k_TGd)
+        o_THd = attend(self.layer, rotate(q_THd, cos, sin), rotate(k_TGd, cos, sin), v_TGd)
+        return self.o(o_THd.reshape(x_TD.shape[0], -1))
+
+
+class Transformer(nn.Module):
+    """The decoder. Parameters are made empty: `lowroll.model.hf.load` or `initialize` fills them."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.spec, self.activation_checkpointing = spec, False
+        self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype))
+        self.blocks = nn.ModuleList(Block(spec, i, device, dtype) for i in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device, dtype)
+        self.lm_head = None if spec.tie_embeddings else nn.Parameter(torch.empty_like(self.embedding))
+        self.freqs = inverse_frequencies(spec).to(device if str(device) != "meta" else "cpu")
+
+    def forward(self, ids_T: Tensor, pos_T: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states [T, D] of packed tokens at their positions."""
+        if self.freqs.device != ids_T.device:
+            self.freqs = self.freqs.to(ids_T.device)
+        cos, sin = rotations(pos_T, self.freqs)
+        x_TD = F.embedding(ids_T, self.embedding)
+        for block in self.blocks:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x_TD = checkpoint(block, x_TD, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_TD = block(x_TD, cos, sin, attend)
+        return self.norm(x_TD)
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """The matrix [V, D] from hidden states to logits: its own, or the embedding when they are tied."""
+        return self.embedding if self.lm_head is None else self.lm_head
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Logits [T, V] in the model's dtype."""
+        return F.linear(hidden_TD, self.lm_head_weight)
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """Every linear layer that a format may quantise, by name (lm_head and embedding are not among them)."""
+        return ((name, module) for name, module in self.named_modules() if isinstance(module, Linear))
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn: all of them, or the adapter's under LoRA."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def run_low_bit(self, enabled: bool) -> Transformer:
+        """Multiply quantised weights in their format's arithmetic (True, the engine) or dequantised (False)."""
+        for _, linear in self.linears():
+            linear.low_bit = enabled
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def weight_format(self) -> str | None:
+        """The format of the quantised linear weights, or None when they are plain parameters."""
+        weight = next(self.linears())[1].weight
+        return weight.format if isinstance(weight, QTensor) else None
+
+
+def initialize(model: Transformer, seed: int, std: float = 0.02) -> Transformer:
+    """Fill with seeded random weights: N(0, std) matrices (residual outputs scaled by 1/sqrt(2 layers)), unit norms."""
+    generator = torch.Generator().manual_seed(seed)
+    shrink = (2 * model.spec.num_layers) ** -0.5
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim == 1:
+                p.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            scale = std * shrink if name.endswith(("o.weight", "down.weight")) else std
+            p.copy_(torch.randn(p.shape, generator=generator) * scale)
+    return model
