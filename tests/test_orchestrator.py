@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
@@ -723,4 +724,5 @@ def test_evaluation_refuses_impossible_numbers(numbers):
 
 def test_the_room_does_not_import_torch():
     code = "import sys, lowroll.orchestrator; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    root = Path(__file__).resolve().parents[1]
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, cwd=root).returncode == 0

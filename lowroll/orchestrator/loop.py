@@ -175,7 +175,7 @@ class Orchestrator:
         return Batch(step=step, samples=samples, temperature=temperature, stats=stats | harvest.seconds)
 
     def _watch(self, batch: Batch) -> None:
-        """Warn of numbers out of bounds and, every `canary_interval` steps, of known answers that are scored wrongly."""
+        """Warn of numbers out of bounds and, every `canary_interval` steps, of known answers scored wrongly."""
         warnings = alarms(batch.stats)
         interval = self.settings.canary_interval
         if interval is not None and batch.step % interval == 0:
