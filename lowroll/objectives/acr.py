@@ -34,7 +34,7 @@ def acr(*, learner: Tensor, proximal: Tensor, behavior: Tensor, advantages: Tens
                    stretch_N=stretch_N)
     J = aggregate(weight_N * clipped.value_N, tokens.layout, mode=reduce, counts=counts, max_length=max_length)
     # Active here although TIS would have clipped them.
-    extended_N = (tokens.advantages_N > 0) & (tokens.ratio_N > 1 + eps_high) & (stretch_N > 1) & ~clipped.above_N
+    extended_N = (tokens.advantages_N > 0) & (tokens.ratio_N > 1 + eps_high) & ~clipped.above_N
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, cap)
     statistics["correction/acr_extended_fraction"] = masked_mean(extended_N, tokens.layout.mask_N)
     return J, as_floats(statistics)
