@@ -221,7 +221,7 @@ def _build(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: str) -> A
 
 
 def _get(node: Any, part: str | int, path: Path, mark: Mark) -> Any:
-    if isinstance(node, dict):
+    if isinstance(node, dict) and isinstance(part, str):
         return node.get(part)
     if isinstance(node, list) and isinstance(part, int) and part < len(node):
         return node[part]
@@ -229,10 +229,12 @@ def _get(node: Any, part: str | int, path: Path, mark: Mark) -> Any:
 
 
 def _set(node: Any, part: str | int, value: Any, path: Path, mark: Mark) -> None:
-    if isinstance(node, dict) or (isinstance(node, list) and isinstance(part, int) and part < len(node)):
+    if isinstance(node, dict) and isinstance(part, str):
         node[part] = value
-        return
-    raise ConfigError(mark.blame(f"{dotted(path[:-1])} has no {part}"))
+    elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+        node[part] = value
+    else:
+        raise ConfigError(mark.blame(f"{dotted(path[:-1])} has no {part}"))
 
 
 class ConfigDumper(yaml.SafeDumper):

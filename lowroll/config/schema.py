@@ -14,7 +14,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
-from lowroll.config.algorithms import ALGORITHMS, choose_correction
+from lowroll.config.algorithms import ALGORITHMS, CAPPED, DENSE, TOKEN_LEVEL, choose_correction
 from lowroll.config.document import ConfigDumper, Path, dotted
 
 Problem = tuple[tuple[Path, ...], str]     # the keys it concerns, the one to blame first; what is wrong
@@ -80,9 +80,9 @@ class TemperatureConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How the engine samples. `weights` is the format of its linear weights; `dense` is the learner's own weights."""
+    """How the engine samples. `weights` is the format of its linear weights; `dense` is the run's own dtype."""
 
-    weights: Annotated[Literal["int8", "dense"], later("fp8", "int4", "nvfp4", "mxfp4", "nf4")] = "int8"
+    weights: Annotated[Literal["int8", "dense", "bf16", "fp32"], later("fp8", "int4", "nvfp4", "mxfp4", "nf4")] = "int8"
     kv: Annotated[None, BeforeValidator(_no_kv_policy)] = None
     max_tokens: Count = 64                                 # a response's longest length, in tokens
     min_tokens: Annotated[int, Field(ge=0)] = 0
@@ -240,10 +240,17 @@ class RunConfig(Section):
         return self.batch_size // self.rollouts_per_example
 
     @property
-    def objective(self) -> str:
-        """Name of the policy objective in `lowroll.objectives`: the correction's, or the algorithm's own."""
-        correction = self.resolved().correction
-        return ALGORITHMS[self.algorithm].objective if correction == "none" else correction
+    def objective_options(self) -> dict[str, float | int | str | None]:
+        """The options of `lowroll.objectives.select(cfg.algorithm, cfg.correction)`, with the defaults filled in."""
+        cfg = self.resolved()
+        length = cfg.rollout.max_tokens if cfg.loss.reduce == "constant" else None
+        options: dict[str, float | int | str | None] = {
+            "eps_low": cfg.loss.eps_low, "eps_high": cfg.loss.eps_high, "reduce": cfg.loss.reduce, "max_length": length}
+        if cfg.algorithm != "gspo":
+            options["dual_clip"] = cfg.loss.dual_clip
+        if cfg.correction in CAPPED:
+            options["cap"] = cfg.loss.cap
+        return options
 
     def with_notes(self, *lines: str) -> RunConfig:
         """A copy that carries these notes too."""
@@ -295,9 +302,9 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
         yield ((("rollout", "temp_scheduler"), ("rollout", "temperature")),
                "set either rollout.temperature or rollout.temp_scheduler, not both")
-    if cfg.algorithm == "gspo" and cfg.correction not in ("auto", "none"):
+    if cfg.algorithm == "gspo" and cfg.correction in TOKEN_LEVEL:
         yield ((("correction",), ("algorithm",)),
-               f"{cfg.correction} weighs tokens, but gspo works on a sequence-level ratio; use auto or none")
+               f"{cfg.correction} bounds single tokens and has no form under gspo; use auto, tis, decoupled or none")
     if cfg.algorithm == "gspo" and cfg.loss.dual_clip is not None:
         yield ((("loss", "dual_clip"), ("algorithm",)), "gspo has no dual clip; write null")
     for section, key in ((cfg.train, "train"), (cfg.sft, "sft")):
@@ -347,11 +354,11 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
     if truncated and cfg.correction == "none":
         yield (f"warning: {', '.join(truncated)}: the rollouts are drawn from another distribution than the learner's, "
                "and correction none does not pay for it")
-    if rollout.weights != "dense" and cfg.correction in ("none", "is"):
+    if rollout.weights not in DENSE and cfg.correction in ("none", "is"):
         yield (f"warning: {rollout.weights} rollouts with correction {cfg.correction}: the mismatch with the learner "
                "is not corrected; good for comparison only")
-    if rollout.weights == "dense" and not truncated and cfg.correction != "none":
-        yield f"correction {cfg.correction}: dense rollouts leave it almost nothing to correct"
+    if rollout.weights in DENSE and not truncated and cfg.correction != "none":
+        yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
     if cfg.rollouts_per_example == 1:
         yield ("warning: rollouts_per_example 1: a group of one has no baseline, every advantage is 0 and nothing is "
                "learnt")

@@ -1,0 +1,76 @@
+"""`lowroll generate --model M`: try a model at the terminal."""
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowroll.engine.engine import Engine
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="lowroll generate", description=(
+        "Sample responses from a model with the rollout engine. Without --prompt it reads prompts line by line."))
+    p.add_argument("--model", required=True, help="a folder or a hub id")
+    p.add_argument("--weights", default="int8", help="format of the linear weights: int8, bf16, fp32 (default int8)")
+    p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    p.add_argument("--prompt", metavar="TEXT", help="what the user says; without it, a prompt is read from each line")
+    p.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    p.add_argument("--max-tokens", type=int, default=256)
+    p.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+    p.add_argument("--top-p", type=float, default=1.0)
+    p.add_argument("--n", type=int, default=1, help="responses a prompt")
+    p.add_argument("--seed", type=int, default=0)
+    return p
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import lowroll
+    engine = lowroll.Engine(arguments.model, weights=arguments.weights, device=arguments.device)
+    if arguments.prompt is not None:
+        answer(engine, arguments, arguments.prompt)
+        return 0
+    for prompt in _lines():
+        try:
+            answer(engine, arguments, prompt)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+    return 0
+
+
+def answer(engine: Engine, arguments: argparse.Namespace, prompt: str) -> None:
+    """Print the responses to one prompt, with speed and mean log-prob."""
+    import lowroll
+    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages.append({"role": "user", "content": prompt})
+    ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    request = lowroll.Request(prompt_ids=list(ids), n=arguments.n, max_tokens=arguments.max_tokens,
+                              temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)
+    started = time.monotonic()
+    rollouts = engine.generate([request])[0].rollouts
+    seconds = time.monotonic() - started
+    for rollout in rollouts:
+        print(engine.tokenizer.decode(rollout.token_ids, skip_special_tokens=True))
+        mean = sum(rollout.logprobs) / max(1, len(rollout.logprobs))
+        length = len(rollout.token_ids)
+        print(f"  [{length} tokens, {rollout.finish_reason}, mean log-prob {mean:.3f}]", file=sys.stderr)
+    total = sum(len(rollout.token_ids) for rollout in rollouts)
+    print(f"  [{total / max(seconds, 1e-9):.1f} tokens/s, {arguments.weights} weights]", file=sys.stderr)
+
+
+def _lines() -> Iterator[str]:
+    """Prompts from the terminal until its end or an empty line; from a pipe, every line that holds something."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            return
+        if not line:
+            return
+        yield line

@@ -1,0 +1,48 @@
+"""`lowroll grpo run.yaml [a.b=c ...]`: train by reinforcement learning."""
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from lowroll.cli.settings import add_settings, read_settings
+
+if TYPE_CHECKING:
+    from lowroll.config import RunConfig
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="lowroll grpo", description=(
+        "Train a model by GRPO and its relatives with low-precision rollouts, in one process. The run folder "
+        "(output_dir) holds the resolved settings, metrics.jsonl, every rollout, checkpoints and the logs."))
+    add_settings(p)
+    p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir")
+    p.add_argument("--dry-run", action="store_true", help="print the plan and the resolved settings, then stop")
+    return p
+
+
+def run(arguments: argparse.Namespace) -> int:
+    cfg = read_settings(arguments)
+    if arguments.dry_run:
+        print("\n".join(f"# {line}" for line in plan(cfg)))
+        print(cfg.dump(), end="")
+        return 0
+    from lowroll.run import run as train
+    train(cfg, resume=arguments.resume)
+    return 0
+
+
+def plan(cfg: RunConfig) -> list[str]:
+    """What the run will do, in a few lines."""
+    rollout, train = cfg.rollout, cfg.train
+    updates, tokens = train.max_steps * train.minibatches, train.max_steps * cfg.batch_size * rollout.max_tokens
+    learned = f"LoRA adapters of rank {train.lora_rank}" if train.lora else "all weights"
+    return [
+        f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights",
+        f"{train.max_steps} steps of {cfg.num_groups} prompts x {cfg.rollouts_per_example} rollouts of up to "
+        f"{rollout.max_tokens} tokens: at most {tokens:,} tokens generated",
+        f"{updates} updates at learning rate {train.learning_rate:g} ({train.lr_scheduler_type}, "
+        f"{train.warmup_steps} steps of warm-up)",
+        f"algorithm {cfg.algorithm}, advantages {cfg.advantage}, correction {cfg.correction}, "
+        f"clip {cfg.loss.eps_low:g}/{cfg.loss.eps_high:g}, reduce {cfg.loss.reduce}",
+        f"environments {', '.join(f'{env.name} ({env.weight:g})' for env in cfg.env)}; run folder {cfg.output_dir}",
+    ]

@@ -1,0 +1,22 @@
+"""`lowroll report RUN`: write a run's page of plots."""
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="lowroll report", description=(
+        "Write one self-contained HTML page about a run: reward, entropy, mismatch, lengths, clip fractions, the time "
+        "split, and sample rollouts."))
+    p.add_argument("run", metavar="RUN", type=Path, help="the run folder (output_dir)")
+    p.add_argument("--out", metavar="FILE", type=Path, help="where to write the page (default: in the run folder)")
+    return p
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not arguments.run.is_dir():
+        raise ValueError(f"{arguments.run}: no such run folder")
+    from lowroll.metrics.report import write_report
+    print(write_report(arguments.run, arguments.out))
+    return 0

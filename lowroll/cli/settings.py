@@ -1,0 +1,47 @@
+"""The arguments that name a run's settings, shared by the commands: a YAML file, dotted overrides, reference files."""
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowroll.config import RunConfig
+
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]]*\s*=.*", re.DOTALL)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add `run.yaml [a.b=c ...] [--train --infer --orch]`."""
+    parser.add_argument("settings", nargs="*", metavar="run.yaml | key=value",
+                        help="the run's YAML file, then dotted overrides such as train.max_steps=20")
+    for name in ("train", "infer", "orch"):
+        parser.add_argument(f"--{name}", metavar="FILE", help=f"the {name} file of the three-file form")
+
+
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Files and overrides among the positional arguments."""
+    overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
+    return [word for word in words if word not in overrides], overrides
+
+
+def read_settings(arguments: argparse.Namespace) -> RunConfig:
+    """Load what the arguments name and print what was chosen for the user. Raises ConfigError."""
+    from lowroll.config import ConfigError, load, load_reference
+    files, overrides = split(arguments.settings)
+    three = {name: getattr(arguments, name) for name in ("train", "infer", "orch")}
+    if any(three.values()):
+        if files:
+            raise ConfigError(f"{files[0]}: give either one YAML file or --train, --infer and --orch")
+        for name in ("train", "orch"):
+            if not three[name]:
+                raise ConfigError(f"--{name}: this file is required beside the others")
+        cfg = load_reference(three["train"], three["infer"], three["orch"], overrides)
+    elif len(files) != 1:
+        raise ConfigError(f"give one YAML file, got {', '.join(files) if files else 'none'}")
+    else:
+        cfg = load(files[0], overrides)
+    for note in cfg.notes:
+        print(note, file=sys.stderr)
+    return cfg

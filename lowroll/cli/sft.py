@@ -1,0 +1,25 @@
+"""`lowroll sft run.yaml [a.b=c ...]`: warm-start a model on demonstrations."""
+from __future__ import annotations
+
+import argparse
+
+from lowroll.cli.settings import add_settings, read_settings
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="lowroll sft", description=(
+        "Supervised fine-tuning on the environments' own demonstrations, or on a JSONL of {\"messages\": [...]} "
+        "(sft.data). The settings are the section sft, and train for what both stages share."))
+    add_settings(p)
+    p.add_argument("--dry-run", action="store_true", help="print the resolved settings, then stop")
+    return p
+
+
+def run(arguments: argparse.Namespace) -> int:
+    cfg = read_settings(arguments)
+    if arguments.dry_run:
+        print(cfg.dump(), end="")
+        return 0
+    from lowroll.trainer.sft import run_sft
+    run_sft(cfg)
+    return 0
