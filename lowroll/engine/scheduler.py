@@ -52,6 +52,7 @@ class Sequence:
     promised: int = 0                                  # pages reserved for it and not yet given out
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    behavior: BehaviorTag | None = None                # how its last token was drawn
 
     @property
     def request(self) -> Request:
@@ -228,6 +229,7 @@ class Scheduler:
         if not sequence.spans or sequence.spans[-1].version != self.policy.version \
                 or sequence.spans[-1].digest != self.policy.digest:
             sequence.spans.append(replace(self.policy, start=len(sequence.token_ids)))
+        sequence.behavior = self.behavior
         sequence.token_ids.append(token_id)
         sequence.logprobs.append(logprob)
         stop = self._stop_reason(sequence)
@@ -276,29 +278,28 @@ class Scheduler:
 
     def _admit_sibling(self, sequence: Sequence) -> bool:
         group = sequence.group
-        owned = self._most_pages(group) - self._num_shared(group)
-        if group.tail_writer is None:
-            owned -= len(group.prompt_pages) - self._num_shared(group)
-        if owned > self._available():
+        writes_tail = group.tail_writer is None             # the former one has ended
+        shared = len(group.prompt_pages) if writes_tail else self._num_shared(group)
+        if self._most_pages(group) - shared > self._available():
             return False
-        if group.tail_writer is None:
+        if writes_tail:
             group.tail_writer = sequence
-        self._promise(sequence, owned)
+        self._promise(sequence, self._most_pages(group) - shared)
         return True
 
     def _fork(self, sequence: Sequence) -> list[tuple[int, int]]:
         """Give an admitted sample its page table. Returns the page copy that it needs, if any."""
         group = sequence.group
-        shared, tail = group.prompt_pages[:self._num_shared(group)], group.prompt_pages[self._num_shared(group):]
-        if group.tail_writer is sequence:
-            shared, tail = shared + tail, []
+        if group.tail_writer is None:
+            group.tail_writer = sequence                    # the former one has ended
+        num_shared = len(group.prompt_pages) if group.tail_writer is sequence else self._num_shared(group)
+        shared, tail = group.prompt_pages[:num_shared], group.prompt_pages[num_shared:]
         own = self.pool.allocate(len(tail))
-        self._promise(sequence, sequence.promised - len(own))
         self.pool.share(shared)
         sequence.pages = shared + own
-        copies = list(zip(tail, own, strict=True))
+        self._promise(sequence, self._most_pages(group) - len(sequence.pages))
         self._forked(group)
-        return copies
+        return list(zip(tail, own, strict=True))
 
     def _forked(self, group: LiveGroup) -> None:
         group.num_unforked -= 1
@@ -336,6 +337,7 @@ class Scheduler:
             is_last = stop == length
             chunks.append(PrefillChunk(group.leader, start, stop, is_last, tuple(group.sequences) if is_last else ()))
             budget -= stop - start
+            group.leader.num_cached = start
             group.num_prefilled = stop
             if not is_last:
                 unfinished.append(group)
@@ -362,7 +364,8 @@ class Scheduler:
             return sequence.last_token
         if request.stop_strings:
             assert self.decode is not None
-            tail = _decode_tail(self.decode, sequence.token_ids[request.min_tokens:], max(map(len, request.stop_strings)))
+            num_chars = max(len(text) for text in request.stop_strings)
+            tail = _decode_tail(self.decode, sequence.token_ids, request.min_tokens, num_chars)
             return next((text for text in request.stop_strings if text in tail), None)
         return None
 
@@ -377,7 +380,9 @@ class Scheduler:
         else:
             self._forked(group)                             # it never will: one sample fewer needs the prompt's pages
         self._promise(sequence, 0)
-        if self._running.pop(sequence, sequence) is sequence:
+        if sequence in self._running:
+            del self._running[sequence]
+        else:
             group.outside.remove(sequence)
         if group.tail_writer is sequence:
             group.tail_writer = None
@@ -394,7 +399,8 @@ class Scheduler:
         rollouts = []
         for s in group.sequences:
             assert s.finish_reason is not None
-            behavior = replace(self.behavior, policy=tuple(s.spans) or (replace(self.policy, start=0),), sampler=sampler)
+            policy = tuple(s.spans) or (replace(self.policy, start=0),)
+            behavior = replace(s.behavior or self.behavior, policy=policy, sampler=sampler)
             rollouts.append(Rollout(s.token_ids, s.logprobs, s.finish_reason, behavior, s.stop_reason))
         self._finished.append((group.handle, Group(group.request, rollouts)))
 
@@ -410,14 +416,15 @@ def _num_pages(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def _decode_tail(decode: Callable[[list[int]], str], token_ids: list[int], num_chars: int) -> str:
-    """The end of the text, at least `num_chars` characters of it that do not depend on where decoding began.
+def _decode_tail(decode: Callable[[list[int]], str], token_ids: list[int], start: int, num_chars: int) -> str:
+    """The end of the text of token_ids[start:], its last `num_chars` characters as if all of it had been decoded.
 
     Decoding from the middle can spoil the first characters (a split UTF-8 sequence, a stripped space): hence the 4.
     """
     window = num_chars + 4
     while True:
-        text = decode(token_ids[-window:])
-        if len(text) >= num_chars + 4 or window >= len(token_ids):
+        first = max(start, len(token_ids) - window)
+        text = decode(token_ids[first:])
+        if len(text) >= num_chars + 4 or first == start:
             return text
         window *= 2
