@@ -65,7 +65,7 @@ def test_collate_aligns_every_response_token_with_the_state_before_it():
     b = sample([14], [23, 24, 25], [-1., -2., -3.], [0, 1, 1], advantage=-1.0)
     packed = collate([b, a], [1, 0])
     assert packed.samples == (1, 0)
-    assert packed.cu_seqlens == [0, 4, 7]
+    assert packed.lengths == (4, 3)
     assert packed.ids_T.tolist() == [11, 12, 13, 21, 14, 23, 24]        # the last token of each is not fed
     assert packed.pos_T.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert packed.index_N.tolist() == [2, 3, 4, 5, 6]
@@ -89,3 +89,8 @@ def test_a_wrong_sample_is_named(bad, words):
     check([good], 64)
     with pytest.raises(ValueError, match=f"sample 1 .*{words}"):
         check([good, bad], 64)
+
+
+def test_an_empty_batch_is_named():
+    with pytest.raises(ValueError, match="samples: the batch is empty"):
+        check([], 64)

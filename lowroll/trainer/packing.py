@@ -2,7 +2,7 @@
 
 Sequences are sorted by length, longest first and stable, and each goes into the first micro-batch that still has
 room (first-fit decreasing: at most 11/9 of the optimal number of bins plus 6/9, Dosa 2007). Positions restart with
-every sequence and `cu_seqlens` bounds its attention, so a packed row computes what the sequences would compute alone.
+every sequence and `lengths` bounds its attention, so a packed row computes what the sequences would compute alone.
 
 A response token y_t is predicted by the hidden state of the token before it, so entry n of every `_N` tensor is
 about one response token: `targets_N[n]` is y_t, `index_N[n]` the row of the hidden state that predicts it, and
@@ -27,7 +27,7 @@ class Packed:
     """One micro-batch as tensors. `samples[s]` is the index in the batch of the sequence in segment s."""
 
     samples: tuple[int, ...]
-    cu_seqlens: list[int]              # S + 1 offsets into T
+    lengths: tuple[int, ...]           # tokens fed of each sequence; they add up to T
     ids_T: Tensor                      # int64
     pos_T: Tensor                      # int64, from 0 in each sequence
     index_N: Tensor                    # int64 into T
@@ -85,6 +85,8 @@ def num_fed(sample: Sample) -> int:
 
 def check(samples: Sequence[Sample], vocab_size: int) -> None:
     """Raise a ValueError that names the sample and the field when a sample cannot be learned from."""
+    if not samples:
+        raise ValueError("samples: the batch is empty")
     for i, sample in enumerate(samples):
         rollout, num = sample.rollout, len(sample.rollout.token_ids)
         if not sample.prompt_ids:
@@ -103,7 +105,7 @@ def check(samples: Sequence[Sample], vocab_size: int) -> None:
 def collate(samples: Sequence[Sample], indices: Sequence[int], device: torch.device | str = "cpu") -> Packed:
     """Lay the chosen samples end to end as the tensors of one micro-batch on `device`."""
     chosen = [samples[i] for i in indices]
-    offsets = list(accumulate((num_fed(s) for s in chosen), initial=0))
+    lengths = tuple(num_fed(s) for s in chosen)
     responses = [len(s.rollout.token_ids) for s in chosen]
 
     def long(values: list[int]) -> Tensor:
@@ -114,10 +116,10 @@ def collate(samples: Sequence[Sample], indices: Sequence[int], device: torch.dev
 
     return Packed(
         samples=tuple(indices),
-        cu_seqlens=offsets,
+        lengths=lengths,
         ids_T=long([t for s in chosen for t in (s.prompt_ids + s.rollout.token_ids)[:-1]]),
-        pos_T=long([p for s in chosen for p in range(num_fed(s))]),
-        index_N=long([i for end, n in zip(offsets[1:], responses, strict=True) for i in range(end - n, end)]),
+        pos_T=long([p for length in lengths for p in range(length)]),
+        index_N=long([i for end, n in zip(accumulate(lengths), responses, strict=True) for i in range(end - n, end)]),
         targets_N=long([t for s in chosen for t in s.rollout.token_ids]),
         mask_N=long([m for s in chosen for m in s.loss_mask]) != 0,
         segments_N=long([k for k, n in enumerate(responses) for _ in range(n)]),

@@ -1,0 +1,87 @@
+"""The trainer's loop: a batch in, a policy version out.
+
+    produces       version n + 1, through `publish`, after the step that follows version n
+    waits for      a batch on the rollout channel, at most `deadline_s`; the channel's error names what it waited for
+    unblocked by   the orchestrator's send
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lowroll.model.transformer import Transformer
+from lowroll.trainer import state as states
+from lowroll.trainer.optim import Optimizer
+from lowroll.trainer.packing import num_fed
+from lowroll.trainer.step import LearnSettings, TrainingDiverged, learn
+from lowroll.transport.base import RolloutChannel
+from lowroll.types import Batch
+
+
+class Trainer:
+    """Learns from the batches of a channel.
+
+    `publish(version)` hands the new weights to the engine. `save_offending(batch)` keeps a batch whose update was not
+    finite, for people to look at. `reference` is the frozen model of a KL term (None with LoRA: the adapter off).
+    """
+
+    def __init__(self, model: Transformer, optimizer: Optimizer, settings: LearnSettings, channel: RolloutChannel,
+                 publish: Callable[[int], None], *, reference: Transformer | None = None,
+                 save_offending: Callable[[Batch], object] | None = None, deadline_s: float = 3600.0) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.settings = settings
+        self.channel = channel
+        self.publish = publish
+        self.reference = reference
+        self.save_offending = save_offending
+        self.deadline_s = deadline_s
+        self.version = 0
+        self.last_step: int | None = None
+
+    def step(self) -> dict[str, float]:
+        """Receive a batch, learn from it, publish the next version; returns the metrics of the step."""
+        batch = self.channel.receive(self.deadline_s)
+        self._refuse_replay(batch)
+        started = time.monotonic()
+        metrics = self._learn(batch)
+        learned = time.monotonic()
+        self.last_step = batch.step
+        self.version += 1
+        self.publish(self.version)
+        published = time.monotonic()
+        tokens = sum(num_fed(s) for s in batch.samples)
+        return metrics | {"time/learn": learned - started, "time/publish": published - learned,
+                          "perf/learn_tokens_per_second": tokens / max(learned - started, 1e-9)}
+
+    def state(self) -> tuple[states.Tensors, dict[str, Any]]:
+        """What `restore` needs to go on bitwise: tensors by file and name, and JSON data."""
+        tensors, state = states.capture(self.model, self.optimizer)
+        return tensors, state | {"version": self.version, "last_step": self.last_step}
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        """Put back what `state` gave. The caller publishes `version` to the engine afterwards."""
+        states.restore(self.model, self.optimizer, tensors, state)
+        self.version, self.last_step = state["version"], state["last_step"]
+
+    def _learn(self, batch: Batch) -> dict[str, float]:
+        try:
+            metrics = learn(self.model, batch, self.optimizer, self.settings, self.reference)
+        except TrainingDiverged:
+            self._keep(batch)
+            raise
+        if metrics["optim/skipped"]:
+            self._keep(batch)
+        return metrics
+
+    def _keep(self, batch: Batch) -> None:
+        if self.save_offending is not None:
+            self.save_offending(batch)
+
+    def _refuse_replay(self, batch: Batch) -> None:
+        if self.last_step is not None and batch.step <= self.last_step:
+            raise ValueError(f"batch of step {batch.step}: step {self.last_step} was already learned from; "
+                             "a batch is consumed once and in order")

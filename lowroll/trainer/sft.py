@@ -1,0 +1,180 @@
+"""Supervised warm start: the policy learns to write the demonstrations before it is rewarded for anything.
+
+With y the response of a demonstration, end-of-turn id included, and N the response tokens of the whole batch, a step
+ascends the token mean of the log-likelihood
+
+    J(theta) = 1/N sum over demonstrations sum_t log pi(y_t | x, y_<t),      sft/loss = -J, in nats a token
+
+This is the policy step with every advantage 1 and no ratio, so it runs on the same packing, the same
+logits-to-logprob function and the same optimizer. Each epoch visits the demonstrations in a fresh seeded order.
+"""
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lowroll.envs.base import Environment
+from lowroll.model.transformer import Transformer
+from lowroll.objectives import Counts
+from lowroll.objectives.reduce import aggregate, lay_out
+from lowroll.trainer.optim import Optimizer, OptimSettings
+from lowroll.trainer.packing import Packed, check
+from lowroll.trainer.step import MAX_REFUSALS, TrainingDiverged, run_packed
+from lowroll.types import BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
+
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What was asked, as chat messages, and the response to learn."""
+
+    messages: list[dict[str, str]]
+    response: str
+
+
+@dataclass(frozen=True)
+class SftSettings:
+    """How demonstrations become updates: `steps` updates of `batch_size` demonstrations each."""
+
+    steps: int
+    batch_size: int
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    tokens_per_microbatch: int = 8192
+    logprob_chunk: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "tokens_per_microbatch", "logprob_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, is {getattr(self, name)}")
+
+
+def train_sft(model: Transformer, tokenizer: Any, examples: Sequence[Demonstration], settings: SftSettings,
+              on_step: Callable[[int, dict[str, float]], object] | None = None) -> dict[str, float]:
+    """Train the model's trainable parameters on demonstrations; returns the metrics of the last step.
+
+    `tokenizer` is a transformers tokenizer with a chat template. `on_step(step, metrics)` is called after each step,
+    counted from 1. Raises ValueError for demonstrations that the model cannot read, TrainingDiverged after
+    MAX_REFUSALS non-finite updates in a row.
+    """
+    samples = [encode(tokenizer, example) for example in examples]
+    check(samples, model.spec.vocab_size)
+    optimizer = Optimizer(model.trainable_parameters(), settings.optim)
+    order, metrics = epochs(len(samples), settings.seed), {}
+    for step in range(1, settings.steps + 1):
+        metrics = sft_step(model, [samples[next(order)] for _ in range(settings.batch_size)], optimizer, settings)
+        if on_step is not None:
+            on_step(step, metrics)
+    return metrics
+
+
+def sft_step(model: Transformer, samples: Sequence[Sample], optimizer: Optimizer,
+             settings: SftSettings) -> dict[str, float]:
+    """One update towards the responses of `samples`; returns its metrics."""
+    rate = optimizer.begin_step()
+    counts = Counts(sum(len(s.rollout.token_ids) for s in samples), len(samples))
+
+    def likelihood(packed: Packed, learner_N: Tensor) -> Tensor:
+        return aggregate(learner_N, lay_out(packed.mask_N, packed.segments_N), mode="token-mean", counts=counts)
+
+    trace = run_packed(model, samples, range(len(samples)), tokens_per_microbatch=settings.tokens_per_microbatch,
+                       chunk=settings.logprob_chunk, objective=likelihood)
+    loss = -sum(values.double().sum().item() for values in trace.log_probs.values()) / counts.num_tokens
+    norm = optimizer.update(refuse=not math.isfinite(loss))
+    if optimizer.refused_in_a_row >= MAX_REFUSALS:
+        raise TrainingDiverged(f"sft: loss {loss}, gradient norm {norm}; {MAX_REFUSALS} updates in a row were not "
+                               "finite")
+    return {"sft/loss": loss, "sft/tokens": float(counts.num_tokens), "optim/lr": rate, "optim/grad_norm": norm,
+            "optim/skipped": float(optimizer.refused_in_a_row > 0)}
+
+
+def encode(tokenizer: Any, example: Demonstration) -> Sample:
+    """A demonstration as a sample: the prompt by the chat template, the response closed by the end-of-turn id."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("tokenizer: has no eos token, so a response could not end")
+    prompt_ids = tokenizer.apply_chat_template(example.messages, add_generation_prompt=True, return_dict=False)
+    response_ids = [*tokenizer.encode(example.response, add_special_tokens=False), tokenizer.eos_token_id]
+    zeros = [0.0] * len(response_ids)
+    demonstrated = Rollout(response_ids, zeros, "stop", BehaviorTag((PolicySpan(0, ""),), weights="demonstration"))
+    return Sample(Prompt("demonstration", "sft", example.messages), list(prompt_ids), demonstrated, example.response,
+                  Score(1.0), advantage=1.0, loss_mask=[1] * len(response_ids))
+
+
+def epochs(size: int, seed: int) -> Iterator[int]:
+    """Indices below `size`, each once an epoch, in an order that depends on (seed, epoch) alone, without end."""
+    if size < 1:
+        raise ValueError("examples: there is no demonstration to learn from")
+    epoch = 0
+    while True:
+        order = list(range(size))
+        random.Random(f"sft/{seed}/{epoch}").shuffle(order)
+        yield from order
+        epoch += 1
+
+
+def demonstrations(envs: Sequence[tuple[Environment, float]], count: int, seed: int = 0) -> list[Demonstration]:
+    """`count` gold answers of the train splits of weighted environments, at most one a task.
+
+    A task without a stored answer is passed over. ValueError names the environments when none has an answer.
+    """
+    rng = random.Random(f"demonstrations/{seed}")
+    cursors, found = [0] * len(envs), []
+    open_envs = list(range(len(envs)))
+    while open_envs and len(found) < count:
+        k = rng.choices(open_envs, [envs[e][1] for e in open_envs])[0]
+        env, index = envs[k][0], cursors[k]
+        cursors[k] += 1
+        size = env.size("train")
+        if (size is not None and index >= size) or index >= 2 * count:
+            open_envs.remove(k)
+            continue
+        prompt = env.prompt(index, "train")
+        try:
+            found.append(Demonstration(prompt.messages, env.gold(prompt)))
+        except NotImplementedError:
+            continue
+    if not found:
+        raise ValueError(f"env: {', '.join(env.name for env, _ in envs)} gave no gold answer to learn from")
+    return found
+
+
+def read_demonstrations(path: Path) -> list[Demonstration]:
+    """Demonstrations of a JSONL of {"messages": [{"role", "content"}, ...]}: one for each assistant message.
+
+    ValueError names the file and line of the first row that is not a conversation ending with the assistant.
+    """
+    found = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                messages = _messages(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+            found += [Demonstration(messages[:k], m["content"]) for k, m in enumerate(messages)
+                      if m["role"] == "assistant" and k]
+    if not found:
+        raise ValueError(f"{path}: holds no demonstration")
+    return found
+
+
+def _messages(row: Any) -> list[dict[str, str]]:
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+        raise ValueError('expected {"messages": [...]}')
+    for k, message in enumerate(row["messages"]):
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise ValueError(f'messages[{k}]: expected {{"role": ..., "content": ...}}')
+        if message["role"] not in ROLES or not isinstance(message["content"], str):
+            raise ValueError(f"messages[{k}]: role must be one of {', '.join(ROLES)}, content a string")
+    if len(row["messages"]) < 2 or row["messages"][-1]["role"] != "assistant":
+        raise ValueError("messages: a conversation must end with the assistant's response to something")
+    return row["messages"]

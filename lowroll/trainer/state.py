@@ -1,0 +1,50 @@
+"""Everything that a bitwise resume of the learner needs, as named tensors and JSON, and back.
+
+    tensors["model"]       every trainable parameter under its own name (LoRA: the adapter; the base is the model folder)
+    tensors["optimizer"]   AdamW's moments, and float32 masters of low-precision parameters
+    state["optimizer"]     training steps, updates applied, updates refused in a row
+    state["version"]       policy version that the learner holds
+    state["last_step"]     the last batch consumed: an older one is refused
+
+The learning rate is a pure function of the step count, and the learner draws no random numbers, so there is no
+scheduler and no generator to save. The rollouts' own noise is seeded per request and needs no state either.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowroll.model.transformer import Transformer
+from lowroll.trainer.optim import Optimizer
+
+Tensors = dict[str, dict[str, Tensor]]
+
+
+def capture(model: Transformer, optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
+    """The state of model and optimizer. The tensors are the live ones: write them before the next step."""
+    moments, counters = optimizer.state()
+    weights = {name: p.detach() for name, p in model.trainable_parameters().items()}
+    return {"model": weights, "optimizer": moments}, {"optimizer": counters}
+
+
+@torch.no_grad()
+def restore(model: Transformer, optimizer: Optimizer, tensors: Mapping[str, Mapping[str, Tensor]],
+            state: Mapping[str, Any]) -> None:
+    """Put back what `capture` gave, bitwise and in place.
+
+    Raises ValueError, before anything changes, that names the first parameter that is missing, unknown or mis-shaped.
+    """
+    params, saved = model.trainable_parameters(), tensors["model"]
+    if odd := sorted(params.keys() ^ saved.keys()):
+        raise ValueError(f"model state: {odd[0]} is {'missing' if odd[0] in params else 'unknown'} "
+                         f"({len(odd)} such names)")
+    for name, param in params.items():
+        if saved[name].shape != param.shape or saved[name].dtype != param.dtype:
+            raise ValueError(f"model state: {name} is {saved[name].dtype} {list(saved[name].shape)}, expected "
+                             f"{param.dtype} {list(param.shape)}")
+    optimizer.restore(tensors["optimizer"], state["optimizer"])
+    for name, param in params.items():
+        param.copy_(saved[name])

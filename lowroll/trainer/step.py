@@ -1,0 +1,211 @@
+"""One training step: from a batch of scored rollouts to new weights, and the numbers that say whether it was sound.
+
+For each minibatch M of whole groups the learner ascends
+
+    J(theta) = objective(lpn, lpo, lpr, A) - kl_coef * KL(lpn, lpref)
+
+with lpn the learner, lpo the proximal policy (the learner before the batch), lpr the behaviour policy that the rollouts
+recorded, lpref the frozen reference; all at the sampling temperature. What differs from the textbook loop:
+
+1. Micro-batches are packed by tokens and add up to M exactly: denominators are the counts of M, never of a
+   micro-batch. The number of sequences counts every sample of M, masked or not.
+2. With one minibatch the proximal policy *is* the learner: lpo = lpn detached, R = 1 exactly, and no extra pass.
+   With more, one pass without gradient records lpo for the whole batch before its first update.
+3. A sequence whose advantage is 0 has no gradient unless there is a KL term, so it is run forward only: the
+   gradient is the same, and the statistics still cover every token.
+4. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
+   a row raises TrainingDiverged.
+
+T: tokens fed, N: response tokens.
+"""
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowroll.model import lora
+from lowroll.model.attention import varlen
+from lowroll.model.logprobs import token_log_probs
+from lowroll.model.transformer import Transformer
+from lowroll.objectives import Counts, Objective, mismatch, penalty
+from lowroll.objectives.reduce import masked_mean
+from lowroll.trainer.optim import Optimizer
+from lowroll.trainer.packing import Packed, check, collate, first_fit, num_fed, split_groups
+from lowroll.types import Batch, Sample
+
+MAX_REFUSALS = 3                   # non-finite updates in a row that end the run
+
+LogProbs = dict[int, Tensor]       # sample index -> float32 [tokens of its response], detached
+
+
+class TrainingDiverged(RuntimeError):
+    """Objective or gradient were not finite in MAX_REFUSALS updates in a row. The weights are those before them."""
+
+
+@dataclass(frozen=True)
+class LearnSettings:
+    """How a batch becomes updates. `objective` is what `lowroll.objectives.select(algorithm, correction)` gives."""
+
+    objective: Objective
+    options: Mapping[str, Any] = field(default_factory=dict)    # of the objective: eps_low, cap, reduce, max_length ...
+    minibatches: int = 1                     # optimizer updates a batch
+    tokens_per_microbatch: int = 8192
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    logprob_chunk: int = 1024                # tokens whose logits exist at a time
+
+    def __post_init__(self) -> None:
+        for name in ("minibatches", "tokens_per_microbatch", "logprob_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, is {getattr(self, name)}")
+        if not (math.isfinite(self.kl_coef) and self.kl_coef >= 0):
+            raise ValueError(f"kl_coef: must be finite and not negative, is {self.kl_coef}")
+        if unknown := self.options.keys() - self.objective.options.keys():
+            raise ValueError(f"options: objective {self.objective.name} has no {min(unknown)}; it has "
+                             f"{', '.join(self.objective.options)}")
+
+    @property
+    def reduction(self) -> dict[str, Any]:
+        """How tokens are aggregated, the same for the policy and the KL term."""
+        return {name: (self.objective.options | dict(self.options))[name] for name in ("reduce", "max_length")}
+
+
+@dataclass
+class Trace:
+    """Detached learner log-probs and entropies of the sequences that went through the model."""
+
+    log_probs: LogProbs = field(default_factory=dict)
+    entropy: LogProbs = field(default_factory=dict)
+
+    def record(self, packed: Packed, log_probs_N: Tensor, entropy_N: Tensor) -> None:
+        sizes = torch.bincount(packed.segments_N, minlength=len(packed.samples)).tolist()
+        self.log_probs.update(zip(packed.samples, log_probs_N.detach().split(sizes), strict=True))
+        self.entropy.update(zip(packed.samples, entropy_N.detach().split(sizes), strict=True))
+
+
+def gather(values: LogProbs, packed: Packed) -> Tensor:
+    """The values of the packed samples, end to end, [N]."""
+    return torch.cat([values[i] for i in packed.samples])
+
+
+def run_packed(model: Transformer, samples: Sequence[Sample], indices: Iterable[int], *, tokens_per_microbatch: int,
+               chunk: int, temperature: float = 1.0, trace: Trace | None = None,
+               objective: Callable[[Packed, Tensor], Tensor] | None = None) -> Trace:
+    """Run the chosen samples through the model in packed micro-batches and record their log-probs in `trace`.
+
+    With `objective(packed, learner_N)`, a micro-batch's share of J, the gradient of -J is added to the parameters'.
+    """
+    chosen, trace = list(indices), trace or Trace()
+    for pack in first_fit([num_fed(samples[i]) for i in chosen], tokens_per_microbatch):
+        packed = collate(samples, [chosen[i] for i in pack.indices], model.device)
+        with torch.set_grad_enabled(objective is not None):
+            hidden_TD = model(packed.ids_T, packed.pos_T, varlen(packed.lengths, model.device))
+            learner_N, entropy_N = token_log_probs(hidden_TD[packed.index_N], model.lm_head_weight, packed.targets_N,
+                                                   temperature=temperature, chunk=chunk)
+            if objective is not None:
+                (-objective(packed, learner_N)).backward()
+        trace.record(packed, learner_N, entropy_N)
+    return trace
+
+
+def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: LearnSettings,
+          reference: Transformer | None = None) -> dict[str, float]:
+    """Update the model from a batch and return its metrics (names as in `lowroll.metrics.names`).
+
+    `reference` is the frozen model of the KL term; None with a LoRA model means the model with its adapter off.
+    Raises ValueError, before anything changes, for a batch that cannot be learned from, and TrainingDiverged.
+    """
+    samples = batch.samples
+    check(samples, model.spec.vocab_size)
+    if not (math.isfinite(batch.temperature) and batch.temperature > 0):
+        raise ValueError(f"temperature: must be finite and above 0 to learn from, is {batch.temperature}")
+    if settings.kl_coef and reference is None and all(linear.adapter is None for _, linear in model.linears()):
+        raise ValueError("reference: kl_coef needs a frozen reference model, or a LoRA model whose base is one")
+    minibatches = split_groups([s.group for s in samples], settings.minibatches)
+    heard = [i for i, s in enumerate(samples) if any(s.loss_mask)]
+    forward = {"tokens_per_microbatch": settings.tokens_per_microbatch, "chunk": settings.logprob_chunk,
+               "temperature": batch.temperature}
+
+    proximal = run_packed(model, samples, heard, **forward).log_probs if len(minibatches) > 1 else None
+    reference_lp = None
+    if settings.kl_coef:
+        with contextlib.nullcontext(reference) if reference is not None else lora.disabled(model) as frozen:
+            reference_lp = run_packed(frozen, samples, heard, **forward).log_probs
+
+    rate = optimizer.begin_step()
+    records, first_seen = [], {}
+    for minibatch in minibatches:
+        record, trace = _update(model, samples, minibatch, optimizer, settings, forward, proximal, reference_lp)
+        records.append(record)
+        first_seen |= trace.log_probs
+        if optimizer.refused_in_a_row >= MAX_REFUSALS:
+            raise TrainingDiverged(f"step {batch.step}: objective {record['policy/objective']}, gradient norm "
+                                   f"{record['optim/grad_norm']}; {MAX_REFUSALS} updates in a row were not finite")
+    metrics = _merge(records) | {"optim/lr": rate}
+    if heard:
+        packed = collate(samples, heard, model.device)
+        metrics |= mismatch(learner=gather(proximal or first_seen, packed), behavior=packed.behavior_N,
+                            mask=packed.mask_N, segments=packed.segments_N)
+    return metrics
+
+
+def _update(model: Transformer, samples: Sequence[Sample], minibatch: list[int], optimizer: Optimizer,
+            settings: LearnSettings, forward: dict[str, Any], proximal: LogProbs | None,
+            reference: LogProbs | None) -> tuple[dict[str, float], Trace]:
+    """One optimizer update from the samples of a minibatch; returns its statistics and what the learner said."""
+    heard = [i for i in minibatch if any(samples[i].loss_mask)]
+    moving = [i for i in heard if settings.kl_coef or samples[i].advantage != 0]
+    counts = Counts(sum(_num_learned(samples[i], settings) for i in heard), len(minibatch))
+
+    def objective(packed: Packed, learner_N: Tensor) -> tuple[Tensor, dict[str, float]]:
+        proximal_N = learner_N.detach() if proximal is None else gather(proximal, packed)
+        tokens = {"learner": learner_N, "mask": packed.mask_N, "segments": packed.segments_N, "counts": counts}
+        J, statistics = settings.objective(proximal=proximal_N, behavior=packed.behavior_N,
+                                           advantages=packed.advantages_N, **tokens, **settings.options)
+        if reference is not None:
+            if settings.objective.needs_behavior:
+                tokens["mask"] = packed.mask_N & packed.behavior_N.isfinite()
+            divergence, more = penalty(reference=gather(reference, packed), estimator=settings.kl_estimator,
+                                       **tokens, **settings.reduction)
+            J, statistics = J - settings.kl_coef * divergence, statistics | more
+        return J, statistics
+
+    trace = run_packed(model, samples, moving, **forward, objective=lambda packed, learner_N:
+                       objective(packed, learner_N)[0])
+    run_packed(model, samples, [i for i in heard if i not in trace.log_probs], **forward, trace=trace)
+
+    record: dict[str, float] = {"policy/objective": 0.0}
+    if heard:
+        whole = collate(samples, heard, model.device)
+        J, record = objective(whole, gather(trace.log_probs, whole))
+        record["policy/objective"] = J.item()
+        record["policy/entropy"] = masked_mean(gather(trace.entropy, whole), whole.mask_N).item()
+    record["optim/grad_norm"] = optimizer.update(refuse=not math.isfinite(record["policy/objective"]))
+    record["optim/skipped"] = float(optimizer.refused_in_a_row > 0)
+    return record, trace
+
+
+def _num_learned(sample: Sample, settings: LearnSettings) -> int:
+    """Tokens of a sample in the denominator: unmasked, and with a usable behaviour log-prob where one is needed."""
+    usable = [not settings.objective.needs_behavior or math.isfinite(p) for p in sample.rollout.logprobs]
+    return sum(ok for m, ok in zip(sample.loss_mask, usable, strict=True) if m)
+
+
+def _merge(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Statistics of a step from those of its updates: extremes of extremes, counts added, the mean of the rest."""
+    merged = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record[name] for record in records if name in record]
+        if name.endswith("_max"):
+            merged[name] = max(values)
+        elif name in ("optim/skipped", "correction/dropped_tokens"):
+            merged[name] = sum(values)
+        else:
+            merged[name] = sum(values) / len(values)
+    return merged

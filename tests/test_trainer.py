@@ -1,0 +1,442 @@
+"""The learner against independent computations: dense float64 log-probs, autograd through materialised logits, a
+hand-written two-minibatch loop; and its promises: exact accumulation, refusal of non-finite numbers, bitwise resume.
+"""
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+from lowroll.model import lora
+from lowroll.model.spec import spec_from_config
+from lowroll.model.transformer import Transformer
+from lowroll.objectives import select
+from lowroll.trainer.loop import Trainer
+from lowroll.trainer.optim import Optimizer, OptimSettings
+from lowroll.trainer.step import LearnSettings, TrainingDiverged, learn, run_packed
+from lowroll.transport.base import DeadlineExceeded
+from lowroll.transport.memory import MemoryRolloutChannel
+from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
+
+VOCAB = 64
+CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48,
+          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+          "max_position_embeddings": 128, "tie_word_embeddings": True, "eos_token_id": 1}
+TEMPERATURE = 0.8
+
+
+def tiny_model(seed=0, **config):
+    torch.manual_seed(seed)
+    model = Transformer(spec_from_config(CONFIG | config))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(1 + 0.1 * torch.randn(p.shape) if p.ndim == 1 else 0.15 * torch.randn(p.shape))
+    return model
+
+
+def nearby(model, seed=3, size=0.02):
+    """The model with slightly other weights."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(size * torch.randn(p.shape, generator=generator))
+    return other
+
+
+def dense_attention(layer, q_THd, k_TGd, v_TGd):
+    """One sequence, every score materialised: the oracle of the `attend` seam."""
+    groups = q_THd.shape[1] // k_TGd.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k_TGd, v_TGd))
+    scores_HTT = torch.einsum("thd,shd->hts", q_THd, k) / math.sqrt(q_THd.shape[-1])
+    future = torch.ones(scores_HTT.shape[1:], dtype=torch.bool).triu(1)
+    return torch.einsum("hts,shd->thd", scores_HTT.masked_fill(future, -torch.inf).softmax(-1), v)
+
+
+def dense_log_probs(model, sample, temperature=TEMPERATURE):
+    """log pi of every response token through materialised logits, one sequence alone."""
+    ids = torch.tensor(sample.prompt_ids + sample.rollout.token_ids)
+    hidden = model(ids, torch.arange(len(ids)), dense_attention)
+    logp = torch.log_softmax(hidden @ model.lm_head_weight.t() / temperature, -1)
+    start, targets = len(sample.prompt_ids), torch.tensor(sample.rollout.token_ids)
+    return logp[start - 1:-1].gather(1, targets[:, None])[:, 0]
+
+
+def make_batch(model, groups=4, size=2, step=1, seed=0, noise=0.3):
+    """Groups of random responses, one group without signal, some tokens masked; behaviour = model + noise."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    samples = []
+    for g in range(groups):
+        prompt_ids = [draw(2, VOCAB) for _ in range(draw(1, 6))]
+        for k in range(size):
+            token_ids = [draw(2, VOCAB) for _ in range(draw(1, 9))]
+            tag = BehaviorTag((PolicySpan(0, "d"),), "int8")
+            sample = Sample(Prompt(f"p{g}", "e", []), list(prompt_ids), Rollout(token_ids, [], "stop", tag), "", Score(1.0),
+                            advantage=0.0 if g == 1 else (1.5 if k % 2 else -0.7), group=g,
+                            loss_mask=[int(t % 4 != 3) for t in range(len(token_ids))])
+            with torch.no_grad():
+                logp = dense_log_probs(model, sample)
+            sample.rollout.logprobs = (logp + noise * torch.randn(len(logp), generator=generator)).tolist()
+            samples.append(sample)
+    return Batch(step, samples, TEMPERATURE)
+
+
+class Probe(Optimizer):
+    """Keeps the gradient of every update."""
+
+    def update(self, refuse=False):
+        grads = {n: torch.zeros_like(m) if m.grad is None else m.grad.clone() for n, m in self.masters.items()}
+        self.seen = [*getattr(self, "seen", []), grads]
+        return super().update(refuse)
+
+
+def settings(algorithm="grpo", correction="acr", **more):
+    return LearnSettings(select(algorithm, correction), **{"tokens_per_microbatch": 24, "logprob_chunk": 5} | more)
+
+
+def run_learn(model, batch, learn_settings, reference=None, **optim):
+    optimizer = Probe(model.trainable_parameters(), OptimSettings(**{"learning_rate": 1e-2} | optim))
+    metrics = learn(model, batch, optimizer, learn_settings, reference)
+    return optimizer, metrics
+
+
+def acr_objective(model, samples, proximal, cap=2.0, eps=0.2, kl_coef=0.0, reference=None):
+    """ACR with GRPO's reduction, sequence by sequence, through materialised logits."""
+    total = 0.0
+    for s, lpo in zip(samples, proximal, strict=True):
+        lpn, lpr = dense_log_probs(model, s), torch.tensor(s.rollout.logprobs)
+        w, ratio, mask = (lpo - lpr).exp(), (lpn - lpo).exp(), torch.tensor(s.loss_mask).bool()
+        high = (1 + eps) * (w / cap).clamp(min=1)
+        A = torch.tensor(s.advantage)
+        token = w.clamp(max=cap) * torch.minimum(ratio * A, torch.minimum(ratio.clamp(min=1 - eps), high) * A)
+        if reference is not None:
+            d = lpn - dense_log_probs(reference, s).detach()
+            token = token - kl_coef * ((-d).exp() + d - 1)
+        total = total + token[mask].mean()
+    return total / len(samples)
+
+
+def frozen_log_probs(model, samples):
+    with torch.no_grad():
+        return [dense_log_probs(model, s) for s in samples]
+
+
+def gradients(model, objective):
+    params = model.trainable_parameters()
+    grads = torch.autograd.grad(objective, list(params.values()))
+    return {name: -g for name, g in zip(params, grads, strict=True)}
+
+
+def assert_close(got, want, atol):
+    assert got.keys() == want.keys()
+    for name in want:
+        gap = float((got[name] - want[name]).abs().max())
+        assert gap <= atol, f"{name}: {gap}"
+
+
+def test_packed_log_probs_match_dense_float64():
+    model = tiny_model()
+    batch, wide = make_batch(model), copy.deepcopy(model).double()
+    for capacity in (1, 24, 10_000):
+        trace = run_packed(model, batch.samples, range(8), tokens_per_microbatch=capacity, chunk=3,
+                           temperature=TEMPERATURE)
+        for i, s in enumerate(batch.samples):
+            assert torch.allclose(trace.log_probs[i].double(), dense_log_probs(wide, s), atol=2e-5)
+
+
+def test_the_gradient_is_that_of_the_materialised_objective():
+    """Covers alignment, temperature, mask, weights, denominators, and the forward-only group without signal."""
+    model = tiny_model()
+    batch = make_batch(model)
+    J = acr_objective(model, batch.samples, frozen_log_probs(model, batch.samples))
+    want = gradients(model, J)
+    optimizer, metrics = run_learn(model, batch, settings())
+    assert_close(optimizer.seen[0], want, atol=2e-6)
+    assert metrics["policy/objective"] == pytest.approx(J.item(), abs=1e-5)
+    assert metrics["policy/ratio_max"] == metrics["policy/ratio_mean"] == 1.0
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in want.values()))
+    assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize(("algorithm", "correction", "options"), [
+    ("grpo", "acr", {}), ("dapo", "tis", {}), ("dr_grpo", "none", {"max_length": 8}), ("rloo", "decoupled", {}),
+    ("gspo", "none", {}), ("grpo", "is", {})])
+def test_micro_batches_add_up_to_the_big_batch(algorithm, correction, options):
+    model = tiny_model()
+    batch = make_batch(model)
+    grads, metrics = [], []
+    for capacity in (1, 24, 10_000):
+        optimizer, m = run_learn(copy.deepcopy(model), batch, settings(algorithm, correction, options=options,
+                                                                       tokens_per_microbatch=capacity, kl_coef=0.1),
+                                 reference=nearby(model))
+        grads.append(optimizer.seen[0])
+        metrics.append(m)
+    scale = max(float(g.abs().max()) for g in grads[-1].values())
+    for k in (0, 1):
+        assert_close(grads[k], grads[-1], atol=1e-6 * max(1.0, scale))
+        assert metrics[k] == pytest.approx(metrics[-1], abs=1e-5, rel=1e-5)
+
+
+def test_statistics_cover_tokens_without_signal():
+    model = tiny_model()
+    batch = make_batch(model)
+    _, metrics = run_learn(copy.deepcopy(model), batch, settings())
+    d, w, entropy = [], [], []
+    for s, lpo in zip(batch.samples, frozen_log_probs(model, batch.samples), strict=True):
+        mask = torch.tensor(s.loss_mask).bool()
+        log_w = (lpo - torch.tensor(s.rollout.logprobs))[mask]
+        d += (-log_w).tolist()
+        w += log_w.exp().tolist()
+        hidden = model(torch.tensor(s.prompt_ids + s.rollout.token_ids),
+                       torch.arange(len(s.prompt_ids + s.rollout.token_ids)), dense_attention)
+        p = torch.softmax(hidden @ model.lm_head_weight.t() / TEMPERATURE, -1)[len(s.prompt_ids) - 1:-1][mask]
+        entropy += (-(p * p.log()).sum(-1)).tolist()
+    assert metrics["mismatch/kl_k1"] == pytest.approx(sum(d) / len(d), abs=1e-5)
+    assert metrics["mismatch/weight_max"] == pytest.approx(max(w), abs=1e-4)
+    assert metrics["policy/entropy"] == pytest.approx(sum(entropy) / len(entropy), abs=1e-5)
+    assert metrics["correction/truncated_fraction"] == pytest.approx(sum(x > 2 for x in w) / len(w))
+
+
+def test_two_minibatches_follow_the_textbook_loop():
+    """lpo stays that of the parameters before the batch, so the second minibatch sees ratios other than 1."""
+    model = tiny_model()
+    batch, twin = make_batch(model), copy.deepcopy(model)
+    _, metrics = run_learn(model, batch, settings(minibatches=2), weight_decay=0.0, max_grad_norm=None,
+                           eps=1e-3)
+    proximal = frozen_log_probs(twin, batch.samples)
+    adam = torch.optim.AdamW(twin.trainable_parameters().values(), lr=1e-2, weight_decay=0.0, eps=1e-3)
+    for part in (slice(0, 4), slice(4, 8)):
+        adam.zero_grad()
+        (-acr_objective(twin, batch.samples[part], proximal[part])).backward()
+        adam.step()
+    assert_close(model.trainable_parameters(), twin.trainable_parameters(), atol=2e-5)
+    assert metrics["policy/ratio_max"] > 1.01
+    assert metrics["optim/lr"] == 1e-2
+
+
+def test_kl_to_a_frozen_reference_pulls_the_gradient():
+    model = tiny_model()
+    reference = nearby(model)
+    batch = make_batch(model)
+    J = acr_objective(model, batch.samples, frozen_log_probs(model, batch.samples), kl_coef=0.5, reference=reference)
+    want = gradients(model, J)
+    optimizer, metrics = run_learn(model, batch, settings(kl_coef=0.5), reference)
+    assert_close(optimizer.seen[0], want, atol=2e-5)
+    assert metrics["policy/objective"] == pytest.approx(J.item(), abs=1e-5)
+    assert metrics["policy/kl_reference"] > 1e-3
+
+
+def with_adapter(seed=0, b_scale=0.1):
+    model = tiny_model()
+    lora.attach(model, rank=4, alpha=8, targets=["q_proj", "v_proj", "down_proj"], seed=seed)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in model.trainable_parameters().values():
+            if not p.any():
+                p.copy_(b_scale * torch.randn(p.shape))
+    return model
+
+
+def test_lora_moves_the_adapter_alone_and_its_reference_is_the_adapter_off():
+    base, model = tiny_model(), with_adapter()
+    batch = make_batch(model)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trainable = {id(p) for p in model.trainable_parameters().values()}
+    J = acr_objective(model, batch.samples, frozen_log_probs(model, batch.samples), kl_coef=0.5, reference=base)
+    want = gradients(model, J)
+    optimizer, metrics = run_learn(model, batch, settings(kl_coef=0.5))
+    assert_close(optimizer.seen[0], want, atol=2e-5)
+    assert metrics["policy/kl_reference"] > 1e-4
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {n for n, p in model.named_parameters() if id(p) in trainable}
+
+
+def test_kl_without_a_reference_is_refused_before_any_change():
+    model = tiny_model()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="reference"):
+        run_learn(model, make_batch(model), settings(kl_coef=0.1))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_masked_and_failed_samples_count_in_the_denominator_only():
+    model = tiny_model()
+    batch = make_batch(model)
+    for s in batch.samples[4:]:
+        s.loss_mask = [0] * len(s.loss_mask)
+    J = acr_objective(model, batch.samples[:4], frozen_log_probs(model, batch.samples[:4])) * 4 / 8
+    want = gradients(model, J)
+    optimizer, _ = run_learn(model, batch, settings())
+    assert_close(optimizer.seen[0], want, atol=2e-6)
+
+
+def test_a_batch_without_any_signal_is_a_zero_gradient():
+    model = tiny_model()
+    batch = make_batch(model)
+    for s in batch.samples:
+        s.loss_mask = [0] * len(s.loss_mask)
+    before = copy.deepcopy(model.state_dict())
+    _, metrics = run_learn(model, batch, settings(), weight_decay=0.0)
+    assert metrics["optim/grad_norm"] == 0 and metrics["optim/skipped"] == 0 and metrics["policy/objective"] == 0
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def poison_advantage(batch, model, value):
+    batch.samples[0].advantage = value
+
+
+def poison_behavior(batch, model, value):
+    batch.samples[0].rollout.logprobs[0] = value
+
+
+def poison_gradient(batch, model, value):
+    first = next(iter(model.trainable_parameters().values()))
+    first.register_hook(lambda g: g.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(value)))
+
+
+def poison_hidden(batch, model, value):
+    model.register_forward_hook(lambda m, args, out: out.index_fill(1, torch.tensor(0), value))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38])
+@pytest.mark.parametrize("poison", [poison_advantage, poison_behavior, poison_gradient, poison_hidden])
+def test_non_finite_numbers_never_reach_the_weights(poison, value):
+    model = tiny_model()
+    before = copy.deepcopy(model.state_dict())
+    batch = make_batch(model)
+    batch.samples[0].loss_mask[0] = 1
+    poison(batch, model, value)
+    _, metrics = run_learn(model, batch, settings())
+    if metrics["optim/skipped"]:
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(v.isfinite().all() for v in model.state_dict().values())
+    if poison is poison_behavior:                      # a lost behaviour log-prob costs its token, not the step
+        assert not metrics["optim/skipped"]
+        assert metrics["correction/dropped_tokens"] == (0 if value == 1e38 else 1)
+    elif not math.isfinite(value):
+        assert metrics["optim/skipped"] == 1
+
+
+@pytest.mark.parametrize("minibatches", [1, 4])
+def test_three_refusals_in_a_row_stop_the_run_with_the_batch_saved(minibatches):
+    model, saved = tiny_model(), []
+    before = copy.deepcopy(model.state_dict())
+    channel = MemoryRolloutChannel(capacity=8)
+    trainer = Trainer(model, Optimizer(model.trainable_parameters(), OptimSettings()),
+                      settings(minibatches=minibatches), channel, lambda version: None, save_offending=saved.append)
+    for step in (1, 2, 3):
+        batch = make_batch(model, step=step)
+        for s in batch.samples:
+            s.advantage = math.nan
+        channel.send(batch)
+    with pytest.raises(TrainingDiverged, match="step 3" if minibatches == 1 else "step 1"):
+        for _ in range(3):
+            assert trainer.step()["optim/skipped"] == 1
+    assert [b.step for b in saved] == ([1, 2, 3] if minibatches == 1 else [1])
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_bad_batches_are_refused_before_anything_changes():
+    model = tiny_model()
+    optimizer = Optimizer(model.trainable_parameters(), OptimSettings())
+    for change, words in [
+        (lambda b: b.samples.clear(), "samples"),
+        (lambda b: setattr(b, "temperature", 0.0), "temperature"),
+        (lambda b: b.samples[2].loss_mask.pop(), "sample 2 .*loss_mask"),
+        (lambda b: b.samples[3].prompt_ids.append(VOCAB), "sample 3 .*prompt_ids"),
+    ]:
+        batch = make_batch(model)
+        change(batch)
+        with pytest.raises(ValueError, match=words):
+            learn(model, batch, optimizer, settings())
+    assert optimizer.num_steps == 0
+
+
+@pytest.mark.parametrize(("field", "value"), [("minibatches", 0), ("tokens_per_microbatch", 0), ("kl_coef", -1.0),
+                                              ("kl_coef", math.nan), ("options", {"capp": 2.0})])
+def test_wrong_learn_settings_are_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        settings(**{field: value})
+
+
+def make_trainer(model, channel, published=None):
+    optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=1e-2, warmup_steps=3,
+                                                                      lr_scheduler_type="cosine", total_steps=8))
+    return Trainer(model, optimizer, settings(minibatches=2), channel,
+                   (lambda v: None) if published is None else published.append, deadline_s=0.05)
+
+
+@pytest.mark.parametrize("build", [tiny_model, with_adapter])
+@pytest.mark.parametrize("stop", [0, 1, 3])
+def test_a_resumed_trainer_is_bitwise_the_uninterrupted_one(build, stop):
+    channel = MemoryRolloutChannel(capacity=8)
+    batches = [make_batch(tiny_model(), step=s, seed=s) for s in range(5)]
+    whole = make_trainer(build(), channel)
+
+    def advance(trainer, steps):
+        for s in steps:
+            channel.send(batches[s])
+        return [{k: v for k, v in trainer.step().items() if not k.startswith(("time/", "perf/"))} for _ in steps]
+
+    advance(whole, range(stop))
+    tensors, state = whole.state()
+    tensors = {file: {k: t.clone() for k, t in named.items()} for file, named in tensors.items()}
+    rest = advance(whole, range(stop, 5))
+
+    resumed = make_trainer(build(seed=0), channel)
+    advance(resumed, range(2))
+    resumed.restore(tensors, state)
+    assert advance(resumed, range(stop, 5)) == rest
+    assert resumed.state()[1] == whole.state()[1]
+    for file, named in whole.state()[0].items():
+        for name, tensor in named.items():
+            assert torch.equal(resumed.state()[0][file][name], tensor), name
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_restore_refuses_the_state_of_another_model():
+    channel = MemoryRolloutChannel()
+    trainer, other = make_trainer(tiny_model(), channel), make_trainer(tiny_model(hidden_size=16), channel)
+    tensors, state = other.state()
+    before = copy.deepcopy(trainer.model.state_dict())
+    with pytest.raises(ValueError, match=r"model state: .* expected"):
+        trainer.restore(tensors, state)
+    lost = dict(list(tensors["model"].items())[1:])
+    with pytest.raises(ValueError, match="missing"):
+        trainer.restore(tensors | {"model": lost}, state)
+    assert all(torch.equal(v, before[k]) for k, v in trainer.model.state_dict().items())
+
+
+def test_the_trainer_publishes_growing_versions_and_refuses_replays():
+    channel, published = MemoryRolloutChannel(capacity=8), []
+    trainer = make_trainer(tiny_model(), channel, published)
+    with pytest.raises(DeadlineExceeded, match="batch of rollouts"):
+        trainer.step()
+    for step in (1, 2, 2):
+        channel.send(make_batch(trainer.model, step=step))
+    trainer.step()
+    trainer.step()
+    with pytest.raises(ValueError, match="batch of step 2: step 2 was already learned"):
+        trainer.step()
+    assert published == [1, 2] and trainer.version == 2
+
+
+def test_learning_raises_the_probability_of_rewarded_responses():
+    model = tiny_model()
+    batch = make_batch(model, noise=0.0)
+    optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=3e-3, weight_decay=0.0))
+    good, bad = ([s for s in batch.samples if s.advantage * sign > 0] for sign in (1, -1))
+
+    def gap():
+        return (sum(float(dense_log_probs(model, s).detach().mean()) for s in good)
+                - sum(float(dense_log_probs(model, s).detach().mean()) for s in bad))
+
+    before = gap()
+    for _ in range(5):
+        learn(model, batch, optimizer, settings(correction="none"))
+    assert gap() > before + 1.0
