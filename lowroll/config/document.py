@@ -246,10 +246,11 @@ class ConfigDumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     try:
-        plain = resolve_plain(text) == text and not text.startswith("<<")
+        plain = resolve_plain(text) == text
     except ValueError:
         plain = False
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else "'")
+    style = '"' if not text.isprintable() else None if plain else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 ConfigDumper.add_representer(str, _represent_text)

@@ -1,0 +1,313 @@
+"""Settings: every mistake is one line that names file, line, key and remedy; what is right loads and round-trips."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from lowroll.config import ConfigError, RunConfig, from_mapping, load
+from lowroll.config.algorithms import ALGORITHMS
+from lowroll.config.document import ConfigDumper, parse, resolve_plain
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+    return write
+
+
+def problems(path: Path, overrides: object = ()) -> list[str]:
+    """The lines of the error, without the folder."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)  # type: ignore[arg-type]
+    return str(caught.value).replace(f"{path.parent}/", "").splitlines()
+
+
+def test_a_minimal_file_has_the_documented_defaults(write: Callable[[str], Path]) -> None:
+    cfg = load(write("model: some/model\n"))
+    assert (cfg.batch_size, cfg.rollouts_per_example, cfg.num_groups) == (64, 8, 8)
+    assert (cfg.rollout.weights, cfg.rollout.max_tokens, cfg.train.learning_rate) == ("int8", 64, 1e-5)
+    assert [env.id for env in cfg.env] == [env.name for env in cfg.env] == ["reverse-text"]
+    with pytest.raises(ValidationError):
+        cfg.seed = 3  # type: ignore[misc]
+
+
+def test_every_key_file_is_exactly_the_defaults() -> None:
+    path = ROOT / "examples" / "every_key.yaml"
+    tree = parse(path.read_text(), "every_key.yaml").value
+    defaults = RunConfig(model="Qwen/Qwen3-0.6B").model_dump(mode="json")
+    assert tree == defaults
+    assert list(tree) == list(defaults)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_load(path: Path) -> None:
+    assert load(path).model
+
+
+# text, overrides -> the lines of the error
+MISTAKES: list[tuple[str, list[str], list[str]]] = [
+    # keys
+    ("model: m\ntrain:\n  max_stepz: 3\n", [],
+     ["run.yaml:3: train.max_stepz: unknown key (did you mean max_steps?)"]),
+    ("model: m\n\nmax_steps: 3\n", [], ["run.yaml:3: max_steps: unknown key (did you mean train.max_steps?)"]),
+    ("model: m\nenv:\n  - id: x\n  - id: y\n    arg: {}\n", [],
+     ["run.yaml:5: env[1].arg: unknown key (did you mean args?)"]),
+    ("model: m\nenv: {id: x,\n  wieght: 2}\n", [], ["run.yaml:3: env.wieght: unknown key (did you mean weight?)"]),
+    ("model: m\nzzzz: 1\n", [], ["run.yaml:2: zzzz: unknown key"]),
+    ("seed: 1\n", [], ["run.yaml: model: this key is required"]),
+    ("model: m\nenv: [{name: x}]\n", [], ["run.yaml:2: env[0].id: this key is required"]),
+    ("", [], ["run.yaml: model: this key is required"]),
+    ("model: m\nseed: 1\nseed: 2\n", [], ["run.yaml:3: seed: duplicated key (first written in line 2)"]),
+    ("model: m\ntrain: {lora: true, eps: 1e-6,\n  lora: false}\n", [],
+     ["run.yaml:3: train.lora: duplicated key (first written in line 2)"]),
+    # several at once, in the order of the file
+    ("model: m\nseed: x\ntrain:\n  lora_rank: 0\n  learning_rate: fast\n", [],
+     ["run.yaml:2: seed: must be a whole number, got 'x'",
+      "run.yaml:4: train.lora_rank: must be >= 1, got 0",
+      "run.yaml:5: train.learning_rate: must be a number, got 'fast'"]),
+    # types
+    ("model: 3\n", [], ["run.yaml:1: model: must be text, got 3"]),
+    ("model: ''\n", [], ["run.yaml:1: model: must not be empty"]),
+    ("model: m\nseed: true\n", [], ["run.yaml:2: seed: must be a whole number, got true"]),
+    ("model: m\nseed: 1.0\n", [], ["run.yaml:2: seed: must be a whole number, got 1.0"]),
+    ("model: m\nseed: -1\n", [], ["run.yaml:2: seed: must be >= 0, got -1"]),
+    ("model: m\nbatch_size: '64'\n", [],
+     ["run.yaml:2: batch_size: must be a whole number, got '64' (drop the quotes)"]),
+    ("model: m\nrollout: {temperature: false}\n", [],
+     ["run.yaml:2: rollout.temperature: must be a number, got false"]),
+    ("model: m\ntrain: {lora: 1}\n", [], ["run.yaml:2: train.lora: must be true or false, got 1"]),
+    ("model: m\ntrain: fast\n", [], ["run.yaml:2: train: must be a section of keys, got 'fast'"]),
+    ("model: m\nrollout: {stop: END}\n", [], ["run.yaml:2: rollout.stop: must be a list, got 'END'"]),
+    ("model: m\ntrain:\n  betas: [0.9, 1.0]\n", [], ["run.yaml:3: train.betas[1]: must be < 1.0, got 1.0"]),
+    ("model: m\nenv: []\n", [], ["run.yaml:2: env: must not be empty"]),
+    # values
+    ("model: m\nalgorithm: grop\n", [],
+     ["run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, got 'grop' "
+      "(did you mean grpo?)"]),
+    ("model: m\ncorrection: sparse\n", [], ["run.yaml:2: correction: sparse is not available yet"]),
+    ("model: m\nrollout: {weights: nvfp4}\n", [], ["run.yaml:2: rollout.weights: nvfp4 is not available yet"]),
+    ("model: m\nrollout:\n  kv: {policy: rkv}\n", [],
+     ["run.yaml:3: rollout.kv: a bounded KV cache is not available yet; write null (dense)"]),
+    ("model: m\nloss: {eps_low: -0.1}\n", [], ["run.yaml:2: loss.eps_low: must be >= 0.0, got -0.1"]),
+    ("model: m\nrollout: {temperature: 0}\n", [], ["run.yaml:2: rollout.temperature: must be > 0.0, got 0"]),
+    ("model: m\nrollout: {temperature: .nan}\n", [], ["run.yaml:2: rollout.temperature: .nan is not a finite number"]),
+    ("model: m\nloss:\n  cap: .inf\n", [], ["run.yaml:3: loss.cap: .inf is not a finite number"]),
+    ("model: m\nloss:\n  cap: 1e999\n", [], ["run.yaml:3: loss.cap: 1e999 is too large a number"]),
+    # YAML traps
+    ("model: m\ntrain: {lora: yes}\n", [],
+     ["run.yaml:2: train.lora: yes is ambiguous in YAML: write true, or quote it if it is text"]),
+    ("model: no\n", [], ["run.yaml:1: model: no is ambiguous in YAML: write false, or quote it if it is text"]),
+    ("model: m\nseed: 010\n", [],
+     ["run.yaml:2: seed: 010 is ambiguous in YAML: write plain decimal digits, or quote it if it is text"]),
+    ("model: m\nbatch_size: 1_024\n", [],
+     ["run.yaml:2: batch_size: 1_024 is ambiguous in YAML: write plain decimal digits, or quote it if it is text"]),
+    ("model: m\nscore: {time_limit: 1:30}\n", [],
+     ["run.yaml:2: score.time_limit: 1:30 is ambiguous in YAML: write plain decimal digits, or quote it if it is text"]),
+    ("model: &m some\noutput_dir: *m\n", [],
+     ["run.yaml:1: anchors and aliases (&, *) are not allowed; write the value out"]),
+    ("model: !!python/object/apply:os.getcwd []\n", [], ["run.yaml:1: tags (!) are not allowed"]),
+    ("model: m\n---\nmodel: n\n", [], ["run.yaml:2: more than one document in a file"]),
+    ("- model\n", [], ["run.yaml:1: a mapping of keys is needed here"]),
+    ("model: m\n? [a, b]\n: 3\n", [], ["run.yaml:2: top level: a key must be text"]),
+    ("model: m\nenv: [a\nseed: 1\n", [], ["run.yaml:3: not valid YAML: expected ',' or ']', but got ':'"]),
+    # settings that cannot work together
+    ("model: m\nbatch_size: 60\n", [],
+     ["run.yaml:2: batch_size: batch_size (60) is not a multiple of rollouts_per_example (8)"]),
+    ("model: m\nrollouts_per_example: 7\n", [],
+     ["run.yaml:2: rollouts_per_example: batch_size (64) is not a multiple of rollouts_per_example (7)"]),
+    ("model: m\ntrain:\n  minibatches: 3\n", [],
+     ["run.yaml:3: train.minibatches: the 8 groups of a batch (batch_size / rollouts_per_example) cannot be split "
+      "into 3 equal minibatches"]),
+    ("model: m\nrollout:\n  min_tokens: 65\n", [],
+     ["run.yaml:3: rollout.min_tokens: rollout.min_tokens (65) is more than rollout.max_tokens (64)"]),
+    ("model: m\nrollout: {max_tokens: 8192}\n", [],
+     ["run.yaml:2: rollout.max_tokens: train.tokens_per_microbatch (8192) cannot hold a prompt and its response of up "
+      "to 8192 tokens (rollout.max_tokens)"]),
+    ("model: m\nrollout: {cache_tokens: 64}\n", [],
+     ["run.yaml:2: rollout.cache_tokens: rollout.cache_tokens (64) cannot hold a prompt and its response of up to 64 "
+      "tokens (rollout.max_tokens)"]),
+    ("model: m\ndapo:\n  overlong_max: 64\n", [], ["run.yaml:3: dapo.overlong_max: needs dapo.overlong_cache beside it"]),
+    ("model: m\ndapo: {overlong_max: 64, overlong_cache: 65}\n", [],
+     ["run.yaml:2: dapo.overlong_cache: dapo.overlong_cache (65) is more than dapo.overlong_max (64)"]),
+    ("model: m\nalgorithm: gspo\ncorrection: acr\n", [],
+     ["run.yaml:3: correction: acr bounds single tokens and has no form under gspo; use auto, tis, decoupled or none"]),
+    ("model: m\ntrain: {max_steps: 5, warmup_steps: 6}\n", [],
+     ["run.yaml:2: train.warmup_steps: train.warmup_steps (6) is more than the 5 steps of the run"]),
+    ("model: m\nenv:\n  - id: x\n  - id: x\n", [],
+     ["run.yaml:4: env[1].id: two environments are called 'x'; give one another name"]),
+    ("model: m\nrollout:\n  temperature: 0.5\n  temp_scheduler: {type: linear, start_temperature: 1.0, "
+     "end_temperature: 0.5}\n", [],
+     ["run.yaml:4: rollout.temp_scheduler: set either rollout.temperature or rollout.temp_scheduler, not both"]),
+    # overrides
+    ("model: m\n", ["train.max_stepz=20"], ["override train.max_stepz: unknown key (did you mean max_steps?)"]),
+    ("model: m\n", ["trian.max_steps=20"], ["override trian: unknown key (did you mean train?)"]),
+    ("model: m\n", ["train.max_steps=2.5"], ["override train.max_steps: must be a whole number, got 2.5"]),
+    ("model: m\n", ["train.lora=yes"],
+     ["override train.lora: yes is ambiguous in YAML: write true, or quote it if it is text"]),
+    ("model: m\n", ["train.max_steps"],
+     ["override train.max_steps: write it as key=value, for example train.max_steps=20"]),
+    ("model: m\n", ["seed.x=3"], ["override seed: must be a whole number, got a section"]),
+    ("model: m\nseed: 2\n", ["seed.x=3"], ["override seed.x: seed has no x"]),
+    ("model: m\n", ["env.3.id=x"], ["override env.3.id: env has no 3"]),
+    ("model: m\n", ["train..eps=1"], ["override train..eps: not a dotted key"]),
+    ("model: m\n", ["rollout={max_tokens: 5, min_tokens: &a 3}"],
+     ["override rollout: anchors and aliases (&, *) are not allowed; write the value out"]),
+    ("model: m\nbatch_size: 64\n", ["batch_size=60"],
+     ["override batch_size: batch_size (60) is not a multiple of rollouts_per_example (8)"]),
+]
+
+
+@pytest.mark.parametrize(("text", "overrides", "expected"), MISTAKES, ids=lambda value: repr(value)[:40])
+def test_mistakes_name_file_line_key_and_remedy(write: Callable[[str], Path], text: str, overrides: list[str],
+                                                expected: list[str]) -> None:
+    assert problems(write(text), overrides) == expected
+
+
+def test_unreadable_files(tmp_path: Path, write: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"gone\.yaml: cannot be read: No such file"):
+        load(tmp_path / "gone.yaml")
+    path = write("")
+    path.write_bytes(b"model: \xff\xfe\n")
+    assert problems(path) == ["run.yaml: not UTF-8 text (byte 7)"]
+    path.write_text("model: m\noutput_dir: a\x00b\n")
+    assert problems(path) == ["run.yaml:2: not valid YAML: special characters are not allowed"]
+    path.write_text("model: " + "[" * 40 + "]" * 40)
+    assert problems(path) == ["run.yaml:1: nested more than 32 levels deep"]
+    path.write_text("model: m\n# " + "x" * (1 << 20))
+    assert problems(path) == ["run.yaml: longer than 1048576 characters"]
+
+
+def test_an_alias_bomb_is_refused_before_it_is_built(write: Callable[[str], Path]) -> None:
+    lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 100)]
+    assert problems(write("\n".join(lines))) == [
+        "run.yaml:1: anchors and aliases (&, *) are not allowed; write the value out"]
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("1e-5", 1e-5), ("1E5", 1e5), ("+1.5", 1.5), (".5", 0.5), ("2.", 2.0), ("-3", -3), ("0", 0), ("0x10", 16),
+    ("0o17", 15), ("~", None), ("", None), ("null", None), ("true", True), ("FALSE", False), ("y", "y"),
+    ("1.2.3", "1.2.3"), ("2020-01-01", "2020-01-01"), ("nan", "nan"), ("inf", "inf"), ("e5", "e5"), (".", "."),
+])
+def test_plain_scalars_follow_the_core_schema(text: str, value: object) -> None:
+    result = resolve_plain(text)
+    assert result == value and type(result) is type(value)
+
+
+def test_numbers_in_exponent_form_reach_float_fields(write: Callable[[str], Path]) -> None:
+    cfg = load(write("model: m\ntrain: {learning_rate: 3e-6, lora_alpha: 8}\n"), ["train.eps=1e-6"])
+    assert (cfg.train.learning_rate, cfg.train.eps, cfg.train.lora_alpha) == (3e-6, 1e-6, 8.0)
+
+
+def test_overrides(write: Callable[[str], Path]) -> None:
+    path = write("model: m\nenv: {id: x, args: {depth: 1}}\ntrain: {max_steps: 5}\n")
+    cfg = load(path, ["train.max_steps=20", "env.0.args.depth=2", "env[0].weight=0.5", "rollout.stop=[a, 'no']",
+                      "eval={interval: 3}", "output_dir=out=put"])
+    assert cfg.train.max_steps == 20
+    assert (cfg.env[0].args, cfg.env[0].weight) == ({"depth": 2}, 0.5)
+    assert cfg.rollout.stop == ("a", "no")
+    assert (cfg.eval.interval, cfg.output_dir) == (3, "out=put")
+    assert load(path, {"train.max_steps": 20, "env.args.depth": 2}).env[0].args == {"depth": 2}
+    assert load(write("model: m\n"), ["env.0.args.max_len=5"]).env[0].id == "reverse-text"
+    with pytest.raises(ConfigError, match="override loss.cap: must be a finite number"):
+        load(path, {"loss.cap": math.inf})
+    with pytest.raises(ConfigError, match="override train.eps: set is no configuration value"):
+        load(path, {"train.eps": {1.0}})
+
+
+def test_from_mapping_checks_the_same_things() -> None:
+    assert from_mapping({"model": "m", "train": {"max_steps": 3}}, ["seed=4"]).seed == 4
+    with pytest.raises(ConfigError, match=r"^config: train\.max_stepz: unknown key \(did you mean max_steps\?\)$"):
+        from_mapping({"model": "m", "train": {"max_stepz": 3}})
+
+
+# algorithm, weights -> correction, eps_low, eps_high, reduce, advantage, dynamic sampling
+@pytest.mark.parametrize(("algorithm", "weights", "expected"), [
+    ("grpo", "int8", ("acr", 0.2, 0.2, "seq-mean-token-mean", "grpo", False)),
+    ("grpo", "dense", ("none", 0.2, 0.2, "seq-mean-token-mean", "grpo", False)),
+    ("grpo_no_std", "bf16", ("none", 0.2, 0.2, "seq-mean-token-mean", "grpo_no_std", False)),
+    ("dr_grpo", "int8", ("acr", 0.2, 0.2, "constant", "grpo_no_std", False)),
+    ("rloo", "int8", ("acr", 0.2, 0.2, "seq-mean-token-sum", "rloo", False)),
+    ("dapo", "int8", ("acr", 0.2, 0.28, "token-mean", "grpo", True)),
+    ("gspo", "int8", ("tis", 3e-4, 4e-4, "seq-mean-token-mean", "grpo", False)),
+    ("gspo", "dense", ("none", 3e-4, 4e-4, "seq-mean-token-mean", "grpo", False)),
+])
+def test_what_auto_and_null_become(algorithm: str, weights: str, expected: tuple[object, ...]) -> None:
+    cfg = from_mapping({"model": "m", "algorithm": algorithm, "rollout": {"weights": weights}})
+    assert (cfg.correction, cfg.loss.eps_low, cfg.loss.eps_high, cfg.loss.reduce, cfg.advantage,
+            cfg.dapo.dynamic_sampling) == expected
+    assert cfg.notes[0].startswith(f"correction: {expected[0]}, because")
+    chosen = {"eps_low": 0.1, "eps_high": 0.3, "reduce": "token-mean"}
+    own = from_mapping({"model": "m", "algorithm": algorithm, "loss": chosen, "dapo": {"dynamic_sampling": True},
+                        "correction": "none"})
+    assert own.correction == "none" and own.dapo.dynamic_sampling is True
+    assert {name: getattr(own.loss, name) for name in chosen} == chosen
+
+
+def test_warnings_for_what_rarely_is_meant() -> None:
+    def warnings(**tree: object) -> list[str]:
+        return [note for note in from_mapping({"model": "m"} | tree).notes if note.startswith("warning")]
+    assert warnings() == []
+    assert "top_p 0.9, top_k 5" in warnings(rollout={"weights": "dense", "top_p": 0.9, "top_k": 5})[0]
+    assert warnings(rollout={"weights": "int8", "top_p": 0.9}) == []
+    assert "not corrected" in warnings(correction="none")[0]
+    assert "nothing is learnt" in warnings(rollouts_per_example=1)[0]
+
+
+def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:
+    from lowroll import advantages
+    from lowroll.objectives import select
+    assert {name: algorithm.advantage for name, algorithm in ALGORITHMS.items()} == advantages.BY_ALGORITHM
+    for algorithm in ALGORITHMS:
+        for correction in ("none", "is", "decoupled", "tis", "acr"):
+            tree = {"model": "m", "algorithm": algorithm, "correction": correction}
+            try:
+                options = select(algorithm, correction).options
+            except ValueError:
+                with pytest.raises(ConfigError, match="has no form under gspo"):
+                    from_mapping(tree)
+                continue
+            cfg = from_mapping(tree)
+            length = cfg.rollout.max_tokens if algorithm == "dr_grpo" else None
+            for name, value in cfg.objective_options.items():
+                assert value == (length if name == "max_length" else options[name]), (algorithm, correction, name)
+
+
+def test_dump_loads_to_the_same_tree(write: Callable[[str], Path]) -> None:
+    cfg = load(write("model: m\nalgorithm: dapo\nrollout: {stop: ['no', '1e5', '~', '<<', '&a', ' x ', \"\\n\\t\\x07\"]}\n"
+                     "env: [{id: a, args: {s: ['010', 'null', ''], n: 1e-7, d: {}}}]\ntrain: {learning_rate: 1e-22}\n"))
+    again = load(write(cfg.dump()))
+    assert again.model_dump() == cfg.model_dump() == cfg.resolved().model_dump()
+    assert again.dump() == cfg.dump()
+    assert cfg.resolved().notes == cfg.notes
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers(-2**63, 2**63) | st.floats(allow_nan=False,
+                    allow_infinity=False) | st.text(st.characters(exclude_categories=["Cs"])),
+                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1, max_size=5), inner,
+                                                                                max_size=3), max_leaves=8))
+@settings(max_examples=150, deadline=None)
+def test_every_value_survives_dump_and_parse(value: object) -> None:
+    text = yaml.dump({"args": value}, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6)
+    assert parse(text, "dump").value == {"args": value}
+
+
+@given(st.text(alphabet=st.sampled_from("model: train{}[],\n-&*!'\"|>?%@`#~01eyx.\t"), max_size=60)
+       | st.text(max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_no_text_gives_anything_but_a_config_error(text: str) -> None:
+    try:
+        parse(text, "fuzz.yaml")
+    except ConfigError as error:
+        assert str(error).startswith("fuzz.yaml")
