@@ -1,0 +1,197 @@
+"""The rollout engine: requests in, rollouts with their own log-probs out.
+
+    engine = Engine("path/to/model", weights="int8")
+    groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
+
+`add`, `step` and `abort` are the continuous-batching interface under `generate`; `adopt` takes new weights in place.
+One thread calls everything.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowroll.engine.request import validate
+from lowroll.engine.runner import Runner
+from lowroll.engine.scheduler import Scheduler
+from lowroll.kv.cache import KVCache
+from lowroll.kv.pages import PagePool
+from lowroll.model import hf
+from lowroll.model.tokenizer import load_tokenizer
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import get_format
+from lowroll.types import BehaviorTag, Group, PolicySpan, Request
+from lowroll.weights.publish import digest, publish, rollout_copy
+
+_DENSE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def pick_device(device: str | torch.device = "auto") -> torch.device:
+    """`auto` is CUDA when there is one. ValueError when CUDA is asked for and missing."""
+    if str(device) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {device} was asked for, and torch sees no CUDA device")
+    return torch.device(device)
+
+
+class Engine:
+    """Continuous batching over a paged KV cache, with linear weights in any format.
+
+    model: folder, hub id, or a loaded Transformer (which keeps its weights; the engine makes its own copy, or shares
+    what is in the format already). weights: a name of `lowroll.formats()`. kv: the KV policy; None is the dense cache.
+    dtype: of activations, norms and KV cache; default float32 on CPU, bfloat16 on CUDA, and what a dense format says.
+    cache_tokens: size of the KV cache; default a quarter of the free memory, at most `max_batch` whole contexts.
+    max_batch: samples decoded at once. max_prefill_tokens: prompt tokens a step. prefill_chunk: longest piece of a
+    prompt in one step, None for whole prompts. ValueError names the argument that is wrong.
+    """
+
+    def __init__(self, model: Transformer | str | Path, weights: str = "int8", kv: None = None,
+                 device: str | torch.device = "auto", dtype: torch.dtype | None = None, *, tokenizer: Any = None,
+                 page_size: int = 16, cache_tokens: int | None = None, max_batch: int = 256,
+                 max_prefill_tokens: int = 8192, prefill_chunk: int | None = None) -> None:
+        if kv is not None:
+            raise ValueError(f"kv: {kv!r} is not available yet; None is the dense cache")
+        self.format = get_format(weights)
+        self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
+        place = model.device if isinstance(model, Transformer) and str(device) == "auto" else pick_device(device)
+        dtype = self._pick_dtype(weights, dtype, place)
+        if not isinstance(model, Transformer):
+            assert self.folder is not None
+            model = hf.load(self.folder, place, dtype)
+        if model.device != place:
+            raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
+        self.model = rollout_copy(model, weights, dtype)
+        self.spec = model.spec
+        num_pages = self._cache_tokens(cache_tokens, max_batch, dtype) // page_size
+        if num_pages < 1:
+            raise ValueError(f"cache_tokens: {cache_tokens} is less than one page of {page_size} tokens")
+        self.runner = Runner(self.model, num_pages, page_size)
+        self.pool = PagePool(num_pages, page_size)
+        self.behavior = BehaviorTag((PolicySpan(0, digest(self.model)),), weights=weights)
+        self._tokenizer = tokenizer
+        decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
+        self.scheduler = Scheduler(self.pool, behavior=self.behavior, max_batch=max_batch,
+                                   max_prefill_tokens=max_prefill_tokens, prefill_chunk=prefill_chunk,
+                                   eos_ids=self._eos_ids(), decode=decode)
+
+    # -- the door -----------------------------------------------------------------------------------------------
+
+    def generate(self, requests: list[Request],
+                 on_progress: Callable[[int, int], None] | None = None) -> list[Group]:
+        """The groups of all requests, in their order. Checks every request before it starts any.
+
+        on_progress(done, total) counts finished requests. ValueError names the request and the field.
+        """
+        for i, request in enumerate(requests):
+            self._validate(request, f"requests[{i}].")
+        handles = [self._queue(request) for request in requests]
+        done: dict[int, Group] = {}
+        try:
+            while len(done) < len(handles):
+                for handle, group in self.step():
+                    done[handle] = group
+                    if on_progress is not None:
+                        on_progress(len(done), len(handles))
+        except BaseException:
+            for handle in handles:
+                self.abort(handle)
+            self.scheduler.finished()
+            raise
+        return [done[handle] for handle in handles]
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns its handle. ValueError names the wrong field, and the others in flight go on."""
+        self._validate(request, "")
+        return self._queue(request)
+
+    def step(self) -> list[tuple[int, Group]]:
+        """One step for everything in flight: plan, run, commit. Returns the requests that ended, by handle."""
+        plan = self.scheduler.plan()
+        for sequence, token, logprob in self.runner.run(plan):
+            self.scheduler.commit(sequence, token, logprob)
+        return self.scheduler.finished()
+
+    def abort(self, handle: int) -> bool:
+        """End a request now; its group comes back with finish reason "abort". False if it had ended."""
+        return self.scheduler.abort(handle)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    def adopt(self, master: Transformer, version: int) -> BehaviorTag:
+        """Take the master's weights as policy `version`, in place. Rollouts in flight go on under the new weights.
+
+        Returns the tag with the new version and the digest of what the engine now samples from. Pages of the prefix
+        cache that were made under other weights are never served again.
+        """
+        publish(master, self.model)
+        span = PolicySpan(version, digest(self.model))
+        self.behavior = replace(self.behavior, policy=(span,))
+        self.scheduler.adopt(self.behavior)
+        return self.behavior
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer of the model's folder, or the one given. ValueError when there is none."""
+        if self._tokenizer is not None:
+            return self._tokenizer
+        if self.folder is None:
+            raise ValueError("tokenizer: the engine was made from a loaded model; pass Engine(..., tokenizer=...)")
+        return load_tokenizer(self.folder)
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        return self._tokenizer is not None or (self.folder is not None and (self.folder / "tokenizer.json").is_file())
+
+    def _queue(self, request: Request) -> int:
+        return self.scheduler.add(request)
+
+    def _validate(self, request: Request, where: str) -> None:
+        try:
+            validate(request, vocab_size=self.spec.vocab_size, context_length=self.spec.max_position,
+                     cache_tokens=self.pool.num_pages * self.pool.page_size, has_tokenizer=self._has_tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
+
+    def _eos_ids(self) -> set[int]:
+        ids = set(self.spec.eos_ids)
+        if self._has_tokenizer and self.tokenizer.eos_token_id is not None:
+            ids.add(self.tokenizer.eos_token_id)
+        return ids
+
+    def _pick_dtype(self, weights: str, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+        fixed = _DENSE_DTYPES.get(weights)
+        if fixed is not None and dtype not in (None, fixed):
+            raise ValueError(f"dtype: weights={weights!r} computes in {fixed}, not in {dtype}")
+        if fixed is not None:
+            return fixed
+        return dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def _cache_tokens(self, cache_tokens: int | None, max_batch: int, dtype: torch.dtype) -> int:
+        if cache_tokens is not None:
+            return cache_tokens
+        if self.model.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.model.device)[0]
+        else:
+            free = _available_memory()
+        return min(free // 4 // KVCache.bytes_per_token(self.spec, dtype), max_batch * self.spec.max_position)
+
+
+def _available_memory() -> int:
+    """Bytes that the machine could give now; 4 GiB where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return 4 << 30

@@ -1,0 +1,124 @@
+"""The paged KV cache, and the engine's side of the `attend` seam.
+
+One buffer a layer for keys and one for values, [pages, page, G, d], allocated once. `PagedAttention` is built for one
+step: it writes the step's keys and values to their slots and attends over each row's page table. Prompts that start
+at position 0 attend over their own fresh keys exactly as the learner does; decode rows and later chunks of a prompt
+gather their pages. The query heads of a group are stacked as rows, so keys and values are never repeated.
+
+Legend: T tokens of the step, B decode rows, P pages of the longest row, L = P * page, H query heads, G key-value
+heads, d head size, C tokens of a chunk.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.model.attention import Attend, varlen
+from lowroll.model.spec import ModelSpec
+
+
+class KVCache:
+    """Storage of `num_pages` pages a layer. Zero-filled: a slot that nobody wrote must not hold a NaN."""
+
+    def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype,
+                 device: torch.device | str) -> None:
+        shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+        self.page_size = page_size
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+
+    @staticmethod
+    def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
+        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole pages (source, target) in every layer."""
+        if not pairs:
+            return
+        sources, targets = torch.tensor(pairs, device=self.keys[0].device).unbind(1)
+        for buffer in (*self.keys, *self.values):
+            buffer[targets] = buffer[sources]
+
+    def clear(self) -> None:
+        """Zero everything, after a forward pass that was not finite."""
+        for buffer in (*self.keys, *self.values):
+            buffer.zero_()
+
+    def write(self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TGd)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v_TGd)
+
+    def gather(self, layer: int, table_BP: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of each row's pages, both [B, G, L, d] (views of [B, L, G, d] copies)."""
+        def pages(buffer: Tensor) -> Tensor:
+            flat = buffer.view(buffer.shape[0], -1).index_select(0, table_BP.flatten())
+            return flat.view(table_BP.shape[0], -1, *buffer.shape[2:]).transpose(1, 2)
+
+        return pages(self.keys[layer]), pages(self.values[layer])
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, stop) of one sequence in this step, and its page table."""
+
+    start: int
+    stop: int
+    pages: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+class PagedAttention:
+    """`attend` for one step: first the decode rows (chunks of one token), then fresh prompts, then later chunks."""
+
+    def __init__(self, cache: KVCache, decodes: list[Chunk], fresh: list[Chunk], later: list[Chunk]) -> None:
+        device = cache.keys[0].device
+        self.cache, self.num_decodes, self.later = cache, len(decodes), later
+        page_size = cache.page_size
+        self.slots_T = torch.tensor(
+            [c.pages[t // page_size] * page_size + t % page_size
+             for c in (*decodes, *fresh, *later) for t in range(c.start, c.stop)], device=device)
+        self.num_fresh = sum(c.num_tokens for c in fresh)
+        self.fresh: Attend | None = varlen([c.num_tokens for c in fresh], device) if fresh else None
+        if decodes:
+            num_pages = max(-(-c.stop // page_size) for c in decodes)
+            table = [(c.pages + [0] * num_pages)[:num_pages] for c in decodes]
+            self.table_BP = torch.tensor(table, device=device)
+            lengths_B = torch.tensor([c.stop for c in decodes], device=device)
+            self.mask_B11L = (torch.arange(num_pages * page_size, device=device) < lengths_B[:, None])[:, None, None]
+        self.tables = [torch.tensor([c.pages[:-(-c.stop // page_size)]], device=device) for c in later]
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
+        outputs, first = [], self.num_decodes
+        if first:
+            outputs.append(self.decode(layer, q_THd[:first], k_TGd.shape[1]))
+        if self.fresh is not None:
+            rows = slice(first, first + self.num_fresh)
+            outputs.append(self.fresh(layer, q_THd[rows], k_TGd[rows], v_TGd[rows]))
+            first += self.num_fresh
+        for chunk, table_1P in zip(self.later, self.tables, strict=True):
+            outputs.append(self.chunk(layer, q_THd[first:first + chunk.num_tokens], chunk, table_1P))
+            first += chunk.num_tokens
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def decode(self, layer: int, q_BHd: Tensor, num_kv_heads: int) -> Tensor:
+        """One query a row over its own pages. The H / G query heads of a key-value head are rows of one product."""
+        k_BGLd, v_BGLd = self.cache.gather(layer, self.table_BP)
+        q_BGRd = q_BHd.view(q_BHd.shape[0], num_kv_heads, -1, q_BHd.shape[-1])
+        o_BGRd = F.scaled_dot_product_attention(q_BGRd, k_BGLd, v_BGLd, attn_mask=self.mask_B11L)
+        return o_BGRd.reshape(q_BHd.shape)
+
+    def chunk(self, layer: int, q_CHd: Tensor, chunk: Chunk, table_1P: Tensor) -> Tensor:
+        """A later chunk of a prompt over everything before it and, causally, itself."""
+        k_1GLd, v_1GLd = self.cache.gather(layer, table_1P)
+        pos_C = torch.arange(chunk.start, chunk.stop, device=q_CHd.device)
+        mask_CL = torch.arange(k_1GLd.shape[2], device=q_CHd.device) <= pos_C[:, None]
+        o_1HCd = F.scaled_dot_product_attention(q_CHd.transpose(0, 1)[None], k_1GLd, v_1GLd, attn_mask=mask_CL,
+                                                enable_gqa=True)
+        return o_1HCd[0].transpose(0, 1)

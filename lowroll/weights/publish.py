@@ -1,0 +1,117 @@
+"""The corridor from master weights to behaviour weights: master -> quantise -> the engine's buffers, in place.
+
+`rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a storage. Under
+LoRA the base is frozen and, when it is quantised already, shared: the two models hold the same QTensors, norms and
+embeddings, and only the adapter is published. `digest` proves what was adopted.
+"""
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+from torch import Tensor, nn
+
+from lowroll.model.linear import Adapter
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import QTensor, get_format
+
+_BLOCK = 1 << 20     # int64 words of one checksum block
+
+
+def quantize_base(model: Transformer, format: str) -> Transformer:
+    """Replace every linear weight by its QTensor, for good: the frozen base that learner and engine share (LoRA)."""
+    for name, linear in model.linears():
+        linear.set_weight(_quantize(name, linear.weight, format))
+    return model
+
+
+def rollout_copy(master: Transformer, format: str, dtype: torch.dtype) -> Transformer:
+    """The engine's model: linear weights in `format`, everything else in `dtype`, ready for `publish`.
+
+    Weights that the master holds in that very format are shared; a shared base also shares its norms and embeddings
+    when `dtype` is the master's. Adapters are copied.
+    """
+    shares_base = master.weight_format == format and master.dtype == dtype
+    rollout = Transformer(master.spec, "meta", dtype)
+    mine = dict(master.named_parameters())
+    for name, _ in list(rollout.named_parameters()):
+        if name in mine and not name.endswith(_LINEAR_WEIGHTS):
+            value = mine[name].detach()
+            _set_parameter(rollout, name, value if shares_base else value.to(dtype, copy=True))
+    for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
+        shared = isinstance(theirs.weight, QTensor) and theirs.weight.format == format
+        ours.set_weight(theirs.weight if shared else _quantize(name, theirs.weight, format))
+        if theirs.adapter is not None:
+            ours.adapter = _copy_adapter(theirs.adapter)
+    rollout.freqs = master.freqs
+    return rollout.requires_grad_(False).run_low_bit(True).eval()
+
+
+@torch.no_grad()
+def publish(master: Transformer, rollout: Transformer) -> None:
+    """Refill the engine's model from the master, in place. Shared tensors are left alone."""
+    mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
+    for name, target in rollout.named_parameters():
+        if target.data_ptr() != mine[name].data_ptr():
+            target.copy_(mine[name])
+    for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
+        assert isinstance(ours.weight, QTensor)
+        if ours.weight is not theirs.weight:
+            ours.weight.copy_(_quantize(name, theirs.weight, ours.weight.format))
+
+
+def digest(model: Transformer) -> str:
+    """32 hex digits over every weight's bytes, name, shape and dtype, computed where the weights live."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    for name, linear in model.linears():
+        if isinstance(linear.weight, QTensor):
+            tensors.update({f"{name}.weight.{part}": t for part, t in linear.weight.tensors.items()})
+    names = sorted(tensors)
+    sums = torch.stack([_checksum(tensors[name].detach()) for name in names]).tolist()
+    parts = [f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype} {value}"
+             for name, value in zip(names, sums, strict=True)]
+    return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+_LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "o", "gate_up", "down"))
+
+
+def _quantize(name: str, weight: nn.Parameter | QTensor, format: str) -> QTensor:
+    if isinstance(weight, QTensor):
+        if weight.format == format:
+            return weight
+        weight = nn.Parameter(weight.dequantize(), requires_grad=False)
+    try:
+        return get_format(format).quantize(weight)
+    except ValueError as error:
+        raise ValueError(f"{name}.weight: {error}") from None
+
+
+def _set_parameter(model: Transformer, name: str, value: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _copy_adapter(adapter: Adapter) -> Adapter:
+    copy = Adapter(adapter.rank, adapter.alpha)
+    for part in adapter.a:
+        copy.a[part] = nn.Parameter(adapter.a[part].detach().clone())
+        copy.b[part] = nn.Parameter(adapter.b[part].detach().clone())
+    return copy
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """One int64 of the tensor's bytes: every 8-byte word is mixed, weighted by its position, and summed (mod 2^64)."""
+    raw = tensor.contiguous().view(-1).view(torch.uint8)
+    raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
+    words = raw.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _BLOCK):
+        block = words[start:start + _BLOCK]
+        block = (block ^ (block >> 32)) * -7046029254386353131          # 2^64 / golden ratio, odd
+        block = block ^ (block >> 29)
+        weights = torch.arange(2 * start + 1, 2 * (start + block.numel()), 2, device=tensor.device)
+        total += (block * weights).sum()
+    return total
+
+
