@@ -1,0 +1,166 @@
+"""The run at the terminal: a panel that is redrawn in place, or one plain line a step where there is no terminal.
+
+    step   12/100  reward  0.412 ▁▂▃▅▇  kl 1.2e-03  entropy 0.81  len 31.2  gen 912 tok/s  ...  eta 2m10s
+"""
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_BARS = "▁▂▃▄▅▆▇█"
+_PHASES = ("generate", "score", "learn", "publish")
+_WINDOW = 20                           # steps that the time left is estimated from
+
+
+class LiveView:
+    """`with LiveView(total_steps, title) as view:` then `view.phase(...)` inside a step and `view.step(record)` after.
+
+    `console` is for tests; on a terminal the panel is redrawn four times a second, otherwise each step prints a line.
+    """
+
+    def __init__(self, total_steps: int, title: str, console: Console | None = None) -> None:
+        self.total_steps = total_steps
+        self.title = title
+        self._console = console or Console()
+        self._record: Mapping[str, Any] = {}
+        self._rewards: deque[float] = deque(maxlen=32)
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
+        self._phase: tuple[str, int, int] = ("start", 0, 0)
+        self._began = self._stepped = time.monotonic()
+        self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._panel) \
+            if self._console.is_terminal else None
+
+    def __enter__(self) -> LiveView:
+        self._began = self._stepped = time.monotonic()
+        if self._live:
+            self._live.start()
+        else:
+            self._console.print(self.title, markup=False, highlight=False)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """`done` of `total` units of phase `name` of the current step are finished."""
+        self._phase = (name, done, total)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A step is finished; `record` is what the Recorder returned."""
+        self._record = record
+        if (reward := record.get("reward/mean")) is not None:
+            self._rewards.append(reward)
+        now = time.monotonic()
+        self._seconds.append(record.get("time/step") or now - self._stepped)
+        self._stepped = now
+        self._phase = ("", 0, 0)
+        if not self._live:
+            self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
+
+    def line(self) -> str:
+        """The last step in one line."""
+        record = self._record
+        parts = [f"step {record.get('step', 0):>4}/{self.total_steps}",
+                 f"reward {_number(record.get('reward/mean'), '.3f')} {sparkline(self._rewards, 8)}".rstrip(),
+                 f"kl {_number(_kl(record), '.1e')}",
+                 f"entropy {_number(_entropy(record), '.3f')}",
+                 f"len {_number(record.get('rollout/length_mean'), '.1f')}",
+                 f"gen {_number(record.get('perf/generate_tokens_per_second'), '.0f')} tok/s",
+                 f"learn {_number(record.get('perf/learn_tokens_per_second'), '.0f')} tok/s"]
+        parts += [f"{name} {_number(record.get(f'time/{name}'), '.2f')}s" for name in _PHASES]
+        evals = [f"{name} {_number(value, '.3f')}" for name, value in record.items()
+                 if name.startswith("eval/") and name.endswith("/reward")]
+        return "  ".join([*parts, *evals, f"eta {self._eta()}"])
+
+    def _eta(self) -> str:
+        if not self._seconds:
+            return "-"
+        left = max(0, self.total_steps - int(self._record.get("step", 0)))
+        return duration(left * statistics.fmean(self._seconds))
+
+    def _panel(self) -> Panel:
+        record = self._record
+        step = int(record.get("step", 0))
+        grid = Table.grid(padding=(0, 2), expand=True)
+        for _ in range(4):
+            grid.add_column(justify="left", ratio=1)
+        for row in self._rows(record):
+            grid.add_row(*row)
+        name, done, total = self._phase
+        progress = Table.grid(padding=(0, 2), expand=True)
+        progress.add_column(width=24)
+        progress.add_column(ratio=1)
+        elapsed = duration(time.monotonic() - self._began)
+        progress.add_row(f"step {step}/{self.total_steps}", ProgressBar(self.total_steps, step))
+        progress.add_row(f"{name or 'step'} {done}/{total}" if total else name, ProgressBar(max(total, 1), done))
+        return Panel(Group(progress, Text(), grid), title=Text(self.title, style="bold"),
+                     subtitle=Text(f"elapsed {elapsed}  eta {self._eta()}"))
+
+    def _rows(self, record: Mapping[str, Any]) -> list[list[Text]]:
+        def cell(label: str, value: object, spec: str, unit: str = "") -> Text:
+            return Text.assemble((f"{label} ", "dim"), (_number(value, spec), "bold"), (unit, "dim"))
+
+        reward = cell("reward", record.get("reward/mean"), ".3f")
+        reward.append(f" {sparkline(self._rewards, 16)}", "green")
+        return [
+            [reward, cell("kl to behaviour", _kl(record), ".1e"), cell("entropy", _entropy(record), ".3f"),
+             cell("grad norm", record.get("optim/grad_norm"), ".3g")],
+            [cell("length", record.get("rollout/length_mean"), ".1f", " tokens"),
+             cell("truncated", _percent(record.get("rollout/truncated_fraction")), ".0f", " %"),
+             cell("no signal", _percent(record.get("reward/zero_std_fraction")), ".0f", " %"),
+             cell("ess", record.get("mismatch/ess"), ".3f")],
+            [cell("generate", record.get("perf/generate_tokens_per_second"), ".0f", " tok/s"),
+             cell("learn", record.get("perf/learn_tokens_per_second"), ".0f", " tok/s"),
+             cell("step", record.get("time/step"), ".2f", " s"),
+             Text(" ".join(f"{phase} {_number(record.get(f'time/{phase}'), '.2f')}s" for phase in _PHASES), "dim")],
+        ]
+
+
+def sparkline(values: deque[float] | list[float], width: int) -> str:
+    """The last `width` values as block characters between their own minimum and maximum."""
+    shown = list(values)[-width:]
+    if len(shown) < 2:
+        return ""
+    low, high = min(shown), max(shown)
+    if low == high:
+        return _BARS[0] * len(shown)
+    return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in shown)
+
+
+def duration(seconds: float) -> str:
+    """5s, 2m10s, 3h05m."""
+    whole = int(round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _kl(record: Mapping[str, Any]) -> object:
+    return record.get("mismatch/kl_k3")
+
+
+def _entropy(record: Mapping[str, Any]) -> object:
+    return record.get("policy/entropy", record.get("rollout/entropy_estimate"))
+
+
+def _percent(value: object) -> float | None:
+    return 100 * value if isinstance(value, float) else None
+
+
+def _number(value: object, spec: str) -> str:
+    return format(value, spec) if isinstance(value, (int, float)) else "-"

@@ -1,0 +1,178 @@
+"""Every metric of a run: name, unit, meaning, what to expect of it, where its formula comes from.
+
+A name that is not in this table cannot be recorded. `<env>`, `<metric>` and `<filter>` stand for a name that a run
+brings along. Notation: pi the learner, pi_old the learner that the rollouts are compared with, b the behaviour policy
+that drew the tokens, A the advantage; R = pi / pi_old, w = pi_old / b, C the cap; means are over response tokens unless
+a sequence is named.
+`time/*` and `perf/*` say how fast it went and differ between two runs of one seed; everything else is reproducible.
+`table()` prints it as Markdown. What to expect is a hint for reading a curve, never a limit that the program applies.
+"""
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+_PLACES = {"<env>": r"[^/<>]+", "<filter>": r"[^/<>]+", "<metric>": r"[^<>]+"}      # what may stand for them
+_TIMINGS = ("time/", "perf/")
+_QURL = "QuRL Eq. 3-9"
+_PPO = "PPO, arXiv 1707.06347"
+_K = "J. Schulman, Approximating KL divergence (2020)"
+_PASS = "Codex, arXiv 2107.03374"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table. `expect` is a healthy range or a hint, `source` a paper or the definition's home."""
+
+    name: str
+    unit: str
+    meaning: str
+    expect: str = ""
+    source: str = ""
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether two runs of one configuration and seed record the same value."""
+        return not self.name.startswith(_TIMINGS)
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches the concrete names of this row."""
+        return re.compile(re.sub(r"<\w+>", lambda place: _PLACES[place[0]], re.escape(self.name)))
+
+
+_M = Metric
+METRICS: tuple[Metric, ...] = (
+    _M("reward/mean", "reward", "mean raw score of the step's scored rollouts, before shaping", "rises"),
+    _M("reward/std", "reward", "standard deviation of those scores"),
+    _M("reward/min", "reward", "lowest score"),
+    _M("reward/max", "reward", "highest score"),
+    _M("reward/zero_std_fraction", "fraction", "groups whose scores are all equal: they teach nothing",
+       "near 1 means that the task is too easy or too hard", "DAPO, arXiv 2503.14476"),
+    _M("reward/solved_all_fraction", "fraction", "groups in which every rollout is right"),
+    _M("reward/solved_none_fraction", "fraction", "groups in which no rollout is right"),
+    _M("reward/error_rate", "fraction", "rollouts whose score could not be computed; they leave their group",
+       "0; above the limit the run stops"),
+    _M("reward/canary_failures", "answers", "known answers, right and wrong, that the scorer judged wrongly", "0"),
+    _M("reward/<env>/<metric>", "reward", "one environment: its mean raw score (reward/<env>/mean) and the means "
+       "of its scorer's own numbers"),
+
+    _M("rollout/num_samples", "rollouts", "rollouts in the step's batch"),
+    _M("rollout/num_groups", "groups", "groups in the step's batch"),
+    _M("rollout/tokens", "tokens", "response tokens generated for the step, dropped groups included"),
+    _M("rollout/length_mean", "tokens", "mean response length"),
+    _M("rollout/length_p50", "tokens", "median response length"),
+    _M("rollout/length_p95", "tokens", "95th percentile of response length"),
+    _M("rollout/length_max", "tokens", "longest response"),
+    _M("rollout/truncated_fraction", "fraction", "responses cut by the token limit", "low and not rising"),
+    _M("rollout/stop_fraction", "fraction", "responses that ended by themselves"),
+    _M("rollout/rounds", "rounds", "rounds of generation that filled the batch", "1 without dynamic sampling"),
+    _M("rollout/dropped_groups", "groups", "groups without signal that dynamic sampling replaced", "",
+       "DAPO, arXiv 2503.14476"),
+    _M("rollout/passed_over_prompts", "prompts", "prompts that were too long to be asked", "0"),
+    _M("rollout/flagged_<filter>_fraction", "fraction", "rollouts that a filter (gibberish, repetition) flagged", "0"),
+    _M("rollout/temperature", "", "sampling temperature of the step"),
+    _M("rollout/policy_version", "version", "newest policy version that drew a token of the step"),
+    _M("rollout/staleness", "versions", "learner's version minus the oldest version that drew a token",
+       "0 in a synchronous run"),
+    _M("rollout/entropy_estimate", "nats", "minus the mean log-prob of the drawn tokens"),
+
+    _M("mismatch/kl_k1", "nats", "mean of ln b - ln pi_old, an unbiased estimate of KL(b || pi_old)",
+       "about 1e-4 for bf16 rollouts, 1e-3 for low-bit or sparse ones; QuRL saw .002 climb to .025 before collapse",
+       _K),
+    _M("mismatch/kl_k3", "nats", "mean of w - ln w - 1: the same KL, never negative, less noisy", "as kl_k1", _K),
+    _M("mismatch/weight_max", "", "largest w of the step", "QuRL saw 1e5 before collapse", "QuRL"),
+    _M("mismatch/weight_min", "", "smallest w of the step", "Sparse-RL rejects a sequence below 1e-4", "Sparse-RL"),
+    _M("mismatch/logp_diff_mean", "nats", "mean |ln pi_old - ln b|", "near 0"),
+    _M("mismatch/logp_diff_max", "nats", "largest |ln pi_old - ln b|"),
+    _M("mismatch/prob_diff_mean", "probability", "mean |pi_old - b|", "near 0"),
+    _M("mismatch/prob_diff_max", "probability", "largest |pi_old - b|"),
+    _M("mismatch/ess", "fraction", "effective sample size of the token weights, mean(w)^2 / mean(w^2)",
+       "near 1, which is no mismatch; verl's guide wants it above 0.3", "Kish 1965"),
+    _M("mismatch/ess_sequence", "fraction", "effective sample size of the sequence weights", "",
+       "Kish 1965"),
+    _M("mismatch/chi2_token", "", "mean(w^2) - 1: chi-squared divergence over tokens", "near 0"),
+    _M("mismatch/chi2_sequence", "", "the same with the product of w over a sequence"),
+    _M("mismatch/geo_ratio_mean", "", "mean over sequences of exp(mean ln w)", "near 1"),
+    _M("mismatch/ppl_ratio", "", "mean over sequences of the learner's perplexity over the sampler's", "near 1"),
+    _M("mismatch/pearson", "", "correlation of pi_old and b over tokens", "near 1"),
+
+    _M("policy/objective", "", "the objective J that the update maximised"),
+    _M("policy/ratio_mean", "", "mean R", "near 1; exactly 1 with one update a batch", _PPO),
+    _M("policy/ratio_max", "", "largest R", "", _PPO),
+    _M("policy/clip_fraction_high", "fraction", "tokens with A > 0 above the upper bound: no gradient",
+       "0 with one update a batch", _PPO),
+    _M("policy/clip_fraction_low", "fraction", "tokens with A < 0 below the lower bound: no gradient",
+       "0 with one update a batch", _PPO),
+    _M("policy/dual_clip_fraction", "fraction", "tokens with A < 0 stopped by the dual clip", "rare",
+       "arXiv 1912.09729"),
+    _M("policy/entropy", "nats", "entropy of the learner's next-token distribution, from the logits",
+       "falls slowly; 0 is collapse, a rise is noise"),
+    _M("policy/kl_reference", "nats", "estimated KL to the frozen reference model", "grows slowly", _K),
+
+    _M("correction/weight_mean", "", "mean w, before the cap", "near 1; verl's guide says 0.5 to 2", _QURL),
+    _M("correction/weight_max", "", "largest w, before the cap", "", _QURL),
+    _M("correction/truncated_fraction", "fraction", "tokens with w > C", "rare", _QURL),
+    _M("correction/acr_extended_fraction", "fraction", "tokens that ACR's wider bound let through and TIS would clip",
+       "", "QuRL Eq. 9"),
+    _M("correction/dropped_tokens", "tokens", "tokens left out because their recorded log-prob was not finite", "0"),
+
+    _M("optim/lr", "", "learning rate of the update"),
+    _M("optim/grad_norm", "", "gradient norm before clipping", "stable; a spike deserves a look"),
+    _M("optim/update_norm", "", "norm of the change of the weights"),
+    _M("optim/skipped", "updates", "updates skipped because loss or gradient was not finite", "0"),
+
+    _M("sft/loss", "nats", "mean negative log-prob of the demonstrations' response tokens", "falls"),
+    _M("sft/tokens", "tokens", "response tokens of the update"),
+
+    _M("eval/<env>/reward", "reward", "mean raw score on held-out prompts", "rises"),
+    _M("eval/<env>/pass_at_1", "fraction", "share of right responses", "rises", _PASS),
+    _M("eval/<env>/avg_at_k", "fraction", "share of right responses among the first k of a prompt"),
+    _M("eval/<env>/pass_at_k", "fraction", "chance that one of k responses is right (unbiased estimate)", "", _PASS),
+    _M("eval/<env>/length_mean", "tokens", "mean response length on held-out prompts"),
+
+    _M("perf/generate_tokens_per_second", "tokens/s", "response tokens over the seconds of generation"),
+    _M("perf/learn_tokens_per_second", "tokens/s", "tokens of the batch over the seconds of learning"),
+    _M("perf/peak_memory_gb", "GB", "peak memory of the process (of the device, on a GPU)"),
+    _M("perf/kv_pages_peak", "pages", "most KV-cache pages in use at once"),
+    _M("perf/prefix_hits", "tokens", "prompt tokens that came from the prefix cache"),
+
+    _M("time/step", "s", "the whole step"),
+    _M("time/generate", "s", "generation of the rollouts"),
+    _M("time/score", "s", "scoring"),
+    _M("time/learn", "s", "forward, backward and update"),
+    _M("time/publish", "s", "handing the new weights to the engine, quantisation included"),
+    _M("time/checkpoint", "s", "writing and verifying a checkpoint"),
+    _M("time/eval", "s", "evaluation"),
+    _M("time/other", "s", "what is left of the step"),
+
+    _M("record/nonfinite", "values", "metrics of this record that were not finite and are stored as null", "0"),
+)
+_BY_NAME = {metric.name: metric for metric in METRICS}
+_PATTERNS = tuple((metric.pattern, metric) for metric in METRICS if "<" in metric.name)
+
+
+def find(name: str) -> Metric:
+    """The row that explains `name`. ValueError naming the nearest known name when there is none."""
+    if name in _BY_NAME and "<" not in name:
+        return _BY_NAME[name]
+    for pattern, metric in _PATTERNS:
+        if pattern.fullmatch(name):
+            return metric
+    near = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)
+    raise ValueError(f"metric {name!r} is not in lowroll.metrics.names; the nearest name is {near[0]!r}")
+
+
+def table() -> str:
+    """The table as Markdown, a section a group."""
+    lines: list[str] = []
+    group = ""
+    for metric in METRICS:
+        if (head := metric.name.split("/")[0]) != group:
+            group = head
+            lines += ["", f"## {group}", "", "| name | unit | meaning | expect | source |", "|---|---|---|---|---|"]
+        cells = (f"`{metric.name}`", metric.unit, metric.meaning, metric.expect, metric.source)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines[1:]) + "\n"
+

@@ -1,0 +1,235 @@
+"""The report's plots: inline SVG that takes its text colour from the page, so one file reads well in light and dark.
+
+Which plots, and in which order, follows what people open first: reward and evaluation, groups without signal, entropy,
+mismatch, lengths, clipping, gradient, time, throughput.
+"""
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Record = dict[str, Any]
+_INK = "#0a0b0c"                       # replaced by currentColor
+_COLOURS = ("#3b7dd8", "#e07b39", "#2f9e73", "#c04f8a", "#8a6fd1", "#b08d1e", "#5aa7b8", "#9a9a9a")
+_SMOOTH_FROM = 40                      # steps from which the plain curve fades behind its running mean
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve: a metric, its legend and how it is drawn."""
+
+    metric: str
+    label: str
+    right: bool = False                # on the right-hand axis
+    points: bool = False               # sparse: markers joined by a line
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One figure. A plot whose metrics are all absent is left out and named in the report."""
+
+    title: str
+    caption: str
+    lines: tuple[Line, ...]
+    unit: str = ""
+    right_unit: str = ""
+    log: bool = False
+    stacked: bool = False
+    bottom: float | None = 0.0         # lower end of the axis, None to let it float
+
+
+PLOTS: tuple[Plot, ...] = (
+    Plot("Entropy", "from the learner's logits, and as estimated from the drawn tokens",
+         (Line("policy/entropy", "learner"), Line("rollout/entropy_estimate", "rollouts")), "nats"),
+    Plot("Mismatch", "KL between the policy that drew the tokens and the learner",
+         (Line("mismatch/kl_k3", "k3"), Line("mismatch/kl_k1", "|k1|")), "nats", log=True),
+    Plot("Effective sample size", "of the importance weights; 1 is no mismatch",
+         (Line("mismatch/ess", "tokens"), Line("mismatch/ess_sequence", "sequences"))),
+    Plot("Response length", "and the share of responses cut by the token limit",
+         (Line("rollout/length_mean", "mean"), Line("rollout/length_p50", "median"),
+          Line("rollout/length_p95", "95th percentile"), Line("rollout/truncated_fraction", "cut", right=True)),
+         "tokens", "fraction cut"),
+    Plot("Groups without signal", "all rollouts of the group scored the same",
+         (Line("reward/zero_std_fraction", "all equal"), Line("reward/solved_all_fraction", "all right"),
+          Line("reward/solved_none_fraction", "none right"), Line("reward/error_rate", "score errors")), "fraction"),
+    Plot("Clipping and correction", "tokens that the trust region or the cap on the weight touched",
+         (Line("policy/clip_fraction_high", "clipped above"), Line("policy/clip_fraction_low", "clipped below"),
+          Line("policy/dual_clip_fraction", "dual clip"), Line("correction/truncated_fraction", "weight over the cap"),
+          Line("correction/acr_extended_fraction", "ACR extended")), "fraction"),
+    Plot("Gradient and learning rate", "norm before clipping",
+         (Line("optim/grad_norm", "gradient norm"), Line("optim/lr", "learning rate", right=True)),
+         "norm", "learning rate"),
+    Plot("Time", "where each step's seconds went",
+         tuple(Line(f"time/{name}", name) for name in
+               ("generate", "score", "learn", "publish", "checkpoint", "eval", "other")), "seconds", stacked=True),
+    Plot("Throughput", "tokens a second while generating and while learning",
+         (Line("perf/generate_tokens_per_second", "generate"), Line("perf/learn_tokens_per_second", "learn")),
+         "tokens/s"),
+    Plot("KL to the reference", "the frozen model that training started from",
+         (Line("policy/kl_reference", "k3"),), "nats"),
+    Plot("Loss", "supervised warm start", (Line("sft/loss", "negative log-prob"),), "nats"),
+)
+
+
+def reward_plot(records: Sequence[Record]) -> Plot:
+    """Reward of the rollouts with every environment's evaluation beside it."""
+    evals = sorted({name for record in records for name in record
+                    if name.startswith("eval/") and name.endswith("/reward")})
+    envs = sorted({name for record in records for name in record
+                   if re.fullmatch(r"reward/[^/]+/mean", name)})
+    lines = [Line("reward/mean", "rollouts")]
+    lines += [Line(name, name.split("/")[1]) for name in envs if len(envs) > 1]
+    lines += [Line(name, f"held out: {name.split('/')[1]}", points=True) for name in evals]
+    return Plot("Reward", "mean raw score of the rollouts, with one standard deviation, and on held-out prompts",
+                tuple(lines), "reward", bottom=None)
+
+
+def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[float]]:
+    """Steps and values of `metric`, records without it left out."""
+    pairs = [(record["step"], record[metric]) for record in records if record.get(metric) is not None]
+    return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
+
+
+def present(records: Sequence[Record], plot: Plot) -> list[Line]:
+    """The lines of `plot` that have data; a line that is zero throughout is dropped when others are not."""
+    known = [line for line in plot.lines if series(records, line.metric)[0]]
+    lively = [line for line in known if any(series(records, line.metric)[1])]
+    return lively or known
+
+
+def draw(records: Sequence[Record], plot: Plot) -> str:
+    """`plot` as an `<svg>` element."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    style: dict[Any, Any] = {
+        "font.size": 9, "font.family": "sans-serif", "svg.fonttype": "none", "svg.hashsalt": plot.title,
+        "text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
+        "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(5.6, 2.9), layout="constrained")
+        axes = figure.add_subplot()
+        lines = present(records, plot)
+        if plot.stacked:
+            _draw_stack(axes, records, lines)
+        else:
+            _draw_lines(axes, records, plot, lines)
+        _dress(figure, axes, plot)
+        return _to_svg(figure)
+
+
+def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequence[Line]) -> None:
+    twin = axes.twinx() if any(line.right for line in lines) else None
+    for colour, line in zip(_cycle(len(lines)), lines, strict=True):
+        steps, values = series(records, line.metric)
+        target = twin if line.right and twin else axes
+        if plot.log:
+            values = [abs(value) for value in values]
+        if line.points:
+            target.plot(steps, values, "o-", color=colour, label=_label(line), markersize=4.5, linewidth=1.4, zorder=4)
+            continue
+        style = "--" if line.right else "-"
+        marker = "o" if len(steps) == 1 else None
+        if len(steps) >= _SMOOTH_FROM and not line.right:
+            target.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
+            values = _running_mean(values, max(5, len(values) // 25))
+        target.plot(steps, values, style, marker=marker, markersize=4, color=colour, label=_label(line), linewidth=1.6)
+        if line.metric == "reward/mean":
+            _draw_band(axes, records, colour)
+    if plot.log and any(value for line in lines for value in series(records, line.metric)[1]):
+        _log_scale(axes)
+    elif plot.bottom is not None:
+        axes.set_ylim(bottom=plot.bottom)
+    if twin:
+        twin.set_ylim(bottom=0)
+        twin.set_ylabel(plot.right_unit)
+        twin.spines[["top"]].set_visible(False)
+        for curve in twin.get_lines():
+            if not str(curve.get_label()).startswith("_"):
+                axes.plot([], [], "--", color=curve.get_color(), label=f"{curve.get_label()} (right)")
+
+
+def _log_scale(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    # with powers of ten alone a narrow range would show a single tick
+    subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if high / low < 10 else (1.0, 2.0, 5.0) if high / low < 100 else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
+    axes.yaxis.set_major_formatter(FuncFormatter(_power_label))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _power_label(value: float, _: object) -> str:
+    return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e")
+
+
+def _draw_band(axes: Axes, records: Sequence[Record], colour: str) -> None:
+    rows = [(r["step"], r["reward/mean"], r["reward/std"]) for r in records
+            if r.get("reward/mean") is not None and r.get("reward/std") is not None]
+    if len(rows) > 1:
+        steps, means, deviations = (list(column) for column in zip(*rows, strict=True))
+        lows, highs = ([m + sign * d for m, d in zip(means, deviations, strict=True)] for sign in (-1, 1))
+        axes.fill_between(steps, lows, highs, color=colour, alpha=0.13, linewidth=0)
+
+
+def _draw_stack(axes: Axes, records: Sequence[Record], lines: Sequence[Line]) -> None:
+    steps = [record["step"] for record in records]
+    base = [0.0] * len(steps)
+    width = 0.85 * min((b - a for a, b in zip(steps, steps[1:], strict=False)), default=1)
+    for colour, line in zip(_cycle(len(lines)), lines, strict=True):
+        values = [float(record.get(line.metric) or 0.0) for record in records]
+        tops = [low + value for low, value in zip(base, values, strict=True)]
+        if len(steps) >= _SMOOTH_FROM:
+            axes.fill_between(steps, base, tops, color=colour, label=_label(line), linewidth=0, step="mid")
+        else:
+            axes.bar(steps, values, width, bottom=base, color=colour, label=_label(line))
+        base = tops
+    axes.set_ylim(bottom=0)
+
+
+def _dress(figure: Figure, axes: Axes, plot: Plot) -> None:
+    from matplotlib.ticker import MaxNLocator
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=_INK, alpha=0.13, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("step")
+    axes.set_ylabel(plot.unit)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+    axes.tick_params(length=3)
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, fontsize=8,
+                      handlelength=1.4, columnspacing=1.1)
+
+
+def _to_svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg"):].replace(_INK, "currentColor")
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*pt"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*pt"', r'\1 role="img"', text, count=1)
+    # every figure numbers its elements from 1, and ids are global to the page
+    return re.sub(r' id="(?![a-z]+[0-9a-f]{10}")[^"]*"', "", text)
+
+
+def _label(line: Line) -> str:
+    return line.label.replace("$", r"\$")          # an environment's name is not mathematics
+
+
+def _running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean over the last `window` values, fewer at the start."""
+    return [sum(values[max(0, i - window + 1):i + 1]) / len(values[max(0, i - window + 1):i + 1])
+            for i in range(len(values))]
+
+
+def _cycle(count: int) -> list[str]:
+    return [_COLOURS[index % len(_COLOURS)] for index in range(count)]
