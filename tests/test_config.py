@@ -114,7 +114,8 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("model: m\nbatch_size: 1_024\n", [],
      ["run.yaml:2: batch_size: 1_024 is ambiguous in YAML: write plain decimal digits, or quote it if it is text"]),
     ("model: m\nscore: {time_limit: 1:30}\n", [],
-     ["run.yaml:2: score.time_limit: 1:30 is ambiguous in YAML: write plain decimal digits, or quote it if it is text"]),
+     ["run.yaml:2: score.time_limit: 1:30 is ambiguous in YAML: write plain decimal digits, or quote it if it is "
+      "text"]),
     ("model: &m some\noutput_dir: *m\n", [],
      ["run.yaml:1: anchors and aliases (&, *) are not allowed; write the value out"]),
     ("model: !!python/object/apply:os.getcwd []\n", [], ["run.yaml:1: tags (!) are not allowed"]),
@@ -138,7 +139,8 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("model: m\nrollout: {cache_tokens: 64}\n", [],
      ["run.yaml:2: rollout.cache_tokens: rollout.cache_tokens (64) cannot hold a prompt and its response of up to 64 "
       "tokens (rollout.max_tokens)"]),
-    ("model: m\ndapo:\n  overlong_max: 64\n", [], ["run.yaml:3: dapo.overlong_max: needs dapo.overlong_cache beside it"]),
+    ("model: m\ndapo:\n  overlong_max: 64\n", [],
+     ["run.yaml:3: dapo.overlong_max: needs dapo.overlong_cache beside it"]),
     ("model: m\ndapo: {overlong_max: 64, overlong_cache: 65}\n", [],
      ["run.yaml:2: dapo.overlong_cache: dapo.overlong_cache (65) is more than dapo.overlong_max (64)"]),
     ("model: m\nalgorithm: gspo\ncorrection: acr\n", [],
@@ -285,7 +287,8 @@ def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:
 
 
 def test_dump_loads_to_the_same_tree(write: Callable[[str], Path]) -> None:
-    cfg = load(write("model: m\nalgorithm: dapo\nrollout: {stop: ['no', '1e5', '~', '<<', '&a', ' x ', \"\\n\\t\\x07\"]}\n"
+    cfg = load(write("model: m\nalgorithm: dapo\n"
+                     "rollout: {stop: ['no', '1e5', '~', '<<', '&a', ' x ', \"\\n\\t\\x07\"]}\n"
                      "env: [{id: a, args: {s: ['010', 'null', ''], n: 1e-7, d: {}}}]\ntrain: {learning_rate: 1e-22}\n"))
     again = load(write(cfg.dump()))
     assert again.model_dump() == cfg.model_dump() == cfg.resolved().model_dump()

@@ -1,0 +1,221 @@
+"""The command line: quick help, thin handlers, one line an error, exit codes."""
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowroll
+from lowroll.cli.main import COMMANDS, main
+from lowroll.config import load
+from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "transformers", "pydantic", "numpy", "yaml", "rich")
+RUN = "model: some/model\nenv: {id: reverse-text}\n"
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return str(path)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., types.ModuleType]:
+    """Stands a module with the given functions in for a heavy one."""
+    def module(name: str, **functions: Any) -> types.ModuleType:
+        fake = types.ModuleType(name)
+        fake.__dict__.update(functions)
+        monkeypatch.setitem(sys.modules, name, fake)
+        return fake
+    return module
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=lambda words: " ".join(words) or "lowroll")
+def test_help_is_printed_before_anything_heavy_is_imported(words: list[str]) -> None:
+    code = ("import sys\nfrom lowroll.cli.main import main\n"
+            f"try:\n    code = main({[*words, '--help']!r})\nexcept SystemExit as end:\n    code = end.code\n"
+            f"print(code, [name for name in {HEAVY!r} if name in sys.modules])\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.rstrip().endswith("0 []"), done.stdout + done.stderr
+    assert f"usage: lowroll{''.join(' ' + word for word in words)}" in done.stdout
+
+
+def test_settings_are_read_without_torch() -> None:
+    code = ("import sys\nfrom lowroll.cli.main import main\n"
+            "assert main(['grpo', 'examples/reverse_text.yaml', '--dry-run']) == 0\n"
+            "print([name for name in ('torch', 'transformers') if name in sys.modules])\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
+
+
+def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in COMMANDS)
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+    assert lowroll.__version__ in capsys.readouterr().out
+    assert main(["grop"]) == 2
+    assert capsys.readouterr().err.startswith("error: unknown command 'grop' (did you mean grpo?)")
+
+
+def test_a_bad_setting_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], run_yaml: str) -> None:
+    Path(run_yaml).write_text(RUN + "train:\n  max_stepz: 3\n")
+    assert main(["grpo", run_yaml]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {run_yaml}:4: train.max_stepz: unknown key (did you mean max_steps?)\n")
+    assert main(["grpo", run_yaml, "seed=x"]) == 2
+    assert capsys.readouterr().err.count("error: ") == 2
+    for words, expected in (([], "give one YAML file, got none"), ([run_yaml, "b.yaml"], "got"),
+                            (["--train", run_yaml], "--orch: this file is required beside the others"),
+                            ([run_yaml, "--orch", run_yaml], "give either one YAML file or --train")):
+        assert main(["grpo", *words]) == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_settings_that_load_again(capsys: pytest.CaptureFixture[str], run_yaml: str,
+                                                   tmp_path: Path) -> None:
+    assert main(["grpo", run_yaml, "train.max_steps=3", "--dry-run", "train.minibatches=2"]) == 0
+    out, err = capsys.readouterr()
+    assert "# 3 steps of 8 prompts x 8 rollouts of up to 64 tokens: at most 12,288 tokens generated" in out
+    assert "# 6 updates at learning rate 1e-05" in out
+    assert "correction: acr, because the rollouts use int8 weights" in err
+    (tmp_path / "again.yaml").write_text(out)
+    assert load(tmp_path / "again.yaml").dump() == load(run_yaml, ["train.max_steps=3", "train.minibatches=2"]).dump()
+
+
+def test_a_dry_run_of_three_files(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ROOT / "examples" / "three_files"
+    words = [word for name in ("train", "infer", "orch") for word in (f"--{name}", str(folder / f"{name}.yaml"))]
+    assert main(["grpo", *words, "rollout.weights=int8", "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    assert "weights: int8" in out and "correction: tis" in out
+    assert "max_async_level 1" in err
+
+
+def test_grpo_and_sft_hand_over_the_settings(module: Callable[..., types.ModuleType], run_yaml: str) -> None:
+    calls: list[Any] = []
+    module("lowroll.run", run=lambda cfg, resume: calls.append((cfg.train.max_steps, resume)))
+    module("lowroll.trainer.sft", run_sft=lambda cfg: calls.append(cfg.sft.steps))
+    assert main(["grpo", run_yaml, "--resume", "train.max_steps=7"]) == 0
+    assert main(["grpo", run_yaml]) == 0
+    assert main(["sft", run_yaml, "sft.steps=9"]) == 0
+    assert calls == [(7, True), (100, False), 9]
+
+
+@pytest.mark.parametrize(("failure", "code", "told"), [
+    (ValueError("rollout.max_tokens: too long"), 2, "error: rollout.max_tokens: too long\n"),
+    (FileNotFoundError(2, "No such file", "x"), 2, "error: [Errno 2] No such file: 'x'\n"),
+    (KeyboardInterrupt(), 130, "interrupted\n"),
+])
+def test_failures_of_a_run(module: Callable[..., types.ModuleType], run_yaml: str,
+                           capsys: pytest.CaptureFixture[str], failure: BaseException, code: int, told: str) -> None:
+    def run(cfg: Any, resume: bool) -> None:
+        raise failure
+    module("lowroll.run", run=run)
+    assert main(["grpo", run_yaml, "rollout.weights=dense"]) == code
+    assert capsys.readouterr().err.endswith(told)
+
+
+def test_a_bug_keeps_its_traceback(module: Callable[..., types.ModuleType], run_yaml: str,
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(cfg: Any, resume: bool) -> None:
+        raise {"": KeyError("a bug"), "1": ValueError("seen in full")}[wanted]
+    module("lowroll.run", run=run)
+    wanted = ""
+    with pytest.raises(KeyError):
+        main(["grpo", run_yaml])
+    wanted = "1"
+    monkeypatch.setenv("LOWROLL_DEBUG", "1")
+    with pytest.raises(ValueError, match="seen in full"):
+        main(["grpo", run_yaml])
+
+
+def test_eval_compares_dense_and_rollout_precision(module: Callable[..., types.ModuleType], run_yaml: str,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Any] = []
+
+    def evaluate(cfg: Any, weights: list[str]) -> list[dict[str, Any]]:
+        seen.append((cfg, weights))
+        return [{"env": "reverse-text", "weights": name, "pass@1": 0.25, "avg@4": None} for name in weights]
+    module("lowroll.evaluate", evaluate=evaluate)
+    assert main(["eval", run_yaml, "--k", "4", "--n", "16", "--temperature", "1e-2"]) == 0
+    cfg, weights = seen[-1]
+    assert weights == ["dense", "int8"]
+    assert (cfg.eval.rollouts_per_example, cfg.eval.num_examples, cfg.eval.temperature) == (4, 16, 0.01)
+    out = capsys.readouterr().out
+    assert "pass@1" in out and out.count("0.25") == 2 and out.count("reverse-text") == 2
+
+    assert main(["eval", "--model", "m", "--env", "a", "--env", "b", "--weights", "int8,bf16",
+                 "rollout.top_p=0.5"]) == 0
+    cfg, weights = seen[-1]
+    assert (cfg.model, [env.id for env in cfg.eval.env], weights) == ("m", ["a", "b"], ["int8", "bf16"])
+    assert cfg.rollout.top_p == 0.5
+    assert main(["eval", "--model", "m"]) == 2
+    assert "give a run's YAML file, or --model and --env" in capsys.readouterr().err
+    assert main(["eval", "--model", "m", "--env", "a", "--n", "0"]) == 2
+    assert capsys.readouterr().err == "error: override eval.num_examples: must be >= 1, got 0\n"
+
+
+class FakeEngine:
+    """Answers with the prompt's length and counts; stands in for the real engine."""
+
+    requests: list[Request] = []
+
+    def __init__(self, model: str, *, weights: str, device: str) -> None:
+        self.tokenizer = self
+        self.loaded = (model, weights, device)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+        assert options == {"add_generation_prompt": True, "return_dict": False}
+        return [len(message["content"]) for message in messages]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return f"text of {ids}"
+
+    def generate(self, requests: list[Request]) -> list[Group]:
+        self.requests.extend(requests)
+        if requests[0].temperature < 0:
+            raise ValueError("temperature: must be at least 0")
+        tag = BehaviorTag((PolicySpan(0, ""),), weights="int8")
+        return [Group(r, [Rollout([7, 8], [-0.5, -1.5], "stop", tag) for _ in range(r.n)]) for r in requests]
+
+
+def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(lowroll.__dict__, "Engine", FakeEngine)
+    monkeypatch.setattr(FakeEngine, "requests", [])
+    assert main(["generate", "--model", "m", "--prompt", "four", "--system", "be", "--n", "2", "--seed", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "text of [7, 8]\ntext of [7, 8]\n"
+    assert "[2 tokens, stop, mean log-prob -1.000]" in err and "tokens/s, int8 weights]" in err
+    request = FakeEngine.requests[-1]
+    assert (request.prompt_ids, request.n, request.seed, request.max_tokens) == ([2, 4], 2, 3, 256)
+
+    import io
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\nthree\n"))
+    assert main(["generate", "--model", "m"]) == 0
+    assert [r.prompt_ids for r in FakeEngine.requests[-2:]] == [[3], [5]]
+    capsys.readouterr()
+    assert main(["generate", "--model", "m", "--prompt", "x", "--temperature=-1"]) == 2
+    assert capsys.readouterr().err == "error: temperature: must be at least 0\n"
+
+
+def test_report_and_demo(module: Callable[..., types.ModuleType], tmp_path: Path,
+                         capsys: pytest.CaptureFixture[str]) -> None:
+    module("lowroll.metrics.report", write_report=lambda run, out: (out or run / "report.html"))
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/report.html\n"
+    assert main(["report", str(tmp_path), "--out", "x.html"]) == 0
+    assert capsys.readouterr().out == "x.html\n"
+    assert main(["report", str(tmp_path / "gone")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/gone: no such run folder\n"
+    module("lowroll.demo", main=lambda **options: int(options == {"output_dir": "d", "seed": 4, "device": "cpu"}))
+    assert main(["demo", "--output-dir", "d", "--seed", "4", "--device", "cpu"]) == 1
