@@ -179,7 +179,7 @@ class FakeEngine:
         return [len(message["content"]) for message in messages]
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return f"text of {ids}"
+        return f"text\x1b of {ids}"
 
     def generate(self, requests: list[Request]) -> list[Group]:
         self.requests.extend(requests)
@@ -194,7 +194,7 @@ def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     monkeypatch.setattr(FakeEngine, "requests", [])
     assert main(["generate", "--model", "m", "--prompt", "four", "--system", "be", "--n", "2", "--seed", "3"]) == 0
     out, err = capsys.readouterr()
-    assert out == "text of [7, 8]\ntext of [7, 8]\n"
+    assert out == "text\ufffd of [7, 8]\n" * 2
     assert "[2 tokens, stop, mean log-prob -1.000]" in err and "tokens/s, int8 weights]" in err
     request = FakeEngine.requests[-1]
     assert (request.prompt_ids, request.n, request.seed, request.max_tokens) == ([2, 4], 2, 3, 256)

@@ -53,12 +53,17 @@ def answer(engine: Engine, arguments: argparse.Namespace, prompt: str) -> None:
     rollouts = engine.generate([request])[0].rollouts
     seconds = time.monotonic() - started
     for rollout in rollouts:
-        print(engine.tokenizer.decode(rollout.token_ids, skip_special_tokens=True))
+        print(_printable(engine.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)))
         mean = sum(rollout.logprobs) / max(1, len(rollout.logprobs))
         length = len(rollout.token_ids)
         print(f"  [{length} tokens, {rollout.finish_reason}, mean log-prob {mean:.3f}]", file=sys.stderr)
     total = sum(len(rollout.token_ids) for rollout in rollouts)
     print(f"  [{total / max(seconds, 1e-9):.1f} tokens/s, {arguments.weights} weights]", file=sys.stderr)
+
+
+def _printable(text: str) -> str:
+    """The text without control characters: a model must not be able to steer the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def _lines() -> Iterator[str]:
