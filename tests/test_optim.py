@@ -61,14 +61,18 @@ def test_updates_follow_the_recurrence_with_clipping_and_decay_on_matrices_only(
         grads = {n: p.grad.double() for n, p in optimizer.params.items()}
         norm = math.sqrt(sum(float((g * g).sum()) for g in grads.values()))
         assert optimizer.begin_step() == pytest.approx(0.1 * (1 - k / 4))
-        assert optimizer.update() == pytest.approx(norm, rel=1e-6)
+        metrics, moved = optimizer.update(), 0.0
+        assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-6) and metrics["optim/skipped"] == 0
         for n, p in want.items():
             g, lr = grads[n] * min(1.0, 0.7 / (norm + 1e-6)), 0.1 * (1 - k / 4)
             m[n] = 0.8 * m[n] + 0.2 * g
             v[n] = 0.9 * v[n] + 0.1 * g * g
             p.mul_(1 - lr * (0.5 if n == "w" else 0.0))
-            p.sub_(lr * (m[n] / (1 - 0.8 ** (k + 1))) / ((v[n] / (1 - 0.9 ** (k + 1))).sqrt() + 1e-3))
+            step = lr * (m[n] / (1 - 0.8 ** (k + 1))) / ((v[n] / (1 - 0.9 ** (k + 1))).sqrt() + 1e-3)
+            p.sub_(step)
+            moved += float((step * step).sum())
             assert torch.allclose(optimizer.params[n].double(), p, atol=1e-6)
+        assert metrics["optim/update_norm"] == pytest.approx(math.sqrt(moved), rel=1e-5)
     assert all(p.grad is None for p in optimizer.params.values())
 
 
@@ -93,7 +97,9 @@ def test_a_non_finite_gradient_changes_nothing(poison):
         set_grads(optimizer, 1)
         optimizer.params["norm"].grad[1] = poison
         optimizer.params["w"].grad[0, 0] = 1e38 if poison == 1e38 else 0.0     # the norm overflows
-        assert not math.isfinite(optimizer.update())
+        metrics = optimizer.update()
+        assert not math.isfinite(metrics["optim/grad_norm"])
+        assert metrics["optim/skipped"] == 1 and metrics["optim/update_norm"] == 0
         assert optimizer.refused_in_a_row == refused
     assert all(torch.equal(p, before[n]) for n, p in optimizer.params.items())
     assert all(torch.equal(t, moments[k]) for k, t in optimizer.state()[0].items())

@@ -82,15 +82,16 @@ def test_collate_aligns_every_response_token_with_the_state_before_it():
     (sample([1], [1, 2], logprobs=[-1.0]), "rollout.logprobs has 1 entries for 2"),
     (sample([1], [1, 2], mask=[]), "loss_mask has 0 entries for 2"),
     (sample([1, 64], [1]), r"prompt_ids leaves 0..63"),
+    (sample([1, 2, 3, 4], [5] * 6), "9 tokens to read, the model's context is 8"),
     (sample([1], [-1]), r"rollout.token_ids leaves 0..63"),
 ])
 def test_a_wrong_sample_is_named(bad, words):
     good = sample([1], [2])
-    check([good], 64)
+    check([good, sample([1, 2, 3, 4], [5] * 5)], 64, 8)
     with pytest.raises(ValueError, match=f"sample 1 .*{words}"):
-        check([good, bad], 64)
+        check([good, bad], 64, 8)
 
 
 def test_an_empty_batch_is_named():
     with pytest.raises(ValueError, match="samples: the batch is empty"):
-        check([], 64)
+        check([], 64, 8)

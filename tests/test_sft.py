@@ -7,9 +7,13 @@ import math
 
 import pytest
 import torch
-from test_trainer import dense_log_probs, tiny_model
+from test_trainer import dense_log_probs, one_thread, tiny_model
 
+from lowroll.config import from_mapping
 from lowroll.envs.base import Environment
+from lowroll.metrics.record import read
+from lowroll.model import hf
+from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.sft import (
     Demonstration,
@@ -18,16 +22,19 @@ from lowroll.trainer.sft import (
     encode,
     epochs,
     read_demonstrations,
+    run_sft,
     train_sft,
 )
 from lowroll.trainer.step import TrainingDiverged
 from lowroll.types import Prompt, Score
 
+__all__ = ["one_thread"]                    # the fixture serves this file too
+
 
 class Letters:
     """A tokenizer of letters: a=2, b=3, ...; user messages open with 40, a response is asked for with 41."""
 
-    eos_token_id = 1
+    eos_token_id, chat_template = 1, "letters"
 
     def encode(self, text, add_special_tokens=True):
         assert add_special_tokens is False
@@ -47,7 +54,7 @@ REVERSED = [ask(text, text[::-1]) for text in ("abc", "bca", "cab", "ab", "ba", 
 
 
 def test_a_demonstration_becomes_prompt_and_response_with_the_end_of_turn():
-    sample = encode(Letters(), ask("ab", "ba"))
+    sample = encode(ChatTokenizer(Letters()), ask("ab", "ba"))
     assert sample.prompt_ids == [40, 2, 3, 41]
     assert sample.rollout.token_ids == [3, 2, 1]
     assert sample.loss_mask == [1, 1, 1] and sample.advantage == 1.0
@@ -56,14 +63,14 @@ def test_a_demonstration_becomes_prompt_and_response_with_the_end_of_turn():
 def test_a_tokenizer_without_an_end_is_refused():
     tokenizer = Letters()
     tokenizer.eos_token_id = None
-    with pytest.raises(ValueError, match="eos"):
-        encode(tokenizer, ask("ab", "ba"))
+    with pytest.raises(ValueError, match="end-of-sequence"):
+        train_sft(tiny_model(), tokenizer, REVERSED, SftSettings(1, 1))
 
 
 @pytest.mark.parametrize("capacity", [1, 16, 10_000])
 def test_the_loss_is_the_token_mean_of_the_dense_model(capacity):
     model = tiny_model()
-    samples = [encode(Letters(), d) for d in REVERSED]
+    samples = [encode(ChatTokenizer(Letters()), d) for d in REVERSED]
     with torch.no_grad():
         logp = torch.cat([dense_log_probs(model, s, temperature=1.0) for s in samples])
     metrics = train_sft(model, Letters(), REVERSED, SftSettings(1, len(REVERSED), tokens_per_microbatch=capacity))
@@ -79,7 +86,7 @@ def test_the_loss_falls_and_the_greedy_response_is_the_demonstration():
     train_sft(model, Letters(), REVERSED, settings, on_step=lambda step, m: seen.append((step, m["sft/loss"])))
     assert [step for step, _ in seen] == list(range(1, 81))
     assert seen[0][1] > 2.0 and seen[-1][1] < 0.05
-    sample = encode(Letters(), ask("cab", "bac"))
+    sample = encode(ChatTokenizer(Letters()), ask("cab", "bac"))
     with torch.no_grad():
         assert float(dense_log_probs(model, sample, temperature=1.0).exp().min()) > 0.8
 
@@ -188,3 +195,50 @@ def test_an_empty_file_is_refused(tmp_path):
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no demonstration"):
         read_demonstrations(path)
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A model folder with a word-level tokenizer of the lower-case letters."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["<eos>", "<user>", "<assistant>", *"abcdefghijklmnopqrstuvwxyz", " "]
+    words = Tokenizer(models.WordLevel({"<unk>": 0} | {w: i for i, w in enumerate(letters, 1)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>",
+                                        additional_special_tokens=["<user>", "<assistant>"])
+    tokenizer.chat_template = ("{% for m in messages %}<user>{{ m.content }}{% endfor %}"
+                               "{% if add_generation_prompt %}<assistant>{% endif %}")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return hf.save(tiny_model(eos_token_id=1), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_the_command_publishes_a_model_that_learned_the_demonstrations(tmp_path, model_folder, capsys, with_lora):
+    rows = [{"messages": [*d.messages, {"role": "assistant", "content": d.response}]} for d in REVERSED]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = from_mapping({
+        "model": str(model_folder), "output_dir": str(tmp_path / "run"), "device": "cpu",
+        "train": {"lora": with_lora, "weight_decay": 0.0},
+        "sft": {"data": str(tmp_path / "data.jsonl"), "steps": 30, "batch_size": 8, "learning_rate": 0.01}})
+    path = run_sft(cfg)
+    assert path == tmp_path / "run" / "sft" / "model" and "step    30/30" in capsys.readouterr().out
+    records = read(path.parent)
+    assert [r["step"] for r in records] == list(range(1, 31))
+    assert records[-1]["sft/loss"] < 0.7 * records[0]["sft/loss"]
+    before, after = hf.load(model_folder), hf.load(path)
+    samples = [encode(ChatTokenizer(load_tokenizer(path)), d) for d in REVERSED]
+    gains = [float((dense_log_probs(after, s, 1.0) - dense_log_probs(before, s, 1.0)).detach().mean()) for s in samples]
+    assert min(gains) > 0.3
+    with pytest.raises(ValueError, match="output_dir: .*model is there already"):
+        run_sft(cfg)
+
+
+def test_the_command_takes_demonstrations_from_the_environments(tmp_path, model_folder):
+    cfg = from_mapping({
+        "model": str(model_folder), "output_dir": str(tmp_path / "run"), "device": "cpu",
+        "env": [{"id": "reverse-text", "args": {"min_len": 2, "max_len": 4}}],
+        "sft": {"num_examples": 16, "steps": 2, "batch_size": 4}})
+    records = read(run_sft(cfg).parent)
+    assert len(records) == 2 and records[0]["sft/tokens"] >= 4 * 3

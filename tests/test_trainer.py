@@ -15,7 +15,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.objectives import select
 from lowroll.trainer.loop import Trainer
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.step import LearnSettings, TrainingDiverged, learn, run_packed
+from lowroll.trainer.step import Forward, LearnSettings, TrainingDiverged, learn
 from lowroll.transport.base import DeadlineExceeded
 from lowroll.transport.memory import MemoryRolloutChannel
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
@@ -27,11 +27,20 @@ CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCAB, "hidden_si
 TEMPERATURE = 0.8
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The matrices are tiny: a second thread only waits for the first."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def tiny_model(seed=0, **config):
     torch.manual_seed(seed)
     model = Transformer(spec_from_config(CONFIG | config))
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             p.copy_(1 + 0.1 * torch.randn(p.shape) if p.ndim == 1 else 0.15 * torch.randn(p.shape))
     return model
 
@@ -75,8 +84,8 @@ def make_batch(model, groups=4, size=2, step=1, seed=0, noise=0.3):
         prompt_ids = [draw(2, VOCAB) for _ in range(draw(1, 6))]
         for k in range(size):
             token_ids = [draw(2, VOCAB) for _ in range(draw(1, 9))]
-            tag = BehaviorTag((PolicySpan(0, "d"),), "int8")
-            sample = Sample(Prompt(f"p{g}", "e", []), list(prompt_ids), Rollout(token_ids, [], "stop", tag), "", Score(1.0),
+            rollout = Rollout(token_ids, [], "stop", BehaviorTag((PolicySpan(0, "d"),), "int8"))
+            sample = Sample(Prompt(f"p{g}", "e", []), list(prompt_ids), rollout, "", Score(1.0),
                             advantage=0.0 if g == 1 else (1.5 if k % 2 else -0.7), group=g,
                             loss_mask=[int(t % 4 != 3) for t in range(len(token_ids))])
             with torch.no_grad():
@@ -143,8 +152,7 @@ def test_packed_log_probs_match_dense_float64():
     model = tiny_model()
     batch, wide = make_batch(model), copy.deepcopy(model).double()
     for capacity in (1, 24, 10_000):
-        trace = run_packed(model, batch.samples, range(8), tokens_per_microbatch=capacity, chunk=3,
-                           temperature=TEMPERATURE)
+        trace = Forward(model, batch.samples, capacity, 3, TEMPERATURE).run(range(8))
         for i, s in enumerate(batch.samples):
             assert torch.allclose(trace.log_probs[i].double(), dense_log_probs(wide, s), atol=2e-5)
 
@@ -161,6 +169,15 @@ def test_the_gradient_is_that_of_the_materialised_objective():
     assert metrics["policy/ratio_max"] == metrics["policy/ratio_mean"] == 1.0
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in want.values()))
     assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_activation_checkpointing_changes_no_bit_of_the_gradient():
+    model = tiny_model()
+    batch = make_batch(model)
+    plain, _ = run_learn(copy.deepcopy(model), batch, settings())
+    model.activation_checkpointing = True
+    spared, _ = run_learn(model, batch, settings())
+    assert all(torch.equal(spared.seen[0][n], g) for n, g in plain.seen[0].items())
 
 
 @pytest.mark.parametrize(("algorithm", "correction", "options"), [

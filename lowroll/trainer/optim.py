@@ -99,8 +99,8 @@ class Optimizer:
         return rate
 
     @torch.no_grad()
-    def update(self, refuse: bool = False) -> float:
-        """Clip, step and clear the gradients; returns their norm before clipping.
+    def update(self, refuse: bool = False) -> dict[str, float]:
+        """Clip, step and clear the gradients; returns optim/grad_norm (before clipping), update_norm and skipped.
 
         When the norm is not finite, or `refuse` (the caller saw a non-finite loss), nothing changes but the count
         of refusals. A parameter without a gradient takes part with a gradient of 0.
@@ -108,21 +108,31 @@ class Optimizer:
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        norm_tensor = nn.utils.get_total_norm([m.grad for m in self.masters.values() if m.grad is not None])
-        norm = float(norm_tensor)
-        if refuse or not math.isfinite(norm):
+        norm = nn.utils.get_total_norm([m.grad for m in self.masters.values() if m.grad is not None])
+        metrics = {"optim/grad_norm": norm.item(), "optim/update_norm": 0.0, "optim/skipped": 1.0}
+        if refuse or not math.isfinite(metrics["optim/grad_norm"]):
             self.refused_in_a_row += 1
         else:
             if self.settings.max_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(self.masters.values(), self.settings.max_grad_norm, norm_tensor)
+                nn.utils.clip_grads_with_norm_(self.masters.values(), self.settings.max_grad_norm, norm)
             self.adamw.step()
             for name, param in self.params.items():
                 if self.masters[name] is not param:
                     param.copy_(self.masters[name])
             self.num_updates += 1
             self.refused_in_a_row = 0
+            metrics |= {"optim/update_norm": self._update_norm(), "optim/skipped": 0.0}
         self.zero_grad()
-        return norm
+        return metrics
+
+    def _update_norm(self) -> float:
+        """2-norm of the last update over all parameters, its weight decay left out; from the moments, so no copy."""
+        b1, b2 = (1 - beta ** self.num_updates for beta in self.settings.betas)
+        rate, norms = self.adamw.param_groups[0]["lr"], []
+        for moments in (self.adamw.state[master] for master in self.masters.values()):
+            step = (moments["exp_avg_sq"] / b2).sqrt_().add_(self.settings.eps)
+            norms.append(torch.linalg.vector_norm(torch.div(moments["exp_avg"], step, out=step)) * (rate / b1))
+        return torch.linalg.vector_norm(torch.stack(norms)).item()
 
     def zero_grad(self) -> None:
         """Drop accumulated gradients and their memory."""

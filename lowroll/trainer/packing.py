@@ -83,7 +83,7 @@ def num_fed(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.rollout.token_ids) - 1
 
 
-def check(samples: Sequence[Sample], vocab_size: int) -> None:
+def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> None:
     """Raise a ValueError that names the sample and the field when a sample cannot be learned from."""
     if not samples:
         raise ValueError("samples: the batch is empty")
@@ -97,6 +97,9 @@ def check(samples: Sequence[Sample], vocab_size: int) -> None:
             if len(values) != num:
                 raise ValueError(f"sample {i} ({sample.prompt.id}): {name} has {len(values)} entries "
                                  f"for {num} response tokens")
+        if num_fed(sample) > context_length:
+            raise ValueError(f"sample {i} ({sample.prompt.id}): prompt_ids and rollout.token_ids are {num_fed(sample)} "
+                             f"tokens to read, the model's context is {context_length}")
         for name, ids in (("prompt_ids", sample.prompt_ids), ("rollout.token_ids", rollout.token_ids)):
             if min(ids) < 0 or max(ids) >= vocab_size:
                 raise ValueError(f"sample {i} ({sample.prompt.id}): {name} leaves 0..{vocab_size - 1}")

@@ -13,20 +13,26 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowroll.envs.base import Environment
+from lowroll.envs.table import make
+from lowroll.metrics.record import Recorder
+from lowroll.model import hf, lora
+from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives import Counts
 from lowroll.objectives.reduce import aggregate, lay_out
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.packing import Packed, check
-from lowroll.trainer.step import MAX_REFUSALS, TrainingDiverged, run_packed
+from lowroll.trainer.step import MAX_REFUSALS, Forward, TrainingDiverged
 from lowroll.types import BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
 
 ROLES = ("system", "user", "assistant")
@@ -65,8 +71,11 @@ def train_sft(model: Transformer, tokenizer: Any, examples: Sequence[Demonstrati
     counted from 1. Raises ValueError for demonstrations that the model cannot read, TrainingDiverged after
     MAX_REFUSALS non-finite updates in a row.
     """
-    samples = [encode(tokenizer, example) for example in examples]
-    check(samples, model.spec.vocab_size)
+    if tokenizer.eos_token_id is None:
+        raise ValueError("tokenizer: it has no end-of-sequence token, so a response could not end")
+    chat = ChatTokenizer(tokenizer)
+    samples = [encode(chat, example) for example in examples]
+    check(samples, model.spec.vocab_size, model.spec.max_position)
     optimizer = Optimizer(model.trainable_parameters(), settings.optim)
     order, metrics = epochs(len(samples), settings.seed), {}
     for step in range(1, settings.steps + 1):
@@ -85,27 +94,73 @@ def sft_step(model: Transformer, samples: Sequence[Sample], optimizer: Optimizer
     def likelihood(packed: Packed, learner_N: Tensor) -> Tensor:
         return aggregate(learner_N, lay_out(packed.mask_N, packed.segments_N), mode="token-mean", counts=counts)
 
-    trace = run_packed(model, samples, range(len(samples)), tokens_per_microbatch=settings.tokens_per_microbatch,
-                       chunk=settings.logprob_chunk, objective=likelihood)
+    forward = Forward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk)
+    trace = forward.run(range(len(samples)), likelihood)
     loss = -sum(values.double().sum().item() for values in trace.log_probs.values()) / counts.num_tokens
-    norm = optimizer.update(refuse=not math.isfinite(loss))
+    metrics = {"sft/loss": loss, "sft/tokens": float(counts.num_tokens), "optim/lr": rate}
+    metrics |= optimizer.update(refuse=not math.isfinite(loss))
     if optimizer.refused_in_a_row >= MAX_REFUSALS:
-        raise TrainingDiverged(f"sft: loss {loss}, gradient norm {norm}; {MAX_REFUSALS} updates in a row were not "
-                               "finite")
-    return {"sft/loss": loss, "sft/tokens": float(counts.num_tokens), "optim/lr": rate, "optim/grad_norm": norm,
-            "optim/skipped": float(optimizer.refused_in_a_row > 0)}
+        raise TrainingDiverged(f"sft: loss {loss}, gradient norm {metrics['optim/grad_norm']}; {MAX_REFUSALS} updates "
+                               "in a row were not finite")
+    return metrics
 
 
-def encode(tokenizer: Any, example: Demonstration) -> Sample:
+def run_sft(cfg: Any) -> Path:
+    """`lowroll sft`: warm-start `cfg.model` (a RunConfig) and publish the result as output_dir/sft/model.
+
+    Metrics go to output_dir/sft/metrics.jsonl; an adapter is merged into the dense weights. Refuses, before it trains,
+    to replace a model that is there.
+    """
+    folder = Path(cfg.output_dir) / "sft"
+    if (folder / "model").exists():
+        raise ValueError(f"output_dir: {folder / 'model'} is there already; remove it or choose another output_dir")
+    train, sft = cfg.train, cfg.sft
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    source = hf.resolve(cfg.model)
+    model = hf.load(source, device, None if cfg.dtype == "auto" else getattr(torch, cfg.dtype))
+    model.activation_checkpointing = train.activation_checkpointing
+    if train.lora:
+        lora.attach(model, train.lora_rank, train.lora_alpha, train.lora_target_modules, cfg.seed)
+    if sft.data is not None:
+        examples = read_demonstrations(Path(sft.data))
+    else:
+        envs = [(make(env.id, name=env.name, args=env.args, seed=cfg.seed), env.weight) for env in cfg.env]
+        examples = demonstrations(envs, sft.num_examples, cfg.seed)
+    settings = SftSettings(
+        sft.steps, sft.batch_size, tokens_per_microbatch=train.tokens_per_microbatch,
+        logprob_chunk=train.logprob_chunk, seed=cfg.seed,
+        optim=OptimSettings(sft.learning_rate, sft.lr_scheduler_type, sft.warmup_steps, sft.steps, sft.min_lr_ratio,
+                            train.weight_decay, train.betas, train.eps, train.max_grad_norm))
+    train_sft(model, load_tokenizer(source), examples, settings, _reporter(folder, sft.steps))
+    path = hf.save(lora.merge(model), folder / "model", tokenizer_from=source)
+    print(f"model: {path}")
+    return path
+
+
+def _reporter(folder: Path, steps: int) -> Callable[[int, dict[str, float]], None]:
+    """Record every step's metrics in the folder, and print about twenty lines in all."""
+    recorder, before = Recorder(folder), time.monotonic()
+    recorder.truncate(0)                     # what is left of a run that published no model
+
+    def report(step: int, metrics: dict[str, float]) -> None:
+        nonlocal before
+        seconds, before = time.monotonic() - before, time.monotonic()
+        recorder.write(step, metrics | {"time/step": seconds})
+        if step in (1, steps) or step % max(1, steps // 20) == 0:
+            print(f"sft step {step:>5}/{steps}  loss {metrics['sft/loss']:.4f}  lr {metrics['optim/lr']:.2e}  "
+                  f"grad norm {metrics['optim/grad_norm']:.3g}  {metrics['sft/tokens'] / seconds:.0f} tok/s",
+                  flush=True)
+
+    return report
+
+
+def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
     """A demonstration as a sample: the prompt by the chat template, the response closed by the end-of-turn id."""
-    if tokenizer.eos_token_id is None:
-        raise ValueError("tokenizer: has no eos token, so a response could not end")
-    prompt_ids = tokenizer.apply_chat_template(example.messages, add_generation_prompt=True, return_dict=False)
-    response_ids = [*tokenizer.encode(example.response, add_special_tokens=False), tokenizer.eos_token_id]
-    zeros = [0.0] * len(response_ids)
-    demonstrated = Rollout(response_ids, zeros, "stop", BehaviorTag((PolicySpan(0, ""),), weights="demonstration"))
-    return Sample(Prompt("demonstration", "sft", example.messages), list(prompt_ids), demonstrated, example.response,
-                  Score(1.0), advantage=1.0, loss_mask=[1] * len(response_ids))
+    response_ids = tokenizer.encode_response(example.response)
+    demonstrated = Rollout(response_ids, [0.0] * len(response_ids), "stop",
+                           BehaviorTag((PolicySpan(0, ""),), weights="demonstration"))
+    return Sample(Prompt("demonstration", "sft", example.messages), tokenizer.encode_chat(example.messages),
+                  demonstrated, example.response, Score(1.0), advantage=1.0, loss_mask=[1] * len(response_ids))
 
 
 def epochs(size: int, seed: int) -> Iterator[int]:
@@ -126,7 +181,8 @@ def demonstrations(envs: Sequence[tuple[Environment, float]], count: int, seed: 
     A task without a stored answer is passed over. ValueError names the environments when none has an answer.
     """
     rng = random.Random(f"demonstrations/{seed}")
-    cursors, found = [0] * len(envs), []
+    found: list[Demonstration] = []
+    cursors = [0] * len(envs)
     open_envs = list(range(len(envs)))
     while open_envs and len(found) < count:
         k = rng.choices(open_envs, [envs[e][1] for e in open_envs])[0]

@@ -1,6 +1,6 @@
 """Everything that a bitwise resume of the learner needs, as named tensors and JSON, and back.
 
-    tensors["model"]       every trainable parameter under its own name (LoRA: the adapter; the base is the model folder)
+    tensors["model"]       every trainable parameter by name (LoRA: the adapter; the base is the model folder)
     tensors["optimizer"]   AdamW's moments, and float32 masters of low-precision parameters
     state["optimizer"]     training steps, updates applied, updates refused in a row
     state["version"]       policy version that the learner holds

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,42 +76,53 @@ class LearnSettings:
         return {name: (self.objective.options | dict(self.options))[name] for name in ("reduce", "max_length")}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trace:
     """Detached learner log-probs and entropies of the sequences that went through the model."""
 
     log_probs: LogProbs = field(default_factory=dict)
     entropy: LogProbs = field(default_factory=dict)
 
-    def record(self, packed: Packed, log_probs_N: Tensor, entropy_N: Tensor) -> None:
-        sizes = torch.bincount(packed.segments_N, minlength=len(packed.samples)).tolist()
-        self.log_probs.update(zip(packed.samples, log_probs_N.detach().split(sizes), strict=True))
-        self.entropy.update(zip(packed.samples, entropy_N.detach().split(sizes), strict=True))
+    def __or__(self, other: Trace) -> Trace:
+        return Trace(self.log_probs | other.log_probs, self.entropy | other.entropy)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How a model reads samples: packed micro-batches, one after the other."""
+
+    model: Transformer
+    samples: Sequence[Sample]
+    tokens_per_microbatch: int
+    logprob_chunk: int
+    temperature: float = 1.0
+
+    def run(self, indices: Sequence[int], objective: Callable[[Packed, Tensor], Tensor] | None = None) -> Trace:
+        """Run the chosen samples. With `objective(packed, learner_N)`, a micro-batch's share of J, the gradient of -J
+        is added to that of the parameters; without, nothing is kept for a backward pass."""
+        trace = Trace()
+        for pack in first_fit([num_fed(self.samples[i]) for i in indices], self.tokens_per_microbatch):
+            packed = self.collate([indices[i] for i in pack.indices])
+            with torch.set_grad_enabled(objective is not None):
+                hidden_TD = self.model(packed.ids_T, packed.pos_T, varlen(packed.lengths, self.model.device))
+                learner_N, entropy_N = token_log_probs(
+                    hidden_TD[packed.index_N], self.model.lm_head_weight, packed.targets_N,
+                    temperature=self.temperature, chunk=self.logprob_chunk)
+                if objective is not None:
+                    (-objective(packed, learner_N)).backward()
+            sizes = [len(self.samples[i].rollout.token_ids) for i in packed.samples]
+            trace.log_probs.update(zip(packed.samples, learner_N.detach().split(sizes), strict=True))
+            trace.entropy.update(zip(packed.samples, entropy_N.detach().split(sizes), strict=True))
+        return trace
+
+    def collate(self, indices: Sequence[int]) -> Packed:
+        """The chosen samples as one micro-batch on the model's device."""
+        return collate(self.samples, indices, self.model.device)
 
 
 def gather(values: LogProbs, packed: Packed) -> Tensor:
     """The values of the packed samples, end to end, [N]."""
     return torch.cat([values[i] for i in packed.samples])
-
-
-def run_packed(model: Transformer, samples: Sequence[Sample], indices: Iterable[int], *, tokens_per_microbatch: int,
-               chunk: int, temperature: float = 1.0, trace: Trace | None = None,
-               objective: Callable[[Packed, Tensor], Tensor] | None = None) -> Trace:
-    """Run the chosen samples through the model in packed micro-batches and record their log-probs in `trace`.
-
-    With `objective(packed, learner_N)`, a micro-batch's share of J, the gradient of -J is added to the parameters'.
-    """
-    chosen, trace = list(indices), trace or Trace()
-    for pack in first_fit([num_fed(samples[i]) for i in chosen], tokens_per_microbatch):
-        packed = collate(samples, [chosen[i] for i in pack.indices], model.device)
-        with torch.set_grad_enabled(objective is not None):
-            hidden_TD = model(packed.ids_T, packed.pos_T, varlen(packed.lengths, model.device))
-            learner_N, entropy_N = token_log_probs(hidden_TD[packed.index_N], model.lm_head_weight, packed.targets_N,
-                                                   temperature=temperature, chunk=chunk)
-            if objective is not None:
-                (-objective(packed, learner_N)).backward()
-        trace.record(packed, learner_N, entropy_N)
-    return trace
 
 
 def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: LearnSettings,
@@ -122,84 +133,78 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
     Raises ValueError, before anything changes, for a batch that cannot be learned from, and TrainingDiverged.
     """
     samples = batch.samples
-    check(samples, model.spec.vocab_size)
+    check(samples, model.spec.vocab_size, model.spec.max_position)
     if not (math.isfinite(batch.temperature) and batch.temperature > 0):
         raise ValueError(f"temperature: must be finite and above 0 to learn from, is {batch.temperature}")
     if settings.kl_coef and reference is None and all(linear.adapter is None for _, linear in model.linears()):
         raise ValueError("reference: kl_coef needs a frozen reference model, or a LoRA model whose base is one")
+    forward = Forward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature)
     minibatches = split_groups([s.group for s in samples], settings.minibatches)
     heard = [i for i, s in enumerate(samples) if any(s.loss_mask)]
-    forward = {"tokens_per_microbatch": settings.tokens_per_microbatch, "chunk": settings.logprob_chunk,
-               "temperature": batch.temperature}
 
-    proximal = run_packed(model, samples, heard, **forward).log_probs if len(minibatches) > 1 else None
-    reference_lp = None
+    proximal = forward.run(heard).log_probs if len(minibatches) > 1 else None
+    frozen_lp = None
     if settings.kl_coef:
         with contextlib.nullcontext(reference) if reference is not None else lora.disabled(model) as frozen:
-            reference_lp = run_packed(frozen, samples, heard, **forward).log_probs
+            frozen_lp = replace(forward, model=frozen).run(heard).log_probs
 
-    rate = optimizer.begin_step()
-    records, first_seen = [], {}
+    records, rate = [], optimizer.begin_step()
     for minibatch in minibatches:
-        record, trace = _update(model, samples, minibatch, optimizer, settings, forward, proximal, reference_lp)
+        record, trace = _update(forward, minibatch, optimizer, settings, proximal, frozen_lp)
         records.append(record)
-        first_seen |= trace.log_probs
         if optimizer.refused_in_a_row >= MAX_REFUSALS:
             raise TrainingDiverged(f"step {batch.step}: objective {record['policy/objective']}, gradient norm "
                                    f"{record['optim/grad_norm']}; {MAX_REFUSALS} updates in a row were not finite")
     metrics = _merge(records) | {"optim/lr": rate}
     if heard:
-        packed = collate(samples, heard, model.device)
-        metrics |= mismatch(learner=gather(proximal or first_seen, packed), behavior=packed.behavior_N,
-                            mask=packed.mask_N, segments=packed.segments_N)
+        packed = forward.collate(heard)
+        before = trace.log_probs if proximal is None else proximal
+        metrics |= mismatch(learner=gather(before, packed), behavior=packed.behavior_N, mask=packed.mask_N,
+                            segments=packed.segments_N)
     return metrics
 
 
-def _update(model: Transformer, samples: Sequence[Sample], minibatch: list[int], optimizer: Optimizer,
-            settings: LearnSettings, forward: dict[str, Any], proximal: LogProbs | None,
-            reference: LogProbs | None) -> tuple[dict[str, float], Trace]:
+def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer, settings: LearnSettings,
+            proximal: LogProbs | None, reference: LogProbs | None) -> tuple[dict[str, float], Trace]:
     """One optimizer update from the samples of a minibatch; returns its statistics and what the learner said."""
+    samples = forward.samples
     heard = [i for i in minibatch if any(samples[i].loss_mask)]
     moving = [i for i in heard if settings.kl_coef or samples[i].advantage != 0]
-    counts = Counts(sum(_num_learned(samples[i], settings) for i in heard), len(minibatch))
+    counts = Counts(sum(_num_learned(samples[i], settings.objective) for i in heard), len(minibatch))
 
     def objective(packed: Packed, learner_N: Tensor) -> tuple[Tensor, dict[str, float]]:
         proximal_N = learner_N.detach() if proximal is None else gather(proximal, packed)
-        tokens = {"learner": learner_N, "mask": packed.mask_N, "segments": packed.segments_N, "counts": counts}
-        J, statistics = settings.objective(proximal=proximal_N, behavior=packed.behavior_N,
-                                           advantages=packed.advantages_N, **tokens, **settings.options)
+        J, statistics = settings.objective(
+            learner=learner_N, proximal=proximal_N, behavior=packed.behavior_N, advantages=packed.advantages_N,
+            mask=packed.mask_N, segments=packed.segments_N, counts=counts, **settings.options)
         if reference is not None:
-            if settings.objective.needs_behavior:
-                tokens["mask"] = packed.mask_N & packed.behavior_N.isfinite()
-            divergence, more = penalty(reference=gather(reference, packed), estimator=settings.kl_estimator,
-                                       **tokens, **settings.reduction)
+            usable_N = packed.behavior_N.isfinite() | (not settings.objective.needs_behavior)
+            divergence, more = penalty(
+                learner=learner_N, reference=gather(reference, packed), mask=packed.mask_N & usable_N,
+                segments=packed.segments_N, counts=counts, estimator=settings.kl_estimator, **settings.reduction)
             J, statistics = J - settings.kl_coef * divergence, statistics | more
         return J, statistics
 
-    trace = run_packed(model, samples, moving, **forward, objective=lambda packed, learner_N:
-                       objective(packed, learner_N)[0])
-    run_packed(model, samples, [i for i in heard if i not in trace.log_probs], **forward, trace=trace)
-
+    trace = forward.run(moving, lambda packed, learner_N: objective(packed, learner_N)[0])
+    trace |= forward.run([i for i in heard if i not in trace.log_probs])
     record: dict[str, float] = {"policy/objective": 0.0}
     if heard:
-        whole = collate(samples, heard, model.device)
+        whole = forward.collate(heard)
         J, record = objective(whole, gather(trace.log_probs, whole))
         record["policy/objective"] = J.item()
         record["policy/entropy"] = masked_mean(gather(trace.entropy, whole), whole.mask_N).item()
-    record["optim/grad_norm"] = optimizer.update(refuse=not math.isfinite(record["policy/objective"]))
-    record["optim/skipped"] = float(optimizer.refused_in_a_row > 0)
-    return record, trace
+    return record | optimizer.update(refuse=not math.isfinite(record["policy/objective"])), trace
 
 
-def _num_learned(sample: Sample, settings: LearnSettings) -> int:
+def _num_learned(sample: Sample, objective: Objective) -> int:
     """Tokens of a sample in the denominator: unmasked, and with a usable behaviour log-prob where one is needed."""
-    usable = [not settings.objective.needs_behavior or math.isfinite(p) for p in sample.rollout.logprobs]
+    usable = [not objective.needs_behavior or math.isfinite(p) for p in sample.rollout.logprobs]
     return sum(ok for m, ok in zip(sample.loss_mask, usable, strict=True) if m)
 
 
 def _merge(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Statistics of a step from those of its updates: extremes of extremes, counts added, the mean of the rest."""
-    merged = {}
+    merged: dict[str, float] = {}
     for name in dict.fromkeys(name for record in records for name in record):
         values = [record[name] for record in records if name in record]
         if name.endswith("_max"):
