@@ -317,6 +317,22 @@ def test_a_checkpoint_that_does_not_verify_removes_nothing(tmp_path: Path, monke
     assert_is_step(store, 1)
 
 
+def test_a_checkpoint_that_is_half_removed_is_out_of_sight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, keep_last=1)
+    store.save(1, tensors_of(1), state_of(1))
+
+    def die_half_way(path: Path) -> None:
+        os.remove(path / "state.json")
+        raise InterruptedError("died")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die_half_way)
+        with pytest.raises(InterruptedError):
+            store.save(2, tensors_of(2), state_of(2))
+    assert store.steps() == [2]
+    store.save(3, tensors_of(3), state_of(3))
+    assert os.listdir(tmp_path) == ["step_000003"]
+
+
 def test_truncate_forgets_later_steps(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for step in (1, 2, 3):

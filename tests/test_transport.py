@@ -161,6 +161,14 @@ def test_garbage_is_a_typed_error(line: bytes) -> None:
         decode_sample(line)
 
 
+def test_a_doubled_field_is_refused() -> None:
+    line = encode_sample(sample_of())
+    doubled = line.replace(b'"group":0', b'"group":0,"group":0')
+    assert doubled != line
+    with pytest.raises(CodecError, match="duplicated field 'group'"):
+        decode_sample(doubled)
+
+
 def test_torn_and_miscounted_batches_are_refused() -> None:
     data = encode_batch(batch_of())
     for cut in range(len(data)):

@@ -104,8 +104,9 @@ class LiveView:
         progress.add_column(width=24)
         progress.add_column(ratio=1)
         elapsed = duration(time.monotonic() - self._began)
-        progress.add_row(f"step {step}/{self.total_steps}", ProgressBar(self.total_steps, step))
-        progress.add_row(f"{name or 'step'} {done}/{total}" if total else name, ProgressBar(max(total, 1), done))
+        progress.add_row(f"step {step}/{self.total_steps}", ProgressBar(self.total_steps, step, complete_style="cyan"))
+        progress.add_row(f"{name or 'step'} {done}/{total}" if total else name,
+                         ProgressBar(max(total, 1), done, complete_style="cyan"))
         return Panel(Group(progress, Text(), grid), title=Text(self.title, style="bold"),
                      subtitle=Text(f"elapsed {elapsed}  eta {self._eta()}"))
 
