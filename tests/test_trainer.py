@@ -171,6 +171,22 @@ def test_the_gradient_is_that_of_the_materialised_objective():
     assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_bfloat16_learner_accumulates_in_float32_masters(device):
+    model = tiny_model()
+    batch = make_batch(model)
+    want = gradients(model, acr_objective(model, batch.samples, frozen_log_probs(model, batch.samples)))
+    half = copy.deepcopy(model).to(device, torch.bfloat16)
+    optimizer, metrics = run_learn(half, batch, settings(), learning_rate=1e-4)
+    a = torch.cat([want[n].flatten() for n in want])
+    b = torch.cat([optimizer.seen[0][n].flatten().cpu() for n in want])
+    assert b.dtype == torch.float32
+    assert float(torch.cosine_similarity(a, b, dim=0)) > 0.995 and abs(float(b.norm() / a.norm()) - 1) < 0.05
+    assert metrics["optim/skipped"] == 0 and metrics["optim/update_norm"] > 0
+    for name, p in half.trainable_parameters().items():
+        assert p.dtype == torch.bfloat16 and torch.equal(p, optimizer.masters[name].bfloat16())
+
+
 def test_activation_checkpointing_changes_no_bit_of_the_gradient():
     model = tiny_model()
     batch = make_batch(model)
@@ -414,6 +430,35 @@ def test_a_resumed_trainer_is_bitwise_the_uninterrupted_one(build, stop):
         for name, tensor in named.items():
             assert torch.equal(resumed.state()[0][file][name], tensor), name
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("lost", ["model", "exp_avg", "exp_avg_sq", "num_steps", "num_updates"])
+def test_every_part_of_the_state_matters(lost):
+    """The resume test can fail: without any one part the next step gives other weights."""
+    channel = MemoryRolloutChannel()
+    batches = [make_batch(tiny_model(), step=s, seed=s) for s in range(3)]
+
+    def next_weights(trainer):
+        channel.send(batches[2])
+        trainer.step()
+        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    whole = make_trainer(tiny_model(), channel)
+    for batch in batches[:2]:
+        channel.send(batch)
+        whole.step()
+    tensors, state = copy.deepcopy(whole.state())
+    want = next_weights(whole)
+    for broken in (False, True):
+        if broken and lost == "model":
+            tensors["model"] = copy.deepcopy(tiny_model(seed=0).trainable_parameters())
+        elif broken and lost.startswith("num"):
+            state["optimizer"][lost] = 1
+        elif broken:
+            tensors["optimizer"] = {n: t * 0 if n.endswith(f".{lost}") else t for n, t in tensors["optimizer"].items()}
+        resumed = make_trainer(tiny_model(seed=7), channel)
+        resumed.restore(tensors, state)
+        assert torch.equal(next_weights(resumed), want) != broken
 
 
 def test_restore_refuses_the_state_of_another_model():

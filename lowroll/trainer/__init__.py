@@ -1,0 +1,1 @@
+"""The learner: batches of scored rollouts in, new policy versions out."""
