@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowroll.engine.sampler import SamplingBatch, distribution, philox4x32, require_finite, sample, uniform
+from lowroll.engine.sampler import (
+    SamplingBatch,
+    _inverse_cdf,
+    distribution,
+    philox4x32,
+    require_finite,
+    sample,
+    uniform,
+)
 from lowroll.engine.scheduler import LiveGroup, Sequence
 from lowroll.types import Request
 
@@ -120,6 +128,10 @@ def test_hand_worked_filters():
     assert kept(top_p=0.66) == [round(0.4 / 0.9, 6), round(0.25 / 0.9, 6), round(0.25 / 0.9, 6), 0]
     assert kept(top_p=1e-9) == [1, 0, 0, 0]
     assert kept(min_p=0.5) == [round(0.4 / 0.9, 6), round(0.25 / 0.9, 6), round(0.25 / 0.9, 6), 0]
+    assert distribution(torch.zeros(1, 4), SamplingBatch.of([row(replace(PLAIN, top_p=0.5))], 4))[0].tolist() == [
+        pytest.approx(-math.log(2)), pytest.approx(-math.log(2)), -math.inf, -math.inf]     # 1/4 + 1/4 is enough
+    far = torch.tensor([[0.0, -50.0, -60.0]])
+    assert distribution(far, SamplingBatch.of([row(replace(PLAIN, top_k=2))], 3))[0].tolist() == [0, -50, -math.inf]
     # top-p sees the mass that top-k leaves: 0.4 / 0.9 = 0.444 < 0.45, so a second id is needed
     assert kept(top_k=3, top_p=0.45) == [round(0.4 / 0.65, 6), round(0.25 / 0.65, 6), 0, 0]
 
@@ -170,6 +182,19 @@ def test_impossible_ids_are_never_drawn_at_either_end_of_the_uniform(monkeypatch
     assert tokens.tolist()[0] == 130 and tokens.tolist()[2] == 135
     assert all(130 <= t < 140 or 300 <= t < 302 for t in tokens.tolist())
     require_finite(logprobs.tolist())
+
+
+def test_a_target_on_a_block_boundary_skips_impossible_ids():
+    """Block 0 holds mass a ~ 1e-10, block 1 starts with an impossible id; u * total = a, to the last bits."""
+    torch.manual_seed(3)
+    logp_BV = torch.full((500, 256), -math.inf)
+    logp_BV[:, 5] = -20 - 5 * torch.rand(500)
+    logp_BV[:, 129] = 0.0
+    mass_B = logp_BV[:, 5].exp().double()
+    u_B = mass_B / (mass_B + 1)
+    for _ in range(4):
+        assert set(_inverse_cdf(logp_BV, u_B).tolist()) <= {5, 129}
+        u_B = torch.nextafter(u_B, torch.ones(500, dtype=torch.float64))
 
 
 def test_block_boundaries_do_not_bend_the_distribution():

@@ -193,11 +193,10 @@ def _inverse_cdf(logp_BV: Tensor, u_B: Tensor) -> Tensor:
     """
     p_BV = logp_BV.exp()
     p_BCK = F.pad(p_BV, (0, -p_BV.shape[-1] % CDF_BLOCK)).unflatten(-1, (-1, CDF_BLOCK))
-    mass_BC = p_BCK.sum(-1).double()
-    cdf_BC = mass_BC.cumsum(-1)
+    cdf_BC = p_BCK.sum(-1).double().cumsum(-1)
     target_B1 = u_B[:, None] * cdf_BC[:, -1:]
     block_B1 = _first_above(cdf_BC, target_B1)
-    rest_B1 = (target_B1 - (cdf_BC - mass_BC).gather(-1, block_B1)).clamp(min=0)
+    rest_B1 = target_B1 - F.pad(cdf_BC[:, :-1], (1, 0)).gather(-1, block_B1)
     p_BK = p_BCK.gather(1, block_B1[:, :, None].expand(-1, -1, CDF_BLOCK))[:, 0].double()
     cdf_BK = p_BK.cumsum(-1)
     # the fp32 mass of the block may exceed the sum of its ids by a rounding: then the last possible id is meant

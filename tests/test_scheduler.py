@@ -1,0 +1,412 @@
+"""The scheduler against a fake cache that remembers which tokens each slot's K/V were computed from.
+
+Every decode row reads its whole history back from the slots. A page shared too early, copied too late, freed too
+soon, served to other weights or written by two samples shows as a wrong content, whatever the reference counts say.
+"""
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from hashlib import blake2b
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowroll.engine.request import noise_key
+from lowroll.engine.scheduler import Plan, Scheduler
+from lowroll.kv.pages import PagePool, slots
+from lowroll.types import BehaviorTag, Group, PolicySpan, Request
+
+VOCAB, EOS = 12, 0
+
+
+def tag(version: int = 1) -> BehaviorTag:
+    return BehaviorTag((PolicySpan(version, f"digest{version}"),), weights="int8")
+
+
+def draw(key: int, position: int) -> int:
+    """The fake model and sampler: a token that depends on the noise alone; id 0, the end, one time in 12."""
+    return int.from_bytes(blake2b(f"{key}:{position}".encode(), digest_size=2).digest(), "little") % VOCAB
+
+
+class FakeRunner:
+    """Slots hold (version at writing, tokens up to and including this position)."""
+
+    def __init__(self, pool: PagePool, scheduler: Scheduler) -> None:
+        self.pool, self.scheduler = pool, scheduler
+        self.store: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def run(self, plan: Plan) -> list[tuple]:
+        """Carry out a plan, checking every read. Returns what is to be committed."""
+        size, version = self.pool.page_size, self.scheduler.policy.version
+        assert not {s for s, _ in plan.copies} & {t for _, t in plan.copies}
+        assert len({t for _, t in plan.copies}) == len(plan.copies)
+        for source, target in plan.copies:
+            for i in range(size):
+                self.store[target * size + i] = self.store.get(source * size + i, (0, ()))
+        written: list[int] = []
+        samples = []
+        for chunk in plan.prefills:
+            s = chunk.sequence
+            history = self.read(s.pages, s.prompt_ids, chunk.start)
+            assert s.num_cached == chunk.start
+            if s.group.salt == self.scheduler.salt:         # nothing was adopted since the prefix was looked up
+                assert all(v == version for v, _ in history), "a prefix of other weights was served"
+            for t in range(chunk.start, chunk.stop):
+                (slot,) = slots(s.pages, t, t + 1, size)
+                self.store[slot] = (version, tuple(s.prompt_ids[:t + 1]))
+                written.append(slot)
+            assert chunk.is_last == (chunk.stop == len(s.prompt_ids))
+            assert list(chunk.samples) == (s.group.sequences if chunk.is_last else [])
+            samples += [(x, draw(x.noise_key, x.length)) for x in chunk.samples]
+        for s in plan.decodes:
+            ids = s.prompt_ids + s.token_ids
+            assert s.num_cached == s.position == len(ids) - 1
+            self.read(s.pages, ids, s.position)
+            slot = s.pages[s.position // size] * size + s.position % size
+            self.store[slot] = (version, tuple(ids))
+            written.append(slot)
+            samples.append((s, draw(s.noise_key, s.length)))
+        pages = [slot // size for slot in written[len(written) - len(plan.decodes):]]
+        assert len(set(pages)) == len(pages), "two samples append to one page"
+        assert len(set(written)) == len(written), "two rows wrote one slot"
+        return samples
+
+    def read(self, pages: list[int], ids: list[int], stop: int) -> list[tuple[int, tuple[int, ...]]]:
+        history = [self.store[slot] for slot in slots(pages, 0, stop, self.pool.page_size)]
+        assert [tokens for _, tokens in history] == [tuple(ids[:t + 1]) for t in range(stop)]
+        return history
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """Reference counts are exactly the page tables that list a page; promises are backed by free pages."""
+    pool, holds = scheduler.pool, Counter()
+    for group in scheduler._groups.values():
+        holds.update(group.prompt_pages)
+        for s in group.sequences:
+            holds.update(s.pages)
+            assert len(s.pages) == len(set(s.pages))
+            assert not (s.finish_reason and (s.pages or s.promised))
+    assert [pool.refcount(p) for p in range(pool.num_pages)] == [holds[p] for p in range(pool.num_pages)]
+    assert pool.num_free + len(holds) == pool.num_pages
+    assert scheduler.promised == sum(s.promised for g in scheduler._groups.values() for s in g.sequences)
+    assert 0 <= scheduler.promised <= pool.num_free
+    assert scheduler.num_running <= scheduler.max_batch
+
+
+def expected(request: Request, decode=None) -> list[tuple[list[int], str, object]]:
+    """The rollouts of a request, sampled alone by a loop without scheduler, cache or batch."""
+    rollouts = []
+    for i in range(request.n):
+        key, ids, end = noise_key(request, i), [], ("length", None)
+        stops = set(request.stop_ids) | (set() if request.ignore_eos else {EOS})
+        while len(ids) < request.max_tokens:
+            token = draw(key, len(request.prompt_ids) + len(ids))
+            ids.append(token)
+            if token in stops and len(ids) > request.min_tokens:
+                end = ("stop", token)
+                break
+            text = decode(ids[request.min_tokens:]) if decode else ""
+            hit = [s for s in request.stop_strings if s in text]
+            if hit:
+                end = ("stop", hit[0])
+                break
+        rollouts.append((ids, *end))
+    return rollouts
+
+
+def run_all(scheduler: Scheduler, runner: FakeRunner, limit: int = 5000) -> dict[int, Group]:
+    done: dict[int, Group] = {}
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return done
+        commit_all(scheduler, runner.run(scheduler.plan()))
+        check_invariants(scheduler)
+        done |= scheduler.finished()
+    raise AssertionError("the scheduler did not finish")
+
+
+def commit_all(scheduler: Scheduler, samples: list[tuple]) -> None:
+    for sequence, token in samples:
+        scheduler.commit(sequence, token, -0.25)
+
+
+def make(num_pages=16, page_size=4, **knobs) -> tuple[Scheduler, FakeRunner]:
+    pool = PagePool(num_pages, page_size)
+    defaults = {"behavior": tag(), "max_batch": 4, "max_prefill_tokens": 64, "eos_ids": [EOS]}
+    scheduler = Scheduler(pool, **(defaults | knobs))
+    return scheduler, FakeRunner(pool, scheduler)
+
+
+def outcome(group: Group) -> list[tuple]:
+    return [(r.token_ids, r.finish_reason, r.stop_reason) for r in group.rollouts]
+
+
+def test_a_group_by_hand():
+    """6 prompt tokens, pages of 4: page 0 is shared, page 1 (the tail) is copied for two of three samples."""
+    scheduler, runner = make()
+    scheduler.add(Request(prompt_ids=[1, 2, 3, 4, 5, 6], n=3, max_tokens=4, ignore_eos=True))
+    plan = scheduler.plan()
+    (chunk,) = plan.prefills
+    assert (chunk.start, chunk.stop, chunk.is_last, len(chunk.samples)) == (0, 6, True, 3)
+    assert plan.copies == [] and plan.decodes == [] and chunk.sequence.pages == [0, 1]
+    # 9 positions are stored at most: 3 pages a sample, page 0 shared -> 1 + 3 * 2, of which 2 are given out
+    assert (scheduler.promised, scheduler.pool.num_used) == (5, 2)
+    commit_all(scheduler, runner.run(plan))
+    plan = scheduler.plan()
+    assert plan.copies == [(1, 2), (1, 3)] and [s.pages for s in plan.decodes] == [[0, 1], [0, 2], [0, 3]]
+    assert [scheduler.pool.refcount(p) for p in range(4)] == [3, 1, 1, 1] and scheduler.promised == 3
+    commit_all(scheduler, runner.run(plan))
+    commit_all(scheduler, runner.run(scheduler.plan()))         # position 7 still lies on the tail page
+    plan = scheduler.plan()
+    assert [s.pages for s in plan.decodes] == [[0, 1, 4], [0, 2, 5], [0, 3, 6]] and scheduler.promised == 0
+    commit_all(scheduler, runner.run(plan))
+    assert not scheduler.has_work and scheduler.pool.num_free == 16
+    ((_, group),) = scheduler.finished()
+    assert [len(r.token_ids) for r in group.rollouts] == [4, 4, 4] and scheduler.finished() == []
+    assert group.rollouts[0].behavior == replace(tag(), sampler={
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0})
+
+
+def test_a_sibling_takes_over_the_tail_of_a_leader_that_ended_at_once():
+    """Were it copied instead, the tail would be freed and given to the next group's copy within the same plan."""
+    pairs = (Request(prompt_ids=[1, 2, 3, 4, 5], n=2, max_tokens=6, seed=seed) for seed in range(999))
+    short = [r for r in pairs if [len(ids) > 1 for ids, _, _ in expected(r)] == [False, True]][:2]
+    scheduler, runner = make()
+    for request in short:
+        scheduler.add(request)
+    commit_all(scheduler, runner.run(scheduler.plan()))
+    plan = scheduler.plan()
+    assert plan.copies == [] and [s.pages for s in plan.decodes] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("num_pages, max_batch", [(1024, 64), (1024, 16), (7, 16), (4, 1)])
+def test_64_samples_enter_in_waves_and_the_prompt_runs_once(num_pages, max_batch):
+    request = Request(prompt_ids=[1, 2, 3, 4, 5], n=64, max_tokens=11, seed=3)
+    scheduler, runner = make(num_pages=num_pages, max_batch=max_batch)
+    prefilled, peak_rows = 0, 0
+    scheduler.add(request)
+    for _ in range(64 * 11 + 1):
+        plan = scheduler.plan()
+        prefilled += sum(c.stop - c.start for c in plan.prefills)
+        peak_rows = max(peak_rows, len(plan.decodes))
+        commit_all(scheduler, runner.run(plan))
+        check_invariants(scheduler)
+    assert prefilled == 5 and not scheduler.has_work
+    if num_pages < 1024:        # a sample stores 15 positions: 4 pages, the first shared
+        assert peak_rows == min((num_pages - 1) // 3, max_batch)
+    assert scheduler.pool.num_free == num_pages
+    assert outcome(scheduler.finished()[0][1]) == expected(request)
+
+
+def test_admission_waits_for_worst_case_pages_first_in_first_out():
+    """8 pages of 4. Samples of 8 + 9 - 1 = 16 positions need 4 pages: two fit, the small third waits for its turn."""
+    scheduler, runner = make(num_pages=8)
+    big = Request(prompt_ids=[1] * 8, max_tokens=9, ignore_eos=True)
+    for i, request in enumerate([big, replace(big, prompt_ids=[2] * 8), replace(big, prompt_ids=[3] * 8),
+                                 Request(prompt_ids=[4], max_tokens=1)]):
+        assert scheduler.add(request) == i
+    plan = scheduler.plan()
+    assert [c.sequence.group.handle for c in plan.prefills] == [0, 1]
+    for _ in range(8):
+        commit_all(scheduler, runner.run(plan))
+        plan = scheduler.plan()
+        assert not plan.prefills
+    commit_all(scheduler, runner.run(plan))
+    assert [handle for handle, _ in scheduler.finished()] == [0, 1]
+    plan = scheduler.plan()
+    assert [c.sequence.group.handle for c in plan.prefills] == [2, 3]
+
+
+def test_a_promise_lapses_when_a_sample_ends_early():
+    scheduler, runner = make(num_pages=4)
+    endless = Request(prompt_ids=[1, 2], max_tokens=14, stop_ids=tuple(range(VOCAB)))     # stops at its first token
+    scheduler.add(endless)
+    scheduler.add(endless)
+    plan = scheduler.plan()
+    assert len(plan.prefills) == 1 and scheduler.promised == 3
+    commit_all(scheduler, runner.run(plan))
+    assert scheduler.promised == 0 and scheduler.pool.num_free == 4
+    assert len(scheduler.plan().prefills) == 1
+
+
+def test_prompt_tokens_of_a_step_are_bounded_and_long_prompts_come_in_chunks():
+    scheduler, runner = make(num_pages=64, max_prefill_tokens=10, prefill_chunk=4)
+    scheduler.add(Request(prompt_ids=[1] * 9, max_tokens=2))
+    scheduler.add(Request(prompt_ids=[2] * 5, max_tokens=2))
+    scheduler.add(Request(prompt_ids=[3] * 3, max_tokens=2))
+    seen = []
+    for _ in range(3):
+        plan = scheduler.plan()
+        seen.append([(c.sequence.group.handle, c.start, c.stop, c.is_last) for c in plan.prefills])
+        commit_all(scheduler, runner.run(plan))
+    assert seen == [[(0, 0, 4, False), (1, 0, 4, False)],           # the third's 3 tokens exceed the 2 that are left
+                    [(0, 4, 8, False), (1, 4, 5, True), (2, 0, 3, True)],
+                    [(0, 8, 9, True)]]
+    scheduler, runner = make(num_pages=64, max_prefill_tokens=4)    # whole prompts: a long one runs, alone
+    scheduler.add(Request(prompt_ids=[1] * 9, max_tokens=1))
+    scheduler.add(Request(prompt_ids=[2], max_tokens=1))
+    assert [(c.start, c.stop) for c in scheduler.plan().prefills] == [(0, 9)]
+
+
+def test_prefix_pages_are_reused_by_equal_weights_only():
+    scheduler, runner = make(num_pages=32)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    request = Request(prompt_ids=prompt, max_tokens=2, ignore_eos=True)
+    starts = []
+    for change in (None, None, [1, 2, 3, 4, 9, 9, 9], tag(2), None, replace(tag(2), kv_policy="rkv"), None):
+        if isinstance(change, BehaviorTag):
+            scheduler.adopt(change)
+        scheduler.add(replace(request, prompt_ids=change) if isinstance(change, list) else request)
+        plan = scheduler.plan()
+        starts.append(plan.prefills[0].start)
+        commit_all(scheduler, runner.run(plan))
+        run_all(scheduler, runner)
+    # of 8 known tokens 4 are skipped: the last token always runs, on a page of its own
+    assert starts == [0, 4, 4, 0, 4, 0, 4] and scheduler.pool.hits == 4
+
+
+def test_weights_adopted_in_flight_make_spans_and_no_prefix():
+    scheduler, runner = make(num_pages=32, prefill_chunk=4)
+    request = Request(prompt_ids=[1, 2, 3, 4, 5, 6], max_tokens=3, ignore_eos=True)
+    scheduler.add(request)
+    runner.run(scheduler.plan())
+    scheduler.adopt(tag(2))                                     # in the middle of the prompt
+    commit_all(scheduler, runner.run(scheduler.plan()))
+    scheduler.adopt(replace(tag(3), noise_sigma=0.1))
+    run_all_groups = run_all(scheduler, runner)
+    scheduler.adopt(tag(4))
+    behavior = run_all_groups[0].rollouts[0].behavior
+    assert behavior.policy == (PolicySpan(2, "digest2", 0), PolicySpan(3, "digest3", 1)) and behavior.noise_sigma == 0.1
+    for version in (2, 1):                                      # neither the old nor the mixed pages may be served
+        scheduler.adopt(tag(version))
+        handle = scheduler.add(request)
+        assert scheduler.plan().prefills[0].start == 0
+        scheduler.abort(handle)
+
+
+def test_a_finished_sample_keeps_the_behavior_it_was_drawn_under():
+    scheduler, runner = make()
+    pairs = (Request(prompt_ids=[1], n=2, max_tokens=6, seed=seed) for seed in range(99))
+    scheduler.add(next(r for r in pairs if len({len(ids) for ids, _, _ in expected(r)}) == 2))
+    while not any(s.finish_reason for s in scheduler._groups[0].sequences):     # at most 6 steps
+        commit_all(scheduler, runner.run(scheduler.plan()))
+    scheduler.adopt(replace(tag(2), noise_sigma=0.5))
+    rollouts = run_all(scheduler, runner)[0].rollouts
+    short, long = sorted(rollouts, key=lambda r: len(r.token_ids))
+    assert short.behavior.noise_sigma == 0.0 and [s.version for s in short.behavior.policy] == [1]
+    assert long.behavior.noise_sigma == 0.5 and [s.version for s in long.behavior.policy] == [1, 2]
+
+
+def test_abort_returns_what_there_is_and_late_commits_are_ignored():
+    scheduler, runner = make()
+    handles = [scheduler.add(Request(prompt_ids=[i] * 5, n=3, max_tokens=9, ignore_eos=True)) for i in (1, 2, 3)]
+    commit_all(scheduler, runner.run(scheduler.plan()))
+    samples = runner.run(scheduler.plan())
+    assert scheduler.abort(handles[0]) and scheduler.abort(handles[2])
+    assert not scheduler.abort(handles[0]) and not scheduler.abort(77)
+    commit_all(scheduler, samples)                              # the step was under way: its results still arrive
+    check_invariants(scheduler)
+    done = dict(scheduler.finished())
+    assert set(done) == {handles[0], handles[2]}
+    assert [(len(r.token_ids), r.finish_reason) for r in done[handles[0]].rollouts] == [(1, "abort")] * 3
+    assert [(r.token_ids, r.behavior.policy) for r in done[handles[2]].rollouts] == [([], tag().policy)] * 3
+    run_all(scheduler, runner)
+    assert scheduler.pool.num_free == 16
+
+
+def test_a_log_prob_that_is_no_number_is_refused():
+    scheduler, _ = make()
+    scheduler.add(Request(prompt_ids=[1], max_tokens=2))
+    (chunk,) = scheduler.plan().prefills
+    with pytest.raises(ValueError, match="logprob of sample 0, token 0 is nan"):
+        scheduler.commit(chunk.sequence, 3, float("nan"))
+
+
+def letters(ids: list[int]) -> str:
+    """A byte-level stand-in: 1..9 are letters, 10 is nothing (a skipped special), 11 is half of a two-byte letter."""
+    text, i = "", 0
+    while i < len(ids):
+        if ids[i] == 11:
+            pair = ids[i:i + 2] == [11, 11]
+            text += "é" if pair else "\ufffd"
+            i += 1 + pair
+            continue
+        text += "" if ids[i] == 10 else ".abcdefghi"[ids[i]]
+        i += 1
+    return text
+
+
+def test_stop_strings_by_hand():
+    def stop(ids, strings, min_tokens=0):
+        scheduler, _ = make(num_pages=64, decode=letters)
+        scheduler.add(Request(prompt_ids=[1], max_tokens=60, min_tokens=min_tokens, stop_strings=strings))
+        sequence = scheduler.plan().prefills[0].sequence
+        for i, token in enumerate(ids):
+            scheduler.commit(sequence, token, -1.0)
+            if sequence.finish_reason:
+                return i, sequence.stop_reason
+        return None
+    assert stop([1, 2, 3, 4], ("cd", "abc")) == (2, "abc")      # the first that is complete
+    assert stop([1, 2, 3], ("bc", "abc")) == (2, "bc")          # both at once: the request's order
+    assert stop([1] + [10] * 40 + [2], ("ab",)) == (41, "ab")   # tokens without text in between
+    assert stop([5] * 30 + [11, 11], ("é",)) == (31, "é")
+    assert stop([1, 2, 3, 1, 2], ("ab",), min_tokens=2) == (4, "ab")     # not within the first two tokens
+    assert stop([1, 2, 1], ("ba",), min_tokens=2) is None
+
+
+def random_request(rng: random.Random) -> Request:
+    max_tokens = rng.randint(1, 8)
+    return Request(
+        prompt_ids=[rng.choice([1, 2]) for _ in range(rng.randint(1, 9))], n=rng.randint(1, 6), max_tokens=max_tokens,
+        min_tokens=min(rng.randint(0, 3), max_tokens), seed=rng.randint(0, 50), ignore_eos=rng.random() < 0.5,
+        stop_ids=rng.choice([(), (3,), (3, 7)]), stop_strings=rng.choice([(), (), ("ab", "c")]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), num_events=st.integers(0, 100))
+def test_any_interleaving_keeps_pages_exact_and_rollouts_those_of_a_request_alone(seed, num_events):
+    rng = random.Random(seed)
+    page_size = rng.randint(1, 4)
+    num_pages = rng.randint(-(-17 // page_size), 24)            # one sample always fits, as validation guarantees
+    scheduler, runner = make(num_pages, page_size, max_batch=rng.randint(1, 6), decode=letters,
+                             prefill_chunk=rng.choice([None, 1, 3]), max_prefill_tokens=rng.randint(1, 12))
+    requests: dict[int, Request] = {}
+    aborted: set[int] = set()
+    done: dict[int, Group] = {}
+
+    def abort() -> None:
+        handle = rng.randrange(len(requests) + 1)
+        aborted.update([handle] if scheduler.abort(handle) else [])
+
+    for version in range(2, num_events + 2):
+        verb = rng.choices(["add", "step", "abort", "torn", "adopt"], [6, 20, 1, 1, 1])[0]
+        if verb == "add":
+            request = random_request(rng)
+            requests[scheduler.add(request)] = request
+        elif verb == "adopt":
+            scheduler.adopt(tag(version))
+        elif verb == "abort":
+            abort()
+        else:
+            samples = runner.run(scheduler.plan())
+            check_invariants(scheduler)
+            if verb == "torn":                                  # an abort arrives while the step runs
+                abort()
+            commit_all(scheduler, samples)
+        check_invariants(scheduler)
+        done |= scheduler.finished()
+    done |= run_all(scheduler, runner)
+    assert scheduler.pool.num_free == num_pages and scheduler.promised == 0
+    assert set(done) == set(requests)
+    for handle, request in requests.items():
+        for rollout, (ids, reason, stop) in zip(done[handle].rollouts, expected(request, letters), strict=True):
+            assert len(rollout.logprobs) == len(rollout.token_ids)
+            starts = [span.start for span in rollout.behavior.policy]
+            assert starts[0] == 0 and starts == sorted(set(starts))
+            if rollout.finish_reason == "abort":
+                assert handle in aborted and rollout.token_ids == ids[:len(rollout.token_ids)]
+            else:
+                assert (rollout.token_ids, rollout.finish_reason, rollout.stop_reason) == (ids, reason, stop)
