@@ -1,0 +1,130 @@
+r"""Word and competition problems with a final answer, from rows of a data set. GSM8K and MATH are its two dialects.
+
+The fields are found by name: the question in `question`, `problem` or `prompt`; the gold answer in `answer`,
+`final_answer` or `solution`, after `####`, in the last `\boxed{}`, between dollars, or as it stands. A row without a
+gold answer is skipped and counted.
+"""
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lowroll.envs.answers import boxed_answer, equal, last_answer, same_number
+from lowroll.envs.base import Environment, bounded
+from lowroll.envs.rows import Rows
+from lowroll.types import Prompt, Score
+
+QUESTION_FIELDS = ("question", "problem", "prompt")
+ANSWER_FIELDS = ("answer", "final_answer", "solution")
+CALCULATOR = re.compile(r"<<[^<>]*>>")     # GSM8K's annotations, <<48/2=24>>, are not meant to be imitated
+UNIT = re.compile(r"\\(?:text|mbox|mathrm)\b")
+GROUPED = re.compile(r"(?<=\d),(?=\d{3}\b)")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One usable row: the question, the final answer, and a worked solution that ends in it ("" if none)."""
+
+    question: str
+    answer: str
+    solution: str = ""
+
+
+class Problems(Environment):
+    """Reward 1 when the response's final answer equals the gold answer, else 0."""
+
+    exact = True
+    hashes: ClassVar[bool]             # whether `#### number` counts beside \boxed{}
+    default_template: ClassVar[str]
+
+    def __init__(self, *, name: str, seed: int = 0, system: str | None = None, template: str | None = None,
+                 path: str | None = None, test_path: str | None = None, subset: str | None = None) -> None:
+        super().__init__(name=name, seed=seed, system=system, template=template or self.default_template)
+        if importlib.util.find_spec("math_verify") is None:
+            raise ValueError(f"env {name!r}: answers are compared by the package 'math-verify', which is not installed")
+        self.rows = Rows(name, problem_of, path=path, test_path=test_path, subset=subset, seed=seed)
+
+    def size(self, split: str = "train") -> int | None:
+        """Usable rows of the split."""
+        return len(self.rows[split])
+
+    def prompt(self, index: int, split: str = "train") -> Prompt:
+        """Problem number `index` of a split, in a fresh order each epoch of the train split."""
+        self.rng(split, index)         # checks both
+        row = self.rows.at(split, index)
+        problem = self.rows[split][row]
+        return self.ask(problem.question, index, split, {"answer": problem.answer, "row": row, "split": split})
+
+    def score(self, prompt: Prompt, text: str) -> Score:
+        """1 or 0. A comparison that fails raises; a response without a final answer is wrong."""
+        text = bounded(text)
+        answer = last_answer(text) if self.hashes else boxed_answer(text)
+        right = answer is not None and equal(prompt.info["answer"], answer)
+        return Score(float(right), {"has_answer": float(answer is not None)})
+
+    def gold(self, prompt: Prompt) -> str:
+        """The data set's worked solution when it ends in the gold answer, else the answer alone."""
+        answer = prompt.info["answer"]
+        solution = self.rows[prompt.info["split"]][prompt.info["row"]].solution
+        stated = last_answer(solution) if self.hashes else boxed_answer(solution)
+        same = stated == answer or stated is not None and same_number(answer, stated)
+        return solution if same else self.state(answer)
+
+    def perturbed(self, prompt: Prompt) -> str:
+        """The gold answer with one digit changed."""
+        return self.state(perturb(prompt.info["answer"]))
+
+    def state(self, answer: str) -> str:
+        """The shortest response with this final answer."""
+        return f"\\boxed{{{answer}}}"
+
+
+def problem_of(row: dict[str, Any], where: str) -> Problem | None:
+    """Read one row; None when its gold answer is empty. ValueError names the file and line of a row without fields."""
+    question = next((row[key] for key in QUESTION_FIELDS if key in row), None)
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"{where}: no text in any of the fields {', '.join(QUESTION_FIELDS)}")
+    key = next((key for key in ANSWER_FIELDS if key in row), None)
+    if key is None:
+        raise ValueError(f"{where}: none of the fields {', '.join(ANSWER_FIELDS)}")
+    raw = _as_text(row[key], f"{where}: field {key!r}")
+    answer = final_answer(raw) if key != "solution" else (last_answer(raw) or "")
+    solution = raw if "####" in raw or key == "solution" else row.get("solution")
+    solution = CALCULATOR.sub("", solution) if isinstance(solution, str) else ""
+    return Problem(question.strip(), answer, solution.strip()) if answer else None
+
+
+def final_answer(raw: str) -> str:
+    """The gold answer inside an answer field: after ####, in the last box, between dollars, or the whole field."""
+    if "####" in raw:
+        return GROUPED.sub("", raw.rpartition("####")[2].strip())
+    if "\\boxed" in raw:
+        return boxed_answer(raw) or ""
+    raw = raw.strip()
+    if len(raw) > 1 and raw[0] == raw[-1] == "$" and "$" not in raw[1:-1]:
+        raw = raw[1:-1].strip()
+    return raw
+
+
+def perturb(answer: str) -> str:
+    """A near miss: the last digit (before a unit, which is not judged) changed, or an x added to a text."""
+    digits = list(re.finditer(r"\d", UNIT.split(answer)[0])) or list(re.finditer(r"\d", answer))
+    if not digits:
+        head, brace, tail = answer.rpartition("}")
+        return f"{head}x{brace}{tail}"
+    i = digits[-1].start()
+    wrong = "8" if answer[i] == "9" else str(int(answer[i]) + 1)
+    return answer[:i] + wrong + answer[i + 1:]
+
+
+def _as_text(value: Any, where: str) -> str:
+    """An answer field as text: a string, a number (27.0 is 27), or a list of such."""
+    if isinstance(value, list):
+        return ", ".join(_as_text(item, where) for item in value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is None or isinstance(value, (bool, dict)):
+        raise ValueError(f"{where} must be a string or a number, got {type(value).__name__}")
+    return str(value)

@@ -1,0 +1,306 @@
+"""The scorer pool: persistent worker processes that are killed and replaced when a scorer hangs, bloats or crashes.
+
+A reward is computed or it is an error, never a 0 that stands for "could not score":
+
+    kind       what happened to the item                          the worker
+    exception  the scorer raised                                  goes on
+    invalid    it returned no Score, or one that is not finite    goes on
+    timeout    it took longer than `time_limit` seconds           is killed and replaced
+    memory     it went over `memory_limit_mb` of address space    is replaced
+    crash      the process ended under it                         is replaced
+
+Only the item in hand gets the error; what its worker still had to do goes to another. A limit that cannot kill is no
+limit: a hung scorer under a mere `wait(timeout)` keeps its worker, and a few of them starve the pool.
+
+Concurrency. `score` is one loop over the workers' pipes (`select`): it sends a chunk to each idle worker, and waits for
+the next reply or the next deadline, whichever comes first. A worker holds one chunk at a time and answers item by
+item, so the clock starts anew with each item. Callers in several threads are served one after the other. Messages are
+JSON; nothing that a worker says can run code here. Workers see no environment variables beyond `KEEP_ENV`.
+"""
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowroll.envs.base import bounded
+from lowroll.types import Prompt, Score, ScoreError
+
+START_LIMIT = 60.0         # seconds for a worker to import its environments
+KILL_LIMIT = 5.0           # seconds for the kernel to reap a killed worker
+MAX_CHUNK = 32             # items a worker holds at a time
+MAX_REPLY = 1 << 20        # bytes of a reply line; a longer one is a crash
+KEEP_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+Spec = tuple[str, dict[str, Any], int]
+
+
+@dataclass
+class _Job:
+    """One call of `score`: encoded items, their results so far, and the indices that no worker holds."""
+
+    items: list[bytes]
+    results: list[Score | ScoreError | None]
+    pending: deque[int]
+    done: int = 0
+
+    def settle(self, index: int, result: Score | ScoreError) -> None:
+        """Record a result."""
+        self.results[index] = result
+        self.done += 1
+
+    def take_back(self, held: deque[int]) -> None:
+        """Items that their worker will not score go first in line."""
+        self.pending.extendleft(reversed(held))
+        held.clear()
+
+
+class _Worker:
+    """One child process, and the items (by index) that it holds. It is starting until it has said that it is ready."""
+
+    def __init__(self, setup: bytes) -> None:
+        self.stderr = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "lowroll.envs.worker", str(os.getpid())], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self.stderr, env=_child_env(), start_new_session=True, bufsize=0)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        os.set_blocking(self.stdin.fileno(), False)
+        os.set_blocking(self.stdout.fileno(), False)
+        self.held: deque[int] = deque()
+        self.ready = self.ended = self.killed = False
+        self.outbox, self.inbox = setup, b""
+        self.deadline = time.monotonic() + START_LIMIT
+
+    @property
+    def late(self) -> bool:
+        """Whether it owes an answer, its readiness or a score, and the time for it is over."""
+        return (not self.ready or bool(self.held)) and time.monotonic() > self.deadline
+
+    def hand(self, chunk: list[int], message: bytes, time_limit: float) -> None:
+        """Give it items."""
+        self.held.extend(chunk)
+        self.outbox += message
+        self.deadline = time.monotonic() + time_limit
+
+    def write(self) -> None:
+        """Send what the pipe takes."""
+        try:
+            self.outbox = self.outbox[os.write(self.stdin.fileno(), self.outbox):]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self.outbox = b""          # its end is noticed on the reading side
+
+    def read(self) -> list[bytes]:
+        """The reply lines that have arrived; sets `ended` at the end of the stream."""
+        try:
+            data = os.read(self.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return []
+        *lines, self.inbox = (self.inbox + data).split(b"\n")
+        self.ended = not data or len(self.inbox) > MAX_REPLY
+        return lines
+
+    def kill(self) -> str:
+        """End it and its children, once; how it ended and the last that it wrote to its standard error."""
+        if self.killed:
+            return ""
+        self.killed = True
+        try:
+            self.process.wait(0.5 if self.ended else 0)    # one that ended by itself has a status to tell
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass                       # nobody of its session is left
+        status = self.process.wait(KILL_LIMIT)
+        self.stdin.close()
+        self.stdout.close()
+        with self.stderr:
+            self.stderr.seek(max(0, self.stderr.seek(0, os.SEEK_END) - 300))
+            words = self.stderr.read().decode(errors="replace").strip()
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        return f"{how}: {words}" if words else how
+
+
+class ScorerPool:
+    """Scores responses in `num_workers` processes. A context manager; `close` ends the workers.
+
+    `env_specs` maps an environment's name to what `lowroll.envs.make` needs: (id, args, seed). RuntimeError, with the
+    reason, when a worker cannot build them.
+    """
+
+    def __init__(self, env_specs: Mapping[str, Spec], num_workers: int = 2, time_limit: float = 10.0,
+                 memory_limit_mb: int = 2048) -> None:
+        for field, value in (("num_workers", num_workers), ("time_limit", time_limit),
+                             ("memory_limit_mb", memory_limit_mb)):
+            if not value > 0:
+                raise ValueError(f"{field} must be positive, got {value}")
+        self.names = frozenset(env_specs)
+        self.time_limit, self.memory_limit_mb = time_limit, memory_limit_mb
+        self.replaced = 0              # workers replaced so far
+        setup = {"specs": {name: list(spec) for name, spec in env_specs.items()}, "memory_limit_mb": memory_limit_mb}
+        self._setup = json.dumps(setup).encode() + b"\n"
+        self._lock = threading.Lock()
+        # Linux kills a worker with the *thread* that started it, so all are started by one that lives with the pool.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="scorer-starter")
+        self._workers: list[_Worker] = []
+        try:
+            self._workers = [self._start() for _ in range(num_workers)]
+            while not all(worker.ready for worker in self._workers):
+                self._exchange(_Job([], [], deque()))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ScorerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the workers. Bounded; may be called twice."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+        self._starter.shutdown(wait=False)
+
+    def score(self, items: Sequence[tuple[Prompt, str]],
+              on_progress: Callable[[int, int], None] | None = None) -> list[Score | ScoreError]:
+        """Score (prompt, response) pairs; the results are in their order. `on_progress(done, total)` tells of some.
+
+        ValueError, before anything is scored, for a prompt of an environment that the pool does not have, or whose
+        `info` is not JSON. Of each response the last `base.MAX_TEXT` characters are looked at.
+        """
+        encoded = [self._encode(prompt, text) for prompt, text in items]
+        with self._lock:
+            if not self._workers:
+                raise RuntimeError("the scorer pool is closed")
+            job = _Job(encoded, [None] * len(encoded), deque(range(len(encoded))))
+            try:
+                while job.done < len(encoded):
+                    before = job.done
+                    self._exchange(job)
+                    if on_progress is not None and job.done > before:
+                        on_progress(job.done, len(encoded))
+            finally:                   # an interrupted call must not leave half-done chunks behind
+                for i, worker in enumerate(self._workers):
+                    if worker.held:
+                        self._replace(i)
+        return [result for result in job.results if result is not None]
+
+    def _encode(self, prompt: Prompt, text: str) -> bytes:
+        if prompt.env not in self.names:
+            raise ValueError(f"prompt {prompt.id!r} is of environment {prompt.env!r}; the pool has: "
+                             f"{', '.join(sorted(self.names))}")
+        try:
+            return json.dumps({"prompt": vars(prompt), "text": bounded(text)}, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"prompt {prompt.id!r} of environment {prompt.env!r} is not JSON data: {error}") from error
+
+    def _exchange(self, job: _Job) -> None:
+        """One turn: hand out chunks, wait for a pipe or a deadline, take replies, replace who ended or is late."""
+        for worker in self._workers:
+            if worker.ready and not worker.held and job.pending and not worker.read() and not worker.ended:
+                size = min(MAX_CHUNK, max(1, len(job.pending) // (2 * len(self._workers))))
+                chunk = [job.pending.popleft() for _ in range(size)]
+                message = b'{"items": [' + b", ".join(job.items[j] for j in chunk) + b"]}\n"
+                worker.hand(chunk, message, self.time_limit)
+        self._wait()
+        for i, worker in enumerate(self._workers):
+            for line in [] if worker.ended else worker.read():
+                self._take(worker, line, job)
+            if worker.ended or worker.late:
+                self._give_up(worker, job)
+                self._replace(i)
+
+    def _wait(self) -> None:
+        """Until a worker has something to say or takes more input, or the earliest deadline."""
+        if any(worker.ended for worker in self._workers):
+            return
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.stdout, selectors.EVENT_READ)
+                if worker.outbox:
+                    selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
+            deadline = min((w.deadline for w in self._workers if w.held or not w.ready), default=0.0)
+            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                if key.data is not None:
+                    key.data.write()
+
+    def _take(self, worker: _Worker, line: bytes, job: _Job) -> None:
+        """Take one reply line."""
+        reply = _decode(line)
+        if not worker.ready:
+            if reply.get("ready") is not True:
+                raise RuntimeError(f"a scoring worker could not start: {reply.get('failed') or worker.kill()}")
+            worker.ready = True
+            return
+        result = _result(reply)
+        if result is None or not worker.held:
+            worker.ended = True        # it does not speak the protocol: treated as a crash
+            return
+        job.settle(worker.held.popleft(), result)
+        worker.deadline = time.monotonic() + self.time_limit
+        if isinstance(result, ScoreError) and result.kind == "memory":
+            job.take_back(worker.held)
+            worker.ended = True
+
+    def _give_up(self, worker: _Worker, job: _Job) -> None:
+        """Kill a worker that has ended or is late: the item in hand is an error, the others go back."""
+        late = not worker.ended
+        how = worker.kill()
+        if not worker.ready:
+            raise RuntimeError("a scoring worker could not start: "
+                               + (f"not ready after {START_LIMIT:g} s ({how})" if late else how))
+        if worker.held:
+            job.settle(worker.held.popleft(), ScoreError("timeout", f"no score after {self.time_limit:g} s") if late
+                       else ScoreError("crash", f"the scorer's process ended: {how}"))
+        job.take_back(worker.held)
+
+    def _start(self) -> _Worker:
+        return self._starter.submit(_Worker, self._setup).result(START_LIMIT)
+
+    def _replace(self, i: int) -> None:
+        self._workers[i].kill()
+        self._workers[i] = self._start()
+        self.replaced += 1
+
+
+def _child_env() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    kept = {key: os.environ[key] for key in KEEP_ENV if key in os.environ}
+    return kept | {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _decode(line: bytes) -> dict[str, Any]:
+    try:
+        reply = json.loads(line)
+    except ValueError:
+        return {}
+    return reply if isinstance(reply, dict) else {}
+
+
+def _result(reply: dict[str, Any]) -> Score | ScoreError | None:
+    """A reply as a result; None when it is not one."""
+    reward, metrics, kind = reply.get("reward"), reply.get("metrics"), reply.get("error")
+    if isinstance(reward, float) and isinstance(metrics, dict):
+        return Score(reward, metrics)
+    if kind == "exception" or kind == "memory" or kind == "invalid":
+        return ScoreError(kind, str(reply.get("message")))
+    return None

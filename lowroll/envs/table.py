@@ -1,0 +1,129 @@
+"""The table of environments: an id, and the class that it names.
+
+An id is one of the table, "reasoning-gym/<generator>", or "path/to/file.py" (or "path/to/file.py:Class"), a user's own
+subclass of Environment. Naming a file runs its code, here and in the scoring workers, so `make` announces it.
+"""
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lowroll.envs.base import Environment
+
+logger = logging.getLogger(__name__)
+
+TABLE = {
+    "reverse-text": "lowroll.envs.reverse_text:ReverseText",
+    "arithmetic": "lowroll.envs.arithmetic:Arithmetic",
+    "gsm8k": "lowroll.envs.gsm8k:GSM8K",
+    "math": "lowroll.envs.math:Math",
+}
+REASONING_GYM = "reasoning-gym/"
+
+
+def ids() -> list[str]:
+    """The ids of the built-in environments, without the generators of reasoning-gym."""
+    return sorted(TABLE)
+
+
+def make(id: str, *, name: str | None = None, args: dict[str, Any] | None = None, seed: int = 0) -> Environment:
+    """Build an environment and load its data. `name` (default: the id) tells two uses of one id apart.
+
+    ValueError names an unknown id or argument with the nearest known one, a missing file, a bad row by file and line,
+    or a missing optional package.
+    """
+    file, _ = _split_file(id)
+    if file is not None:
+        logger.warning("environment %s runs the code of %s", name or id, file)
+    env = construct(id, name=name, args=args, seed=seed)
+    env.size("train")                  # reads the data, so that a bad file is an error now
+    return env
+
+
+def construct(id: str, *, name: str | None = None, args: dict[str, Any] | None = None, seed: int = 0) -> Environment:
+    """Like `make`, but data is read only when a prompt is asked for: what a scoring worker needs."""
+    name, args = name or id, dict(args or {})
+    file, class_name = _split_file(id)
+    if file is not None:
+        cls = _class_in_file(file, class_name)
+    elif id.startswith(REASONING_GYM):
+        cls = _class_at("lowroll.envs.reasoning_gym:ReasoningGym")
+        args |= {"generator": id.removeprefix(REASONING_GYM)}
+    elif id in TABLE:
+        cls = _class_at(TABLE[id])
+    else:
+        raise ValueError(f"unknown environment {id!r}{nearest(id, [*TABLE, REASONING_GYM + '<generator>'])}; "
+                         f"known: {', '.join(ids())}, {REASONING_GYM}<generator>, path/to/file.py[:Class]")
+    _check_args(cls, id, args)
+    return cls(name=name, seed=seed, **args)
+
+
+def _split_file(id: str) -> tuple[Path | None, str | None]:
+    """("path/to/file.py:Class") -> (absolute path, "Class"); (None, None) for an id that names no file."""
+    path, colon, class_name = id.partition(".py:")
+    if colon:
+        return Path(path + ".py").resolve(), class_name
+    return (Path(id).resolve(), None) if id.endswith(".py") else (None, None)
+
+
+def _class_at(place: str) -> type[Environment]:
+    module, _, class_name = place.partition(":")
+    return getattr(importlib.import_module(module), class_name)
+
+
+def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
+    if not file.is_file():
+        raise ValueError(f"environment file {file} does not exist")
+    module = _import_file(file)
+    own = {key: value for key, value in vars(module).items() if inspect.isclass(value)
+           and issubclass(value, Environment) and value.__module__ == module.__name__ and not inspect.isabstract(value)}
+    if class_name is None and len(own) == 1:
+        return next(iter(own.values()))
+    if class_name in own:
+        return own[class_name]
+    found = ", ".join(own) or "none"
+    asked = f"no complete Environment subclass {class_name!r}" if class_name else "not exactly one Environment subclass"
+    raise ValueError(f"{file}: {asked} (found: {found})")
+
+
+def _import_file(file: Path) -> ModuleType:
+    key = f"lowroll_env_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(key, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[key] = module          # dataclasses look their module up while the file is being run
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[key]
+        raise
+    return module
+
+
+def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:
+    parameters = inspect.signature(cls).parameters
+    for key in ("name", "seed"):
+        if key in args:
+            raise ValueError(f"env {id!r}: {key!r} stands beside args, not among them")
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return                         # the class checks them itself
+    for key in args:
+        if key not in parameters:
+            known = [p for p in parameters if p not in ("name", "seed")]
+            raise ValueError(f"env {id!r}: unknown argument {key!r}{nearest(key, known)}; known: {', '.join(known)}")
+    for key, parameter in parameters.items():
+        if parameter.default is inspect.Parameter.empty and key not in args and key not in ("name", "seed"):
+            raise ValueError(f"env {id!r}: argument {key!r} is missing")
+
+
+def nearest(key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
