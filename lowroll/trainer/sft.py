@@ -13,20 +13,14 @@ from __future__ import annotations
 import json
 import math
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from lowroll.envs.base import Environment
-from lowroll.envs.table import make
-from lowroll.metrics.record import Recorder
-from lowroll.model import hf, lora
-from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
+from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives import Counts
 from lowroll.objectives.reduce import aggregate, lay_out
@@ -44,6 +38,18 @@ class Demonstration:
 
     messages: list[dict[str, str]]
     response: str
+
+
+class Demonstrator(Protocol):
+    """What the warm start asks of an environment (`lowroll.envs.Environment` is one)."""
+
+    name: str
+
+    def size(self, split: str = "train") -> int | None: ...
+
+    def prompt(self, index: int, split: str = "train") -> Prompt: ...
+
+    def gold(self, prompt: Prompt) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -105,55 +111,6 @@ def sft_step(model: Transformer, samples: Sequence[Sample], optimizer: Optimizer
     return metrics
 
 
-def run_sft(cfg: Any) -> Path:
-    """`lowroll sft`: warm-start `cfg.model` (a RunConfig) and publish the result as output_dir/sft/model.
-
-    Metrics go to output_dir/sft/metrics.jsonl; an adapter is merged into the dense weights. Refuses, before it trains,
-    to replace a model that is there.
-    """
-    folder = Path(cfg.output_dir) / "sft"
-    if (folder / "model").exists():
-        raise ValueError(f"output_dir: {folder / 'model'} is there already; remove it or choose another output_dir")
-    train, sft = cfg.train, cfg.sft
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
-    source = hf.resolve(cfg.model)
-    model = hf.load(source, device, None if cfg.dtype == "auto" else getattr(torch, cfg.dtype))
-    model.activation_checkpointing = train.activation_checkpointing
-    if train.lora:
-        lora.attach(model, train.lora_rank, train.lora_alpha, train.lora_target_modules, cfg.seed)
-    if sft.data is not None:
-        examples = read_demonstrations(Path(sft.data))
-    else:
-        envs = [(make(env.id, name=env.name, args=env.args, seed=cfg.seed), env.weight) for env in cfg.env]
-        examples = demonstrations(envs, sft.num_examples, cfg.seed)
-    settings = SftSettings(
-        sft.steps, sft.batch_size, tokens_per_microbatch=train.tokens_per_microbatch,
-        logprob_chunk=train.logprob_chunk, seed=cfg.seed,
-        optim=OptimSettings(sft.learning_rate, sft.lr_scheduler_type, sft.warmup_steps, sft.steps, sft.min_lr_ratio,
-                            train.weight_decay, train.betas, train.eps, train.max_grad_norm))
-    train_sft(model, load_tokenizer(source), examples, settings, _reporter(folder, sft.steps))
-    path = hf.save(lora.merge(model), folder / "model", tokenizer_from=source)
-    print(f"model: {path}")
-    return path
-
-
-def _reporter(folder: Path, steps: int) -> Callable[[int, dict[str, float]], None]:
-    """Record every step's metrics in the folder, and print about twenty lines in all."""
-    recorder, before = Recorder(folder), time.monotonic()
-    recorder.truncate(0)                     # what is left of a run that published no model
-
-    def report(step: int, metrics: dict[str, float]) -> None:
-        nonlocal before
-        seconds, before = time.monotonic() - before, time.monotonic()
-        recorder.write(step, metrics | {"time/step": seconds})
-        if step in (1, steps) or step % max(1, steps // 20) == 0:
-            print(f"sft step {step:>5}/{steps}  loss {metrics['sft/loss']:.4f}  lr {metrics['optim/lr']:.2e}  "
-                  f"grad norm {metrics['optim/grad_norm']:.3g}  {metrics['sft/tokens'] / seconds:.0f} tok/s",
-                  flush=True)
-
-    return report
-
-
 def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
     """A demonstration as a sample: the prompt by the chat template, the response closed by the end-of-turn id."""
     response_ids = tokenizer.encode_response(example.response)
@@ -175,7 +132,7 @@ def epochs(size: int, seed: int) -> Iterator[int]:
         epoch += 1
 
 
-def demonstrations(envs: Sequence[tuple[Environment, float]], count: int, seed: int = 0) -> list[Demonstration]:
+def demonstrations(envs: Sequence[tuple[Demonstrator, float]], count: int, seed: int = 0) -> list[Demonstration]:
     """`count` gold answers of the train splits of weighted environments, at most one a task.
 
     A task without a stored answer is passed over. ValueError names the environments when none has an answer.
