@@ -67,15 +67,28 @@ def oracle(logits: list[float], s: Sequence) -> list[float]:
 ])
 def test_philox_known_answers(counter, key, answer):
     def words(text):
-        return tuple(torch.tensor([int(word, 16)]) for word in text.split())
+        return torch.tensor([[int(word, 16)] for word in text.split()])
     assert [f"{int(word):08x}" for word in philox4x32(words(counter), words(key))] == answer.split()
+
+
+def test_philox_equals_whole_numbers_of_python():
+    def one(c, k, mask=0xFFFFFFFF):
+        for _ in range(10):
+            p, q = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+            c = (q >> 32 ^ c[1] ^ k[0], q & mask, p >> 32 ^ c[3] ^ k[1], p & mask)
+            k = (k[0] + 0x9E3779B9 & mask, k[1] + 0xBB67AE85 & mask)
+        return list(c)
+    torch.manual_seed(0)
+    words_6B = torch.randint(0, 2**32, (6, 1000))
+    got_4B = philox4x32(words_6B[:4], words_6B[4:])
+    assert got_4B.T.tolist() == [one(tuple(w[:4]), tuple(w[4:])) for w in words_6B.T.tolist()]
 
 
 def test_uniform_is_the_top_53_bits_of_philox():
     key, position = 0x299F31D0A4093822, 0x85A308D3243F6A88      # the known answer's words, high zero counters
     signed = torch.tensor([key, position - 2**64])
-    words = philox4x32(tuple(torch.tensor([c]) for c in (0x243F6A88, 0x85A308D3, 0, 0)),
-                       (torch.tensor([0xA4093822]), torch.tensor([0x299F31D0])))
+    words = philox4x32(torch.tensor([[0x243F6A88], [0x85A308D3], [0], [0]]),
+                       torch.tensor([[0xA4093822], [0x299F31D0]]))
     bits = (int(words[0]) << 32 | int(words[1])) >> 11
     assert uniform(signed[:1], signed[1:]).item() == bits / 2**53
     u = uniform(torch.full((20_000,), -3), torch.arange(20_000))

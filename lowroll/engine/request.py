@@ -13,7 +13,7 @@ from array import array
 from hashlib import blake2b
 from typing import Any
 
-from ..types import Request
+from lowroll.types import Request
 
 MAX_SAMPLES = 1024
 MAX_SEED = 2**63 - 1
@@ -68,8 +68,8 @@ def noise_key(request: Request, sample: int) -> int:
 
 def sampler_settings(request: Request) -> dict[str, float]:
     """What a BehaviorTag records of the sampler."""
-    return {"temperature": request.temperature, "top_k": request.top_k, "top_p": request.top_p,
-            "min_p": request.min_p, "repetition_penalty": request.repetition_penalty, "seed": request.seed}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: float(getattr(request, name)) for name in names}
 
 
 def _check_length(request: Request, context_length: int, cache_tokens: int) -> None:

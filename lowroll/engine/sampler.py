@@ -31,8 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..model.logprobs import log_probs
-from .scheduler import Sequence
+from lowroll.engine.scheduler import Sequence
+from lowroll.model.logprobs import log_probs
 
 CDF_BLOCK = 128
 _WORD = 0xFFFFFFFF
@@ -118,29 +118,26 @@ def require_finite(logprobs: Rows[float]) -> None:
 def uniform(keys_B: Tensor, counters_B: Tensor) -> Tensor:
     """One float64 in [0, 1), a multiple of 2^-53, a (64-bit key, 64-bit counter) pair. Both int64 [B]."""
     zero_B = torch.zeros_like(counters_B)
-    counter = (counters_B & _WORD, (counters_B >> 32) & _WORD, zero_B, zero_B)
-    high_B, low_B, _, _ = philox4x32(counter, (keys_B & _WORD, (keys_B >> 32) & _WORD))
-    return (high_B * 2**21 + (low_B >> 11)).double() * 2.0**-53
+    counter_4B = torch.stack([counters_B & _WORD, (counters_B >> 32) & _WORD, zero_B, zero_B])
+    words_4B = philox4x32(counter_4B, torch.stack([keys_B & _WORD, (keys_B >> 32) & _WORD]))
+    return (words_4B[0] * 2**21 + (words_4B[1] >> 11)).double() * 2.0**-53
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor],
-               rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32 of Salmon et al. 2011, section 3.4. All words are int64 tensors of values in [0, 2^32)."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(rounds):
-        high0, low0 = _multiply(c0, 0xD2511F53)
-        high1, low1 = _multiply(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return c0, c1, c2, c3
+def philox4x32(counter_4B: Tensor, key_2B: Tensor, rounds: int = 10) -> Tensor:
+    """Philox4x32 of Salmon et al. 2011, section 3.4: words [4, B] of each column. All int64, values in [0, 2^32).
 
-
-def _multiply(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """High and low 32-bit words of the 64-bit product, by halves of m, because int64 holds 63 bits."""
-    upper = x * (m >> 16)
-    lower = ((upper & 0xFFFF) << 16) + x * (m & 0xFFFF)
-    return (upper >> 16) + (lower >> 32), lower & _WORD
+    Both halves of a round run as one [2, B] operation, and constants are made on the device: few, small launches.
+    """
+    lane_21 = torch.arange(2, device=counter_4B.device)[:, None]
+    multiplier_21 = lane_21 * (0xCD9E8D57 - 0xD2511F53) + 0xD2511F53
+    weyl_21 = lane_21 * (0xBB67AE85 - 0x9E3779B9) + 0x9E3779B9
+    multiplied_2B, other_2B = counter_4B[0::2], counter_4B[1::2]
+    for i in range(rounds):
+        product_2B = multiplied_2B * multiplier_21            # modulo 2^64: the sign bit is bit 63 of the product
+        high_2B, low_2B = (product_2B >> 32) & _WORD, product_2B & _WORD
+        multiplied_2B = high_2B.flip(0) ^ other_2B ^ ((key_2B + i * weyl_21) & _WORD)
+        other_2B = low_2B.flip(0)
+    return torch.stack([multiplied_2B, other_2B], dim=1).flatten(0, 1)
 
 
 def _penalise(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
@@ -192,7 +189,8 @@ def _inverse_cdf(logp_BV: Tensor, u_B: Tensor) -> Tensor:
     Two levels, so that the V-long sum is never written: block masses, the block that u falls into, the id within it.
     """
     p_BV = logp_BV.exp()
-    p_BCK = F.pad(p_BV, (0, -p_BV.shape[-1] % CDF_BLOCK)).unflatten(-1, (-1, CDF_BLOCK))
+    missing = -p_BV.shape[-1] % CDF_BLOCK
+    p_BCK = (F.pad(p_BV, (0, missing)) if missing else p_BV).unflatten(-1, (-1, CDF_BLOCK))
     cdf_BC = p_BCK.sum(-1).double().cumsum(-1)
     target_B1 = u_B[:, None] * cdf_BC[:, -1:]
     block_B1 = _first_above(cdf_BC, target_B1)

@@ -32,9 +32,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from ..kv.pages import PagePool, page_keys
-from ..types import BehaviorTag, FinishReason, Group, PolicySpan, Request, Rollout
-from .request import noise_key, sampler_settings
+from lowroll.engine.request import noise_key, sampler_settings
+from lowroll.kv.pages import PagePool, page_keys
+from lowroll.types import BehaviorTag, FinishReason, Group, PolicySpan, Request, Rollout
 
 
 @dataclass(eq=False)
@@ -400,7 +400,8 @@ class Scheduler:
         for s in group.sequences:
             assert s.finish_reason is not None
             policy = tuple(s.spans) or (replace(self.policy, start=0),)
-            behavior = replace(s.behavior or self.behavior, policy=policy, sampler=sampler)
+            behavior = replace(s.behavior or self.behavior, policy=policy, sampler=sampler, seed=group.request.seed,
+                               request_id=group.request.id, sample=s.sample)
             rollouts.append(Rollout(s.token_ids, s.logprobs, s.finish_reason, behavior, s.stop_reason))
         self._finished.append((group.handle, Group(group.request, rollouts)))
 
