@@ -147,7 +147,7 @@ def outcome(group: Group) -> list[tuple]:
 def test_a_group_by_hand():
     """6 prompt tokens, pages of 4: page 0 is shared, page 1 (the tail) is copied for two of three samples."""
     scheduler, runner = make()
-    scheduler.add(Request(prompt_ids=[1, 2, 3, 4, 5, 6], n=3, max_tokens=4, ignore_eos=True))
+    scheduler.add(Request(prompt_ids=[1, 2, 3, 4, 5, 6], n=3, max_tokens=4, ignore_eos=True, seed=7, id="q"))
     plan = scheduler.plan()
     (chunk,) = plan.prefills
     assert (chunk.start, chunk.stop, chunk.is_last, len(chunk.samples)) == (0, 6, True, 3)
@@ -166,8 +166,9 @@ def test_a_group_by_hand():
     assert not scheduler.has_work and scheduler.pool.num_free == 16
     ((_, group),) = scheduler.finished()
     assert [len(r.token_ids) for r in group.rollouts] == [4, 4, 4] and scheduler.finished() == []
-    assert group.rollouts[0].behavior == replace(tag(), sampler={
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0})
+    sampler = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert [r.behavior for r in group.rollouts] == [
+        replace(tag(), sampler=sampler, seed=7, request_id="q", sample=i) for i in range(3)]
 
 
 def test_a_sibling_takes_over_the_tail_of_a_leader_that_ended_at_once():
