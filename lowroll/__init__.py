@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from lowroll.quant.formats import QTensor as QTensor
     from lowroll.quant.formats import formats as formats
     from lowroll.quant.formats import quantize as quantize
-    from lowroll.run import run as run
+    from lowroll.inprocess import run as run
 
 __version__ = "0.1.0"
 __all__ = ["BehaviorTag", "Engine", "Group", "QTensor", "Request", "Rollout",
            "formats", "objectives", "quantize", "run", "score"]
 
 _HOMES = {"Engine": "engine.engine", "score": "model.scoring", "QTensor": "quant.formats",
-          "formats": "quant.formats", "quantize": "quant.formats", "run": "run"}
+          "formats": "quant.formats", "quantize": "quant.formats", "run": "inprocess"}
 
 
 def __getattr__(name: str) -> Any:

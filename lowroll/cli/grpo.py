@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(f"# {line}" for line in plan(cfg)))
         print(cfg.dump(), end="")
         return 0
-    from lowroll.run import run as train
+    from lowroll.inprocess import run as train
     train(cfg, resume=arguments.resume)
     return 0
 

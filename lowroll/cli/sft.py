@@ -20,6 +20,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(cfg.dump(), end="")
         return 0
-    from lowroll.trainer.sft import run_sft
+    from lowroll.supervised import run_sft
     run_sft(cfg)
     return 0

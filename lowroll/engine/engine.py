@@ -90,7 +90,7 @@ class Engine:
         """
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
-        handles = [self._queue(request) for request in requests]
+        handles = [self.scheduler.add(request) for request in requests]
         done: dict[int, Group] = {}
         try:
             while len(done) < len(handles):
@@ -108,12 +108,17 @@ class Engine:
     def add(self, request: Request) -> int:
         """Queue a request; returns its handle. ValueError names the wrong field, and the others in flight go on."""
         self._validate(request, "")
-        return self._queue(request)
+        return self.scheduler.add(request)
 
     def step(self) -> list[tuple[int, Group]]:
         """One step for everything in flight: plan, run, commit. Returns the requests that ended, by handle."""
         plan = self.scheduler.plan()
-        for sequence, token, logprob in self.runner.run(plan):
+        try:
+            drawn = self.runner.run(plan)
+        except BaseException:
+            self._give_up()
+            raise
+        for sequence, token, logprob in drawn:
             self.scheduler.commit(sequence, token, logprob)
         return self.scheduler.finished()
 
@@ -154,8 +159,11 @@ class Engine:
     def _has_tokenizer(self) -> bool:
         return self._tokenizer is not None or (self.folder is not None and (self.folder / "tokenizer.json").is_file())
 
-    def _queue(self, request: Request) -> int:
-        return self.scheduler.add(request)
+    def _give_up(self) -> None:
+        """After a step that failed: nothing in flight can go on, and no K/V may be trusted."""
+        self.scheduler.abort_all()
+        self.pool.clear_prefixes()
+        self.runner.cache.clear()
 
     def _validate(self, request: Request, where: str) -> None:
         try:

@@ -25,7 +25,7 @@ class Runner:
     def run(self, plan: Plan) -> list[tuple[Sequence, int, float]]:
         """(sequence, token, log-prob) of every decode row, then of every sample of a prompt that is through.
 
-        ValueError when the model gives a row no distribution (NaN or infinite logits); the cache is then cleared.
+        ValueError when the model gives a row no distribution (NaN or infinite logits).
         """
         self.cache.copy_pages(plan.copies)
         if not plan.decodes and not plan.prefills:
@@ -43,11 +43,7 @@ class Runner:
             logits_BV = logits_BV[which_B.to(hidden_TD.device)]
         tokens_B, logprobs_B = self._sample(logits_BV, sequences)
         logprobs = logprobs_B.tolist()
-        try:
-            require_finite(logprobs)
-        except ValueError:
-            self.cache.clear()
-            raise
+        require_finite(logprobs)
         return list(zip(sequences, tokens_B.tolist(), logprobs, strict=True))
 
     def _forward(self, plan: Plan) -> tuple[Tensor, list[int]]:

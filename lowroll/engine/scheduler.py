@@ -196,6 +196,11 @@ class Scheduler:
             self._finish(sequence, "abort")
         return True
 
+    def abort_all(self) -> None:
+        """End everything in flight with "abort"."""
+        for handle in list(self._groups):
+            self.abort(handle)
+
     def finished(self) -> list[tuple[int, Group]]:
         """(handle, group) of the requests completed since the last call, in order of completion."""
         groups, self._finished = self._finished, []

@@ -15,7 +15,7 @@ limit: a hung scorer under a mere `wait(timeout)` keeps its worker, and a few of
 Concurrency. `score` is one loop over the workers' pipes (`select`): it sends a chunk to each idle worker, and waits for
 the next reply or the next deadline, whichever comes first. A worker holds one chunk at a time and answers item by
 item, so the clock starts anew with each item. Callers in several threads are served one after the other. Messages are
-JSON; nothing that a worker says can run code here. Workers see no environment variables beyond `KEEP_ENV`.
+JSON; nothing that a worker says can run code here. Workers see no environment variables beyond `child.KEEP_ENV`.
 """
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -32,9 +31,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from lowroll.envs import child
 from lowroll.envs.base import bounded
 from lowroll.types import Prompt, Score, ScoreError
 
@@ -42,7 +41,6 @@ START_LIMIT = 60.0         # seconds for a worker to import its environments
 KILL_LIMIT = 5.0           # seconds for the kernel to reap a killed worker
 MAX_CHUNK = 32             # items a worker holds at a time
 MAX_REPLY = 1 << 20        # bytes of a reply line; a longer one is a crash
-KEEP_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 Spec = tuple[str, dict[str, Any], int]
 
 
@@ -71,9 +69,7 @@ class _Worker:
 
     def __init__(self, setup: bytes) -> None:
         self.stderr = tempfile.TemporaryFile()
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "lowroll.envs.worker", str(os.getpid())], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self.stderr, env=_child_env(), start_new_session=True, bufsize=0)
+        self.process = child.start("lowroll.envs.worker", self.stderr)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         os.set_blocking(self.stdin.fileno(), False)
@@ -279,13 +275,6 @@ class ScorerPool:
         self._workers[i].kill()
         self._workers[i] = self._start()
         self.replaced += 1
-
-
-def _child_env() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    kept = {key: os.environ[key] for key in KEEP_ENV if key in os.environ}
-    return kept | {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _decode(line: bytes) -> dict[str, Any]:

@@ -1,0 +1,171 @@
+"""From a configuration to the parts of a run: model, engine, environments, scorer, settings of each room.
+
+Only this file, `lowroll.inprocess` and the commands know both the configuration and the rooms.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowroll import objectives
+from lowroll.config import EnvConfig, RunConfig
+from lowroll.engine.engine import Engine, pick_device
+from lowroll.envs import Environment, make
+from lowroll.envs.rewards import ScorerPool
+from lowroll.model import hf, lora
+from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
+from lowroll.model.transformer import Transformer
+from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
+from lowroll.orchestrator.schedule import TemperatureSchedule
+from lowroll.orchestrator.settings import Sampling, Settings
+from lowroll.trainer.optim import OptimSettings
+from lowroll.trainer.step import LearnSettings
+from lowroll.weights.publish import quantize_base
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run computes."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def dense(self) -> str:
+        """The format that is the run's own dtype."""
+        return _DENSE[self.dtype]
+
+
+def place(cfg: RunConfig) -> Place:
+    """Device and dtype; `auto` is CUDA with bfloat16 when there is one, else the CPU with float32."""
+    device = pick_device(cfg.device)
+    if cfg.dtype != "auto":
+        return Place(device, _DTYPES[cfg.dtype])
+    return Place(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def rollout_format(cfg: RunConfig, where: Place, weights: str | None = None) -> str:
+    """The engine's weight format; `dense` is the run's own dtype."""
+    weights = weights or cfg.rollout.weights
+    return where.dense if weights == "dense" else weights
+
+
+def learner(cfg: RunConfig, where: Place) -> Transformer:
+    """The model that learns: all of it, or a fresh adapter on a frozen base that the engine shares (LoRA)."""
+    model = hf.load(cfg.model, where.device, where.dtype)
+    if cfg.train.lora:
+        quantize_base(model, rollout_format(cfg, where))
+        lora.attach(model, cfg.train.lora_rank, cfg.train.lora_alpha, cfg.train.lora_target_modules, cfg.seed)
+    else:
+        model.requires_grad_(True)
+    model.activation_checkpointing = cfg.train.activation_checkpointing
+    return model
+
+
+def tokenizer(source: str | Path) -> ChatTokenizer:
+    """The chat tokenizer of a model folder or hub id."""
+    return ChatTokenizer(load_tokenizer(hf.resolve(source)))
+
+
+def engine(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer, weights: str | None = None) -> Engine:
+    """A rollout engine over `model`, in `weights` or the run's own rollout format."""
+    rollout = cfg.rollout
+    return Engine(model, weights=rollout_format(cfg, where, weights), tokenizer=chat.tokenizer,
+                  dtype=None if weights == "dense" or rollout.weights in _DENSE.values() else where.dtype,
+                  page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, max_batch=rollout.max_batch,
+                  prefill_chunk=rollout.prefill_chunk)
+
+
+def environments(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
+    """Environments by name. ValueError when two share a name."""
+    made = [make(env.id, name=env.name, args=env.args, seed=seed) for env in envs]
+    names = [env.name for env in made]
+    if len(set(names)) < len(names):
+        raise ValueError(f"env: two environments are named {max(names, key=names.count)!r}; give each a name")
+    return dict(zip(names, made, strict=True))
+
+
+def scorer(cfg: RunConfig) -> ScorerPool:
+    """The scoring workers of every environment of the run, the evaluation's included."""
+    specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in (*cfg.env, *(cfg.eval.env or ()))}
+    return ScorerPool(specs, cfg.score.workers, cfg.score.time_limit, cfg.score.memory_limit_mb)
+
+
+def sampling(cfg: RunConfig, temperature: float | None = None) -> Sampling:
+    rollout = cfg.rollout
+    return Sampling(max_tokens=rollout.max_tokens, min_tokens=rollout.min_tokens,
+                    temperature=rollout.temperature if temperature is None else temperature,
+                    top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p,
+                    repetition_penalty=rollout.repetition_penalty, stop_strings=rollout.stop)
+
+
+def longest_prompt(cfg: RunConfig, model: Transformer) -> int:
+    """Prompt tokens that leave room for a whole response. ValueError when there are none."""
+    room = model.spec.max_position - cfg.rollout.max_tokens
+    room = min(room, cfg.train.tokens_per_microbatch - cfg.rollout.max_tokens)
+    if cfg.rollout.cache_tokens is not None:
+        room = min(room, cfg.rollout.cache_tokens - cfg.rollout.max_tokens)
+    if room < 1:
+        raise ValueError(f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in the context of "
+                         f"{model.spec.max_position} tokens")
+    return room
+
+
+def orchestrator_settings(cfg: RunConfig, model: Transformer) -> Settings:
+    schedule = cfg.rollout.temp_scheduler
+    return Settings(
+        batch_size=cfg.batch_size, rollouts_per_example=cfg.rollouts_per_example, sampling=sampling(cfg),
+        temperature_schedule=None if schedule is None else TemperatureSchedule(
+            schedule.start_temperature, schedule.end_temperature, cfg.train.max_steps, schedule.type),
+        seed=cfg.seed, env_weights={env.name or env.id: env.weight for env in cfg.env},
+        advantage=cfg.advantage or "grpo", max_prompt_tokens=longest_prompt(cfg, model),
+        dynamic_sampling=bool(cfg.dapo.dynamic_sampling), max_rounds=cfg.dapo.max_rounds,
+        overlong_max=cfg.dapo.overlong_max, overlong_cache=cfg.dapo.overlong_cache,
+        filters=_filters(cfg, model.spec.vocab_size), max_error_rate=cfg.score.max_error_rate)
+
+
+def _filters(cfg: RunConfig, vocab_size: int) -> tuple[Filter, ...]:
+    return tuple(
+        Gibberish(vocab_size, f.token_id_threshold, f.logprob_offset, f.enforce) if f.type == "gibberish"
+        else Repetition(f.window, f.prob_threshold, f.enforce) for f in cfg.filters)
+
+
+def learn_settings(cfg: RunConfig) -> LearnSettings:
+    train = cfg.train
+    return LearnSettings(objectives.select(cfg.algorithm, cfg.correction), cfg.objective_options,
+                         minibatches=train.minibatches, tokens_per_microbatch=train.tokens_per_microbatch,
+                         kl_coef=cfg.loss.kl_coef, kl_estimator=cfg.loss.kl_estimator,
+                         logprob_chunk=train.logprob_chunk)
+
+
+def optim_settings(cfg: RunConfig) -> OptimSettings:
+    train = cfg.train
+    return OptimSettings(train.learning_rate, train.lr_scheduler_type, train.warmup_steps, train.max_steps,
+                         train.min_lr_ratio, train.weight_decay, train.betas, train.eps, train.max_grad_norm)
+
+
+def reference(cfg: RunConfig, where: Place) -> Transformer | None:
+    """The frozen model of the KL term under full fine-tuning. Under LoRA it is the learner with its adapter off."""
+    if not cfg.loss.kl_coef or cfg.train.lora:
+        return None
+    return hf.load(cfg.model, where.device, where.dtype).requires_grad_(False)
+
+
+def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]:
+    """The run in words, for the report's header."""
+    spec = model.spec
+    learned = f"LoRA rank {cfg.train.lora_rank}" if cfg.train.lora else "full fine-tuning"
+    return {"title": Path(cfg.output_dir).name,
+            "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
+            "learning": f"{learned}, {cfg.algorithm}, learning rate {cfg.train.learning_rate:g}",
+            "env": ", ".join(env.name or env.id for env in cfg.env),
+            "rollout": f"{rollout_format(cfg, where)} weights, {cfg.rollouts_per_example} samples a prompt, "
+                       f"at most {cfg.rollout.max_tokens} tokens",
+            "correction": "; ".join((cfg.correction, *(n for n in cfg.notes if n.startswith("correction:")))),
+            "device": f"{where.device}, {str(where.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"}

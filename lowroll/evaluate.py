@@ -1,0 +1,38 @@
+"""`lowroll eval`: one model in several weight formats on the same held-out prompts with the same noise."""
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lowroll import assemble
+from lowroll.config import RunConfig
+from lowroll.metrics.progress import phases
+from lowroll.model import hf
+from lowroll.orchestrator.evaluate import evaluate as evaluate_env
+
+
+def evaluate(cfg: RunConfig, weights: Sequence[str]) -> list[dict[str, Any]]:
+    """One row an environment and format: reward, pass@1, avg@k, pass@k, mean length, tokens a second.
+
+    `weights` are formats; "dense" is the run's own dtype. The formats see the same prompts and the same seeds.
+    """
+    cfg = cfg.resolved()
+    where, chat = assemble.place(cfg), assemble.tokenizer(cfg.model)
+    model = hf.load(cfg.model, where.device, where.dtype)
+    envs = assemble.environments(cfg.eval.env or cfg.env, cfg.seed)
+    rows = []
+    with assemble.scorer(cfg) as scorer, phases() as on_phase:
+        for name in weights:
+            engine = assemble.engine(cfg, where, model, chat, name)
+            for env in envs.values():
+                began = time.monotonic()
+                metrics = evaluate_env(
+                    env, engine, scorer, chat, num_examples=cfg.eval.num_examples,
+                    rollouts_per_example=cfg.eval.rollouts_per_example,
+                    sampling=assemble.sampling(cfg, cfg.eval.temperature), seed=cfg.seed,
+                    max_prompt_tokens=assemble.longest_prompt(cfg, model), on_phase=on_phase)
+                short = {key.rsplit("/", 1)[1]: value for key, value in metrics.items()}
+                rows.append({"env": env.name, "weights": assemble.rollout_format(cfg, where, name), **short,
+                             "seconds": time.monotonic() - began})
+    return rows

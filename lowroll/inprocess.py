@@ -1,0 +1,263 @@
+"""A whole run in one process: orchestrator, engine and trainer, joined by the in-memory channel at async level 0.
+
+    for step in 1..max_steps:
+        orchestrator.step(step)      rollouts of policy version step - 1, scored, on the channel
+        trainer.step()               learns from them, and publishes version `step` into the engine
+
+The run folder holds config.yaml, metrics.jsonl (a record a step), rollouts/ (every token, log-prob and reward),
+checkpoints/, logs/, report material, and final/ (the trained model or adapter). A checkpoint holds both halves, the
+learner's and the orchestrator's, in one commit, so a resumed run repeats the uninterrupted one bit for bit.
+"""
+from __future__ import annotations
+
+import logging
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import yaml
+
+from lowroll import assemble
+from lowroll.checkpoint.lock import RunLock
+from lowroll.checkpoint.store import Store
+from lowroll.config import RunConfig, load
+from lowroll.metrics.live import LiveView
+from lowroll.metrics.record import Record, Recorder, read, write_about
+from lowroll.model import hf, lora
+from lowroll.orchestrator.evaluate import evaluate
+from lowroll.orchestrator.loop import Orchestrator
+from lowroll.trainer.loop import Trainer
+from lowroll.trainer.optim import Optimizer
+from lowroll.transport.memory import MemoryRolloutChannel
+from lowroll.transport.rollout_log import truncate_rollouts, write_rollouts
+from lowroll.types import Batch
+from lowroll.weights.publish import digest
+
+log = logging.getLogger(__name__)
+
+# Settings that may differ between a run and its resumption: they do not change what is computed in a step.
+MAY_CHANGE = ("output_dir", "ckpt", "score", "eval", "rollout.max_batch", "rollout.cache_tokens")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished (or politely interrupted) run."""
+
+    folder: Path
+    records: list[Record]
+    interrupted: bool = False
+
+
+def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None = None, *,
+        resume: bool = False) -> RunResult:
+    """Train as a YAML file or a RunConfig says; returns the run folder and its records.
+
+    ValueError names what is wrong with the configuration, the model, the data or the run folder, before training
+    starts. With `resume`, the newest undamaged checkpoint of the run folder is continued; without, a folder that
+    holds a run is refused. SIGINT and SIGTERM finish the step, write a checkpoint and return.
+    """
+    cfg = config if isinstance(config, RunConfig) else load(config, dict(overrides or {}))
+    cfg = cfg.resolved()
+    folder = Path(cfg.output_dir)
+    with ExitStack() as stack:
+        lock = stack.enter_context(RunLock(folder))
+        _refuse_used(folder, resume)
+        stack.enter_context(_log_file(folder, lock.attempt))
+        session = Session(cfg, stack)
+        first = session.resume() if resume else session.begin()
+        view = stack.enter_context(LiveView(cfg.train.max_steps, f"{folder}: {cfg.algorithm}, {cfg.correction}"))
+        session.watch(view)
+        asked_to_stop = stack.enter_context(_polite_stop())
+        for step in range(first, cfg.train.max_steps + 1):
+            view.step(session.step(step))
+            if asked_to_stop:
+                session.checkpoint(step)
+                return RunResult(folder, read(folder), interrupted=True)
+        session.finish()
+    return RunResult(folder, read(folder))
+
+
+class Session:
+    """The parts of one run, joined."""
+
+    def __init__(self, cfg: RunConfig, stack: ExitStack) -> None:
+        self.cfg, self.folder = cfg, Path(cfg.output_dir)
+        self.where = assemble.place(cfg)
+        self.model = assemble.learner(cfg, self.where)
+        self.base_digest = digest(self.model)
+        self.chat = assemble.tokenizer(cfg.model)
+        self.engine = assemble.engine(cfg, self.where, self.model, self.chat)
+        self.envs = assemble.environments(cfg.env, cfg.seed)
+        self.eval_envs = assemble.environments(cfg.eval.env, cfg.seed) if cfg.eval.env else self.envs
+        self.scorer = stack.enter_context(assemble.scorer(cfg))
+        channel = MemoryRolloutChannel()
+        self.orchestrator = Orchestrator(
+            assemble.orchestrator_settings(cfg, self.model), self.envs, self.engine, self.scorer, self.chat, channel,
+            rollout_log=partial(write_rollouts, self.folder / "rollouts"))
+        optimizer = Optimizer(self.model.trainable_parameters(), assemble.optim_settings(cfg))
+        self.trainer = Trainer(
+            self.model, optimizer, assemble.learn_settings(cfg), channel, self._publish,
+            reference=assemble.reference(cfg, self.where), save_offending=self._save_offending, deadline_s=60.0)
+        self.store = Store(self.folder / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
+        self.recorder = Recorder(self.folder)
+        self._saved_at = 0
+
+    def watch(self, view: LiveView) -> None:
+        """Report progress within a step to a live view."""
+        self.orchestrator.on_phase = view.phase
+
+    def begin(self) -> int:
+        """Start a new run: write what describes it. Returns the first step."""
+        (self.folder / "config.yaml").write_text(self.cfg.dump())
+        write_about(self.folder, assemble.about(self.cfg, self.where, self.model))
+        return 1
+
+    def resume(self) -> int:
+        """Continue from the newest undamaged checkpoint. Returns the next step; ValueError when it is another run's."""
+        saved = self.store.load()
+        _refuse_changes(yaml.safe_load(saved.meta["config"]), yaml.safe_load(self.cfg.dump()))
+        if saved.meta["base"] != self.base_digest:
+            raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
+        self.trainer.restore(saved.tensors, saved.state["trainer"])
+        self.orchestrator.restore(saved.state["orchestrator"])
+        self._publish(self.trainer.version)
+        for later_gone in (self.recorder.truncate, partial(truncate_rollouts, self.folder / "rollouts"),
+                           self.store.truncate):
+            later_gone(saved.step)
+        self._saved_at = saved.step
+        log.info("resumed after step %d", saved.step)
+        return saved.step + 1
+
+    def step(self, step: int) -> Record:
+        """One training step, its record and, when due, its evaluation and checkpoint."""
+        began = time.monotonic()
+        batch = self.orchestrator.step(step, self.trainer.version)
+        metrics = batch.stats | self.trainer.step()
+        if self.cfg.eval.interval and step % self.cfg.eval.interval == 0:
+            metrics |= self.evaluate()
+        metrics |= self._performance(batch, metrics)
+        checkpoint_began = time.monotonic()
+        if step % self.cfg.ckpt.interval == 0:
+            self.checkpoint(step)
+            metrics["time/checkpoint"] = time.monotonic() - checkpoint_began
+        metrics["time/step"] = time.monotonic() - began
+        return self.recorder.write(step, metrics)
+
+    def evaluate(self) -> dict[str, float]:
+        """`eval/*` of the current policy in the rollout precision, on the test splits."""
+        began, cfg = time.monotonic(), self.cfg.eval
+        metrics: dict[str, float] = {}
+        for env in self.eval_envs.values():
+            metrics |= evaluate(env, self.engine, self.scorer, self.chat, num_examples=cfg.num_examples,
+                                rollouts_per_example=cfg.rollouts_per_example,
+                                sampling=assemble.sampling(self.cfg, cfg.temperature), seed=self.cfg.seed,
+                                max_prompt_tokens=self.orchestrator.settings.max_prompt_tokens)
+        return metrics | {"time/eval": time.monotonic() - began}
+
+    def checkpoint(self, step: int) -> None:
+        """Both halves of the run after `step`, in one atomic folder."""
+        if self._saved_at == step:
+            return
+        tensors, trainer = self.trainer.state()
+        self.store.save(step, tensors, {"trainer": trainer, "orchestrator": self.orchestrator.state()},
+                        {"config": self.cfg.dump(), "base": self.base_digest})
+        self._saved_at = step
+
+    def finish(self) -> None:
+        """The last checkpoint, and the trained model (or adapter) as a Hugging Face folder."""
+        self.checkpoint(self.cfg.train.max_steps)
+        final = self.folder / "final"
+        if final.exists():
+            shutil.rmtree(final)
+        if self.cfg.train.lora:
+            lora.save(self.model, final, base=self.cfg.model)
+        else:
+            hf.save(self.model, final, tokenizer_from=hf.resolve(self.cfg.model))
+
+    def _publish(self, version: int) -> None:
+        self.engine.adopt(self.model, version)
+
+    def _save_offending(self, batch: Batch) -> None:
+        path = write_rollouts(self.folder / "offending", batch)
+        log.error("step %d: the update was not finite and was skipped; its batch is in %s", batch.step, path)
+
+    def _performance(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+        cuda = self.where.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"perf/generate_tokens_per_second": metrics["rollout/tokens"] / max(metrics["time/generate"], 1e-9),
+                "perf/peak_memory_gb": peak / 1e9, "perf/kv_pages_peak": float(self.engine.pool.peak_used),
+                "perf/prefix_hits": float(self.engine.pool.hits)}
+
+
+def _refuse_used(folder: Path, resume: bool) -> None:
+    used = (folder / "config.yaml").exists()
+    if used and not resume:
+        raise ValueError(f"output_dir: {folder} already holds a run; continue it with --resume, or name another folder")
+    if resume and not used:
+        raise ValueError(f"output_dir: {folder} holds no run to resume")
+
+
+def _refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    before, after = _flatten(saved), _flatten(now)
+    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
+                     and not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE))
+    if changed:
+        words = "; ".join(f"{key} was {before.get(key)!r} and is {after.get(key)!r}" for key in changed[:5])
+        raise ValueError(f"resume: the configuration is not that of the checkpoint: {words}")
+
+
+def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {key: value for name, branch in tree.items()
+            for key, value in _flatten(branch, f"{prefix}.{name}" if prefix else str(name)).items()}
+
+
+@contextmanager
+def _log_file(folder: Path, attempt: int) -> Iterator[None]:
+    """Everything that is logged in the block goes to logs/attempt_N.log too."""
+    (folder / "logs").mkdir(exist_ok=True)
+    handler = logging.FileHandler(folder / "logs" / f"attempt_{attempt}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger("lowroll")
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.setLevel(before)
+        root.removeHandler(handler)
+        handler.close()
+
+
+@contextmanager
+def _polite_stop() -> Iterator[list[int]]:
+    """The list fills when SIGINT or SIGTERM asks to stop; a second signal has its usual, immediate effect."""
+    asked: list[int] = []
+    before: dict[int, Any] = {}
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
+        log.warning("%s: finishing this step, then stopping; again to stop at once", signal.Signals(number).name)
+        signal.signal(number, before[number])
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, ask)
+    except ValueError:                      # not the main thread: signals are somebody else's
+        before.clear()
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
