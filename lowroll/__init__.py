@@ -12,11 +12,11 @@ from lowroll.types import BehaviorTag, Group, Request, Rollout
 if TYPE_CHECKING:
     from lowroll import objectives as objectives
     from lowroll.engine.engine import Engine as Engine
+    from lowroll.inprocess import run as run
     from lowroll.model.scoring import score as score
     from lowroll.quant.formats import QTensor as QTensor
     from lowroll.quant.formats import formats as formats
     from lowroll.quant.formats import quantize as quantize
-    from lowroll.inprocess import run as run
 
 __version__ = "0.1.0"
 __all__ = ["BehaviorTag", "Engine", "Group", "QTensor", "Request", "Rollout",

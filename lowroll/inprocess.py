@@ -259,5 +259,5 @@ def _polite_stop() -> Iterator[list[int]]:
     try:
         yield asked
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for caught, handler in before.items():
+            signal.signal(caught, handler)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 KEEP_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 SET_ENV = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -25,3 +25,12 @@ def start(module: str, stderr: IO[bytes] | int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=stderr, env=kept | SET_ENV | {"PYTHONPATH": path}, start_new_session=True, bufsize=0)
+
+
+def private_streams() -> tuple[BinaryIO, BinaryIO]:
+    """In the child: (requests, replies). What other code prints goes to standard error; what it reads is empty."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
+    os.dup2(2, 1)
+    return requests, replies

@@ -1,25 +1,27 @@
 """Items of one reasoning-gym generator by number, and their scores: in this process, or in a child.
 
 A generator is a list of items that its seed determines. An item's number is (split, draw, index): block `index //
-BLOCK` of the list seeded by (seed, split, draw, block). Some generators walk over sets of strings, so their items also
-depend on Python's hash seed, which is random in most processes: those (`HASH_ORDERED`) live in a child process whose
-hash seed is 0, as it is in the scoring workers.
+BLOCK` of the list seeded by (seed, split, draw, block). Several generators walk over sets of strings, so that their
+items also depend on Python's hash seed, which is random in most processes. There a child process with a fixed hash seed
+makes the items, the same in every run; in the scoring workers, whose hash seed is the same, no child is needed.
 
 Some of the scorers evaluate the response as Python or sympy source. For those the answer must be a sentence of a small
 language (`LANGUAGES`) in which nothing but the task's own functions can be called; anything else is wrong, unread.
 """
 from __future__ import annotations
 
+import atexit
 import json
+import random
 import re
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import lru_cache
-from random import Random
 from typing import Any, Protocol
 
 from lowroll.envs import child
@@ -37,7 +39,6 @@ LANGUAGES = {              # generators whose scorer evaluates the answer, and w
     "countdown": SUMS, "puzzle24": SUMS,
     "simple_integration": FORMULAS, "intermediate_integration": FORMULAS, "polynomial_multiplication": FORMULAS,
 }
-HASH_ORDERED = {"isomorphic_strings", "list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"}
 
 
 def _same_numbers(answer: str, item: dict[str, Any]) -> bool:
@@ -51,7 +52,7 @@ DEMANDS: dict[str, Callable[[str, dict[str, Any]], bool]] = {    # what a scorer
 
 
 class ItemSource(Protocol):
-    """What both kinds offer."""
+    """What both kinds offer. An item's number is (split, draw, index)."""
 
     def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
         """(question, stored answer) of an item."""
@@ -62,10 +63,7 @@ class ItemSource(Protocol):
 
 def source(name: str, options: dict[str, Any], seed: int) -> ItemSource:
     """The items of generator `name`. ValueError for an unknown generator or option, or a missing package."""
-    parts = options.get("datasets")
-    names = {name, *(part.get("name") for part in parts if isinstance(part, dict))} if isinstance(parts, list) else {name}
-    remote = bool(sys.flags.hash_randomization) and not names.isdisjoint(HASH_ORDERED)
-    return GeneratorProcess(name, options, seed) if remote else Generator(name, options, seed)
+    return RemoteGenerator(name, options, seed) if sys.flags.hash_randomization else Generator(name, options, seed)
 
 
 class Generator:
@@ -83,11 +81,16 @@ class Generator:
     def _make_list(self, split: str, draw: int, block: int) -> Any:
         from reasoning_gym import create_dataset
 
-        seed = Random(f"{self.seed}/{split}/{draw}/{block}").getrandbits(31)   # numpy takes no larger one
+        seed = random.Random(f"{self.seed}/{split}/{draw}/{block}").getrandbits(31)   # numpy takes no larger one
         return create_dataset(self.name, seed=seed, size=BLOCK, **self.options)
 
     def _make_item(self, split: str, draw: int, index: int) -> dict[str, Any]:
-        return self._list(split, draw, index // BLOCK)[index % BLOCK]
+        state = random.getstate()
+        random.seed(f"{self.seed}/{split}/{draw}/{index}")     # a few generators draw from the global stream
+        try:
+            return self._list(split, draw, index // BLOCK)[index % BLOCK]
+        finally:
+            random.setstate(state)
 
     def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
         """(question, stored answer) of an item."""
@@ -105,48 +108,71 @@ class Generator:
         return float(self._list(split, draw, index // BLOCK).score_answer(answer, item))
 
 
-class GeneratorProcess:
-    """A generator in a child process with a fixed hash seed; the child ends with its input, that is with us."""
+class RemoteGenerator:
+    """A generator in the child process that all generators of this process share."""
 
     def __init__(self, name: str, options: dict[str, Any], seed: int) -> None:
-        self.name = name
-        self._child = child.start("lowroll.envs.generator", stderr=subprocess.DEVNULL)
-        self._request(name, options, seed)
+        self.key = (name, options, seed)
+        _server.ask(*self.key, "check")
 
     def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
         """(question, stored answer) of an item."""
-        question, answer = self._request("item", split, draw, index)
+        question, answer = _server.ask(*self.key, "item", split, draw, index)
         return question, answer
 
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
         """The generator's reward."""
-        return float(self._request("score", split, draw, index, answer))
+        return float(_server.ask(*self.key, "score", split, draw, index, answer))
 
-    def __del__(self) -> None:
-        if hasattr(self, "_child"):
-            self._child.kill()
-            self._child.communicate()
 
-    def _request(self, *words: Any) -> Any:
-        """Ask and wait. ValueError with the child's reason, TimeoutError after `CHILD_LIMIT` seconds."""
-        stdin, stdout = self._child.stdin, self._child.stdout
-        assert stdin is not None and stdout is not None
-        deadline = time.monotonic() + CHILD_LIMIT
-        line = b""
-        try:
-            stdin.write(json.dumps(words).encode() + b"\n")
-            while not line.endswith(b"\n"):
-                if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                    raise TimeoutError(f"the process of reasoning-gym/{self.name} did not answer in {CHILD_LIMIT:g} s")
-                line += (piece := stdout.read(1 << 16))
-                if not piece:
-                    raise BrokenPipeError
-        except BrokenPipeError as error:
-            raise RuntimeError(f"the process of reasoning-gym/{self.name} ended by itself") from error
-        reply = json.loads(line)
+class _Server:
+    """The child process: started when first asked, and anew after it has been late or has died."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, *words: Any) -> Any:
+        """One request. ValueError with the child's reason; TimeoutError after `CHILD_LIMIT` seconds."""
+        with self.lock:
+            if self.process is None:
+                self.process = child.start("lowroll.envs.generator", stderr=subprocess.DEVNULL)
+            try:
+                reply = self._exchange(self.process, json.dumps(words).encode() + b"\n", words[0])
+            except BaseException:      # what it would still say belongs to no later request
+                self.stop()
+                raise
         if "failed" in reply:
             raise ValueError(reply["failed"])
         return reply["result"]
+
+    @staticmethod
+    def _exchange(process: subprocess.Popen[bytes], request: bytes, name: str) -> dict[str, Any]:
+        assert process.stdin is not None and process.stdout is not None
+        deadline = time.monotonic() + CHILD_LIMIT
+        line = b""
+        try:
+            process.stdin.write(request)
+            while not line.endswith(b"\n"):
+                if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    raise TimeoutError(f"reasoning-gym/{name} made no item in {CHILD_LIMIT:g} s")
+                line += (piece := process.stdout.read(1 << 16))
+                if not piece:
+                    raise BrokenPipeError
+        except BrokenPipeError as error:
+            raise RuntimeError(f"the process of reasoning-gym/{name} ended by itself") from error
+        return json.loads(line)
+
+    def stop(self) -> None:
+        """End the child, if there is one."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+_server = _Server()
+atexit.register(_server.stop)
 
 
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -160,10 +186,11 @@ def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     if name not in DATASETS:
         raise ValueError(f"reasoning-gym has no generator {name!r}{nearest(name, list(DATASETS))}")
     config = DATASETS[name][1]
-    known = [field.name for field in fields(config) if field.name not in ("seed", "size")] if is_dataclass(config) else []
+    known = [field.name for field in fields(config) if field.name not in ("seed", "size")]
     for key in options:
         if key not in known:
-            raise ValueError(f"reasoning-gym/{name} has no option {key!r}{nearest(key, known)}; known: {', '.join(known)}")
+            raise ValueError(f"reasoning-gym/{name} has no option {key!r}{nearest(key, known)}; "
+                             f"known: {', '.join(known)}")
     if name == "composite":
         parts = options.get("datasets")
         if not isinstance(parts, list) or not all(isinstance(part, dict) and "name" in part for part in parts):
@@ -172,20 +199,24 @@ def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+@lru_cache(maxsize=128)
+def _generator(key: str) -> Generator:
+    return Generator(*json.loads(key))
+
+
 def main() -> None:
-    """The child: first a line [name, options, seed], then ["item" or "score", arguments...]; one reply line each."""
-    generator: Generator | None = None
-    for line in sys.stdin:
-        words = json.loads(line)
+    """The child. A request line is [name, options, seed, "check" | "item" | "score", arguments...]; one reply each."""
+    requests, replies = child.private_streams()
+    for line in requests:
+        name, options, seed, verb, *arguments = json.loads(line)
+        reply: dict[str, Any] = {}
         try:
-            if generator is None:
-                generator, result = Generator(*words), None
-            else:
-                result = generator.item(*words[1:]) if words[0] == "item" else generator.score(*words[1:])
-            reply = {"result": result}
+            generator = _generator(json.dumps([name, options, seed]))
+            if verb != "check":
+                reply["result"] = generator.item(*arguments) if verb == "item" else generator.score(*arguments)
         except Exception as error:     # the other side raises it
-            reply = {"failed": f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), flush=True)
+            reply["failed"] = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        replies.write(json.dumps({"result": None} | reply).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Task `index` is the first of the draws (split, 0, index), (split, 1, index), ... whose question's hash lies in the
 split. The scorer makes the item anew from those numbers, so whatever a generator keeps in it never crosses a pipe; a
-digest of the question proves that it made the same one.
+digest proves that it made the same one.
 """
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ class ReasoningGym(Environment):
         for draw in range(MAX_DRAWS):
             question, answer = self.items.item(split, draw, index)
             if split_of(question) == split:
-                info = {"item": [split, draw, index], "digest": _digest(question), "answer": answer}
+                info = {"item": [split, draw, index], "digest": _digest(question, answer), "answer": answer}
                 return self.ask(question, index, split, info)
         raise ValueError(f"env {self.name!r}: no {split} task in {MAX_DRAWS} draws: too few different questions")
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """The generator's own reward, in [0, 1]; 0 without an answer tag. ValueError if it makes another question."""
+        """The generator's own reward, in [0, 1]; 0 without an answer tag. ValueError if it makes another item."""
         found = ANSWER.findall(bounded(text))
         if not found:
             return Score(0.0, {"has_answer": 0.0})
-        question, _ = self.items.item(*prompt.info["item"])
-        if _digest(question) != prompt.info["digest"]:
-            raise ValueError(f"{self.generator} does not make the question of {prompt.id} again: "
+        split, draw, index = prompt.info["item"]
+        if _digest(*self.items.item(split, draw, index)) != prompt.info["digest"]:
+            raise ValueError(f"{self.generator} does not make the item of {prompt.id} again: "
                              "another version of reasoning-gym, or not reproducible")
-        return Score(self.items.score(*prompt.info["item"], found[-1].strip()), {"has_answer": 1.0})
+        return Score(self.items.score(split, draw, index, found[-1].strip()), {"has_answer": 1.0})
 
     def gold(self, prompt: Prompt) -> str:
         """The stored answer; NotImplementedError for the few generators that store none."""
         return f"<answer>{self._answer(prompt)}</answer>"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """The stored answer with its first digit changed (scorers round), negated, or without its first character."""
+        """The stored answer with its first digit changed (scorers round), negated, or without its last character."""
         answer = self._answer(prompt)
         if answer in OPPOSITES:
             return f"<answer>{OPPOSITES[answer]}</answer>"
         digit = re.search(r"\d", answer)
         if digit is None:
-            return f"<answer>{answer[1:]}</answer>"
+            return f"<answer>{answer[:-1]}</answer>"
         wrong = "4" if digit[0] == "9" else str(int(digit[0]) + 1)
         return f"<answer>{answer[:digit.start()]}{wrong}{answer[digit.end():]}</answer>"
 
@@ -74,5 +74,5 @@ class ReasoningGym(Environment):
         return prompt.info["answer"]
 
 
-def _digest(question: str) -> str:
-    return hashlib.sha256(question.encode()).hexdigest()[:16]
+def _digest(question: str, answer: str | None) -> str:
+    return hashlib.sha256(f"{question}\n{answer}".encode()).hexdigest()[:16]

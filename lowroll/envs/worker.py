@@ -17,6 +17,7 @@ import signal
 import sys
 from typing import Any, BinaryIO
 
+from lowroll.envs import child
 from lowroll.envs.base import Environment
 from lowroll.envs.table import construct
 from lowroll.types import Prompt, Score
@@ -97,13 +98,9 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
 
 
 def main() -> int:
-    """Take over the standard streams, then serve."""
+    """Serve until the end of the input."""
     die_with(int(sys.argv[1]))
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    with open(os.devnull, "rb") as null:
-        os.dup2(null.fileno(), 0)
-    os.dup2(2, 1)
-    return serve(requests, replies)
+    return serve(*child.private_streams())
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def _by_length(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, shapes: list[tuple[i
     outputs = []
     for (count, length), q, k, v in zip(shapes, q_THd.split(sizes), k_TGd.split(sizes), v_TGd.split(sizes),
                                         strict=True):
-        stacks = [x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
-        o_SHLd = F.scaled_dot_product_attention(*stacks, is_causal=True, enable_gqa=True)
+        q_SHLd, k_SGLd, v_SGLd = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        o_SHLd = F.scaled_dot_product_attention(q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True)
         outputs.append(o_SHLd.transpose(1, 2).reshape(q.shape))
     return torch.cat(outputs)
 
@@ -64,5 +64,7 @@ def _flash(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest:
     repeats = q_THd.shape[1] // k_TGd.shape[1]
     if repeats > 1:                           # torch 2.11's varlen attention has no grouped heads
         k_TGd, v_TGd = k_TGd.repeat_interleave(repeats, 1), v_TGd.repeat_interleave(repeats, 1)
-    return varlen_attn(q_THd.contiguous(), k_TGd.contiguous(), v_TGd.contiguous(), bounds, bounds, longest, longest,
-                       window_size=(-1, 0))
+    o_THd = varlen_attn(q_THd.contiguous(), k_TGd.contiguous(), v_TGd.contiguous(), bounds, bounds, longest, longest,
+                        window_size=(-1, 0))
+    assert isinstance(o_THd, Tensor)
+    return o_THd

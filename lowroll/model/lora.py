@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lowroll.model.linear import Adapter, Linear
+from lowroll.model.linear import Adapter
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor
 

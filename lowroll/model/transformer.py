@@ -47,15 +47,14 @@ class Block(nn.Module):
         self.layer, self.heads, self.kv_heads, self.head_dim = layer, spec.num_heads, spec.num_kv_heads, spec.head_dim
         q, kv, hidden, wide = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size,
                                spec.intermediate_size)
-        place = {"device": device, "dtype": dtype}
         self.input_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
         self.qkv = Linear(hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, spec.qkv_bias, device, dtype)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
-        self.o = Linear(q, {"o_proj": hidden}, spec.o_bias, **place)
+        self.o = Linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
         self.post_attention_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
-        self.gate_up = Linear(hidden, {"gate_proj": wide, "up_proj": wide}, spec.mlp_bias, **place)
-        self.down = Linear(wide, {"down_proj": hidden}, spec.mlp_bias, **place)
+        self.gate_up = Linear(hidden, {"gate_proj": wide, "up_proj": wide}, spec.mlp_bias, device, dtype)
+        self.down = Linear(wide, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x_TD = x_TD + self.attention(self.input_norm(x_TD), cos, sin, attend)
