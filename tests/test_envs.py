@@ -395,6 +395,32 @@ def test_reasoning_gym_is_pure_held_out_and_checked():
             make(f"reasoning-gym/{id}", args=args)
 
 
+def test_reasoning_gym_items_do_not_depend_on_the_hash_seed():
+    generators()
+    code = ("from lowroll.envs import make\n"
+            "for name in ('isomorphic_strings', 'word_ladder', 'ransom_note', 'codeio', 'polynomial_multiplication'):\n"
+            "    env = make('reasoning-gym/' + name); print([env.prompt(i) for i in range(8)])")
+    outputs = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120,
+                              env=os.environ | {"PYTHONHASHSEED": seed}, check=True).stdout for seed in "12"}
+    assert len(outputs) == 1 and len(outputs.pop()) > 10_000
+
+
+def test_reasoning_gym_child_dies_and_another_item_is_an_error():
+    generators()
+    from lowroll.envs import generator
+
+    env = make("reasoning-gym/chain_sum")
+    prompt = env.prompt(3)
+    if generator._server.process is not None:
+        generator._server.process.kill()
+        with pytest.raises(RuntimeError, match="chain_sum ended by itself"):
+            env.prompt(4)
+    assert env.prompt(3) == prompt and env.score(prompt, env.gold(prompt)).reward == 1.0
+    other = make("reasoning-gym/chain_sum", seed=1)
+    with pytest.raises(ValueError, match="does not make the item"):
+        other.score(prompt, env.gold(prompt))
+
+
 def test_reasoning_gym_answers_are_never_run(tmp_path):
     generators()
     canary = tmp_path / "canary"

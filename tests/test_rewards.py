@@ -253,3 +253,13 @@ def test_pool_equals_direct_scoring_and_math_bombs_are_errors(tmp_path):
         bomb = pool.score([(q, r"\boxed{9^{9^{9^9}}}"), (q, r"\boxed{0.5}")])
     assert bomb[0] == ScoreError("exception", r"ValueError: answer too costly to evaluate: '9^{9^{9^9}}'")
     assert bomb[1].reward == 1.0
+
+
+def test_pool_scores_generators_that_depend_on_the_hash_seed():
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    specs = {name: (f"reasoning-gym/{name}", {}, 7) for name in ("isomorphic_strings", "ransom_note", "word_ladder")}
+    envs = {name: make(id, name=name, seed=seed) for name, (id, _, seed) in specs.items()}
+    prompts = [env.prompt(i) for env in envs.values() for i in range(4)]
+    with ScorerPool(specs, num_workers=1) as pool:
+        results = pool.score([(p, getattr(envs[p.env], kind)(p)) for p in prompts for kind in ("gold", "perturbed")])
+    assert [r.reward for r in results[::2]] == [1.0] * 12 and all(r.reward < 1.0 for r in results[1::2])

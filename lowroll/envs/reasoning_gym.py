@@ -37,7 +37,7 @@ class ReasoningGym(Environment):
         self.rng(split, index)         # checks both
         for draw in range(MAX_DRAWS):
             question, answer = self.items.item(split, draw, index)
-            if split_of(question) == split:
+            if split_of(question) == split and answer != "":   # an empty answer is a slip of the generator
                 info = {"item": [split, draw, index], "digest": _digest(question, answer), "answer": answer}
                 return self.ask(question, index, split, info)
         raise ValueError(f"env {self.name!r}: no {split} task in {MAX_DRAWS} draws: too few different questions")
@@ -58,15 +58,15 @@ class ReasoningGym(Environment):
         return f"<answer>{self._answer(prompt)}</answer>"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """The stored answer with its first digit changed (scorers round), negated, or without its last character."""
+        """The stored answer with its first number changed, by far if it is a decimal; or negated; or its first half."""
         answer = self._answer(prompt)
         if answer in OPPOSITES:
             return f"<answer>{OPPOSITES[answer]}</answer>"
-        digit = re.search(r"\d", answer)
-        if digit is None:
-            return f"<answer>{answer[:-1]}</answer>"
-        wrong = "4" if digit[0] == "9" else str(int(digit[0]) + 1)
-        return f"<answer>{answer[:digit.start()]}{wrong}{answer[digit.end():]}</answer>"
+        number = re.search(r"(\d)\d*(\.\d)?", answer)
+        if number is None:
+            return f"<answer>{answer[:len(answer) // 2]}</answer>"
+        digit = f"77{number[1]}" if number[2] else "8" if number[1] == "9" else str(int(number[1]) + 1)
+        return f"<answer>{answer[:number.start()]}{digit}{answer[number.start() + 1:]}</answer>"
 
     def _answer(self, prompt: Prompt) -> str:
         if prompt.info["answer"] is None:
