@@ -224,20 +224,23 @@ def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
 
 @contextmanager
 def _log_file(folder: Path, attempt: int) -> Iterator[None]:
-    """Everything that is logged in the block goes to logs/attempt_N.log too."""
+    """Everything that is logged in the block goes to logs/attempt_N.log, and warnings to the terminal too."""
     (folder / "logs").mkdir(exist_ok=True)
-    handler = logging.FileHandler(folder / "logs" / f"attempt_{attempt}.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file, terminal = logging.FileHandler(folder / "logs" / f"attempt_{attempt}.log"), logging.StreamHandler()
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    terminal.setLevel(logging.WARNING)
     root = logging.getLogger("lowroll")
     before = root.level
-    root.addHandler(handler)
     root.setLevel(logging.INFO)
+    for handler in (file, terminal):
+        root.addHandler(handler)
     try:
         yield
     finally:
         root.setLevel(before)
-        root.removeHandler(handler)
-        handler.close()
+        for handler in (file, terminal):
+            root.removeHandler(handler)
+            handler.close()
 
 
 @contextmanager

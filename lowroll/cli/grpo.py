@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 from lowroll.cli.settings import add_settings, read_settings
@@ -27,7 +28,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(cfg.dump(), end="")
         return 0
     from lowroll.inprocess import run as train
-    train(cfg, resume=arguments.resume)
+    result = train(cfg, resume=arguments.resume)
+    if result.interrupted:
+        print(f"stopped after step {result.records[-1]['step']}; go on with --resume", file=sys.stderr)
+        return 130
+    print(f"trained weights: {result.folder / 'final'}\nplots: lowroll report {result.folder}")
     return 0
 
 

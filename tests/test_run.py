@@ -1,0 +1,239 @@
+"""Whole runs: exact resume after every step, GSM8K through every stage, LoRA, dynamic sampling, refusals, signals."""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lowroll
+from lowroll import demo
+from lowroll.checkpoint.store import Store
+from lowroll.inprocess import RunResult
+from lowroll.metrics.record import read, reproducible
+from lowroll.model import hf, initialize, lora
+from lowroll.model.spec import spec_from_config
+from lowroll.model.transformer import Transformer
+from lowroll.transport.rollout_log import read_rollouts
+
+DATA = Path(os.environ.get("LOWROLL_DATA", Path(__file__).parents[2] / "shared" / "data"))
+TINY = {**demo.CONFIG, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny untrained model folder with the demo's tokenizer."""
+    original, demo.CONFIG = demo.CONFIG, TINY
+    try:
+        return demo.build_model(tmp_path_factory.mktemp("run") / "model", seed=0)
+    finally:
+        demo.CONFIG = original
+
+
+def settings(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {
+        "model": str(model), "output_dir": str(out), "seed": 3, "device": "cpu",
+        "env": [{"id": "reverse-text", "args": {"template": "{text}", "max_words": 1, "min_len": 3, "max_len": 5}}],
+        "batch_size": 8, "rollouts_per_example": 4, "rollout": {"max_tokens": 6, "cache_tokens": 1024},
+        "train": {"max_steps": 12, "learning_rate": 1e-2, "minibatches": 2, "lr_scheduler_type": "cosine",
+                  "warmup_steps": 2},
+        "score": {"workers": 1}, "ckpt": {"interval": 1, "keep_last": None}}
+    for key, value in changes.items():
+        section = tree.get(key)
+        tree[key] = {**section, **value} if isinstance(section, dict) and isinstance(value, dict) else value
+    return tree
+
+
+def train(tree: dict[str, Any], resume: bool = False) -> RunResult:
+    from lowroll.config import from_mapping
+    return lowroll.run(from_mapping(tree), resume=resume)
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Digests of everything that a resumed run must repeat: weights, optimiser, state, metrics, rollouts."""
+    last = Store(folder / "checkpoints").load()
+    files = {p.name: p for p in last.path.iterdir() if p.name != "MANIFEST.json"}
+    files |= {p.name: p for p in (folder / "rollouts").iterdir()} | {"final": folder / "final" / "model.safetensors"}
+    found = {name: hashlib.sha256(p.read_bytes()).hexdigest() for name, p in files.items() if p.is_file()}
+    records = [json.dumps(reproducible(r), sort_keys=True) for r in read(folder)]
+    return found | {"metrics": hashlib.sha256("\n".join(records).encode()).hexdigest()}
+
+
+def copy_stopped_after(folder: Path, step: int, target: Path) -> None:
+    """The run folder as a process that died in the middle of step + 1 leaves it."""
+    shutil.copytree(folder, target)
+    shutil.rmtree(target / "final")
+    for path in (target / "checkpoints").iterdir():
+        if path.name > f"step_{step:06d}":
+            shutil.rmtree(path)
+    for path in (target / "rollouts").iterdir():       # the next step's rollouts were written, its record half so
+        if path.name > f"step_{step + 1:06d}.jsonl":
+            path.unlink()
+    lines = (target / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (target / "metrics.jsonl").write_text("".join(lines[:step]) + lines[min(step, 11)][:40])
+
+
+def test_resume_after_every_step_is_bitwise_the_uninterrupted_run(model: Path, tmp_path: Path) -> None:
+    tree = settings(model, tmp_path / "whole", loss={"kl_coef": 0.01}, eval={"interval": 4, "num_examples": 4})
+    result = train(tree)
+    whole = fingerprint(result.folder)
+    assert len(result.records) == 12 and len(whole) > 12
+    assert fingerprint(train({**tree, "output_dir": str(tmp_path / "again")}).folder) == whole
+    for step in range(1, 12):
+        copy_stopped_after(result.folder, step, tmp_path / f"cut{step}")
+        resumed = train({**tree, "output_dir": str(tmp_path / f"cut{step}")}, resume=True)
+        assert fingerprint(resumed.folder) == whole, f"resumed after step {step}"
+        shutil.rmtree(tmp_path / f"cut{step}")
+
+
+def test_resume_falls_back_from_a_damaged_checkpoint(model: Path, tmp_path: Path,
+                                                     caplog: pytest.LogCaptureFixture) -> None:
+    tree = settings(model, tmp_path / "run", train={"max_steps": 4})
+    whole = fingerprint(train(tree).folder)
+    weights = tmp_path / "run" / "checkpoints" / "step_000004" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    assert fingerprint(train(tree, resume=True).folder) == whole
+    assert "DAMAGED CHECKPOINT" in caplog.text and (tmp_path / "run" / "checkpoints" / "damaged").is_dir()
+
+
+def test_a_run_learns_and_says_what_it_did(model: Path, tmp_path: Path) -> None:
+    result = train(settings(model, tmp_path / "run", train={"max_steps": 3}))
+    record = result.records[-1]
+    for name in ("reward/mean", "mismatch/kl_k3", "mismatch/ess", "policy/entropy", "policy/clip_fraction_high",
+                 "correction/truncated_fraction", "rollout/length_mean", "optim/grad_norm", "time/generate",
+                 "time/score", "time/learn", "time/publish", "time/step", "perf/generate_tokens_per_second"):
+        assert record[name] is not None, name
+    assert 0 < record["mismatch/kl_k3"] < 0.05
+    batch = read_rollouts(tmp_path / "run" / "rollouts" / "step_000003.jsonl")
+    assert {s.rollout.behavior.policy[0].version for s in batch.samples} == {2}
+    assert {s.rollout.behavior.weights for s in batch.samples} == {"int8"}
+    before, after = hf.load(model), hf.load(result.folder / "final")
+    assert not torch.equal(before.embedding, after.embedding)
+    lowroll.Engine(result.folder / "final").tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    log = (tmp_path / "run" / "logs" / "attempt_1.log")
+    assert log.is_file()
+
+
+def test_rollouts_replay_from_their_tags(model: Path, tmp_path: Path) -> None:
+    """Seed, request id and policy version of a logged rollout give its tokens again."""
+    train(settings(model, tmp_path / "run", train={"max_steps": 2}))
+    batch = read_rollouts(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
+    engine = lowroll.Engine(model, weights="int8", device="cpu")
+    for sample in batch.samples:
+        tag = sample.rollout.behavior
+        request = lowroll.Request(sample.prompt_ids, n=tag.sample + 1, max_tokens=6, seed=tag.seed, id=tag.request_id)
+        again = engine.generate([request])[0].rollouts[tag.sample]
+        assert again.token_ids == sample.rollout.token_ids
+        torch.testing.assert_close(torch.tensor(again.logprobs), torch.tensor(sample.rollout.logprobs),
+                                   rtol=0, atol=1e-4)
+        assert tag.policy[0].digest == engine.behavior.policy[0].digest
+
+
+@pytest.mark.parametrize("weights", ["int8", "dense"])
+def test_lora_shares_one_base_and_publishes_an_adapter(model: Path, tmp_path: Path, weights: str) -> None:
+    tree = settings(model, tmp_path / "run", rollout={"weights": weights},
+                    train={"max_steps": 3, "lora": True, "lora_rank": 4}, loss={"kl_coef": 0.05})
+    result = train(tree)
+    adapter = load_file(result.folder / "final" / "adapter_model.safetensors")
+    assert any(t.abs().max() > 0 for name, t in adapter.items() if "lora_B" in name)
+    assert result.records[-1]["policy/kl_reference"] >= 0
+    again = lora.load(hf.load(model), result.folder / "final")
+    assert lowroll.score(again, [[6, 7, 8]], [1])[0].isfinite().all()
+    whole = {name: t.clone() for name, t in adapter.items()}
+    for path in (result.folder / "checkpoints" / "step_000003", result.folder / "final"):
+        shutil.rmtree(path)
+    train(tree, resume=True)
+    resumed = load_file(result.folder / "final" / "adapter_model.safetensors")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("algorithm,correction", [("dapo", "acr"), ("gspo", "tis"), ("dr_grpo", "decoupled"),
+                                                  ("rloo", "tis"), ("grpo_no_std", "is"), ("grpo", "none")])
+def test_every_algorithm_runs(model: Path, tmp_path: Path, algorithm: str, correction: str) -> None:
+    result = train(settings(model, tmp_path / "run", algorithm=algorithm, correction=correction,
+                            train={"max_steps": 2}, dapo={"overlong_max": 6, "overlong_cache": 2}))
+    assert all(r["policy/objective"] is not None and not r["optim/skipped"] for r in result.records)
+
+
+def test_refusals_leave_the_folder_alone(model: Path, tmp_path: Path) -> None:
+    tree = settings(model, tmp_path / "run", train={"max_steps": 1, "warmup_steps": 0})
+    with pytest.raises(ValueError, match="no run to resume"):
+        train(tree, resume=True)
+    train(tree)
+    before = fingerprint(tmp_path / "run")
+    with pytest.raises(ValueError, match="already holds a run"):
+        train(tree)
+    with pytest.raises(ValueError, match=r"train\.learning_rate was 0\.01 and is 0\.02"):
+        train(settings(model, tmp_path / "run", train={"max_steps": 1, "warmup_steps": 0, "learning_rate": 0.02}), resume=True)
+    assert fingerprint(tmp_path / "run") == before
+    with pytest.raises(ValueError, match="leaves no room for a prompt"):
+        train(settings(model, tmp_path / "other", rollout={"max_tokens": 256}, train={"tokens_per_microbatch": 999}))
+
+
+def test_sigterm_finishes_the_step_and_the_run_can_go_on(model: Path, tmp_path: Path) -> None:
+    tree = settings(model, tmp_path / "run", train={"max_steps": 2000, "lr_scheduler_type": "constant"},
+                    ckpt={"interval": 1000})
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+    process = subprocess.Popen([sys.executable, "-m", "lowroll.cli.main", "grpo", str(tmp_path / "run.yaml")],
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "finishing this step" in output
+    steps = len(read(tmp_path / "run"))
+    assert Store(tmp_path / "run" / "checkpoints").load().step == steps
+
+
+def test_gsm8k_through_every_stage(tmp_path: Path) -> None:
+    """Five GRPO steps of a Qwen2-shaped model over the real training file, scored by math-verify."""
+    path = DATA / "gsm8k_train.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path}: the GSM8K training file is not here (set LOWROLL_DATA)")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    questions = [json.loads(line)["question"] for line in path.read_text().splitlines()]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.train_from_iterator(questions, trainers.BpeTrainer(
+        vocab_size=1024, special_tokens=demo.SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|pad|>")
+    fast.chat_template = demo.CHAT_TEMPLATE
+    fast.save_pretrained(tmp_path / "tokenizer")
+    spec = spec_from_config({
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": len(fast), "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
+        "eos_token_id": fast.eos_token_id})
+    hf.save(initialize(Transformer(spec), 0), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    result = train({
+        "model": str(tmp_path / "model"), "output_dir": str(tmp_path / "run"), "device": "cpu",
+        "env": [{"id": "gsm8k", "args": {"path": str(path)}}], "batch_size": 16, "rollouts_per_example": 4,
+        "rollout": {"weights": "int8", "max_tokens": 24, "cache_tokens": 16384}, "train": {"max_steps": 5},
+        "ckpt": {"interval": 5}})
+    assert len(result.records) == 5
+    for record in result.records:
+        assert record["rollout/num_samples"] == 16 and record["reward/error_rate"] == 0
+        assert 0 <= record["reward/mean"] <= 1 and record["optim/skipped"] == 0
+        assert abs(record["mismatch/kl_k1"]) < 0.1 and record["policy/entropy"] > 1
+    batch = read_rollouts(tmp_path / "run" / "rollouts" / "step_000005.jsonl")
+    assert len({s.prompt.id for s in batch.samples}) == 4
+    from lowroll.metrics.report import write_report
+    assert "gsm8k" in write_report(result.folder).read_text()
