@@ -56,7 +56,7 @@ PLOTS: tuple[Plot, ...] = (
          (Line("rollout/length_mean", "mean"), Line("rollout/length_p50", "median"),
           Line("rollout/length_p95", "95th percentile"), Line("rollout/truncated_fraction", "cut", right=True)),
          "tokens", "fraction cut"),
-    Plot("Groups without signal", "all rollouts of the group scored the same",
+    Plot("Groups without signal", "scores all equal, and groups that solved all or none",
          (Line("reward/zero_std_fraction", "all equal"), Line("reward/solved_all_fraction", "all right"),
           Line("reward/solved_none_fraction", "none right"), Line("reward/error_rate", "score errors")), "fraction"),
     Plot("Clipping and correction", "tokens that the trust region or the cap on the weight touched",
@@ -204,7 +204,7 @@ def _dress(figure: Figure, axes: Axes, plot: Plot) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
     axes.tick_params(length=3)
     handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > 1:
+    if len(plot.lines) > 1:
         figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, fontsize=8,
                       handlelength=1.4, columnspacing=1.1)
 
