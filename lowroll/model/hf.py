@@ -101,9 +101,10 @@ def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
         for name, parts, shape in hf_names(spec):
             start = 0
             for part in parts:
-                value = opened[files[part]].get_tensor(part)
+                value = opened[files[part]].get_tensor(part).to(dtype)
                 if not torch.isfinite(value).all():
-                    raise ValueError(f"{files[part]}: tensor {part} holds a non-finite value")
+                    raise ValueError(f"{files[part]}: tensor {part} holds a value that is not finite in "
+                                     f"{_DTYPES.get(dtype, dtype)}")
                 rows = part_rows(spec, part, shape[0])
                 parameters[name][start:start + rows].copy_(value)
                 start += rows
@@ -111,13 +112,15 @@ def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
-    """HF tensor name -> safetensors file, from the index or the single file."""
+    """HF tensor name -> safetensors file, from the single file or the index."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():                      # it wins over an index beside it, as in transformers
+        return dict.fromkeys(_shapes(single), single)
     if index.is_file():
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = {str(tensor): str(shard) for tensor, shard in weight_map.items()}
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from None
         for shard in sorted(set(names.values())):
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
@@ -131,8 +134,6 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         if lies:
             raise ValueError(f"{index}: the index and the shards disagree about {_some(lies)}")
         return stored
-    if single.is_file():
-        return dict.fromkeys(_shapes(single), single)
     foreign = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern))
     if foreign:
         raise ValueError(f"{folder}: weights only as {_some(foreign)}; lowroll reads safetensors "
@@ -181,9 +182,15 @@ def _some(names: list[str], most: int = 5) -> str:
 
 
 def state(model: Transformer) -> dict[str, Tensor]:
-    """The model's weights under their HF names, fused matrices split. ValueError when the weights are quantised."""
+    """The model's weights under their HF names, fused matrices split.
+
+    ValueError when the weights are quantised, or an adapter rides on them: both would be lost without a word.
+    """
     if model.weight_format is not None:
         raise ValueError(f"the linear weights are {model.weight_format}; only dense weights have an HF state")
+    adapted = [name for name, linear in model.linears() if linear.adapter is not None]
+    if adapted:
+        raise ValueError(f"{_some(adapted)}: an adapter rides on the weights; merge it, or save it by itself")
     parameters, tensors = dict(model.named_parameters()), {}
     for name, parts, shape in hf_names(model.spec):
         rows = [part_rows(model.spec, part, shape[0]) for part in parts]
@@ -195,7 +202,7 @@ def state(model: Transformer) -> dict[str, Tensor]:
 def save(model: Transformer, folder: str | Path, tokenizer_from: str | Path | None = None) -> Path:
     """Publish the model as a Hugging Face folder, with the tokenizer files of another folder beside it.
 
-    The folder appears whole or not at all. ValueError when it exists already.
+    The folder appears whole or not at all. FileExistsError when it exists already; ValueError as `state` says.
     """
     from lowroll.checkpoint.publish import publish_folder
 

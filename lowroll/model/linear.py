@@ -83,9 +83,10 @@ class _DequantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight: QTensor, bias_N: Tensor | None) -> Tensor:
-        ctx.weight = weight
+        ctx.weight, ctx.bias_dtype = weight, None if bias_N is None else bias_N.dtype
         return F.linear(x_TK, weight.dequantize(x_TK.dtype), None if bias_N is None else bias_N.to(x_TK.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_TN @ ctx.weight.dequantize(grad_TN.dtype), None, None
+        bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return grad_TN @ ctx.weight.dequantize(grad_TN.dtype), None, bias_grad_N

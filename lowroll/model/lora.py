@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -21,6 +22,11 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Keys of a PEFT config that are read, or say nothing about the computation. Any other key must have a neutral value.
+_READ = {"peft_type", "task_type", "r", "lora_alpha", "target_modules", "init_lora_weights", "lora_dropout",
+         "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "megatron_core",
+         "qalora_group_size"}
+_NEUTRAL = (None, False, "none", "", [], {})
 _HOMES = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 
 
@@ -29,11 +35,13 @@ def attach(model: Transformer, rank: int, alpha: float, targets: Sequence[str] =
 
     A fresh adapter is exactly the identity. ValueError names an unknown target or a rank below 1.
     """
-    unknown = sorted(set(targets) - set(TARGETS))
+    unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(TARGETS))
     if unknown or not targets:
-        raise ValueError(f"lora_target_modules: unknown {unknown}; known: {', '.join(TARGETS)}")
+        raise ValueError(f"lora_target_modules: expected a list out of {', '.join(TARGETS)}, got {unknown or targets}")
     if rank < 1:
         raise ValueError(f"lora_rank: expected at least 1, got {rank}")
+    if not math.isfinite(alpha):
+        raise ValueError(f"lora_alpha: expected a finite number, got {alpha}")
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for _, linear in model.linears():
@@ -115,31 +123,64 @@ def save(model: Transformer, folder: str | Path, base: str = "") -> Path:
 
 
 def load(model: Transformer, folder: str | Path) -> Transformer:
-    """Attach the adapter of a PEFT folder. ValueError names what does not fit: keys, tensors, features we lack."""
+    """Attach the adapter of a PEFT folder. The model is changed only when everything fits.
+
+    ValueError names the file, and the key or the tensors that are damaged, missing, misshapen or ask for a variant of
+    LoRA that this one is not.
+    """
     folder = Path(folder)
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     for path in (config_path, weights_path):
         if not path.is_file():
             raise ValueError(f"{path}: no such file; an adapter folder holds adapter_config.json and "
                              "adapter_model.safetensors")
-    config, tensors = json.loads(config_path.read_text()), load_file(weights_path)
-    for key, neutral in (("use_dora", False), ("use_rslora", False), ("bias", "none"), ("modules_to_save", None),
-                         ("rank_pattern", {}), ("alpha_pattern", {}), ("fan_in_fan_out", False)):
-        if config.get(key, neutral) not in (neutral, None):
-            raise ValueError(f"{config_path}: {key}={config[key]!r} is not supported")
-    targets = config["target_modules"]
-    shape_like = Transformer(model.spec, "meta")
-    attach_names = dict(_named(attach(shape_like, int(config["r"]), float(config["lora_alpha"]), targets)))
-    wrong = sorted(set(attach_names) ^ set(tensors))
-    if wrong:
-        raise ValueError(f"{weights_path}: missing or unexpected tensors: {', '.join(wrong[:5])}")
-    for name, p in attach_names.items():
-        if tensors[name].shape != p.shape:
-            raise ValueError(f"{weights_path}: {name} has shape {list(tensors[name].shape)} instead of {list(p.shape)}")
-        if not torch.isfinite(tensors[name]).all():
-            raise ValueError(f"{weights_path}: {name} holds a non-finite value")
-    attach(model, int(config["r"]), float(config["lora_alpha"]), targets)
+    rank, alpha, targets = _read_config(config_path)
+    try:
+        tensors = load_file(weights_path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{weights_path}: damaged or not a safetensors file ({error})") from None
+    shape_like = attach(Transformer(model.spec, "meta"), rank, alpha, targets)
+    _check_tensors(weights_path, {name: p.shape for name, p in _named(shape_like)}, tensors)
+    attach(model, rank, alpha, targets)
     with torch.no_grad():
         for name, p in _named(model):
             p.copy_(tensors[name])
     return model
+
+
+def _read_config(path: Path) -> tuple[int, float, list[str]]:
+    """(rank, alpha, targets) of an adapter_config.json. ValueError names the key."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:               # not UTF-8, or not JSON
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type: expected LORA")
+    rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"{path}: r: expected a positive integer, got {rank!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ValueError(f"{path}: lora_alpha: expected a number, got {alpha!r}")
+    if not isinstance(targets, list) or not targets or not set(map(str, targets)) <= set(TARGETS):
+        raise ValueError(f"{path}: target_modules: expected a list out of {', '.join(TARGETS)}, got {targets!r}")
+    if config.get("init_lora_weights") not in (None, True, False, "gaussian", "orthogonal"):
+        raise ValueError(f"{path}: init_lora_weights: {config['init_lora_weights']!r} changes the base weights, "
+                         "and is not supported; convert the adapter to a plain one with PEFT")
+    for key, value in config.items():
+        if key not in _READ and value not in _NEUTRAL:
+            raise ValueError(f"{path}: {key}: {value!r} is not supported")
+    return rank, float(alpha), targets
+
+
+def _check_tensors(path: Path, wanted: dict[str, torch.Size], found: dict[str, Tensor]) -> None:
+    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    shapes = [f"{name} {list(found[name].shape)} instead of {list(shape)}" for name, shape in wanted.items()
+              if name in found and found[name].shape != shape]
+    dtypes = [f"{name} ({t.dtype})" for name, t in found.items() if not t.is_floating_point()]
+    values = [name for name, t in found.items() if t.is_floating_point() and not torch.isfinite(t.float()).all()]
+    for problem, names in (("missing tensors", missing), ("unexpected tensors", extra),
+                           ("tensors of the wrong shape", shapes), ("tensors that are not floats", dtypes),
+                           ("tensors with a non-finite value", values)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(f"{path}: {problem}: {', '.join(names[:5])}{more}")

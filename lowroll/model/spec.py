@@ -65,8 +65,8 @@ def read_spec(folder: Path) -> ModelSpec:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a model folder needs a config.json")
     try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:               # not UTF-8, or not JSON
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a JSON object")
@@ -80,16 +80,16 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """The spec of a config dictionary. ValueError names the key."""
     if "auto_map" in config:
         raise ValueError("auto_map: the repository brings its own code, and lowroll runs none")
-    architectures = config.get("architectures") or [None]
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+        raise ValueError(f"architectures: {architectures!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     architecture = architectures[0]
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"architectures: {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    _refuse_unsupported(config, architecture)
+    _refuse_unsupported(config)
+    _refuse_active_window(config, architecture)
     is_llama = architecture == "LlamaForCausalLM"
     hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = _flag(config, "attention_bias")
     theta, scaling = _rope(config)
-    eos = config.get("eos_token_id")
     spec = ModelSpec(
         architecture=architecture,
         vocab_size=_integer(config, "vocab_size"),
@@ -99,16 +99,16 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=_integer(config, "num_key_value_heads", heads),
         head_dim=_integer(config, "head_dim", hidden // heads),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=_positive(config, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position=_integer(config, "max_position_embeddings"),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=_flag(config, "tie_word_embeddings"),
         qkv_bias=architecture == "Qwen2ForCausalLM" or (architecture != "MistralForCausalLM" and attention_bias),
         o_bias=architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and attention_bias,
-        mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
+        mlp_bias=is_llama and _flag(config, "mlp_bias"),
         qk_norm=architecture == "Qwen3ForCausalLM",
-        eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+        eos_ids=_eos_ids(config),
         config=dict(config),
     )
     if spec.num_heads % spec.num_kv_heads:
@@ -126,37 +126,84 @@ def _integer(config: dict[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
-def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
+def _positive(config: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{key}: expected a positive number, got {value!r}")
+    return float(value)
+
+
+def _flag(config: dict[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{key}: expected true or false, got {value!r}")
+    return bool(value)
+
+
+def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
+    value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise ValueError(f"eos_token_id: expected token ids, got {value!r}")
+    return tuple(ids)
+
+
+def _refuse_unsupported(config: dict[str, Any]) -> None:
     """Refuse every key that asks for a computation that this decoder does not do."""
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act: {config['hidden_act']!r} is not supported; supported: silu")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor: only full rotary embeddings are supported")
     if config.get("quantization_config"):
         raise ValueError("quantization_config: quantised checkpoints are not read yet; load the dense one")
-    layer_types = config.get("layer_types") or []
-    odd = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    if config.get("is_encoder_decoder") or config.get("add_cross_attention"):
+        raise ValueError("is_encoder_decoder, add_cross_attention: only decoders are supported")
+
+
+def _refuse_active_window(config: dict[str, Any], architecture: str) -> None:
+    """Refuse sliding-window attention unless it never bites: switched off, in no layer, or as long as the context.
+
+    Mistral's window is in every layer; Qwen's is behind `use_sliding_window`, in the layers that `layer_types` names
+    or, without it, in those from `max_window_layers` on; Llama has none.
+    """
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ValueError(f"layer_types: expected a list, got {kinds!r}")
+    odd = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if odd:
         raise ValueError(f"layer_types: {', '.join(odd)} is not supported; only full attention is")
-    window = config.get("sliding_window")
-    used = config.get("use_sliding_window", architecture == "MistralForCausalLM")
-    longest = config.get("max_position_embeddings")
-    if used and window is not None and (longest is None or window < longest):
+    used = "sliding_attention" in kinds
+    if not used and architecture == "MistralForCausalLM":
+        used = True
+    elif not used and not kinds and architecture.startswith("Qwen") and _flag(config, "use_sliding_window"):
+        first = config.get("max_window_layers")
+        used = not isinstance(first, int) or first < _integer(config, "num_hidden_layers")
+    if not used or (config.get("sliding_window") is None and "sliding_attention" not in kinds):
+        return
+    window, longest = _integer(config, "sliding_window"), _integer(config, "max_position_embeddings")
+    if window < longest:
         raise ValueError(f"sliding_window: a window of {window} would be active within the context of {longest}, "
                          "and sliding-window attention is not supported")
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """RoPE base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        part = config.get(key) or {}
+        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
+            raise ValueError(f"{key}: expected one set of numbers for all layers, got {part!r}")
+        rope |= part
+    for source in (config, rope):
+        if source.get("partial_rotary_factor") not in (None, 1):
+            raise ValueError("partial_rotary_factor: only full rotary embeddings are supported")
+    theta = _positive(rope if "rope_theta" in rope else config, "rope_theta", 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise ValueError(f"rope_scaling: rope_type {kind!r} is not supported; supported: default, llama3")
     try:
-        return theta, RopeScaling(float(rope["factor"]), float(rope["low_freq_factor"]),
-                                  float(rope["high_freq_factor"]), int(rope["original_max_position_embeddings"]))
-    except KeyError as error:
-        raise ValueError(f"rope_scaling: rope_type llama3 needs the key {error}") from None
+        return theta, RopeScaling(_positive(rope, "factor"), _positive(rope, "low_freq_factor"),
+                                  _positive(rope, "high_freq_factor"),
+                                  _integer(rope, "original_max_position_embeddings"))
+    except ValueError as error:
+        raise ValueError(f"rope_scaling: rope_type llama3 needs numbers; {error}") from None

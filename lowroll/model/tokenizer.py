@@ -1,18 +1,28 @@
 """The tokenizer and chat template of a model folder, through transformers. Loaded late: the import takes seconds."""
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The folder's fast tokenizer. ValueError names the folder when there is none, or when it brings code."""
+    """The folder's fast tokenizer. ValueError names the folder when there is none, it is damaged, or it brings code."""
     from transformers import AutoTokenizer
 
+    folder = Path(folder)
+    if not any((folder / name).is_file() for name in _VOCABULARIES):      # transformers would make an empty one
+        raise ValueError(f"{folder}: no tokenizer here; looked for {', '.join(_VOCABULARIES)}")
     try:
+        config = folder / "tokenizer_config.json"
+        if config.is_file() and "auto_map" in json.loads(config.read_text(encoding="utf-8")):
+            raise ValueError(f"auto_map in {config.name}: the tokenizer brings its own code, and lowroll runs none")
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}: no tokenizer could be loaded ({str(error).splitlines()[0]})") from None
+    except Exception as error:     # the tokenizers library raises bare Exceptions; the user needs one line
+        raise ValueError(f"{folder}: no tokenizer could be loaded ({type(error).__name__}: "
+                         f"{(str(error).splitlines() or [''])[0]})") from error
 
 
 class ChatTokenizer:
@@ -33,5 +43,5 @@ class ChatTokenizer:
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of a response without special tokens."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        """Text of a response without special tokens, every space as it was generated."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

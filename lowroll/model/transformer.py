@@ -76,6 +76,7 @@ class Transformer(nn.Module):
     def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.spec, self.activation_checkpointing = spec, False
+        self.shared: frozenset[str] = frozenset()     # names of weights whose storages belong to another model too
         self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype))
         self.blocks = nn.ModuleList(Block(spec, i, device, dtype) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device, dtype)

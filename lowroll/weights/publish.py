@@ -28,31 +28,37 @@ def quantize_base(model: Transformer, format: str) -> Transformer:
 def rollout_copy(master: Transformer, format: str, dtype: torch.dtype) -> Transformer:
     """The engine's model: linear weights in `format`, everything else in `dtype`, ready for `publish`.
 
-    Weights that the master holds in that very format are shared; a shared base also shares its norms and embeddings
-    when `dtype` is the master's. Adapters are copied.
+    Weights that the master holds in that very format are shared; with them its frozen norms and embeddings are, when
+    `dtype` is the master's. Adapters, and whatever learns, are copied.
     """
     shares_base = master.weight_format == format and master.dtype == dtype
     rollout = Transformer(master.spec, "meta", dtype)
-    mine = dict(master.named_parameters())
+    mine, shared = dict(master.named_parameters()), set[str]()
     for name, _ in list(rollout.named_parameters()):
         if name in mine and not name.endswith(_LINEAR_WEIGHTS):
-            value = mine[name].detach()
-            _set_parameter(rollout, name, value if shares_base else value.to(dtype, copy=True))
+            value, share = mine[name].detach(), shares_base and not mine[name].requires_grad
+            _set_parameter(rollout, name, value if share else value.to(dtype, copy=True))
+            shared |= {name} if share else set()
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
-        shared = isinstance(theirs.weight, QTensor) and theirs.weight.format == format
-        ours.set_weight(theirs.weight if shared else _quantize(name, theirs.weight, format))
+        ours.set_weight(_quantize(name, theirs.weight, format))
+        shared |= {f"{name}.weight"} if ours.weight is theirs.weight else set()
         if theirs.adapter is not None:
             ours.adapter = _copy_adapter(theirs.adapter)
-    rollout.freqs = master.freqs
+    rollout.freqs, rollout.shared = master.freqs, frozenset(shared)
     return rollout.requires_grad_(False).run_low_bit(True).eval()
 
 
 @torch.no_grad()
 def publish(master: Transformer, rollout: Transformer) -> None:
-    """Refill the engine's model from the master, in place. Shared tensors are left alone."""
+    """Refill the engine's model from the master, in place. Shared tensors are left alone.
+
+    ValueError, before anything is written, names what does not fit: a master of other sizes, another adapter, another
+    base than the shared one, or a linear weight that is not finite.
+    """
     mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
+    _check_fits(master, rollout, mine)
     for name, target in rollout.named_parameters():
-        if target.data_ptr() != mine[name].data_ptr():
+        if name not in rollout.shared:
             target.copy_(mine[name])
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
         assert isinstance(ours.weight, QTensor)
@@ -60,12 +66,39 @@ def publish(master: Transformer, rollout: Transformer) -> None:
             ours.weight.copy_(_quantize(name, theirs.weight, ours.weight.format))
 
 
+def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Parameter]) -> None:
+    if master.spec != rollout.spec:
+        raise ValueError("publish: the master's sizes are not those of the engine's model")
+    targets = dict(rollout.named_parameters())
+    odd = sorted({name for name in mine.keys() | targets.keys()
+                  if name not in mine or name not in targets or mine[name].shape != targets[name].shape})
+    if odd:
+        raise ValueError(f"publish: the master's adapter is not the one that the engine was made with: {odd[0]}")
+    for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
+        if ours.adapter and theirs.adapter and ours.adapter.scaling != theirs.adapter.scaling:
+            raise ValueError(f"publish: {name}: the adapter's scaling is {theirs.adapter.scaling}, and the engine was "
+                             f"made with {ours.adapter.scaling}")
+        if f"{name}.weight" in rollout.shared and theirs.weight is not ours.weight:
+            raise ValueError(f"publish: {name}.weight belongs to another model, whose base the engine shares")
+        if isinstance(theirs.weight, nn.Parameter) and not torch.isfinite(theirs.weight).all():
+            raise ValueError(f"publish: {name}.weight holds a non-finite value")
+    for name in rollout.shared & mine.keys():
+        if targets[name].data_ptr() != mine[name].data_ptr():
+            raise ValueError(f"publish: {name} belongs to another model, whose base the engine shares")
+
+
 def digest(model: Transformer) -> str:
-    """32 hex digits over every weight's bytes, name, shape and dtype, computed where the weights live."""
+    """32 hex digits over every weight's bytes, name, shape and dtype, computed where the weights live.
+
+    The scaling of an adapter counts as a weight: it changes the policy as one does.
+    """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     for name, linear in model.linears():
         if isinstance(linear.weight, QTensor):
             tensors.update({f"{name}.weight.{part}": t for part, t in linear.weight.tensors.items()})
+        if linear.adapter is not None:
+            tensors[f"{name}.adapter.scaling"] = torch.tensor(linear.adapter.scaling, dtype=torch.float64,
+                                                              device=model.device)
     names = sorted(tensors)
     sums = torch.stack([_checksum(tensors[name].detach()) for name in names]).tolist()
     parts = [f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype} {value}"
