@@ -11,6 +11,10 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class RunFailed(RuntimeError):
+    """A run that cannot go on, for a reason that people can read and act on; commands show it as one line."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One task of an environment. `info` is JSON data that the environment's scorer needs (the gold answer, ...)."""

@@ -17,10 +17,12 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from lowroll.types import RunFailed
+
 LOCK = ".lock"
 
 
-class RunLockedError(RuntimeError):
+class RunLockedError(RunFailed):
     """Another process owns the run folder; the message names its pid and host."""
 
 

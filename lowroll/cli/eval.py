@@ -61,7 +61,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     table = Table(*columns)
     for row in rows:
         table.add_row(*(_cell(row.get(name)) for name in columns))
-    Console().print(table)
+    console = Console()
+    console = console if console.is_terminal else Console(width=160)
+    console.print(table)
 
 
 def _cell(value: Any) -> str:

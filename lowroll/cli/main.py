@@ -1,7 +1,7 @@
 """`lowroll <command> ...`: finds the command's module, reads its arguments, runs it.
 
-Exit codes: 0 done, 1 a failure of the program (with its traceback), 2 something the user can mend (one `error:` line a
-problem), 130 interrupted. LOWROLL_DEBUG=1 shows the traceback of the errors of exit code 2 too.
+Exit codes: 0 done, 1 a run that could not go on (one `error:` line) or a failure of the program (its traceback), 2
+something the user can mend (one `error:` line a problem), 130 interrupted. LOWROLL_DEBUG=1 shows the traceback of the errors of exit code 2 too.
 """
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+
+from lowroll.types import RunFailed
 
 COMMANDS = {
     "grpo": "train a model by reinforcement learning with cheap rollouts",
@@ -53,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in (str(error) or type(error).__name__).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def usage() -> str:

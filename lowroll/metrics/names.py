@@ -136,7 +136,7 @@ METRICS: tuple[Metric, ...] = (
     _M("perf/learn_tokens_per_second", "tokens/s", "tokens of the batch over the seconds of learning"),
     _M("perf/peak_memory_gb", "GB", "peak memory of the process (of the device, on a GPU)"),
     _M("perf/kv_pages_peak", "pages", "most KV-cache pages in use at once"),
-    _M("perf/prefix_hits", "tokens", "prompt tokens that came from the prefix cache"),
+    _M("perf/prefix_hits", "pages", "prompt pages that came from the prefix cache since the process started"),
 
     _M("time/step", "s", "the whole step"),
     _M("time/generate", "s", "generation of the rollouts"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from lowroll.types import Score, ScoreError
+from lowroll.types import RunFailed, Score, ScoreError
 
 MESSAGE_LIMIT = 500                # characters of a scorer's message that may enter a log
 
@@ -18,11 +18,11 @@ class InvalidRollout(ValueError):
     """The engine returned something that must not be learned from. Names the request, the sample and the position."""
 
 
-class ScoringFailed(RuntimeError):
+class ScoringFailed(RunFailed):
     """Too many scores are errors. The message has the kinds with their counts and the first message."""
 
 
-class NoSignal(RuntimeError):
+class NoSignal(RunFailed):
     """Dynamic sampling found no group with differing rewards in all its rounds."""
 
 

@@ -37,14 +37,14 @@ from lowroll.objectives import Counts, Objective, mismatch, penalty
 from lowroll.objectives.reduce import masked_mean
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import Packed, check, collate, first_fit, num_fed, split_groups
-from lowroll.types import Batch, Sample
+from lowroll.types import Batch, RunFailed, Sample
 
 MAX_REFUSALS = 3                   # non-finite updates in a row that end the run
 
 LogProbs = dict[int, Tensor]       # sample index -> float32 [tokens of its response], detached
 
 
-class TrainingDiverged(RuntimeError):
+class TrainingDiverged(RunFailed):
     """Objective or gradient were not finite in MAX_REFUSALS updates in a row. The weights are those before them."""
 
 
