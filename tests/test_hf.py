@@ -88,7 +88,7 @@ def test_save_then_load_is_bitwise_under_hf_names(family: str, dtype: torch.dtyp
         assert p.dtype == dtype and torch.equal(p, q), name
     original = load_file(tmp_path / "theirs" / "model.safetensors")
     written = load_file(tmp_path / "ours" / "model.safetensors")
-    assert original.keys() == written.keys()                     # q, k, v, gate and up apart: the fused names stay inside
+    assert original.keys() == written.keys()                     # fused names stay inside
     assert all(torch.equal(original[name], written[name]) and written[name].dtype == dtype for name in original)
 
 

@@ -32,12 +32,16 @@ _DENSE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
-    """`auto` is CUDA when there is one. ValueError when CUDA is asked for and missing."""
+    """`auto` is CUDA when there is one; a CUDA device always has its index, as a tensor's has.
+
+    ValueError when CUDA is asked for and missing.
+    """
     if str(device) == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} was asked for, and torch sees no CUDA device")
-    return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
 
 
 class Engine:

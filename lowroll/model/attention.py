@@ -21,8 +21,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
     """Causal attention over packed sequences of these lengths; nothing is padded.
 
-    In half precision on CUDA it is torch's variable-length flash attention. Elsewhere sequences of equal length are
-    stacked and share one call. ValueError for a length below 1.
+    In half precision on CUDA it is torch's variable-length flash attention, for the head sizes that it takes.
+    Elsewhere sequences of equal length are stacked and share one call. ValueError for a length below 1.
     """
     if any(length < 1 for length in lengths):
         raise ValueError(f"lengths: every packed sequence needs at least one token, got {min(lengths)}")
@@ -39,7 +39,8 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
     longest = max(lengths)
 
     def attend(_layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        if q_THd.is_cuda and q_THd.dtype in (torch.bfloat16, torch.float16):
+        half = q_THd.is_cuda and q_THd.dtype in (torch.bfloat16, torch.float16)
+        if half and q_THd.shape[-1] % 8 == 0 and q_THd.shape[-1] <= 256:       # what the flash kernels take
             return _flash(q_THd, k_TGd, v_TGd, bounds, longest)
         return _by_length(q_THd[order], k_TGd[order], v_TGd[order], shapes)[back]
 

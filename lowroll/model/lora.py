@@ -26,7 +26,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 _READ = {"peft_type", "task_type", "r", "lora_alpha", "target_modules", "init_lora_weights", "lora_dropout",
          "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "megatron_core",
          "qalora_group_size"}
-_NEUTRAL = (None, False, "none", "", [], {})
+_NEUTRAL: tuple[object, ...] = (None, False, "none", "", [], {})
 _HOMES = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 
 
@@ -104,7 +104,8 @@ def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def save(model: Transformer, folder: str | Path, base: str = "") -> Path:
-    """Publish the adapter as a PEFT folder (atomically). ValueError when there is none."""
+    """Publish the adapter as a PEFT folder, atomically. ValueError when the model has none, FileExistsError when the
+    folder exists already."""
     from lowroll.checkpoint.publish import publish_folder
 
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]

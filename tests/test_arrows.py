@@ -1,0 +1,135 @@
+"""The house plan against the code: which room may import which, what stays free of torch, and what no file may do."""
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "lowroll"
+FILES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+# room: (rooms that it may import, packages beside the standard library)
+ROOMS: dict[str, tuple[set[str], set[str]]] = {
+    "types": (set(), set()),
+    "config": (set(), {"pydantic", "pydantic_core", "yaml"}),
+    "quant": (set(), {"torch"}),
+    "checkpoint": (set(), {"torch", "safetensors"}),
+    # model -> checkpoint: folders of weights are published by the one atomic publisher, which knows no model
+    "model": ({"quant", "types", "checkpoint"}, {"torch", "safetensors", "transformers", "huggingface_hub"}),
+    "kernels": (set(), {"torch", "triton"}),
+    # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner does
+    "kv": ({"quant", "kernels", "types", "model"}, {"torch"}),
+    "weights": ({"model", "quant", "types"}, {"torch"}),
+    # engine -> weights: the engine adopts through the one corridor
+    "engine": ({"model", "quant", "kv", "kernels", "transport", "metrics", "types", "weights"}, {"torch"}),
+    "objectives": (set(), {"torch"}),
+    "advantages": (set(), set()),
+    "envs": ({"types"}, {"math_verify", "reasoning_gym", "datasets"}),
+    "transport": ({"types", "config"}, set()),
+    "metrics": (set(), {"rich", "matplotlib"}),
+    "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
+    "trainer": ({"model", "weights", "objectives", "transport", "checkpoint", "metrics", "types"}, {"torch"}),
+}
+COMPOSITION = {"assemble", "inprocess", "evaluate", "supervised", "demo", "cli"}     # no room knows them
+TORCH_FREE = ("engine/scheduler.py", "engine/request.py", "kv/pages.py")
+LIGHT = ("types", "config", "advantages", "envs", "transport", "metrics", "orchestrator", "cli.main",
+         "engine.scheduler", "engine.request", "kv.pages")
+
+
+def room_of(file: str) -> str:
+    return Path(file).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(package, room) of every import, inside functions too; the room is "" outside lowroll."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import hides its arrow"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            package, _, rest = name.partition(".")
+            yield package, rest.split(".")[0] if package == "lowroll" else ""
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_arrows_point_down(file: str) -> None:
+    room = room_of(file)
+    rooms = {there for package, there in imports(FILES[file]) if package == "lowroll"} - {room}
+    packages = {package for package, _ in imports(FILES[file])} - {"lowroll"} - sys.stdlib_module_names
+    if room in COMPOSITION or file == "__init__.py":
+        assert rooms <= {*ROOMS, *COMPOSITION, "", "__version__"}
+        assert "cli" not in rooms, "nothing imports the command line"
+        return
+    assert room in ROOMS, f"{room} is no room of the house plan"
+    assert rooms <= ROOMS[room][0], f"{file} may not import {sorted(rooms - ROOMS[room][0])}"
+    assert packages <= ROOMS[room][1], f"{file} may not import {sorted(packages - ROOMS[room][1])}"
+    assert file not in TORCH_FREE or "torch" not in packages
+
+
+def test_the_plan_has_no_cycle() -> None:
+    left = {room: set(below) for room, (below, _) in ROOMS.items()}
+    while left:
+        lowest = {room for room, below in left.items() if not below & left.keys()}
+        assert lowest, f"a cycle among {sorted(left)}"
+        left = {room: below for room, below in left.items() if room not in lowest}
+
+
+def test_the_light_rooms_leave_torch_out_of_a_fresh_interpreter() -> None:
+    code = "\n".join(["import importlib, sys", *(f"""
+importlib.import_module("lowroll.{name}")
+heavy = {{"torch", "transformers", "numpy"}} & sys.modules.keys()
+assert not heavy, "lowroll.{name} pulls " + ", ".join(sorted(heavy))""" for name in LIGHT)])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
+
+
+FOREIGN = {"pickle", "dill", "marshal", "shelve", "joblib"}
+FORBIDDEN = {"eval", "exec", "compile", "os.system", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
+             "numpy.load", "np.load"}
+
+
+def offences(tree: ast.AST) -> Iterator[str]:
+    """What no file of the package may do: run foreign bytes or text as code, or swallow every error."""
+    for node in ast.walk(tree):
+        found = ""
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found = ", ".join({package for package, _ in imports(node)} & FOREIGN)
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            found = called if called in FORBIDDEN else ""
+            for keyword in node.keywords:
+                switch = keyword.arg in ("trust_remote_code", "shell", "allow_pickle")
+                if switch and ast.unparse(keyword.value) != "False":
+                    found = str(keyword.arg)
+        elif isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            if broad and all(isinstance(line, ast.Pass | ast.Continue) for line in node.body):
+                found = "an error that is swallowed"
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            found = f"{node.name} has {length} lines" if length > 70 else ""
+        if found:
+            yield f"line {getattr(node, 'lineno', '?')}: {found}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_file_runs_foreign_code_or_hides_errors_or_grows_without_end(file: str) -> None:
+    assert list(offences(FILES[file])) == []
+    assert len((ROOT / file).read_text().splitlines()) <= 450
+
+
+@pytest.mark.parametrize("bad", [
+    "import pickle", "from dill import loads", "def f():\n    import marshal", "eval('1')", "exec(text)",
+    "torch.load(p)", "yaml.load(f, Loader=L)", "f(trust_remote_code=True)", "f(trust_remote_code=flag)",
+    "run(c, shell=True)",
+    "try:\n    f()\nexcept Exception:\n    pass", "try:\n    f()\nexcept:\n    pass",
+    "def f():\n" + "    x = 1\n" * 70])
+def test_the_lint_sees(bad: str) -> None:
+    assert len(list(offences(ast.parse(bad)))) == 1

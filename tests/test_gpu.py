@@ -1,0 +1,193 @@
+"""On a CUDA device: the CPU's answers, within float32 or bfloat16 bounds, and bitwise where they are integers.
+
+The CPU side of each comparison is what the other tests hold against transformers and hand-computed numbers.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import COMMON, FAMILIES, hf_folder
+from torch import Tensor
+
+import lowroll
+from lowroll import Engine, Request
+from lowroll.model import hf, lora
+from lowroll.model.attention import varlen
+from lowroll.model.logprobs import token_log_probs
+from lowroll.model.transformer import Transformer
+from lowroll.quant import int8
+from lowroll.types import Group
+from lowroll.weights.publish import digest, quantize_base
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [40, 1, 17, 17, 3]
+IDS = torch.randint(2, COMMON["vocab_size"], (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def forward(model: Transformer) -> Tensor:
+    """Logits [T, V] of the packed sequences, on the CPU."""
+    pos = torch.cat([torch.arange(n) for n in LENGTHS]).to(model.device)
+    return model.logits(model(IDS.to(model.device), pos, varlen(LENGTHS, model.device))).float().cpu()
+
+
+def log_likelihood(model: Transformer) -> Tensor:
+    pos = torch.cat([torch.arange(n) for n in LENGTHS]).to(model.device)
+    hidden = model(IDS.to(model.device), pos, varlen(LENGTHS, model.device))
+    logp, _ = token_log_probs(hidden, model.lm_head_weight, IDS.roll(-1).to(model.device), chunk=7)
+    return logp.mean()
+
+
+def requests() -> list[Request]:
+    return [Request(IDS[i:i + 3 + 5 * i].tolist(), n=1 + i % 3, max_tokens=16, seed=i, ignore_eos=True,
+                    temperature=[1.0, 0.0, 0.8][i % 3], top_k=20 * (i % 2), top_p=0.9 if i == 3 else 1.0)
+            for i in range(6)]
+
+
+def rollouts(groups: list[Group]) -> tuple[list[list[int]], Tensor]:
+    """Token ids of every rollout, and all their log-probs in one row."""
+    rows = [r for g in groups for r in g.rollouts]
+    return [r.token_ids for r in rows], torch.tensor([x for r in rows for x in r.logprobs])
+
+
+# -- float32: the CPU's answers ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_learner_forward_and_gradient_in_float32(family: str, tmp_path: Path) -> None:
+    path = hf_folder(tmp_path / "m", family)
+    cpu, gpu = hf.load(path, "cpu", torch.float32), hf.load(path, "cuda", torch.float32)
+    with torch.no_grad():
+        assert (forward(gpu) - forward(cpu)).abs().max() < 2e-4
+    for model in (cpu, gpu):
+        log_likelihood(model).backward()
+    for (name, p), (_, q) in zip(cpu.named_parameters(), gpu.named_parameters(), strict=True):
+        torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_engine_in_float32_draws_the_cpus_tokens(folder: Path, weights: str) -> None:
+    """The noise is counter-based and made of integers, so the same request draws the same tokens on both devices."""
+    engines = [Engine(folder, weights=weights, device=device, dtype=torch.float32, cache_tokens=2048, page_size=4,
+                      max_batch=7, prefill_chunk=8) for device in ("cpu", "cuda")]
+    (want_ids, want), (got_ids, got) = (rollouts(engine.generate(requests())) for engine in engines)
+    assert got_ids == want_ids
+    assert (got - want).abs().max() < (1e-3 if weights == "fp32" else 0.05)
+
+
+def test_digests_do_not_depend_on_the_device(folder: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        cpu, gpu = (quantize_base(hf.load(folder, device, dtype), "int8") for device in ("cpu", "cuda"))
+        assert digest(cpu) == digest(gpu)
+
+
+# -- INT8: the same integers ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape", [(96, 64), (33, 7), (130, 257), (8, 1024)])
+@pytest.mark.parametrize("rows", [1, 5, 17, 40])
+def test_int8_products_are_the_cpus_integers(shape: tuple[int, int], rows: int) -> None:
+    torch.manual_seed(0)
+    w, x, bias = torch.randn(shape), torch.randn(rows, shape[1]) * 3, torch.randn(shape[0])
+    x[0] = 0
+    q, q_gpu = lowroll.quantize(w, "int8"), lowroll.quantize(w.cuda(), "int8")
+    for name, t in q.tensors.items():
+        assert torch.equal(q_gpu.tensors[name].cpu(), t), name
+    codes, scale = int8.quantize_rows(x)
+    codes_gpu, scale_gpu = int8.quantize_rows(x.cuda())
+    assert torch.equal(codes_gpu.cpu(), codes) and torch.equal(scale_gpu.cpu(), scale)
+    sums = codes.double() @ q.tensors["codes"].double().t()                # exact: integers below 2^53
+    want = sums.float() * q.tensors["scale"].flatten()
+    assert torch.equal(int8._integer_product(codes_gpu, q_gpu).cpu(), want)
+    torch.testing.assert_close(q_gpu.linear(x.cuda(), bias.cuda()).cpu(), q.linear(x, bias), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_row_alone_is_row_in_batch_bitwise(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    q = lowroll.quantize(torch.randn(200, 320, device="cuda"), "int8")
+    x, bias = (torch.randn(67, 320, device="cuda") * 3).to(dtype), torch.randn(200, device="cuda").to(dtype)
+    batch = q.linear(x, bias)
+    assert all(torch.equal(q.linear(x[i:i + 1], bias)[0], batch[i]) for i in range(67))
+    assert torch.equal(q.linear(x.flip(0), bias).flip(0), batch)
+
+
+# -- bfloat16: within its bound ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (8, 2, 128), (4, 1, 40), (4, 2, 12)])
+def test_varlen_attention_in_bfloat16(heads: int, kv_heads: int, size: int) -> None:
+    """Forward and gradients against float32 attention over the same bfloat16 values, one sequence at a time."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(LENGTHS), n, size, generator=generator).bfloat16() for n in (heads, kv_heads, kv_heads))
+    upstream = torch.randn(q.shape, generator=generator).bfloat16()
+    exact = [x.float().requires_grad_() for x in (q, k, v)]
+    pieces = [F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in rows), is_causal=True, enable_gqa=True)
+              for rows in zip(*(x.split(LENGTHS) for x in exact), strict=True)]
+    want = torch.cat([piece[0].transpose(0, 1) for piece in pieces])
+    want.backward(upstream.float())
+    low = [x.cuda().requires_grad_() for x in (q, k, v)]
+    got = varlen(LENGTHS, "cuda")(0, *low)
+    got.backward(upstream.cuda())
+    assert got.dtype == torch.bfloat16 and got.shape == q.shape
+    assert (got.float().cpu() - want).abs().max() < 0.02
+    for mine, theirs in zip(low, exact, strict=True):
+        assert (mine.grad.float().cpu() - theirs.grad).norm() < 0.02 * theirs.grad.norm()
+
+
+def test_learner_forward_in_bfloat16(folder: Path) -> None:
+    gpu = hf.load(folder, "cuda")
+    assert gpu.dtype == torch.bfloat16
+    with torch.no_grad():
+        want, got = forward(hf.load(folder)), forward(gpu)
+    assert (got - want).norm() < 0.05 * want.norm()
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_decode_equals_prefill_in_bfloat16(folder: Path, weights: str) -> None:
+    """P3 and P4 in the precision that a GPU run uses; `auto` finds the device."""
+    engine = Engine(folder, weights=weights, cache_tokens=2048, prefill_chunk=8)
+    assert engine.model.device.type == "cuda" and engine.model.dtype == torch.bfloat16
+    groups = engine.generate([Request(IDS[:21].tolist(), n=8, max_tokens=24, seed=2)])
+    ids, recorded = rollouts(groups)
+    again = lowroll.score(engine.model, [groups[0].request.prompt_ids + row for row in ids], [21] * 8)
+    gap = (recorded - torch.cat(again).cpu()).abs()
+    assert gap.mean() < 0.02 and gap.max() < 0.2
+
+
+# -- the corridor -----------------------------------------------------------------------------------------------------
+
+def test_lora_shares_its_base_and_adopts_in_place_on_the_device(folder: Path) -> None:
+    learner = lora.attach(quantize_base(hf.load(folder, "cuda"), "int8"), rank=4, alpha=8.0)
+    assert all(p.is_cuda for p in learner.parameters())
+    engine = Engine(learner, weights="int8", cache_tokens=2048)
+    mine = {name: p.data_ptr() for name, p in learner.named_parameters()}
+    theirs = {name: p.data_ptr() for name, p in engine.model.named_parameters()}
+    assert mine.keys() == theirs.keys() and all((mine[n] == theirs[n]) == (".adapter." not in n) for n in mine)
+    assert all(a.weight is b.weight for (_, a), (_, b) in zip(learner.linears(), engine.model.linears(), strict=True))
+    before = forward(engine.model)
+    with torch.no_grad():
+        for p in learner.trainable_parameters().values():
+            p += 0.3 * torch.randn_like(p)
+        stamp = engine.behavior.policy[0].digest
+        assert engine.adopt(learner, 1).policy[0].digest != stamp
+        assert {name: p.data_ptr() for name, p in engine.model.named_parameters()} == theirs
+        assert torch.equal(forward(learner.run_low_bit(True)), forward(engine.model))
+    assert not torch.equal(forward(engine.model), before)
+
+
+def test_a_full_fine_tuning_step_reaches_the_engine(folder: Path) -> None:
+    master = hf.load(folder, "cuda", torch.float32).requires_grad_(True)
+    engine = Engine(master, weights="int8", dtype=torch.float32, cache_tokens=2048)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2)
+    (-log_likelihood(master)).backward()
+    optimizer.step()
+    engine.adopt(master, 1)
+    fresh = Engine(master, weights="int8", dtype=torch.float32, cache_tokens=2048)
+    assert digest(engine.model) == digest(fresh.model)
+    assert rollouts(engine.generate(requests()))[0] == rollouts(fresh.generate(requests()))[0]

@@ -1,0 +1,306 @@
+"""Adapters: the identity when fresh, PEFT's files in and out with equal logits, gradients, and refusals by name."""
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import COMMON, hf_folder, hf_model
+from torch import Tensor, nn
+
+from lowroll.model import hf, lora
+from lowroll.model.attention import varlen
+from lowroll.model.logprobs import token_log_probs
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import QTensor
+from lowroll.weights.publish import quantize_base
+
+SUBSET = ("q_proj", "v_proj", "down_proj")
+TARGETS = {"all": lora.TARGETS, "subset": SUBSET}
+IDS = torch.randint(0, COMMON["vocab_size"], (23,), generator=torch.Generator().manual_seed(0))
+
+
+def hidden(model: Transformer) -> Tensor:
+    return model(IDS, torch.arange(len(IDS)), varlen([len(IDS)]))
+
+
+@torch.no_grad()
+def logits(model: Transformer) -> Tensor:
+    return model.logits(hidden(model))
+
+
+def loss(model: Transformer) -> Tensor:
+    logp, _ = token_log_probs(hidden(model)[:-1], model.lm_head_weight, IDS[1:])
+    return -logp.mean()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: hf_folder(root / family, family) for family in ("qwen3", "llama-biases")}
+
+
+def adapted(folder: Path, targets: Sequence[str] = lora.TARGETS, format: str | None = None) -> Transformer:
+    """A model whose adapter is not the identity: B is random too."""
+    model = hf.load(folder)
+    if format is not None:
+        quantize_base(model, format)
+    lora.attach(model, rank=3, alpha=7.0, targets=targets, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, p in model.trainable_parameters().items():
+            if ".b." in name:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return model
+
+
+# -- identity limits --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_a_fresh_adapter_is_exactly_the_identity(folders: dict[str, Path], format: str | None) -> None:
+    model = hf.load(folders["qwen3"])
+    if format is not None:
+        quantize_base(model, format)
+    before = logits(model)
+    lora.attach(model, rank=4, alpha=32.0)
+    assert torch.equal(logits(model), before)
+    assert all(p.abs().max() > 0 for name, p in model.trainable_parameters().items() if ".a." in name)
+
+
+def test_disabled_is_the_base_bitwise_and_ends_with_the_block(folders: dict[str, Path]) -> None:
+    base, model = logits(hf.load(folders["qwen3"])), adapted(folders["qwen3"])
+    on = logits(model)
+    assert (on - base).abs().max() > 0.1
+    with pytest.raises(KeyError), lora.disabled(model) as frozen:
+        assert frozen is model and torch.equal(logits(model), base)
+        with lora.disabled(model):
+            pass
+        assert torch.equal(logits(model), base)                   # the inner block gave back what it found
+        raise KeyError
+    assert torch.equal(logits(model), on)
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_merged_weights_are_the_adapter(folders: dict[str, Path], targets: str, tmp_path: Path) -> None:
+    model = adapted(folders["qwen3"], TARGETS[targets])
+    on = logits(model)
+    merged = lora.merge(model)
+    assert (logits(merged) - on).abs().max() < 1e-5 * on.abs().max() and not merged.trainable_parameters()
+    hf.save(merged, tmp_path / "merged")
+    assert torch.equal(logits(hf.load(tmp_path / "merged")), logits(merged))
+    with pytest.raises(ValueError, match=r"blocks\.0\.qkv: the base is int8"):
+        lora.merge(adapted(folders["qwen3"], format="int8"))
+
+
+def test_an_adapter_moves_its_own_rows_only(folders: dict[str, Path]) -> None:
+    """y_p = W_p x + (alpha / r) B_p A_p x, by hand in float64; the other parts of the fused matrix stay put."""
+    base, model = hf.load(folders["qwen3"]), adapted(folders["qwen3"], ("k_proj",))
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(3))
+    plain, qkv = base.blocks[1].qkv, model.blocks[1].qkv
+    update = (7.0 / 3) * (x.double() @ qkv.adapter.a["k_proj"].double().t()) @ qkv.adapter.b["k_proj"].double().t()
+    want = plain(x).double()
+    want[:, 64:96] += update                                      # 4 heads of 16 are q's rows; 2 of 16 are k's
+    torch.testing.assert_close(qkv(x).double(), want, rtol=0, atol=1e-5)
+    assert torch.equal(qkv(x)[:, :64], plain(x)[:, :64]) and torch.equal(qkv(x)[:, 96:], plain(x)[:, 96:])
+    assert model.blocks[1].down.adapter is None
+
+
+# -- PEFT's files -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("family", ["qwen3", "llama-biases"])
+def test_peft_loads_our_adapter(folders: dict[str, Path], family: str, targets: str, tmp_path: Path) -> None:
+    model = adapted(folders[family], TARGETS[targets])
+    lora.save(model, tmp_path / "adapter", base=str(folders[family]))
+    theirs = peft.PeftModel.from_pretrained(hf_model(family), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert (theirs(IDS[None]).logits[0] - logits(model)).abs().max() < 1e-4
+    again = lora.load(hf.load(folders[family]), tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(model))
+    for (name, p), (other, q) in zip(lora.state(model).items(), lora.state(again).items(), strict=True):
+        assert name == other and torch.equal(p, q)
+    assert again.trainable_parameters().keys() == model.trainable_parameters().keys()
+
+
+def peft_adapter(path: Path, family: str = "qwen3", targets: Sequence[str] = SUBSET, **options: Any) -> Tensor:
+    """Write an adapter with random B by PEFT; returns the logits of PEFT's model."""
+    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": list(targets), "task_type": "CAUSAL_LM",
+                                "lora_dropout": 0.1, **options})
+    model = peft.get_peft_model(hf_model(family), config).eval()
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(0.3 * torch.randn_like(p))
+        got = model(IDS[None]).logits[0]
+    model.save_pretrained(path)
+    return got
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("family", ["qwen3", "llama-biases"])
+def test_we_load_what_peft_writes(folders: dict[str, Path], family: str, targets: str, tmp_path: Path) -> None:
+    want = peft_adapter(tmp_path, family, TARGETS[targets])
+    base = logits(hf.load(folders[family]))
+    got = logits(lora.load(hf.load(folders[family]), tmp_path))
+    assert (got - want).abs().max() < 1e-4 and (want - base).abs().max() > 0.1
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+def test_gradient_reaches_the_adapters_alone(folders: dict[str, Path]) -> None:
+    model = adapted(folders["llama-biases"])
+    loss(model).backward()
+    trained = model.trainable_parameters()
+    assert trained.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
+    assert all(".adapter." in name and p.grad.abs().max() > 0 for name, p in trained.items())
+    assert len(trained) == 2 * 7 * model.spec.num_layers
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "llama-biases"])
+def test_gradients_over_a_quantised_base_are_those_over_the_dequantised_one(
+        folders: dict[str, Path], family: str, checkpointing: bool) -> None:
+    """Autograd through the same model with dequantised Parameters is the oracle."""
+    quantised, dense = adapted(folders[family], format="int8"), adapted(folders[family], format="int8")
+    for _, linear in dense.linears():
+        assert isinstance(linear.weight, QTensor)
+        linear.set_weight(nn.Parameter(linear.weight.dequantize(), requires_grad=False))
+    quantised.activation_checkpointing = checkpointing
+    for model in (quantised, dense):
+        loss(model).backward()
+    want = dense.trainable_parameters()
+    for name, p in quantised.trainable_parameters().items():
+        torch.testing.assert_close(p.grad, want[name].grad, rtol=1e-5, atol=1e-7)
+    assert (logits(dense) - logits(adapted(folders[family]))).abs().max() > 1e-3     # quantising did change the model
+
+
+def test_bias_gradient_over_a_quantised_weight(folders: dict[str, Path]) -> None:
+    linear = quantize_base(hf.load(folders["llama-biases"]), "int8").blocks[0].o
+    x = torch.randn(5, 32, requires_grad=True)
+    (linear(x) * torch.arange(5.)[:, None]).sum().backward()
+    assert torch.equal(linear.bias.grad, torch.full((32,), 10.0))
+    torch.testing.assert_close(x.grad[2], 2 * linear.weight.dequantize().sum(0))
+
+
+def test_training_an_adapter_moves_nothing_else(folders: dict[str, Path]) -> None:
+    model = adapted(folders["qwen3"], format="int8")
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    codes = {name: linear.weight.tensors["codes"].clone() for name, linear in model.linears()}
+    optimizer = torch.optim.AdamW(model.trainable_parameters().values(), lr=1e-2)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        value = loss(model)
+        value.backward()
+        optimizer.step()
+        losses.append(float(value.detach()))
+    assert losses[-1] < losses[0] - 0.1
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(parameters[name], p) for name, p in frozen.items())
+    assert all(torch.equal(linear.weight.tensors["codes"], codes[name]) for name, linear in model.linears())
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+def test_attach_refusals_leave_the_model_alone(folders: dict[str, Path]) -> None:
+    model = hf.load(folders["qwen3"])
+    for options, words in (({"targets": ["q_proj", "lm_head"]}, "lora_target_modules: .*lm_head"),
+                           ({"targets": []}, "lora_target_modules"), ({"targets": "q_proj"}, "lora_target_modules"),
+                           ({"rank": 0}, "lora_rank"), ({"alpha": float("nan")}, "lora_alpha")):
+        with pytest.raises(ValueError, match=words):
+            lora.attach(model, **{"rank": 2, "alpha": 4.0, **options})
+    assert all(p.requires_grad for p in model.parameters()) and not any(x.adapter for _, x in model.linears())
+    with pytest.raises(ValueError, match="no adapter"):
+        lora.save(model, folders["qwen3"].parent / "nothing")
+
+
+BAD_KEYS: dict[str, tuple[dict[str, Any], str]] = {
+    "DoRA": ({"use_dora": True}, "use_dora"),
+    "rsLoRA": ({"use_rslora": True}, "use_rslora"),
+    "biases": ({"bias": "all"}, "bias"),
+    "adapter biases": ({"lora_bias": True}, "lora_bias"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "rank by layer": ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    "alpha by layer": ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+    "some layers": ({"layers_to_transform": [1]}, "layers_to_transform"),
+    "a key of the future": ({"use_xlora": {"n": 1}}, "use_xlora"),
+    "unknown target": ({"target_modules": ["q_proj", "lm_head"]}, "target_modules"),
+    "a pattern as target": ({"target_modules": ".*_proj"}, "target_modules"),
+    "no target": ({"target_modules": []}, "target_modules"),
+    "not LoRA": ({"peft_type": "IA3"}, "peft_type"),
+    "no rank": ({"r": None}, "r: "),
+    "rank in words": ({"r": "three"}, "r: "),
+    "no alpha": ({"lora_alpha": None}, "lora_alpha"),
+    "PiSSA": ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+    "other rank": ({"r": 4}, "wrong shape"),
+    "other targets": ({"target_modules": ["q_proj", "v_proj", "up_proj"]}, "missing tensors.*up_proj"),
+    "fewer targets": ({"target_modules": ["q_proj", "v_proj"]}, "unexpected tensors.*down_proj"),
+}
+V1 = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+BAD_TENSORS: dict[str, tuple[Tensor | None, str]] = {
+    "missing": (None, f"missing tensors: {V1}"),
+    "shape": (torch.zeros(33, 3), rf"wrong shape: {V1} \[33, 3\] instead of \[32, 3\]"),
+    "NaN": (torch.full((32, 3), float("nan")), f"non-finite value: {V1}"),
+    "integers": (torch.zeros(32, 3, dtype=torch.int32), f"not floats: {V1}"),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapters") / "good"
+    peft_adapter(path)
+    return path
+
+
+@pytest.fixture
+def adapter(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "adapter"))
+
+
+def refused(model_folder: Path, adapter: Path, words: str) -> None:
+    """One line that names what is wrong, and a model that is as it was."""
+    model = hf.load(model_folder)
+    with pytest.raises(ValueError, match=words) as caught:
+        lora.load(model, adapter)
+    assert "\n" not in str(caught.value) and str(adapter) in str(caught.value)
+    assert all(p.requires_grad for p in model.parameters()) and not any(x.adapter for _, x in model.linears())
+
+
+@pytest.mark.parametrize("case", BAD_KEYS)
+def test_bad_adapter_configs(case: str, folders: dict[str, Path], adapter: Path) -> None:
+    changes, words = BAD_KEYS[case]
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    refused(folders["qwen3"], adapter, words)
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_bad_adapter_tensors(case: str, folders: dict[str, Path], adapter: Path) -> None:
+    value, words = BAD_TENSORS[case]
+    path = adapter / "adapter_model.safetensors"
+    tensors = {name: t.clone() for name, t in load_file(path).items() if name != V1}
+    save_file(tensors if value is None else {**tensors, V1: value}, path)
+    refused(folders["qwen3"], adapter, words)
+
+
+def test_damaged_and_absent_adapter_files(folders: dict[str, Path], adapter: Path) -> None:
+    weights, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    refused(folders["llama-biases"], adapter, "wrong shape")      # another model's adapter
+    raw = weights.read_bytes()
+    weights.write_bytes(raw[:-9])
+    refused(folders["qwen3"], adapter, "adapter_model.safetensors: damaged")
+    weights.rename(adapter / "adapter_model.bin")
+    refused(folders["qwen3"], adapter, "adapter_model.safetensors: no such file")
+    weights.write_bytes(raw)
+    for text in ("{", "[]", ""):
+        config.write_text(text)
+        refused(folders["qwen3"], adapter, "adapter_config.json: ")
+    config.unlink()
+    refused(folders["qwen3"], adapter, "adapter_config.json: no such file")
