@@ -21,6 +21,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import Sampling, Settings
+from lowroll.quant.formats import get_format
 from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.step import LearnSettings
 from lowroll.weights.publish import quantize_base
@@ -75,10 +76,9 @@ def tokenizer(source: str | Path) -> ChatTokenizer:
 
 def engine(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer, weights: str | None = None) -> Engine:
     """A rollout engine over `model`, in `weights` or the run's own rollout format."""
-    rollout = cfg.rollout
-    return Engine(model, weights=rollout_format(cfg, where, weights), tokenizer=chat.tokenizer,
-                  dtype=None if weights == "dense" or rollout.weights in _DENSE.values() else where.dtype,
-                  page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, max_batch=rollout.max_batch,
+    rollout, name = cfg.rollout, rollout_format(cfg, where, weights)
+    return Engine(model, weights=name, dtype=None if get_format(name).dense else where.dtype,
+                  tokenizer=chat.tokenizer, page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, max_batch=rollout.max_batch,
                   prefill_chunk=rollout.prefill_chunk)
 
 

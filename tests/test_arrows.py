@@ -17,7 +17,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
     "config": (set(), {"pydantic", "pydantic_core", "yaml"}),
     "quant": (set(), {"torch"}),
-    "checkpoint": (set(), {"torch", "safetensors"}),
+    "checkpoint": ({"types"}, {"torch", "safetensors"}),
     # model -> checkpoint: folders of weights are published by the one atomic publisher, which knows no model
     "model": ({"quant", "types", "checkpoint"}, {"torch", "safetensors", "transformers", "huggingface_hub"}),
     "kernels": (set(), {"torch", "triton"}),

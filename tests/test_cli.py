@@ -13,7 +13,7 @@ import pytest
 import lowroll
 from lowroll.cli.main import COMMANDS, main
 from lowroll.config import load
-from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
+from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout, RunFailed
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "pydantic", "numpy", "yaml", "rich")
@@ -103,9 +103,12 @@ def test_a_dry_run_of_three_files(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_grpo_and_sft_hand_over_the_settings(module: Callable[..., types.ModuleType], run_yaml: str) -> None:
     calls: list[Any] = []
-    module("lowroll.run", run=lambda cfg, resume: calls.append((cfg.train.max_steps, resume)))
-    module("lowroll.trainer.sft", run_sft=lambda cfg: calls.append(cfg.sft.steps))
-    assert main(["grpo", run_yaml, "--resume", "train.max_steps=7"]) == 0
+    def run(cfg: Any, resume: bool) -> types.SimpleNamespace:
+        calls.append((cfg.train.max_steps, resume))
+        return types.SimpleNamespace(folder=Path("somewhere"), interrupted=cfg.train.max_steps == 7, records=[{"step": 3}])
+    module("lowroll.inprocess", run=run)
+    module("lowroll.supervised", run_sft=lambda cfg: calls.append(cfg.sft.steps))
+    assert main(["grpo", run_yaml, "--resume", "train.max_steps=7"]) == 130
     assert main(["grpo", run_yaml]) == 0
     assert main(["sft", run_yaml, "sft.steps=9"]) == 0
     assert calls == [(7, True), (100, False), 9]
@@ -115,12 +118,13 @@ def test_grpo_and_sft_hand_over_the_settings(module: Callable[..., types.ModuleT
     (ValueError("rollout.max_tokens: too long"), 2, "error: rollout.max_tokens: too long\n"),
     (FileNotFoundError(2, "No such file", "x"), 2, "error: [Errno 2] No such file: 'x'\n"),
     (KeyboardInterrupt(), 130, "interrupted\n"),
+    (RunFailed("all 8 scores are errors"), 1, "error: all 8 scores are errors\n"),
 ])
 def test_failures_of_a_run(module: Callable[..., types.ModuleType], run_yaml: str,
                            capsys: pytest.CaptureFixture[str], failure: BaseException, code: int, told: str) -> None:
     def run(cfg: Any, resume: bool) -> None:
         raise failure
-    module("lowroll.run", run=run)
+    module("lowroll.inprocess", run=run)
     assert main(["grpo", run_yaml, "rollout.weights=dense"]) == code
     assert capsys.readouterr().err.endswith(told)
 
@@ -129,7 +133,7 @@ def test_a_bug_keeps_its_traceback(module: Callable[..., types.ModuleType], run_
                                    monkeypatch: pytest.MonkeyPatch) -> None:
     def run(cfg: Any, resume: bool) -> None:
         raise {"": KeyError("a bug"), "1": ValueError("seen in full")}[wanted]
-    module("lowroll.run", run=run)
+    module("lowroll.inprocess", run=run)
     wanted = ""
     with pytest.raises(KeyError):
         main(["grpo", run_yaml])
