@@ -77,8 +77,8 @@ def tokenizer(source: str | Path) -> ChatTokenizer:
 def engine(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer, weights: str | None = None) -> Engine:
     """A rollout engine over `model`, in `weights` or the run's own rollout format."""
     rollout, name = cfg.rollout, rollout_format(cfg, where, weights)
-    return Engine(model, weights=name, dtype=None if get_format(name).dense else where.dtype,
-                  tokenizer=chat.tokenizer, page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, max_batch=rollout.max_batch,
+    return Engine(model, weights=name, dtype=None if get_format(name).dense else where.dtype, tokenizer=chat.tokenizer,
+                  page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, max_batch=rollout.max_batch,
                   prefill_chunk=rollout.prefill_chunk)
 
 

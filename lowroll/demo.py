@@ -175,8 +175,8 @@ def _summary(console: Console, records: list[dict[str, Any]], before: dict[str, 
     table = Table(title="What was measured in this run")
     for name in ("", "before", "after"):
         table.add_column(name)
-    for name, label in (("int8", f"held-out reward, {HELD_OUT} strings, INT8 engine"), ("fp32", "the same, fp32 engine"),
-                        ("greedy", "the same, greedy, INT8 engine")):
+    for name, label in (("int8", f"held-out reward, {HELD_OUT} strings, INT8 engine"),
+                        ("fp32", "the same, fp32 engine"), ("greedy", "the same, greedy, INT8 engine")):
         table.add_row(label, f"{before[name]:.3f}", f"{after[name]:.3f}")
     table.add_row("training reward, first and last 5 steps",
                   *(f"{statistics.mean(r['reward/mean'] for r in part):.3f}" for part in (records[:5], records[-5:])))

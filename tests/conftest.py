@@ -1,4 +1,4 @@
-"""One thread everywhere: results repeat bit for bit for a fixed thread count only, and tiny models gain nothing from two.
+"""One thread everywhere: results repeat bit for bit for a fixed thread count only, and tiny models gain nothing.
 
 Set before torch is imported, so that the processes which tests start inherit it.
 """

@@ -177,7 +177,7 @@ def test_refusals_leave_the_folder_alone(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="already holds a run"):
         train(tree)
     with pytest.raises(ValueError, match=r"train\.learning_rate was 0\.01 and is 0\.02"):
-        train(settings(model, tmp_path / "run", train={"max_steps": 1, "warmup_steps": 0, "learning_rate": 0.02}), resume=True)
+        train({**tree, "train": {**tree["train"], "learning_rate": 0.02}}, resume=True)
     assert fingerprint(tmp_path / "run") == before
     with pytest.raises(ValueError, match="leaves no room for a prompt"):
         train(settings(model, tmp_path / "other", rollout={"max_tokens": 256}, train={"tokens_per_microbatch": 999}))
