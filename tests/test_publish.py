@@ -192,9 +192,12 @@ def flip(tensor: Tensor, index: int, bit: int) -> None:
     tensor.detach().view(-1).view(torch.uint8)[index] ^= 1 << bit
 
 
-def test_the_digest_sees_every_single_bit(folder: Path) -> None:
-    """Every bit of the first, a middle and the last word of every stored tensor."""
-    rollout = rollout_copy(nudge(lora_learner(folder), 1), "int8", torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_digest_sees_every_single_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A flipped bit in the first, a middle and the last bytes of every stored tensor (heads of 6: odd sizes too)."""
+    path = hf_folder(tmp_path / "m", "qwen3-tied-bias", head_dim=6)
+    rollout = rollout_copy(nudge(lora_learner(path), 1), "int8", dtype)
+    assert (dtype == torch.bfloat16) == any(t.nbytes % 8 for t in tensors(rollout).values())
     stamp, seen, kinds = digest(rollout), set(), set()
     for name, tensor in tensors(rollout).items():
         if name.startswith("blocks.1") and ".adapter." in name:
@@ -248,6 +251,8 @@ def test_masters_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     other = nudge(lora_learner(folder), 1)
     refused(shared, other, "belongs to another model")                  # it would overwrite the learner's base
     refused(shared, master, "adapter")
+    recast = rollout_copy(learner, "int8", torch.bfloat16)              # the learner's codes, with norms of its own
+    refused(shared, recast, r"^publish: \S*(norm\.weight|embedding|bias) belongs to another model")
     rescaled = rollout_copy(learner, "int8", torch.float32)
     rescaled.blocks[1].down.adapter.alpha = 12.0
     refused(shared, rescaled, r"blocks\.1\.down: the adapter's scaling is 4")
