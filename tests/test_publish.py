@@ -256,10 +256,11 @@ def test_masters_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     rescaled = rollout_copy(learner, "int8", torch.float32)
     rescaled.blocks[1].down.adapter.alpha = 12.0
     refused(shared, rescaled, r"blocks\.1\.down: the adapter's scaling is 4")
-    with torch.no_grad():
-        master.norm.weight += 1.0
-        master.blocks[1].down.weight[3, 5] = float("nan")
-    refused(full, master, r"blocks\.1\.down\.weight holds a non-finite")
+    for value in (float("nan"), float("inf"), -float("inf")):
+        with torch.no_grad():
+            master.norm.weight += 1.0
+            master.blocks[1].down.weight[3, 5] = value
+        refused(full, master, r"blocks\.1\.down\.weight holds a non-finite")
 
 
 def test_quantising_a_base_names_a_bad_weight(folder: Path) -> None:

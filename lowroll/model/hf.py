@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import all_finite
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
                    "tokenizer.model", "added_tokens.json", "chat_template.jinja", "generation_config.json")
@@ -102,7 +103,7 @@ def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
             start = 0
             for part in parts:
                 value = opened[files[part]].get_tensor(part).to(dtype)
-                if not torch.isfinite(value).all():
+                if not all_finite(value):
                     raise ValueError(f"{files[part]}: tensor {part} holds a value that is not finite in "
                                      f"{_DTYPES.get(dtype, dtype)}")
                 rows = part_rows(spec, part, shape[0])

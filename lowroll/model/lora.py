@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowroll.model.linear import Adapter
 from lowroll.model.transformer import Transformer
-from lowroll.quant.formats import QTensor
+from lowroll.quant.formats import QTensor, all_finite
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Keys of a PEFT config that are read, or say nothing about the computation. Any other key must have a neutral value.
@@ -178,7 +178,7 @@ def _check_tensors(path: Path, wanted: dict[str, torch.Size], found: dict[str, T
     shapes = [f"{name} {list(found[name].shape)} instead of {list(shape)}" for name, shape in wanted.items()
               if name in found and found[name].shape != shape]
     dtypes = [f"{name} ({t.dtype})" for name, t in found.items() if not t.is_floating_point()]
-    values = [name for name, t in found.items() if t.is_floating_point() and not torch.isfinite(t.float()).all()]
+    values = [name for name, t in found.items() if t.is_floating_point() and not all_finite(t)]
     for problem, names in (("missing tensors", missing), ("unexpected tensors", extra),
                            ("tensors of the wrong shape", shapes), ("tensors that are not floats", dtypes),
                            ("tensors with a non-finite value", values)):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowroll.model.linear import Adapter
 from lowroll.model.transformer import Transformer
-from lowroll.quant.formats import QTensor, get_format
+from lowroll.quant.formats import QTensor, all_finite, get_format
 
 _BLOCK = 1 << 20     # int64 words of one checksum block
 
@@ -80,7 +80,7 @@ def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Pa
                              f"made with {ours.adapter.scaling}")
         if f"{name}.weight" in rollout.shared and theirs.weight is not ours.weight:
             raise ValueError(f"publish: {name}.weight belongs to another model, whose base the engine shares")
-        if isinstance(theirs.weight, nn.Parameter) and not torch.isfinite(theirs.weight).all():
+        if isinstance(theirs.weight, nn.Parameter) and not all_finite(theirs.weight):
             raise ValueError(f"publish: {name}.weight holds a non-finite value")
     for name in rollout.shared & mine.keys():
         if targets[name].data_ptr() != mine[name].data_ptr():
