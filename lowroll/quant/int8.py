@@ -31,7 +31,12 @@ def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """Dynamic codes of activations: (float codes in -127..127 [M, K], scale s_x [M, 1]), both float32."""
     x_MK = x_MK.float()
     amax_M1 = x_MK.abs().amax(dim=-1, keepdim=True)
-    return (x_MK * (127.0 / amax_M1.clamp_min(1e-30))).round_(), amax_M1 / 127.0
+    return (x_MK * (127.0 / amax_M1.clamp_min(1e-30))).round_(), _divide(amax_M1, 127.0)
+
+
+def _divide(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once on every device: CUDA would multiply by the rounded reciprocal of a scalar."""
+    return x / torch.full_like(x, divisor)
 
 
 class Int8(Format):
@@ -39,7 +44,7 @@ class Int8(Format):
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NK = w_NK.float()
-        scale_N1 = w_NK.abs().amax(dim=-1, keepdim=True) / 127.5
+        scale_N1 = _divide(w_NK.abs().amax(dim=-1, keepdim=True), 127.5)
         scale_N1 = torch.where(scale_N1 > 0, scale_N1, torch.full_like(scale_N1, EPS))
         codes_NK = torch.clamp(torch.round(w_NK / scale_N1), -128, 127).to(torch.int8)
         return {"codes": codes_NK, "scale": scale_N1}
@@ -64,8 +69,9 @@ def _onednn_product(codes_MK: Tensor, q: QTensor) -> Tensor:
                               q.tensors["scale"].flatten(),
                               torch.zeros(codes_NK.shape[0], dtype=torch.int32))
     weight, scale_N, zero_N = q.packed["onednn"]
-    return torch.ops.onednn.qlinear_pointwise((codes_MK + 128.0).to(torch.uint8), 1.0, 128, weight, scale_N, zero_N,
-                                              None, 1.0, 0, torch.float32, "none", [], "")
+    shifted_MK = codes_MK.to(torch.int8).view(torch.uint8).bitwise_xor_(128)      # codes + 128, by the sign bit
+    return torch.ops.onednn.qlinear_pointwise(shifted_MK, 1.0, 128, weight, scale_N, zero_N, None, 1.0, 0,
+                                              torch.float32, "none", [], "")
 
 
 def _integer_product(codes_MK: Tensor, q: QTensor) -> Tensor:
