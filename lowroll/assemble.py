@@ -60,6 +60,8 @@ def rollout_format(cfg: RunConfig, where: Place, weights: str | None = None) -> 
 def learner(cfg: RunConfig, where: Place) -> Transformer:
     """The model that learns: all of it, or a fresh adapter on a frozen base that the engine shares (LoRA)."""
     model = hf.load(cfg.model, where.device, where.dtype)
+    if any(linear.adapter is not None for _, linear in model.linears()):
+        raise ValueError(f"model: {cfg.model} is an adapter folder; merge it into its base before training on")
     if cfg.train.lora:
         quantize_base(model, rollout_format(cfg, where))
         lora.attach(model, cfg.train.lora_rank, cfg.train.lora_alpha, cfg.train.lora_target_modules, cfg.seed)

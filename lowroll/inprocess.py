@@ -175,13 +175,13 @@ class Session:
     def finish(self) -> None:
         """The last checkpoint, and the trained model (or adapter) as a Hugging Face folder."""
         self.checkpoint(self.cfg.train.max_steps)
-        final = self.folder / "final"
+        final, source = self.folder / "final", hf.resolve(self.cfg.model)
         if final.exists():
             shutil.rmtree(final)
         if self.cfg.train.lora:
-            lora.save(self.model, final, base=self.cfg.model)
+            lora.save(self.model, final, base=self.cfg.model, tokenizer_from=source)
         else:
-            hf.save(self.model, final, tokenizer_from=hf.resolve(self.cfg.model))
+            hf.save(self.model, final, tokenizer_from=source)
 
     def _publish(self, version: int) -> None:
         self.engine.adopt(self.model, version)

@@ -46,7 +46,7 @@ def warm_start(cfg: RunConfig, source: Path, target: Path, recorder: Recorder | 
 
         metrics = train_sft(model, chat.tokenizer, _examples(cfg), settings, on_step)
     if cfg.train.lora:
-        lora.save(model, target, base=str(source))
+        lora.save(model, target, base=str(source), tokenizer_from=source)
     else:
         hf.save(model, target, tokenizer_from=source)
     return metrics

@@ -150,8 +150,13 @@ def test_lora_shares_one_base_and_publishes_an_adapter(model: Path, tmp_path: Pa
     adapter = load_file(result.folder / "final" / "adapter_model.safetensors")
     assert any(t.abs().max() > 0 for name, t in adapter.items() if "lora_B" in name)
     assert result.records[-1]["policy/kl_reference"] >= 0
-    again = lora.load(hf.load(model), result.folder / "final")
-    assert lowroll.score(again, [[6, 7, 8]], [1])[0].isfinite().all()
+    merged = lora.merge(lora.load(hf.load(model), result.folder / "final"))
+    torch.testing.assert_close(lowroll.score(result.folder / "final", [[6, 7, 8]], [1])[0],     # an adapter folder
+                               lowroll.score(merged, [[6, 7, 8]], [1])[0], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="adapter folder"):
+        train({**tree, "model": str(result.folder / "final"), "output_dir": str(tmp_path / "other")})
+    engine = lowroll.Engine(result.folder / "final", weights="int8", device="cpu")
+    assert engine.generate([lowroll.Request(engine.tokenizer.encode("abc"), max_tokens=3)])[0].rollouts
     whole = {name: t.clone() for name, t in adapter.items()}
     for path in (result.folder / "checkpoints" / "step_000003", result.folder / "final"):
         shutil.rmtree(path)

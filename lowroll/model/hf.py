@@ -86,10 +86,16 @@ def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
 def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
     """A model from a Hugging Face folder or hub id, in `dtype` (default: float32 on CPU, bfloat16 on CUDA).
 
+    A PEFT adapter folder gives the base that its adapter_config.json names, with the adapter on top.
+
     ValueError names the file, tensors or key for: an unsupported config, missing, extra or mis-shaped tensors,
     non-finite values, non-float dtypes, damaged files, `.bin`/`.pt` weights, and repositories with their own code.
     """
     folder = resolve(source)
+    if (folder / "adapter_config.json").is_file():
+        from lowroll.model import lora
+
+        return lora.load(load(lora.base_of(folder), device, dtype), folder).eval()
     spec = read_spec(folder)
     files = _weight_files(folder)
     _check_headers(folder, spec, files)
@@ -200,6 +206,13 @@ def state(model: Transformer) -> dict[str, Tensor]:
     return tensors
 
 
+def copy_tokenizer(source: str | Path | None, target: Path) -> None:
+    """Copy the tokenizer files of a model folder, if one is given."""
+    for name in TOKENIZER_FILES:
+        if source is not None and (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, target / name)
+
+
 def save(model: Transformer, folder: str | Path, tokenizer_from: str | Path | None = None) -> Path:
     """Publish the model as a Hugging Face folder, with the tokenizer files of another folder beside it.
 
@@ -213,8 +226,6 @@ def save(model: Transformer, folder: str | Path, tokenizer_from: str | Path | No
     def write(target: Path) -> None:
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(state(model), target / "model.safetensors", metadata={"format": "pt"})
-        for name in TOKENIZER_FILES:
-            if tokenizer_from is not None and (Path(tokenizer_from) / name).is_file():
-                shutil.copyfile(Path(tokenizer_from) / name, target / name)
+        copy_tokenizer(tokenizer_from, target)
 
     return publish_folder(Path(folder), write, {"kind": "model"})

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -103,10 +104,13 @@ def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"{stem}.lora_B.weight", linear.adapter.b[part]
 
 
-def save(model: Transformer, folder: str | Path, base: str = "") -> Path:
-    """Publish the adapter as a PEFT folder, atomically. ValueError when the model has none, FileExistsError when the
-    folder exists already."""
+def save(model: Transformer, folder: str | Path, base: str = "", tokenizer_from: str | Path | None = None) -> Path:
+    """Publish the adapter as a PEFT folder, atomically, with the tokenizer files of another folder beside it.
+
+    `base` is the model that it belongs to, a folder or hub id. ValueError when the model has no adapter,
+    FileExistsError when the folder exists already."""
     from lowroll.checkpoint.publish import publish_folder
+    from lowroll.model.hf import copy_tokenizer
 
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
     if not adapters:
@@ -119,8 +123,18 @@ def save(model: Transformer, folder: str | Path, base: str = "") -> Path:
     def write(target: Path) -> None:
         (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(state(model), target / "adapter_model.safetensors", metadata={"format": "pt"})
+        copy_tokenizer(tokenizer_from, target)
 
     return publish_folder(Path(folder), write, {"kind": "adapter"})
+
+
+def base_of(folder: Path) -> str:
+    """The model that an adapter folder belongs to. ValueError when its adapter_config.json does not say."""
+    path = folder / "adapter_config.json"
+    base = _read_json(path).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{path}: base_model_name_or_path: expected the base model's folder or hub id, got {base!r}")
+    return base
 
 
 def load(model: Transformer, folder: str | Path) -> Transformer:
@@ -151,12 +165,7 @@ def load(model: Transformer, folder: str | Path) -> Transformer:
 
 def _read_config(path: Path) -> tuple[int, float, list[str]]:
     """(rank, alpha, targets) of an adapter_config.json. ValueError names the key."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:               # not UTF-8, or not JSON
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type: expected LORA")
+    config = _read_json(path)
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"{path}: r: expected a positive integer, got {rank!r}")
@@ -171,6 +180,16 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
         if key not in _READ and value not in _NEUTRAL:
             raise ValueError(f"{path}: {key}: {value!r} is not supported")
     return rank, float(alpha), targets
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:               # not UTF-8, or not JSON
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type: expected LORA")
+    return config
 
 
 def _check_tensors(path: Path, wanted: dict[str, torch.Size], found: dict[str, Tensor]) -> None:
