@@ -81,6 +81,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(spec, i, device, dtype) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device, dtype)
         self.lm_head = None if spec.tie_embeddings else nn.Parameter(torch.empty_like(self.embedding))
+        self.head: QTensor | None = None      # the engine's view of lm_head_weight: same storage, packed for its kernel
         self.freqs = inverse_frequencies(spec).to(device if str(device) != "meta" else "cpu")
 
     def forward(self, ids_T: Tensor, pos_T: Tensor, attend: Attend) -> Tensor:
@@ -103,7 +104,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, V] in the model's dtype."""
-        return F.linear(hidden_TD, self.lm_head_weight)
+        return F.linear(hidden_TD, self.lm_head_weight) if self.head is None else self.head.linear(hidden_TD)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Every linear layer that a format may quantise, by name (lm_head and embedding are not among them)."""

@@ -1,11 +1,23 @@
-"""The formats that are plain floating point: the baseline that every other format is measured against."""
+"""The formats that are plain floating point: the baseline that every other format is measured against.
+
+On CPU a large matrix is multiplied from a copy in oneDNN's blocked layout, because a decode step has few rows and
+`F.linear` would reorder the weight (or walk it badly) in every step: 1.4-3 times faster at 4-24 rows, at the price
+of a second copy of the weight (docs/LOG.md). A small matrix stays in the cache, and the call costs more than it saves.
+
+Legend: N out features, K in features, M rows of activations.
+"""
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.quant.formats import Format, QTensor
+
+PACK_FROM = 1 << 18     # weights in a matrix from which on packing pays
+PACK_ROWS = 64          # the batch that oneDNN chooses the layout for
 
 
 class Dense(Format):
@@ -19,8 +31,13 @@ class Dense(Format):
         return q.tensors["weight"].to(dtype)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        y_MN = F.linear(x_MK.to(self.dtype), q.tensors["weight"], None if bias_N is None else bias_N.to(self.dtype))
-        return y_MN.to(x_MK.dtype)
+        x, w_NK = x_MK.to(self.dtype), q.tensors["weight"]
+        bias_N = None if bias_N is None else bias_N.to(self.dtype)
+        if w_NK.numel() < PACK_FROM or x.requires_grad or w_NK.device.type != "cpu" or not _packs(self.dtype):
+            return F.linear(x, w_NK, bias_N).to(x_MK.dtype)
+        if "onednn" not in q.packed:
+            q.packed["onednn"] = _pack(w_NK)
+        return _packed_linear(x, q.packed["onednn"], bias_N).to(x_MK.dtype)
 
 
 class Float32(Dense):
@@ -29,3 +46,31 @@ class Float32(Dense):
 
 class BFloat16(Dense):
     name, bits, dtype, summary = "bf16", 16, torch.bfloat16, "bfloat16 weights and arithmetic"
+
+
+def over(w_NK: Tensor) -> QTensor | None:
+    """A matrix as a QTensor over its own storage, or None when no dense format has its dtype.
+
+    Whoever writes to the storage clears `packed`.
+    """
+    name = next((f.name for f in (Float32, BFloat16) if f.dtype == w_NK.dtype), None)
+    return None if name is None else QTensor(name, (w_NK.shape[0], w_NK.shape[1]), {"weight": w_NK.detach()})
+
+
+def _pack(w_NK: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(w_NK, PACK_ROWS)
+
+
+def _packed_linear(x_MK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x_MK, packed, bias_N, "none", [], "")
+
+
+@cache
+def _packs(dtype: torch.dtype) -> bool:
+    """Does this torch have oneDNN's packed product for the dtype, and is it right?"""
+    x_MK, w_NK = (torch.arange(-200, 200).remainder(7).view(-1, 40).to(dtype) for _ in range(2))
+    try:
+        got_MN = _packed_linear(x_MK, _pack(w_NK), None)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return torch.allclose(got_MN.float(), x_MK.float() @ w_NK.float().t(), rtol=0.01)

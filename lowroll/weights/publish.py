@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowroll.model.linear import Adapter
 from lowroll.model.transformer import Transformer
+from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, all_finite, get_format
 
 _BLOCK = 1 << 20     # int64 words of one checksum block
@@ -45,6 +46,7 @@ def rollout_copy(master: Transformer, format: str, dtype: torch.dtype) -> Transf
         if theirs.adapter is not None:
             ours.adapter = _copy_adapter(theirs.adapter)
     rollout.freqs, rollout.shared = master.freqs, frozenset(shared)
+    rollout.head = over(rollout.lm_head_weight)
     return rollout.requires_grad_(False).run_low_bit(True).eval()
 
 
@@ -60,6 +62,8 @@ def publish(master: Transformer, rollout: Transformer) -> None:
     for name, target in rollout.named_parameters():
         if name not in rollout.shared:
             target.copy_(mine[name])
+    if rollout.head is not None:
+        rollout.head.packed.clear()
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
         assert isinstance(ours.weight, QTensor)
         if ours.weight is not theirs.weight:
