@@ -124,7 +124,7 @@ class Session:
     def resume(self) -> int:
         """Continue from the newest undamaged checkpoint. Returns the next step; ValueError when it is another run's."""
         saved = self.store.load()
-        _refuse_changes(yaml.safe_load(saved.meta["config"]), yaml.safe_load(self.cfg.dump()))
+        _refuse_changes(yaml.safe_load(saved.meta["config"]), self.cfg)
         if saved.meta["base"] != self.base_digest:
             raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
         self.trainer.restore(saved.tensors, saved.state["trainer"])
@@ -206,10 +206,13 @@ def _refuse_used(folder: Path, resume: bool) -> None:
         raise ValueError(f"output_dir: {folder} holds no run to resume")
 
 
-def _refuse_changes(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    before, after = _flatten(saved), _flatten(now)
+def _refuse_changes(saved: dict[str, Any], cfg: RunConfig) -> None:
+    """A run may be lengthened when nothing is scheduled over its length; what is computed in a step may not change."""
+    before, after = _flatten(saved), _flatten(yaml.safe_load(cfg.dump()))
+    unscheduled = cfg.train.lr_scheduler_type == "constant" and cfg.rollout.temp_scheduler is None
+    free = (*MAY_CHANGE, "train.max_steps") if unscheduled else MAY_CHANGE
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
-                     and not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE))
+                     and not any(key == name or key.startswith(f"{name}.") for name in free))
     if changed:
         words = "; ".join(f"{key} was {before.get(key)!r} and is {after.get(key)!r}" for key in changed[:5])
         raise ValueError(f"resume: the configuration is not that of the checkpoint: {words}")

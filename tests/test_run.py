@@ -109,6 +109,17 @@ def test_resume_falls_back_from_a_damaged_checkpoint(model: Path, tmp_path: Path
     assert "DAMAGED CHECKPOINT" in caplog.text and (tmp_path / "run" / "checkpoints" / "damaged").is_dir()
 
 
+def test_a_run_can_be_lengthened_when_nothing_is_scheduled_over_its_length(model: Path, tmp_path: Path) -> None:
+    constant = {"lr_scheduler_type": "constant"}
+    whole = train(settings(model, tmp_path / "whole", train={**constant, "max_steps": 4}))
+    train(settings(model, tmp_path / "run", train={**constant, "max_steps": 2}))
+    longer = train(settings(model, tmp_path / "run", train={**constant, "max_steps": 4}), resume=True)
+    assert fingerprint(longer.folder) == fingerprint(whole.folder)
+    train(settings(model, tmp_path / "cosine", train={"max_steps": 2}))
+    with pytest.raises(ValueError, match=r"train\.max_steps was 2 and is 4"):
+        train(settings(model, tmp_path / "cosine", train={"max_steps": 4}), resume=True)
+
+
 def test_a_run_learns_and_says_what_it_did(model: Path, tmp_path: Path) -> None:
     result = train(settings(model, tmp_path / "run", train={"max_steps": 3}))
     record = result.records[-1]
