@@ -24,3 +24,4 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(PY) -m bench.engine
 	$(PY) -m bench.learner
+	$(PY) docs/tables.py

@@ -1,0 +1,175 @@
+"""The engine against `transformers.generate`, and its INT8 weights against its own dense ones.
+
+The work is an RL step's: 8 prompts of 64 tokens, 8 samples each, response lengths log-normal (median 48, sigma 1, at
+most 384), the same list of lengths forced on every engine, the same random weights of a real shape (speed does not
+depend on the values). All engines sample at temperature 1 and count the useful tokens only: those within a sample's
+length. Seconds are of the whole call, prefill included.
+
+    ours            one request a prompt with n = 8; a sample ends by drawing its stop id, which is put in the place
+                    of its last token. Log-probs of all tokens are recorded, as always.
+    transformers    float32, SDPA attention, inference mode, dynamic cache, num_return_sequences = 8 (no padding: the
+                    prompts are equally long), a stopping criterion that ends each row at its length. The batch runs
+                    until its longest row is done, because that is what `generate` does. No log-probs.
+
+    python -m bench.engine [--rounds 3] [--threads 2] [--model demo|100m] [--out FOLDER]
+"""
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+from bench.record import BASELINES, Row, interleave, show, speed_row, write
+from lowroll import Engine, Request
+from lowroll.demo import CONFIG as DEMO
+from lowroll.engine.scheduler import Plan, Sequence
+from lowroll.model import hf, initialize
+from lowroll.model.spec import spec_from_config
+from lowroll.model.transformer import Transformer
+
+STOP = 1        # the id that ends a sample
+CONTEXT = 512
+MODELS: dict[str, dict[str, Any]] = {
+    "demo": {**DEMO, "vocab_size": 261, "max_position_embeddings": CONTEXT},
+    "100m": {**DEMO, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12,
+             "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 24576,
+             "max_position_embeddings": CONTEXT},
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, all equally long, and the response length of every sample of each."""
+
+    prompts: list[list[int]]
+    lengths: list[list[int]]
+
+    @classmethod
+    def lognormal(cls, vocab_size: int, *, num_prompts: int = 8, samples: int = 8, prompt_tokens: int = 64,
+                  median: float = 48.0, sigma: float = 1.0, most: int = 384, seed: int = 0) -> Workload:
+        dice = random.Random(seed)
+        prompts = [[dice.randrange(2, vocab_size) for _ in range(prompt_tokens)] for _ in range(num_prompts)]
+        lengths = [[min(most, max(1, round(dice.lognormvariate(math.log(median), sigma)))) for _ in range(samples)]
+                   for _ in range(num_prompts)]
+        return cls(prompts, lengths)
+
+    @property
+    def useful_tokens(self) -> int:
+        return sum(map(sum, self.lengths))
+
+    @property
+    def longest(self) -> int:
+        return max(map(max, self.lengths))
+
+
+def ours(engine: Engine, work: Workload) -> Callable[[], list[list[int]]]:
+    """A call that runs the workload on our engine; returns the number of tokens of every sample."""
+    index = {tuple(prompt): i for i, prompt in enumerate(work.prompts)}
+    draw = engine.runner.run
+
+    def scripted(plan: Plan) -> list[tuple[Sequence, int, float]]:
+        """What the runner drew, with each sample's last token replaced by the stop id, and no stop before it."""
+        drawn = []
+        for sequence, token, logprob in draw(plan):
+            length = work.lengths[index[tuple(sequence.prompt_ids)]][sequence.sample]
+            if len(sequence.token_ids) + 1 == length:
+                token = STOP
+            elif token == STOP:
+                token = STOP + 1
+            drawn.append((sequence, token, logprob))
+        return drawn
+
+    engine.runner.run = scripted      # type: ignore[method-assign]
+    requests = [Request(prompt, n=len(lengths), max_tokens=work.longest, stop_ids=(STOP,), ignore_eos=True, seed=7)
+                for prompt, lengths in zip(work.prompts, work.lengths, strict=True)]
+
+    def run() -> list[list[int]]:
+        engine.pool.clear_prefixes()  # every round prefills its prompts
+        return [[len(rollout.token_ids) for rollout in group.rollouts] for group in engine.generate(requests)]
+
+    return run
+
+
+class EndAtLength(StoppingCriteria):
+    """Row i is done after lengths_B[i] tokens."""
+
+    def __init__(self, lengths_B: torch.Tensor, prompt_tokens: int) -> None:
+        self.lengths_B, self.prompt_tokens = lengths_B, prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids.shape[1] - self.prompt_tokens >= self.lengths_B
+
+
+def transformers_generate(model: Any, work: Workload) -> Callable[[], int]:
+    """A call that runs the workload with `generate`; returns the tokens of its longest row."""
+    prompts_BT = torch.tensor(work.prompts)
+    lengths_B = torch.tensor(work.lengths).flatten()
+    stop = StoppingCriteriaList([EndAtLength(lengths_B, prompts_BT.shape[1])])
+
+    def run() -> int:
+        with torch.inference_mode():
+            out_BT = model.generate(prompts_BT, attention_mask=torch.ones_like(prompts_BT), do_sample=True, top_k=0,
+                                    top_p=1.0, temperature=1.0, num_return_sequences=len(work.lengths[0]),
+                                    max_new_tokens=work.longest, stopping_criteria=stop, use_cache=True,
+                                    eos_token_id=None, pad_token_id=0)
+        return int(out_BT.shape[1]) - prompts_BT.shape[1]
+
+    return run
+
+
+def compare(name: str, config: dict[str, Any], work: Workload, rounds: int, formats: tuple[str, ...],
+            must: float | None, int8_must: float | None) -> list[Row]:
+    """Run every contestant in turns on one model; the rows of the comparison."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        hf.save(initialize(Transformer(spec_from_config(config)), seed=0), folder)
+        peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+        master = hf.load(folder)
+    cache_tokens = sum(map(len, work.lengths)) * (len(work.prompts[0]) + work.longest + 16)
+    contestants: dict[str, Callable[[], Any]] = {"transformers": transformers_generate(peer, work)}
+    for weights in formats:
+        contestants[weights] = ours(Engine(master, weights, device="cpu", cache_tokens=cache_tokens), work)
+    warm_up = Workload(work.prompts, [[min(n, 4) for n in lengths] for lengths in work.lengths])
+    transformers_generate(peer, warm_up)()
+    for weights in formats:
+        assert contestants[weights]() == work.lengths, "the engine did not keep to the lengths"
+    seconds = interleave(contestants, rounds)
+    unit, tokens = "useful tokens/s", work.useful_tokens
+    rows = [speed_row(f"{name}: {weights} engine / transformers.generate fp32", tokens, unit, seconds[weights],
+                      seconds["transformers"], must if weights == "fp32" else None) for weights in formats]
+    if "int8" in formats:
+        rows += [speed_row(f"{name}: int8 engine / our {dense} engine", tokens, unit, seconds["int8"], seconds[dense],
+                           int8_must if dense == "fp32" else None) for dense in formats if dense != "int8"]
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Engine against transformers.generate, INT8 against dense.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", choices=MODELS, action="append", help="default: all")
+    parser.add_argument("--out", type=Path, default=BASELINES)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows: list[Row] = []
+    for name in args.model or MODELS:
+        work = Workload.lognormal(MODELS[name]["vocab_size"])
+        rows += compare(name, MODELS[name], work, args.rounds, ("fp32", "bf16", "int8"), must=2.0,
+                        int8_must=1.5 if name == "100m" else None)
+    met = show(f"Engine, {args.threads} threads, 64 sequences, 8 a prompt", rows)
+    path = write("engine", rows, args.out, rounds=args.rounds, sequences=64, prompt_tokens=64, median_length=48,
+                 sigma=1.0, longest=384)
+    print(path)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
