@@ -7,9 +7,14 @@ length. Seconds are of the whole call, prefill included.
 
     ours            one request a prompt with n = 8; a sample ends by drawing its stop id, which is put in the place
                     of its last token. Log-probs of all tokens are recorded, as always.
-    transformers    float32, SDPA attention, inference mode, dynamic cache, num_return_sequences = 8 (no padding: the
-                    prompts are equally long), a stopping criterion that ends each row at its length. The batch runs
-                    until its longest row is done, because that is what `generate` does. No log-probs.
+    unshared        the same with one request a sample: what is left without running a group's prompt once.
+    transformers    float32, SDPA attention, inference mode, num_return_sequences = 8 (no padding: the prompts are
+                    equally long), a stopping criterion that ends each row at its length, and the static cache, which
+                    is faster here than the default one. The batch runs until its longest row is done, because that is
+                    what `generate` does. No log-probs.
+
+The sides run in turns. Two threads need two idle cores: a machine that is busy with anything else hits the smaller
+steps hardest (docs/LOG.md), so look at the load that is stored with the numbers.
 
     python -m bench.engine [--rounds 3] [--threads 2] [--model demo|100m] [--out FOLDER]
 """
@@ -20,7 +25,7 @@ import math
 import random
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,30 +75,40 @@ class Workload:
         return max(map(max, self.lengths))
 
 
-def ours(engine: Engine, work: Workload) -> Callable[[], list[list[int]]]:
-    """A call that runs the workload on our engine; returns the number of tokens of every sample."""
-    index = {tuple(prompt): i for i, prompt in enumerate(work.prompts)}
+def ours(engine: Engine, work: Workload, share: bool = True) -> Callable[[], list[list[int]]]:
+    """A call that runs the workload on our engine; returns the number of tokens of every sample.
+
+    share: one request a prompt, whose prompt runs once; otherwise one request a sample, as if all prompts differed.
+    """
+    length_of: dict[tuple[str, int], int] = {}
+    requests = []
+    for i, (prompt, lengths) in enumerate(zip(work.prompts, work.lengths, strict=True)):
+        for j, group in enumerate([lengths] if share else [[length] for length in lengths]):
+            length_of.update({(f"{i}.{j}", sample): length for sample, length in enumerate(group)})
+            requests.append(Request(prompt, n=len(group), max_tokens=work.longest, stop_ids=(STOP,), ignore_eos=True,
+                                    seed=7, id=f"{i}.{j}"))
     draw = engine.runner.run
 
     def scripted(plan: Plan) -> list[tuple[Sequence, int, float]]:
         """What the runner drew, with each sample's last token replaced by the stop id, and no stop before it."""
         drawn = []
         for sequence, token, logprob in draw(plan):
-            length = work.lengths[index[tuple(sequence.prompt_ids)]][sequence.sample]
-            if len(sequence.token_ids) + 1 == length:
+            if len(sequence.token_ids) + 1 == length_of[sequence.request.id, sequence.sample]:
                 token = STOP
             elif token == STOP:
                 token = STOP + 1
             drawn.append((sequence, token, logprob))
         return drawn
 
-    engine.runner.run = scripted      # type: ignore[method-assign]
-    requests = [Request(prompt, n=len(lengths), max_tokens=work.longest, stop_ids=(STOP,), ignore_eos=True, seed=7)
-                for prompt, lengths in zip(work.prompts, work.lengths, strict=True)]
-
     def run() -> list[list[int]]:
         engine.pool.clear_prefixes()  # every round prefills its prompts
-        return [[len(rollout.token_ids) for rollout in group.rollouts] for group in engine.generate(requests)]
+        engine.runner.run = scripted      # type: ignore[method-assign]
+        try:
+            groups = engine.generate(requests)
+        finally:
+            engine.runner.run = draw      # type: ignore[method-assign]
+        counts = iter([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
+        return [[next(counts) for _ in lengths] for lengths in work.lengths]
 
     return run
 
@@ -118,37 +133,41 @@ def transformers_generate(model: Any, work: Workload) -> Callable[[], int]:
         with torch.inference_mode():
             out_BT = model.generate(prompts_BT, attention_mask=torch.ones_like(prompts_BT), do_sample=True, top_k=0,
                                     top_p=1.0, temperature=1.0, num_return_sequences=len(work.lengths[0]),
-                                    max_new_tokens=work.longest, stopping_criteria=stop, use_cache=True,
-                                    eos_token_id=None, pad_token_id=0)
+                                    max_new_tokens=work.longest, stopping_criteria=stop, eos_token_id=None,
+                                    pad_token_id=0, cache_implementation="static")
         return int(out_BT.shape[1]) - prompts_BT.shape[1]
 
     return run
 
 
-def compare(name: str, config: dict[str, Any], work: Workload, rounds: int, formats: tuple[str, ...],
-            must: float | None, int8_must: float | None) -> list[Row]:
+def compare(name: str, config: dict[str, Any], work: Workload, rounds: int, must: float | None,
+            int8_must: float | None) -> list[Row]:
     """Run every contestant in turns on one model; the rows of the comparison."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         hf.save(initialize(Transformer(spec_from_config(config)), seed=0), folder)
         peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-        master = hf.load(folder)
+        master = hf.load(folder, "cpu")
     cache_tokens = sum(map(len, work.lengths)) * (len(work.prompts[0]) + work.longest + 16)
-    contestants: dict[str, Callable[[], Any]] = {"transformers": transformers_generate(peer, work)}
-    for weights in formats:
-        contestants[weights] = ours(Engine(master, weights, device="cpu", cache_tokens=cache_tokens), work)
-    warm_up = Workload(work.prompts, [[min(n, 4) for n in lengths] for lengths in work.lengths])
-    transformers_generate(peer, warm_up)()
-    for weights in formats:
-        assert contestants[weights]() == work.lengths, "the engine did not keep to the lengths"
+    engines = {weights: Engine(master, weights, device="cpu", cache_tokens=cache_tokens)
+               for weights in ("fp32", "bf16", "int8")}
+    contestants: dict[str, Callable[[], Any]] = {
+        "transformers": transformers_generate(peer, work),
+        **{weights: ours(engine, work) for weights, engine in engines.items()},
+        "unshared": ours(engines["fp32"], work, share=False)}
+    transformers_generate(peer, replace(work, lengths=[[4] * len(row) for row in work.lengths]))()      # warm-up
+    for side, run in contestants.items():
+        assert side == "transformers" or run() == work.lengths, f"the {side} engine did not keep to the lengths"
     seconds = interleave(contestants, rounds)
-    unit, tokens = "useful tokens/s", work.useful_tokens
-    rows = [speed_row(f"{name}: {weights} engine / transformers.generate fp32", tokens, unit, seconds[weights],
-                      seconds["transformers"], must if weights == "fp32" else None) for weights in formats]
-    if "int8" in formats:
-        rows += [speed_row(f"{name}: int8 engine / our {dense} engine", tokens, unit, seconds["int8"], seconds[dense],
-                           int8_must if dense == "fp32" else None) for dense in formats if dense != "int8"]
-    return rows
+
+    def row(title: str, side: str, other: str, least: float | None = None) -> Row:
+        return speed_row(f"{name}: {title}", work.useful_tokens, "tokens/s", seconds[side], seconds[other], least)
+
+    return [row("fp32 engine / transformers fp32", "fp32", "transformers", must),
+            row("fp32 engine, prompts not shared / transformers fp32", "unshared", "transformers"),
+            row("int8 engine / transformers fp32", "int8", "transformers"),
+            row("int8 engine / our fp32 engine", "int8", "fp32", int8_must),
+            row("int8 engine / our bf16 engine", "int8", "bf16")]
 
 
 def main() -> int:
@@ -162,8 +181,7 @@ def main() -> int:
     rows: list[Row] = []
     for name in args.model or MODELS:
         work = Workload.lognormal(MODELS[name]["vocab_size"])
-        rows += compare(name, MODELS[name], work, args.rounds, ("fp32", "bf16", "int8"), must=2.0,
-                        int8_must=1.5 if name == "100m" else None)
+        rows += compare(name, MODELS[name], work, args.rounds, 2.0, 1.5 if name == "100m" else None)
     met = show(f"Engine, {args.threads} threads, 64 sequences, 8 a prompt", rows)
     path = write("engine", rows, args.out, rounds=args.rounds, sequences=64, prompt_tokens=64, median_length=48,
                  sigma=1.0, longest=384)

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -47,11 +48,12 @@ class Row:
 def interleave(contestants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of every contestant in every round, run in turns. Warm them up before."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
+    for i in range(rounds):
         for name, run in contestants.items():
             began = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - began)
+            print(f"round {i + 1} of {rounds}, {name}: {seconds[name][-1]:.2f} s", file=sys.stderr)
     return seconds
 
 
@@ -99,5 +101,7 @@ def show(title: str, rows: list[Row]) -> bool:
         must = "" if row.must is None else f"{row.must:g} {'met' if row.met else 'NOT met'}"
         table.add_row(row.name, row.unit, f"{row.ours:,.0f}", f"{row.peer:,.0f}", f"{row.ratio:.2f}x",
                       f"{low:.2f}-{high:.2f}", must)
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 110)
+    console.print(table)
     return all(row.met for row in rows)
