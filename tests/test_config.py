@@ -97,7 +97,6 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
      ["run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, got 'grop' "
       "(did you mean grpo?)"]),
     ("model: m\ncorrection: sparse\n", [], ["run.yaml:2: correction: sparse is not available yet"]),
-    ("model: m\nrollout: {weights: nvfp4}\n", [], ["run.yaml:2: rollout.weights: nvfp4 is not available yet"]),
     ("model: m\nrollout:\n  kv: {policy: rkv}\n", [],
      ["run.yaml:3: rollout.kv: a bounded KV cache is not available yet; write null (dense)"]),
     ("model: m\nloss: {eps_low: -0.1}\n", [], ["run.yaml:2: loss.eps_low: must be >= 0.0, got -0.1"]),
