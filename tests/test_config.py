@@ -236,6 +236,7 @@ def test_from_mapping_checks_the_same_things() -> None:
 # algorithm, weights -> correction, eps_low, eps_high, reduce, advantage, dynamic sampling
 @pytest.mark.parametrize(("algorithm", "weights", "expected"), [
     ("grpo", "int8", ("acr", 0.2, 0.2, "seq-mean-token-mean", "grpo", False)),
+    ("grpo", "nvfp4", ("acr", 0.2, 0.2, "seq-mean-token-mean", "grpo", False)),
     ("grpo", "dense", ("none", 0.2, 0.2, "seq-mean-token-mean", "grpo", False)),
     ("grpo_no_std", "bf16", ("none", 0.2, 0.2, "seq-mean-token-mean", "grpo_no_std", False)),
     ("dr_grpo", "int8", ("acr", 0.2, 0.2, "constant", "grpo_no_std", False)),
