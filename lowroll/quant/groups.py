@@ -11,7 +11,6 @@ Legend: N out features, K in features, G groups of a row, S weights of a group, 
 """
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
@@ -48,8 +47,11 @@ def unpack(packed_NB: Tensor, levels: tuple[float, ...], num_in: int, first_high
 
 def encode_e2m1(x: Tensor) -> Tensor:
     """Codes (uint8) of the nearest e2m1 levels; what exceeds 6 saturates."""
-    codes = torch.bucketize(x.abs(), _e2m1_bounds(x.device), out_int32=True)
-    return (codes + 8 * (x < 0)).to(torch.uint8)
+    magnitude, codes = x.abs(), (x < 0).to(torch.uint8) * 8
+    for code, (low, high) in enumerate(zip(E2M1, E2M1[1:], strict=False)):
+        middle = (low + high) / 2                          # a tie belongs to the even code
+        codes += (magnitude > middle if code % 2 == 0 else magnitude >= middle).view(torch.uint8)
+    return codes
 
 
 @cache
@@ -58,13 +60,3 @@ def _pairs(levels: tuple[float, ...], first_high: bool, device: torch.device) ->
     byte, table = torch.arange(256), torch.tensor(levels)
     low, high = table[byte & 15], table[byte >> 4]
     return torch.stack((high, low) if first_high else (low, high), dim=-1).to(device)
-
-
-@cache
-def _e2m1_bounds(device: torch.device) -> Tensor:
-    """The largest float32 that each of the seven lower magnitudes takes: a tie belongs to the even code."""
-    bounds = []
-    for code, (low, high) in enumerate(zip(E2M1, E2M1[1:], strict=False)):
-        middle = torch.tensor((low + high) / 2)
-        bounds.append(middle if code % 2 == 0 else torch.nextafter(middle, torch.tensor(-math.inf)))
-    return torch.stack(bounds).to(device)

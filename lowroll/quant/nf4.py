@@ -39,7 +39,7 @@ class NormalFloat4(WeightOnly):
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         scaled_BS, absmax_B = _scale(w_NK.float().reshape(-1), BLOCK)
-        codes_L = _nearest(scaled_BS, _bounds(LEVELS, w_NK.device)).flatten()[:w_NK.numel() + w_NK.numel() % 2]
+        codes_L = encode_normal(scaled_BS).flatten()[:w_NK.numel() + w_NK.numel() % 2]
         return {"weight": pack(codes_L[None], first_high=True).t().contiguous(), **self.encode_absmax(absmax_B)}
 
     def encode_absmax(self, absmax_B: Tensor) -> dict[str, Tensor]:
@@ -61,13 +61,28 @@ class NormalFloat4Double(NormalFloat4):
     def encode_absmax(self, absmax_B: Tensor) -> dict[str, Tensor]:
         offset = absmax_B.double().mean().float()
         scaled, nested_absmax = _scale(absmax_B - offset, NESTED_BLOCK)
-        codes_B = _nearest(scaled, _bounds(dynamic_levels(), absmax_B.device)).flatten()[:len(absmax_B)]
-        return {"absmax": codes_B.contiguous(), "nested_absmax": nested_absmax, "nested_offset": offset.reshape(1)}
+        codes_B = torch.bucketize(scaled, midpoints(dynamic_levels()).to(scaled.device), out_int32=True).flatten()
+        return {"absmax": codes_B[:len(absmax_B)].to(torch.uint8), "nested_absmax": nested_absmax,
+                "nested_offset": offset.reshape(1)}
 
     def decode_absmax(self, tensors: dict[str, Tensor]) -> Tensor:
         codes_B = tensors["absmax"]
         scale_B = tensors["nested_absmax"].repeat_interleave(NESTED_BLOCK)[:len(codes_B)]
-        return _table(dynamic_levels(), codes_B.device)[codes_B.int()] * scale_B + tensors["nested_offset"]
+        return _dynamic_table(codes_B.device)[codes_B.int()] * scale_B + tensors["nested_offset"]
+
+
+def encode_normal(x: Tensor) -> Tensor:
+    """Codes (uint8) of the nearest levels. Counting the midpoints below is several times faster than a search."""
+    codes = torch.zeros_like(x, dtype=torch.uint8)
+    for middle in midpoints(LEVELS).tolist():
+        codes += (x > middle).view(torch.uint8)
+    return codes
+
+
+def midpoints(levels: tuple[float, ...]) -> Tensor:
+    """Between neighbouring levels, in float32."""
+    table = torch.tensor(levels)
+    return (table[:-1] + table[1:]) / 2
 
 
 @cache
@@ -80,24 +95,13 @@ def dynamic_levels() -> tuple[float, ...]:
     return tuple(sorted([*magnitudes, *(-m for m in magnitudes), 0.0, 1.0]))
 
 
+@cache
+def _dynamic_table(device: torch.device) -> Tensor:
+    return torch.tensor(dynamic_levels(), device=device)
+
+
 def _scale(x_L: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Blocks in [-1, 1] and their absmax: float32 [B, S], [B]."""
     x_BS = F.pad(x_L, (0, -len(x_L) % size)).view(-1, size)
     absmax_B = x_BS.abs().amax(dim=-1)
     return x_BS * (1 / absmax_B.clamp_min(1e-38))[:, None], absmax_B
-
-
-def _nearest(x: Tensor, bounds: Tensor) -> Tensor:
-    return torch.bucketize(x, bounds, out_int32=True).to(torch.uint8)
-
-
-@cache
-def _table(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(levels, device=device)
-
-
-@cache
-def _bounds(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """The midpoints between levels."""
-    table = _table(levels, device)
-    return (table[:-1] + table[1:]) / 2
