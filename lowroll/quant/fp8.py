@@ -5,10 +5,11 @@
     codes       q = e4m3(clamp(v / s, -448, 448)), to nearest, ties to even
     product     y[m, n] = (sum_k q_x q_w) s_x s_w + bias[n]
 
-The product of two codes is exact in float32; sums are float32's. Per channel, CUDA multiplies the codes themselves
-(`torch._scaled_mm` with unit scales and float32 output, scales applied after it, so that both devices do the same
-arithmetic up to the order of the sum); elsewhere, and for blocks, the codes are multiplied as float32 values. Values
-are clamped before the cast, because e4m3 has no infinity to saturate to. The floor of the activation scale is that of
+The product of two codes is exact in float32; sums are float32's. Per channel, CUDA multiplies the codes themselves:
+`torch._scaled_mm` with unit scales and float32 output, scales applied after it. Its sums differ from the CPU's by their
+order and by the bits that tensor cores keep (on an H200 at most 5e-5 of the product of the norms; docs/LOG.md).
+Elsewhere, and for blocks, the codes are multiplied as float32 values. Values are clamped before the cast, because e4m3
+has no infinity to saturate to. The floor of the activation scale is that of
 vLLM's dynamic kernel, the weight scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks
 (arXiv 2412.19437, section 3.3.2; algorithms B2). Tiles run over a fused matrix as a whole: one part of it is in whole
 tiles only when the parts before it have a multiple of 128 rows.

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.quant.formats import QTensor, WeightOnly, divide, multiplicand, nonzero
+from lowroll.quant.formats import Format, QTensor, WeightOnly, divide, multiplicand, nonzero
 from lowroll.quant.groups import join, pack, split, unpack
 from lowroll.quant.int8 import quantize_rows
 
@@ -37,8 +37,10 @@ def unpack_words(words: Tensor, num_in: int) -> Tensor:
     return unpack(_in_order(words).view(torch.uint8), LEVELS, num_in)
 
 
-class Int4(WeightOnly):
-    name, bits, summary = "int4", 4.25, "W4A16, symmetric, groups of 128"
+class Symmetric(Format):
+    """The weights of int4 and w4a8."""
+
+    bits = 4.25
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, GROUP)
@@ -49,6 +51,10 @@ class Int4(WeightOnly):
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
         return join(q_NGS * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)
+
+
+class Int4(Symmetric, WeightOnly):
+    name, summary = "int4", "W4A16, symmetric, groups of 128"
 
 
 class Int4Asymmetric(WeightOnly):
@@ -69,8 +75,8 @@ class Int4Asymmetric(WeightOnly):
         return join((q_NGS - zero_NG[..., None]) * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)
 
 
-class Int4Int8(Int4):
-    name, bits, summary = "w4a8", 4.25, "int4's weights, INT8 activations with a scale a token"
+class Int4Int8(Symmetric):
+    name, summary = "w4a8", "int4's weights, INT8 activations with a scale a token"
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         codes_MK, scale_M1 = quantize_rows(x_MK)
