@@ -97,7 +97,6 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
      ["run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, got 'grop' "
       "(did you mean grpo?)"]),
     ("model: m\ncorrection: sparse\n", [], ["run.yaml:2: correction: sparse is not available yet"]),
-    ("model: m\nrollout: {weights: nvfp4}\n", [], ["run.yaml:2: rollout.weights: nvfp4 is not available yet"]),
     ("model: m\nrollout:\n  kv: {policy: rkv}\n", [],
      ["run.yaml:3: rollout.kv: a bounded KV cache is not available yet; write null (dense)"]),
     ("model: m\nloss: {eps_low: -0.1}\n", [], ["run.yaml:2: loss.eps_low: must be >= 0.0, got -0.1"]),
@@ -237,6 +236,7 @@ def test_from_mapping_checks_the_same_things() -> None:
 # algorithm, weights -> correction, eps_low, eps_high, reduce, advantage, dynamic sampling
 @pytest.mark.parametrize(("algorithm", "weights", "expected"), [
     ("grpo", "int8", ("acr", 0.2, 0.2, "seq-mean-token-mean", "grpo", False)),
+    ("grpo", "nvfp4", ("acr", 0.2, 0.2, "seq-mean-token-mean", "grpo", False)),
     ("grpo", "dense", ("none", 0.2, 0.2, "seq-mean-token-mean", "grpo", False)),
     ("grpo_no_std", "bf16", ("none", 0.2, 0.2, "seq-mean-token-mean", "grpo_no_std", False)),
     ("dr_grpo", "int8", ("acr", 0.2, 0.2, "constant", "grpo_no_std", False)),

@@ -18,7 +18,8 @@ from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer
-from lowroll.quant import int8
+from lowroll.quant import fp8, int8
+from lowroll.quant.formats import get_format
 from lowroll.types import Group
 from lowroll.weights.publish import digest, quantize_base
 
@@ -84,8 +85,9 @@ def test_engine_in_float32_draws_the_cpus_tokens(folder: Path, weights: str) -> 
 
 def test_digests_do_not_depend_on_the_device(folder: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        cpu, gpu = (quantize_base(hf.load(folder, device, dtype), "int8") for device in ("cpu", "cuda"))
-        assert digest(cpu) == digest(gpu)
+        for name in lowroll.formats():
+            cpu, gpu = (quantize_base(hf.load(folder, device, dtype), name) for device in ("cpu", "cuda"))
+            assert digest(cpu) == digest(gpu), name
 
 
 # -- INT8: the same integers ------------------------------------------------------------------------------------------
@@ -116,6 +118,40 @@ def test_int8_row_alone_is_row_in_batch_bitwise(dtype: torch.dtype) -> None:
     batch = q.linear(x, bias)
     assert all(torch.equal(q.linear(x[i:i + 1], bias)[0], batch[i]) for i in range(67))
     assert torch.equal(q.linear(x.flip(0), bias).flip(0), batch)
+
+
+# -- the other low-bit formats: the same bytes, the same values --------------------------------------------------------
+
+LOW_BIT = [name for name in lowroll.formats() if not get_format(name).dense]
+
+
+@pytest.mark.parametrize("name", LOW_BIT)
+@pytest.mark.parametrize("shape", [(96, 256), (33, 7), (130, 257), (1, 1)])
+def test_low_bit_codes_values_and_products_are_the_cpus(name: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    w, x, bias = torch.randn(shape) * torch.rand(shape[0], 1), torch.randn(37, shape[1]) * 3, torch.randn(shape[0])
+    w[0], x[0] = 0, 0
+    for size in (1.0, 1e-37, 1e30):
+        q, q_gpu = lowroll.quantize(w * size, name), lowroll.quantize((w * size).cuda(), name)
+        for part, t in q.tensors.items():
+            assert torch.equal(q_gpu.tensors[part].cpu().view(torch.uint8), t.view(torch.uint8)), part
+        assert torch.equal(q_gpu.dequantize().cpu(), q.dequantize())
+    q, q_gpu = lowroll.quantize(w, name), lowroll.quantize(w.cuda(), name)
+    for rows in (1, 17, 37):
+        got, want = q_gpu.linear(x[:rows].cuda(), bias.cuda()).cpu(), q.linear(x[:rows], bias)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(96, 256), (33, 7), (130, 1030), (1, 1)])
+def test_fp8_products_are_the_devices(shape: tuple[int, int]) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this device has no e4m3 product")
+    assert fp8._scaled_mm_is_right(torch.device("cuda", 0))
+    torch.manual_seed(0)
+    codes_NK, codes_MK = fp8.to_e4m3(torch.randn(shape).cuda() * 99), fp8.to_e4m3(torch.randn(5, shape[1]).cuda() * 99)
+    exact = codes_MK.double() @ codes_NK.double().t()
+    bound = 1e-3 * codes_MK.double().norm(dim=-1, keepdim=True) * codes_NK.double().norm(dim=-1)
+    assert ((fp8._device_sums(codes_MK, codes_NK).double() - exact).abs() <= bound).all()
 
 
 # -- bfloat16: within its bound ---------------------------------------------------------------------------------------

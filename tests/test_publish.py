@@ -21,7 +21,7 @@ from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
 
 IDS = torch.randint(0, COMMON["vocab_size"], (31,), generator=torch.Generator().manual_seed(0))
 REQUEST = Request(IDS[:9].tolist(), n=3, max_tokens=12, seed=5, ignore_eos=True)
-FORMATS = ("fp32", "bf16", "int8")
+FORMATS = tuple(lowroll.formats())
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_the_engine_rolls_out_the_adapter_that_it_adopted(folder: Path, format: 
     sequences = [REQUEST.prompt_ids + ids for ids in token_ids(changed)]
     wanted = lowroll.score(low_bit, sequences, [9] * 3)
     low_bit.run_low_bit(False)
-    bound = {"fp32": 1e-4, "int8": 0.05, "bf16": 0.3}[format]
+    bound = {"int8": 0.05, "w4a8": 0.05, "fp8": 0.3, "fp8_block": 0.3, "bf16": 0.3}.get(format, 1e-4)
     for rollout, logp in zip(changed.rollouts, wanted, strict=True):
         assert (torch.tensor(rollout.logprobs) - logp).abs().max() < bound
 

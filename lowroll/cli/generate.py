@@ -15,7 +15,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="lowroll generate", description=(
         "Sample responses from a model with the rollout engine. Without --prompt it reads prompts line by line."))
     p.add_argument("--model", required=True, help="a folder or a hub id")
-    p.add_argument("--weights", default="int8", help="format of the linear weights: int8, bf16, fp32 (default int8)")
+    p.add_argument("--weights", default="int8",
+                   help="format of the linear weights: int8, fp8, nvfp4, bf16, ... (default int8)")
     p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     p.add_argument("--prompt", metavar="TEXT", help="what the user says; without it, a prompt is read from each line")
     p.add_argument("--system", metavar="TEXT", help="a system message before the prompt")

@@ -82,7 +82,8 @@ class TemperatureConfig(Section):
 class RolloutConfig(Section):
     """How the engine samples. `weights` is the format of its linear weights; `dense` is the run's own dtype."""
 
-    weights: Annotated[Literal["int8", "dense", "bf16", "fp32"], later("fp8", "int4", "nvfp4", "mxfp4", "nf4")] = "int8"
+    weights: Literal["int8", "fp8", "fp8_block", "int4", "int4_asym", "w4a8", "nvfp4", "mxfp4", "mxfp4_floor", "nf4",
+                     "nf4_dq", "dense", "bf16", "fp32"] = "int8"
     kv: Annotated[None, BeforeValidator(_no_kv_policy)] = None
     max_tokens: Count = 64                                 # a response's longest length, in tokens
     min_tokens: Annotated[int, Field(ge=0)] = 0

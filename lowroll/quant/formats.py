@@ -4,6 +4,11 @@ A format knows bits, never layer names. `quantize` turns a matrix w_NK ([out, in
 `dequantize` gives the matrix that the codes stand for, and `linear` multiplies activations with it the way the
 rollout engine does. One file a format; a new one is a subclass of `Format` and a row in `formats()`.
 
+Scales are computed and kept in the dtype that is stored (float32 unless the format says otherwise), whatever the
+dtype of the matrix: the codes depend on the weights' values alone. Tensors carry the names and layouts of the
+checkpoints that other tools read (`weight_packed`, `weight_scale`, ...). A fused matrix (qkv, gate-up) is one QTensor,
+so what a format keeps once a matrix, such as NVFP4's global scale, its parts share.
+
 Legend: N out features, K in features, M rows of activations.
 """
 from __future__ import annotations
@@ -14,7 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+EPS = torch.finfo(torch.float32).eps      # the scale of an all-zero channel or group
 
 
 @dataclass(eq=False)
@@ -70,11 +78,35 @@ def all_finite(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or bool(torch.stack(tensor.detach().aminmax()).isfinite().all())
 
 
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once on every device: CUDA would multiply by the rounded reciprocal of a scalar."""
+    return x / torch.full_like(x, divisor)
+
+
+def nonzero(scale: Tensor) -> Tensor:
+    """The scale, or float32's epsilon where it is 0 (a channel or group of zeros, or one too small to scale)."""
+    return torch.where(scale > 0, scale, torch.full_like(scale, EPS))
+
+
+def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
+    """The dequantised matrix [N, K] as a product needs it in every step: on CPU it is kept until the codes change.
+
+    That costs a dense copy of the weight; without it, unpacking would take longer than a decode step's product. On
+    CUDA, where memory is the reason for low-bit weights, it is made anew and lives for one product.
+    """
+    if q.device.type != "cpu":
+        return q.dequantize(dtype)
+    if (key := f"dense {dtype}") not in q.packed:
+        with torch.inference_mode(False):       # the learner may differentiate through what the engine kept
+            q.packed[key] = q.dequantize(dtype)
+    return q.packed[key]
+
+
 class Format(ABC):
     """How a matrix is stored and multiplied. Implementations are stateless."""
 
     name: str
-    bits: float                      # bits a weight, scales of a long row left out
+    bits: float                      # bits a weight, with the scales of its group; those of a long row left out
     summary: str
     dense: bool = False              # dense formats hold plain floating point: there is nothing to correct for
 
@@ -98,10 +130,27 @@ class Format(ABC):
             return QTensor(self.name, (w_NK.shape[0], w_NK.shape[1]), self.encode(w_NK.detach()))
 
 
+class WeightOnly(Format):
+    """Low-bit storage only: the product is that of the dequantised matrix, in the activations' dtype."""
+
+    def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+        return F.linear(x_MK, multiplicand(q, x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype))
+
+
 _TABLE = {
     "fp32": "lowroll.quant.dense:Float32",
     "bf16": "lowroll.quant.dense:BFloat16",
     "int8": "lowroll.quant.int8:Int8",
+    "fp8": "lowroll.quant.fp8:Float8",
+    "fp8_block": "lowroll.quant.fp8:Float8Block",
+    "int4": "lowroll.quant.int4:Int4",
+    "int4_asym": "lowroll.quant.int4:Int4Asymmetric",
+    "w4a8": "lowroll.quant.int4:Int4Int8",
+    "nvfp4": "lowroll.quant.nvfp4:NVFloat4",
+    "mxfp4": "lowroll.quant.mxfp4:MXFloat4",
+    "mxfp4_floor": "lowroll.quant.mxfp4:MXFloat4Floor",
+    "nf4": "lowroll.quant.nf4:NormalFloat4",
+    "nf4_dq": "lowroll.quant.nf4:NormalFloat4Double",
 }
 _MADE: dict[str, Format] = {}
 

@@ -22,21 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.quant.formats import Format, QTensor
-
-EPS = torch.finfo(torch.float32).eps
+from lowroll.quant.formats import Format, QTensor, divide, nonzero
 
 
 def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """Dynamic codes of activations: (float codes in -127..127 [M, K], scale s_x [M, 1]), both float32."""
     x_MK = x_MK.float()
     amax_M1 = x_MK.abs().amax(dim=-1, keepdim=True)
-    return (x_MK * (127.0 / amax_M1.clamp_min(1e-30))).round_(), _divide(amax_M1, 127.0)
-
-
-def _divide(x: Tensor, divisor: float) -> Tensor:
-    """x / divisor, rounded once on every device: CUDA would multiply by the rounded reciprocal of a scalar."""
-    return x / torch.full_like(x, divisor)
+    return (x_MK * (127.0 / amax_M1.clamp_min(1e-30))).round_(), divide(amax_M1, 127.0)
 
 
 class Int8(Format):
@@ -44,8 +37,7 @@ class Int8(Format):
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NK = w_NK.float()
-        scale_N1 = _divide(w_NK.abs().amax(dim=-1, keepdim=True), 127.5)
-        scale_N1 = torch.where(scale_N1 > 0, scale_N1, torch.full_like(scale_N1, EPS))
+        scale_N1 = nonzero(divide(w_NK.abs().amax(dim=-1, keepdim=True), 127.5))
         codes_NK = torch.clamp(torch.round(w_NK / scale_N1), -128, 127).to(torch.int8)
         return {"codes": codes_NK, "scale": scale_N1}
 

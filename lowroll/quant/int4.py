@@ -1,0 +1,91 @@
+"""INT4 in groups of 128 weights of a row: W4A16 symmetric and asymmetric, and W4A8.
+
+    symmetric    s = amax(|w_g|) / 7.5,            q = clamp(round(w / s), -8, 7),        w^ = q s
+    asymmetric   s = (max(w_g, 0) - min(w_g, 0)) / 15,   z = round(clamp(-8 - min / s, -8, 7)),
+                 q = clamp(round(w / s + z), -8, 7),                                      w^ = (q - z) s
+    w4a8         the symmetric weights, times INT8 activations with one dynamic scale a token
+
+Rounding is half to even; a group of zeros has float32's epsilon as its scale. Range and scales are those of
+compressed-tensors (`pack-quantized`), QaRL's default format (algorithms B3). `weight_packed` holds q + 8 in int32
+words, eight codes each from the lowest bits up; `weight_zero_point` holds z + 8 the same way, along the rows. The sizes
+that files keep in `weight_shape` are the QTensor's `shape`.
+
+Legend: N out features, K in features, M rows of activations, G groups of a row, S weights of a group.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.quant.formats import Format, QTensor, WeightOnly, divide, multiplicand, nonzero
+from lowroll.quant.groups import join, pack, split, unpack
+from lowroll.quant.int8 import quantize_rows
+
+GROUP = 128
+LEVELS = tuple(float(q) for q in range(-8, 8))        # by stored code: q + 8
+
+
+def pack_words(q_NK: Tensor) -> Tensor:
+    """Codes -8..7, eight an int32 word: [N, ceil(K / 8)]. A word that a row does not fill ends with zero bits."""
+    codes_NK = (q_NK + 8).to(torch.uint8)
+    return _in_order(pack(F.pad(codes_NK, (0, -codes_NK.shape[1] % 8)))).view(torch.int32)
+
+
+def unpack_words(words: Tensor, num_in: int) -> Tensor:
+    """The codes of `pack_words`: float32 [N, K]."""
+    return unpack(_in_order(words).view(torch.uint8), LEVELS, num_in)
+
+
+class Symmetric(Format):
+    """The weights of int4 and w4a8."""
+
+    bits = 4.25
+
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        w_NGS = split(w_NK, GROUP)
+        scale_NG = nonzero(divide(w_NGS.abs().amax(dim=-1), 7.5))
+        q_NGS = torch.round(w_NGS / scale_NG[..., None]).clamp_(-8, 7)
+        return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1])), "weight_scale": scale_NG}
+
+    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
+        return join(q_NGS * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)
+
+
+class Int4(Symmetric, WeightOnly):
+    name, summary = "int4", "W4A16, symmetric, groups of 128"
+
+
+class Int4Asymmetric(WeightOnly):
+    name, bits, summary = "int4_asym", 4.28125, "W4A16, asymmetric (a zero point a group), groups of 128"
+
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        w_NGS = split(w_NK, GROUP)
+        low_NG, high_NG = w_NGS.amin(dim=-1).clamp_max(0), w_NGS.amax(dim=-1).clamp_min(0)
+        scale_NG = nonzero(divide(high_NG - low_NG, 15.0))
+        zero_NG = torch.round((-8 - low_NG / scale_NG).clamp(-8, 7))
+        q_NGS = torch.round(w_NGS / scale_NG[..., None] + zero_NG[..., None]).clamp_(-8, 7)
+        return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1])), "weight_scale": scale_NG,
+                "weight_zero_point": _in_order(pack_words(zero_NG.t()).t())}
+
+    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        zero_NG = unpack_words(q.tensors["weight_zero_point"].t(), q.shape[0]).t()
+        q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
+        return join((q_NGS - zero_NG[..., None]) * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)
+
+
+class Int4Int8(Symmetric):
+    name, summary = "w4a8", "int4's weights, INT8 activations with a scale a token"
+
+    def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+        codes_MK, scale_M1 = quantize_rows(x_MK)
+        y_MN = F.linear(codes_MK, multiplicand(q, torch.float32)).mul_(scale_M1)
+        if bias_N is not None:
+            y_MN += bias_N
+        return y_MN.to(x_MK.dtype)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """x with row-major strides, also where a size of 1 lets others count as contiguous: words are views of bytes."""
+    return x.clone(memory_format=torch.contiguous_format)

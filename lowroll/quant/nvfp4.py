@@ -1,0 +1,50 @@
+"""NVFP4 W4A16: e2m1 codes, an e4m3 scale for 16 weights of a row, one float32 scale for the matrix.
+
+    g    = 448 * 6 / amax(|w|)                       the matrix, stored as this multiplier
+    s_b  = e4m3(min(g * amax(|w_b|) / 6, 448))       a block of 16; 1/8 where that rounds to 0
+    q    = e2m1(clamp(w / (s_b / g), -6, 6))         w^ = q (s_b / g)
+
+g spreads the block scales over e4m3's range. An amax of 0, or so small that g overflows, gives g = 1. Blocks of zeros
+have scale 1/8 and codes 0. The layout is compressed-tensors' `nvfp4-pack-quantized`, two codes a byte from the low half
+(QeRL, section 2 and Eq. 6; algorithms B4).
+
+Kernels multiply a fused matrix with one global scale, so q, k and v must share theirs, and gate and up too. Here they
+do by construction: the fused matrix is quantised as one, and the amax over it is the largest of its parts'.
+
+Legend: N out features, K in features, G blocks of a row.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowroll.quant.formats import QTensor, WeightOnly, divide
+from lowroll.quant.fp8 import MAX, to_e4m3
+from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
+
+BLOCK = 16
+
+
+class NVFloat4(WeightOnly):
+    name, bits, summary = "nvfp4", 4.5, "W4A16, e2m1 in blocks of 16 with e4m3 scales, a global scale a matrix"
+
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        w_NGS = split(w_NK, BLOCK)
+        amax_NG = w_NGS.abs().amax(dim=-1)
+        global_1 = 6 * MAX / amax_NG.amax().reshape(1)
+        global_1 = torch.where(global_1.isfinite(), global_1, torch.ones_like(global_1))
+        scale_NG = to_e4m3(global_1 * divide(amax_NG, 6.0))
+        scale_NG = torch.where(scale_NG.float() > 0, scale_NG.float(), 0.125).to(scale_NG.dtype)
+        codes_NGS = encode_e2m1(w_NGS / _multiplier(scale_NG, global_1))
+        return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1])), "weight_scale": scale_NG,
+                "weight_global_scale": global_1}
+
+    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
+        step_NG1 = _multiplier(q.tensors["weight_scale"], q.tensors["weight_global_scale"])
+        return join(values_NGS * step_NG1, q.shape[1]).to(dtype)
+
+
+def _multiplier(scale_NG: Tensor, global_1: Tensor) -> Tensor:
+    """What a code of each block is multiplied with: float32 [N, G, 1]."""
+    return (scale_NG.float() / global_1)[..., None]
