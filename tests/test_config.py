@@ -96,7 +96,30 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("model: m\nalgorithm: grop\n", [],
      ["run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, got 'grop' "
       "(did you mean grpo?)"]),
-    ("model: m\ncorrection: sparse\n", [], ["run.yaml:2: correction: sparse is not available yet"]),
+    ("model: m\ncorrection: sprase\n", [],
+     ["run.yaml:2: correction: must be one of auto, none, is, decoupled, tis, acr, tbpo, sparse, aipo, reweight, got "
+      "'sprase' (did you mean sparse?)"]),
+    ("model: m\nloss:\n  aipo: {tau: 1}\n", [], ["run.yaml:3: loss.aipo.tau: unknown key (did you mean kl_tau?)"]),
+    ("model: m\nloss:\n  aipo: {teacher_tau: 0.5}\n", [],
+     ["run.yaml:3: loss.aipo.teacher_tau: a run has no teacher model; only 0.0 works"]),
+    ("model: m\nloss:\n  aipo: {mode: mask,\n    geo_mask_low: 11}\n", [],
+     ["run.yaml:4: loss.aipo.geo_mask_low: geo_mask_low (11) is more than geo_mask_high (10)"]),
+    ("model: m\nloss:\n  sparse: {token_rs: [1.5, 0.5]}\n", [],
+     ["run.yaml:3: loss.sparse.token_rs: the lower bound (1.5) is more than the upper one (0.5)"]),
+    ("model: m\nloss:\n  reweight: {reject: {token_k1: 2.0}}\n", [],
+     ["run.yaml:3: loss.reweight.reject.token_k1: needs [low, high], bounds on sampler over learner"]),
+    ("model: m\nloss:\n  reweight:\n    reject:\n      seq_mean_k3: [0, 1]\n", [],
+     ["run.yaml:5: loss.reweight.reject.seq_mean_k3: needs one number, an upper bound"]),
+    ("model: m\nloss: {reweight: {icepop: [0.5]}}\n", [],
+     ["run.yaml:2: loss.reweight.icepop: needs 2 entries"]),
+    ("model: m\ncorrection: aipo\nloss: {eps_low: 0.1, dual_clip: 3}\n", [],
+     ["run.yaml:3: loss.dual_clip: aipo has no dual clip; write null",
+      "run.yaml:3: loss.eps_low: aipo does not clip; write null"]),
+    ("model: m\ncorrection: tbpo\nloss: {dual_clip: 3}\n", [],
+     ["run.yaml:3: loss.dual_clip: tbpo has no dual clip; write null"]),
+    ("model: m\nalgorithm: gspo\ncorrection: sparse\n", [],
+     ["run.yaml:3: correction: sparse bounds single tokens and has no form under gspo; use auto, tis, decoupled, tbpo "
+      "or none"]),
     ("model: m\nrollout: {weights: nvfp4}\n", [], ["run.yaml:2: rollout.weights: nvfp4 is not available yet"]),
     ("model: m\nrollout:\n  kv: {policy: rkv}\n", [],
      ["run.yaml:3: rollout.kv: a bounded KV cache is not available yet; write null (dense)"]),
@@ -144,7 +167,8 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("model: m\ndapo: {overlong_max: 64, overlong_cache: 65}\n", [],
      ["run.yaml:2: dapo.overlong_cache: dapo.overlong_cache (65) is more than dapo.overlong_max (64)"]),
     ("model: m\nalgorithm: gspo\ncorrection: acr\n", [],
-     ["run.yaml:3: correction: acr bounds single tokens and has no form under gspo; use auto, tis, decoupled or none"]),
+     ["run.yaml:3: correction: acr bounds single tokens and has no form under gspo; use auto, tis, decoupled, tbpo or "
+      "none"]),
     ("model: m\ntrain: {max_steps: 5, warmup_steps: 6}\n", [],
      ["run.yaml:2: train.warmup_steps: train.warmup_steps (6) is more than the 5 steps of the run"]),
     ("model: m\nenv:\n  - id: x\n  - id: x\n", [],
@@ -269,10 +293,10 @@ def test_warnings_for_what_rarely_is_meant() -> None:
 
 def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:
     from lowroll import advantages
-    from lowroll.objectives import select
+    from lowroll.objectives import CORRECTIONS, select
     assert {name: algorithm.advantage for name, algorithm in ALGORITHMS.items()} == advantages.BY_ALGORITHM
     for algorithm in ALGORITHMS:
-        for correction in ("none", "is", "decoupled", "tis", "acr"):
+        for correction in CORRECTIONS:
             tree = {"model": "m", "algorithm": algorithm, "correction": correction}
             try:
                 options = select(algorithm, correction).options

@@ -115,7 +115,8 @@ METRICS: tuple[Metric, ...] = (
 
     _M("correction/weight_mean", "", "mean weight, as it was applied", "near 1; verl's guide says 0.5 to 2", _QURL),
     _M("correction/weight_max", "", "largest weight, as it was applied", "", _QURL),
-    _M("correction/truncated_fraction", "fraction", "tokens whose weight the cap (or another bound) changed", "rare", _QURL),
+    _M("correction/truncated_fraction", "fraction", "tokens whose weight the cap, or another bound, changed",
+       "rare", _QURL),
     _M("correction/acr_extended_fraction", "fraction", "tokens that ACR's wider bound let through and TIS would clip",
        "", "QuRL Eq. 9"),
     _M("correction/rejected_fraction", "fraction", "tokens that a mask or rejection left without a gradient", "small"),

@@ -156,10 +156,11 @@ def _breaks(rule: str, bound: float | Bounds, d_N: Tensor, layout: Layout) -> Te
     if rule not in RULES:
         raise ValueError(f"reject: unknown rule {rule!r}; expected one of {', '.join(RULES)}")
     level, estimator = rule.rsplit("_", 1)
-    low, high = 0.0, bound
     if estimator == "k1":
         low, high = (math.log(b) if b else -math.inf for b in _bounds(f"reject.{rule}", bound))
-    elif isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound >= 0:
+    elif isinstance(bound, (int, float)) and bound >= 0:
+        low, high = 0.0, bound
+    else:
         raise ValueError(f"reject.{rule}: {bound} must be one number, an upper bound of 0 or more")
     statistic_N = ESTIMATORS[estimator](d_N)
     if level == "token":

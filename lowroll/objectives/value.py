@@ -2,9 +2,9 @@
 
     L = 1/2 mean_t max( (V_t - G_t)^2, (clip(V_t, Vold_t - c, Vold_t + c) - G_t)^2 )
 
-G = A + V are the returns of `advantages.gae`, before whitening, and Vold the values that they were made with. The larger
-of the two errors keeps the critic from moving further than c in one step where that would help, and lets it return
-where it has gone too far: where the clipped error is the larger one there is no gradient.
+G = A + V are the returns of `advantages.gae`, before whitening, and Vold the values that they were made with. Where the
+clipped error is the larger one there is no gradient: a value that came closer to G than c allows stays, one that went
+astray may return.
 
 Shape legend: N tokens of the call, laid end to end.
 """
