@@ -81,6 +81,11 @@ class Objective:
         options = self._complete(options)
         return any(options.get(name) for name in ("normalize", "normalize_xi"))
 
+    def needs_advantage(self, **options: Any) -> bool:
+        """Whether a token without an advantage is without a gradient: not so for AIPO with a KL or a teacher."""
+        options = self._complete(options)
+        return not any(options.get(name) for name in ("kl_tau", "teacher_tau"))
+
     def verdict(self, *, learner: Tensor, proximal: Tensor, behavior: Tensor, mask: Tensor,
                 segments: Tensor | None = None, **options: Any) -> Verdict | None:
         """The weights and rejections of these tokens; None for an objective that rejects nothing for its mismatch."""

@@ -12,8 +12,8 @@ recorded, lpref the frozen reference; all at the sampling temperature. What diff
 2. With one minibatch the proximal policy *is* the learner: lpo = lpn detached, R = 1 exactly, and no extra pass.
    With more, or with weights that are divided by their mean over the batch, one pass without gradient records lpo
    for the whole batch before its first update.
-3. A sequence whose advantage is 0 has no gradient unless there is a KL term, so it is run forward only: the
-   gradient is the same, and the statistics still cover every token.
+3. A sequence whose advantage is 0 has no gradient unless there is a KL term (or the objective has one of its own), so
+   it is run forward only: the gradient is the same, and the statistics still cover every token.
 4. Where the objective rejects tokens for their mismatch, the KL term leaves them out too; denominators keep them.
 5. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
    a row raises TrainingDiverged.
@@ -180,7 +180,8 @@ def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer, se
     """One optimizer update from the samples of a minibatch; returns its statistics and what the learner said."""
     samples = forward.samples
     heard = [i for i in minibatch if any(samples[i].loss_mask)]
-    moving = [i for i in heard if settings.kl_coef or samples[i].advantage != 0]
+    always = settings.kl_coef or not settings.objective.needs_advantage(**settings.options)
+    moving = [i for i in heard if always or samples[i].advantage != 0]
     counts = Counts(sum(_num_learned(samples[i], settings.objective) for i in heard), len(minibatch))
     if settings.normalizes and heard and proximal is not None:
         packed = forward.collate(heard)
