@@ -175,6 +175,25 @@ def test_aipo_divides_by_every_loss_token_of_the_batch():
     assert run(aipo, AIPO_LEARNER, **inputs)[0] == pytest.approx(-.9333068191 / 40, abs=1e-11)
 
 
+def test_aipos_sequence_ratio_is_capped_at_e_to_the_ten():
+    lpr = f64([[-7.0, -7.0]])
+    inputs = {"behavior": lpr, "advantages": torch.ones(1, 2), "mask": torch.ones(1, 2), "ratio_type": "sequence",
+              "token_mask_high": 1e3, "geo_mask_high": 1e3, "sequence_mask_high": 1e3, "sequence_clip_high": 1e9}
+    assert run(aipo, lpr + 6.0, **inputs)[1][0] == pytest.approx([math.exp(10) / 4] * 2)
+    assert run(aipo, lpr + 4.5, **inputs)[1][0] == pytest.approx([math.exp(9) / 4] * 2)
+
+
+def test_a_masked_sequence_is_not_a_rejected_one():
+    """A threshold above 1 would flag every padded token, whose weight is 1 by convention."""
+    batch = {"proximal": f64([[-1.0, -1.0]] * 3), "behavior": f64([[-2.0, -1.5], [-2.0, -1.0], [-2.0, -2.0]]),
+             "advantages": torch.ones(3, 2), "mask": torch.tensor([[1, 0], [1, 1], [0, 0]])}
+    stats = run(sparse, batch["proximal"], veto=1.5, **batch)[2]
+    assert stats["correction/rejected_sequence_fraction"] == .5 and stats["correction/rejected_fraction"] == 2 / 3
+    del batch["proximal"]
+    stats = run(aipo, f64([[-1.0, -1.0]] * 3), sequence_mask_low=1.5, **batch)[2]
+    assert stats["correction/rejected_sequence_fraction"] == .5
+
+
 def test_aipo_truncated_is_the_truncated_gradient():
     """With every mask off: min(rho, delta) A grad log pi, which is TIS where nothing has moved since the rollouts."""
     batch = random_batch(3, B=5, T=7, spread=1)
