@@ -310,6 +310,35 @@ def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:
                 assert value == (length if name == "max_length" else options[name]), (algorithm, correction, name)
 
 
+def test_the_choices_are_those_of_the_objectives() -> None:
+    from typing import get_args
+
+    from lowroll.config.loss import Rule
+    from lowroll.objectives import CORRECTIONS
+    from lowroll.objectives.correction import RULES
+    assert get_args(Rule) == RULES
+    assert get_args(RunConfig.model_fields["correction"].annotation) == ("auto", *CORRECTIONS)
+
+
+@pytest.mark.parametrize(("correction", "loss", "expected"), [
+    ("sparse", {"sparse": {"token_rs": [0.5, 1.5], "xi_cap": 1.5}}, {"token_rs": (0.5, 1.5), "xi_cap": 1.5}),
+    ("aipo", {"aipo": {"kl_tau": 0.1}}, {"kl_tau": 0.1, "token_mask_high": 8.0}),
+    ("tbpo", {"tbpo": {"eps_negative": 1e-3}, "cap": 3}, {"eps_negative": 1e-3, "cap": 3.0, "eps_high": 4e-4}),
+    ("reweight", {"reweight": {"reject": {"token_k1": [0.5, 2], "seq_max_k2": 3}}},
+     {"reject": {"token_k1": (0.5, 2.0), "seq_max_k2": 3.0}, "cap": 2.0}),
+])
+def test_a_corrections_own_section_reaches_its_objective(write: Callable[[str], Path], correction: str,
+                                                         loss: dict[str, object], expected: dict[str, object]) -> None:
+    from lowroll.objectives import select
+    cfg = from_mapping({"model": "m", "correction": correction, "loss": loss, "algorithm": "dapo"})
+    options = cfg.objective_options
+    assert {name: options[name] for name in expected} == expected
+    assert options.keys() <= select("dapo", correction).options.keys()
+    assert load(write(cfg.dump())).objective_options == options
+    other = from_mapping({"model": "m", "correction": "acr", "loss": loss})
+    assert f"loss.{correction}: no effect, the correction is acr" in other.notes
+
+
 def test_dump_loads_to_the_same_tree(write: Callable[[str], Path]) -> None:
     cfg = load(write("model: m\nalgorithm: dapo\n"
                      "rollout: {stop: ['no', '1e5', '~', '<<', '&a', ' x ', \"\\n\\t\\x07\"]}\n"
