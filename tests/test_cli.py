@@ -97,7 +97,7 @@ def test_a_dry_run_of_three_files(capsys: pytest.CaptureFixture[str]) -> None:
     words = [word for name in ("train", "infer", "orch") for word in (f"--{name}", str(folder / f"{name}.yaml"))]
     assert main(["grpo", *words, "rollout.weights=int8", "--dry-run"]) == 0
     out, err = capsys.readouterr()
-    assert "weights: int8" in out and "correction: tis" in out
+    assert "weights: int8" in out and "correction: aipo" in out
     assert "max_async_level 1" in err
 
 

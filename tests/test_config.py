@@ -96,7 +96,30 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("model: m\nalgorithm: grop\n", [],
      ["run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, got 'grop' "
       "(did you mean grpo?)"]),
-    ("model: m\ncorrection: sparse\n", [], ["run.yaml:2: correction: sparse is not available yet"]),
+    ("model: m\ncorrection: sprase\n", [],
+     ["run.yaml:2: correction: must be one of auto, none, is, decoupled, tis, acr, tbpo, sparse, aipo, reweight, got "
+      "'sprase' (did you mean sparse?)"]),
+    ("model: m\nloss:\n  aipo: {tau: 1}\n", [], ["run.yaml:3: loss.aipo.tau: unknown key (did you mean kl_tau?)"]),
+    ("model: m\nloss:\n  aipo: {teacher_tau: 0.5}\n", [],
+     ["run.yaml:3: loss.aipo.teacher_tau: a run has no teacher model; only 0.0 works"]),
+    ("model: m\nloss:\n  aipo: {mode: mask,\n    geo_mask_low: 11}\n", [],
+     ["run.yaml:4: loss.aipo.geo_mask_low: geo_mask_low (11) is more than geo_mask_high (10)"]),
+    ("model: m\nloss:\n  sparse: {token_rs: [1.5, 0.5]}\n", [],
+     ["run.yaml:3: loss.sparse.token_rs: the lower bound (1.5) is more than the upper one (0.5)"]),
+    ("model: m\nloss:\n  reweight: {reject: {token_k1: 2.0}}\n", [],
+     ["run.yaml:3: loss.reweight.reject.token_k1: needs [low, high], bounds on sampler over learner"]),
+    ("model: m\nloss:\n  reweight:\n    reject:\n      seq_mean_k3: [0, 1]\n", [],
+     ["run.yaml:5: loss.reweight.reject.seq_mean_k3: needs one number, an upper bound"]),
+    ("model: m\nloss: {reweight: {icepop: [0.5]}}\n", [],
+     ["run.yaml:2: loss.reweight.icepop: needs 2 entries"]),
+    ("model: m\ncorrection: aipo\nloss: {eps_low: 0.1, dual_clip: 3}\n", [],
+     ["run.yaml:3: loss.dual_clip: aipo has no dual clip; write null",
+      "run.yaml:3: loss.eps_low: aipo does not clip; write null"]),
+    ("model: m\ncorrection: tbpo\nloss: {dual_clip: 3}\n", [],
+     ["run.yaml:3: loss.dual_clip: tbpo has no dual clip; write null"]),
+    ("model: m\nalgorithm: gspo\ncorrection: sparse\n", [],
+     ["run.yaml:3: correction: sparse bounds single tokens and has no form under gspo; use auto, tis, decoupled, tbpo "
+      "or none"]),
     ("model: m\nrollout:\n  kv: {policy: rkv}\n", [],
      ["run.yaml:3: rollout.kv: a bounded KV cache is not available yet; write null (dense)"]),
     ("model: m\nloss: {eps_low: -0.1}\n", [], ["run.yaml:2: loss.eps_low: must be >= 0.0, got -0.1"]),
@@ -143,7 +166,8 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("model: m\ndapo: {overlong_max: 64, overlong_cache: 65}\n", [],
      ["run.yaml:2: dapo.overlong_cache: dapo.overlong_cache (65) is more than dapo.overlong_max (64)"]),
     ("model: m\nalgorithm: gspo\ncorrection: acr\n", [],
-     ["run.yaml:3: correction: acr bounds single tokens and has no form under gspo; use auto, tis, decoupled or none"]),
+     ["run.yaml:3: correction: acr bounds single tokens and has no form under gspo; use auto, tis, decoupled, tbpo or "
+      "none"]),
     ("model: m\ntrain: {max_steps: 5, warmup_steps: 6}\n", [],
      ["run.yaml:2: train.warmup_steps: train.warmup_steps (6) is more than the 5 steps of the run"]),
     ("model: m\nenv:\n  - id: x\n  - id: x\n", [],
@@ -269,10 +293,10 @@ def test_warnings_for_what_rarely_is_meant() -> None:
 
 def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:
     from lowroll import advantages
-    from lowroll.objectives import select
+    from lowroll.objectives import CORRECTIONS, select
     assert {name: algorithm.advantage for name, algorithm in ALGORITHMS.items()} == advantages.BY_ALGORITHM
     for algorithm in ALGORITHMS:
-        for correction in ("none", "is", "decoupled", "tis", "acr"):
+        for correction in CORRECTIONS:
             tree = {"model": "m", "algorithm": algorithm, "correction": correction}
             try:
                 options = select(algorithm, correction).options
@@ -284,6 +308,35 @@ def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:
             length = cfg.rollout.max_tokens if algorithm == "dr_grpo" else None
             for name, value in cfg.objective_options.items():
                 assert value == (length if name == "max_length" else options[name]), (algorithm, correction, name)
+
+
+def test_the_choices_are_those_of_the_objectives() -> None:
+    from typing import get_args
+
+    from lowroll.config.loss import Rule
+    from lowroll.objectives import CORRECTIONS
+    from lowroll.objectives.correction import RULES
+    assert get_args(Rule) == RULES
+    assert get_args(RunConfig.model_fields["correction"].annotation) == ("auto", *CORRECTIONS)
+
+
+@pytest.mark.parametrize(("correction", "loss", "expected"), [
+    ("sparse", {"sparse": {"token_rs": [0.5, 1.5], "xi_cap": 1.5}}, {"token_rs": (0.5, 1.5), "xi_cap": 1.5}),
+    ("aipo", {"aipo": {"kl_tau": 0.1}}, {"kl_tau": 0.1, "token_mask_high": 8.0}),
+    ("tbpo", {"tbpo": {"eps_negative": 1e-3}, "cap": 3}, {"eps_negative": 1e-3, "cap": 3.0, "eps_high": 4e-4}),
+    ("reweight", {"reweight": {"reject": {"token_k1": [0.5, 2], "seq_max_k2": 3}}},
+     {"reject": {"token_k1": (0.5, 2.0), "seq_max_k2": 3.0}, "cap": 2.0}),
+])
+def test_a_corrections_own_section_reaches_its_objective(write: Callable[[str], Path], correction: str,
+                                                         loss: dict[str, object], expected: dict[str, object]) -> None:
+    from lowroll.objectives import select
+    cfg = from_mapping({"model": "m", "correction": correction, "loss": loss, "algorithm": "dapo"})
+    options = cfg.objective_options
+    assert {name: options[name] for name in expected} == expected
+    assert options.keys() <= select("dapo", correction).options.keys()
+    assert load(write(cfg.dump())).objective_options == options
+    other = from_mapping({"model": "m", "correction": "acr", "loss": loss})
+    assert f"loss.{correction}: no effect, the correction is acr" in other.notes
 
 
 def test_dump_loads_to_the_same_tree(write: Callable[[str], Path]) -> None:

@@ -153,8 +153,8 @@ def test_the_quick_start_loads_as_written(three: Callable[..., RunConfig]) -> No
         40, 2e-4, "constant", 2048)
     assert (train.lora, train.lora_rank, train.lora_alpha, list(train.lora_target_modules)) == (True, 16, 32.0, MODULES)
     assert (train.max_grad_norm, train.weight_decay) == (1.0, 0.01)
-    assert (cfg.algorithm, cfg.advantage, cfg.correction, cfg.loss.cap, cfg.loss.reduce) == (
-        "grpo_no_std", "grpo_no_std", "tis", 8.0, "token-mean")
+    assert (cfg.algorithm, cfg.advantage, cfg.correction, cfg.loss.aipo.token_mask_high, cfg.loss.reduce) == (
+        "grpo_no_std", "grpo_no_std", "aipo", 8.0, "token-mean")
     told = "\n".join(cfg.notes)
     assert told.count("max_async_level 1") == told.count("recipe fp8-hybrid") == told.count("AIPO") == 1
     assert "no effect in one process: logging_steps" in told and "model.lora_adapter" in told
@@ -228,9 +228,13 @@ REFUSED: list[tuple[str, str, str, list[str]]] = [
     ("train", "logging_steps: 1", "qlora_bnb: true", ["train.yaml:8: qlora_bnb: not available yet; only false works"]),
     ("train", "logging_steps: 1", "noise_scheduler:\n  enabled: true",
      ["train.yaml:9: noise_scheduler.enabled: not available yet; only false works"]),
-    ("train", "ratio_type: token", "ratio_type: sequence",
-     ["train.yaml:23: loss.ratio_type: not available yet; only token works"]),
-    ("train", "kl_tau: 0.0", "kl_tau: 0.1", ["train.yaml:24: loss.kl_tau: not available yet; only 0.0 works"]),
+    ("train", "ratio_type: token", "ratio_type: tokens",
+     ["train.yaml:23: loss.ratio_type: must be one of token, sequence, got 'tokens' (did you mean token?)"]),
+    ("train", "kl_tau: 0.0", "teacher_tau: 0.1",
+     ["train.yaml:24: loss.teacher_tau: a run has no teacher model; only 0.0 works"]),
+    ("train", "kl_tau: 0.0", "mode: truncate", ["train.yaml:24: loss.mode: unknown key"]),
+    ("train", "geo_mask_low: 0.1", "geo_mask_low: 20.0",
+     ["train.yaml:28: loss.geo_mask_low: geo_mask_low (20) is more than geo_mask_high (10)"]),
     ("train", "max_steps: 40", "max_steps: 41",
      ["orch.yaml:13: max_steps: 40 disagrees with train.yaml:7: max_steps: 41"]),
     ("train", "lora_rank: 16", "lora_rank: 64",
@@ -289,18 +293,32 @@ def test_overrides_use_our_names_and_silence_their_note(three: Callable[..., Run
         three(overrides=["sampling.max_tokens=3"])
 
 
-def test_tis_with_one_update_is_the_documents_truncated_objective(three: Callable[..., RunConfig]) -> None:
-    """Gradient of -(min(pi / mu, delta) A lp).sum() / N with the coefficient detached: coefficients by hand."""
+LOSSES: list[tuple[str, list[float], float]] = [   # lines of loss:, coefficients of the four tokens, -4 J: by hand
+    ("", [0.40936538, 0.55258546, 0, 0], 0.9333068191),
+    ("  kl_tau: 0.1\n", [0.42573999, 0.54153375, 0, 0], 0.9441149898),
+    ("  ratio_type: sequence\n", [0.40936538 / 4, 0.40936538 / 4, 0, 0], 0.2046826883),
+    ("  token_mask_high: 12.0\n", [0.40936538, 0.55258546, 0, 5.51158819], 1.4844656381),
+    ("  sequence_mask_high: 5.0\n", [0, 0, 0, 0], 0),
+    ("  adv_tau: 2.0\n", [0.81873075, 1.10517092, 0, 0], 2 * 0.9333068191),
+]
+
+
+@pytest.mark.parametrize(("lines", "coefficients", "loss"), LOSSES)
+def test_the_files_give_the_documents_loss(three: Callable[..., RunConfig], lines: str, coefficients: list[float],
+                                           loss: float) -> None:
+    """One sample of four tokens and a prompt: -(coeff lp)[keep].sum() / loss_scale, the coefficient detached."""
     import torch
 
     from lowroll.objectives import select
-    cfg = three()
-    learner = torch.tensor([[-1.2, -0.8, -0.1]], requires_grad=True)
-    behavior = torch.tensor([[-1.0, -0.9, -2.5]])            # ratios 0.818731, 1.105171, 11.023176 (over delta = 8)
+    head, tail = TRAIN.split("loss:\n")
+    kept = [line for line in tail.splitlines(keepends=True) if line.split(":")[0] != lines.split(":")[0]]
+    cfg = three(train=f"{head}loss:\n{''.join(kept)}{lines}")
+    learner = torch.tensor([[-9, -1.2, -0.8, -3, -0.1]], dtype=torch.float64, requires_grad=True)
+    behavior = torch.tensor([[-9, -1.0, -0.9, -0.5, -2.5]], dtype=torch.float64)
     J, _ = select(cfg.algorithm, cfg.correction)(
-        learner=learner, proximal=learner.detach(), behavior=behavior, advantages=torch.full((1, 3), 0.5),
-        mask=torch.ones(1, 3), **cfg.objective_options)
+        learner=learner, behavior=behavior, advantages=torch.full((1, 5), 0.5), mask=torch.tensor([[0, 1, 1, 1, 1]]),
+        **cfg.objective_options)
     J.backward()
-    expected = torch.tensor([[0.40936538, 0.55258546, 4.0]]) / 3
-    assert torch.allclose(J.detach(), expected.sum(), atol=1e-6)
-    assert learner.grad is not None and torch.allclose(learner.grad, expected, atol=1e-6)
+    assert -4 * J.item() == pytest.approx(loss, abs=5e-9)
+    assert learner.grad is not None
+    assert (4 * learner.grad[0]).tolist() == pytest.approx([0, *coefficients], abs=5e-9)

@@ -457,10 +457,14 @@ def test_select_combines_an_algorithm_with_a_correction():
     assert select("dr_grpo", "tis").options["reduce"] == "constant"
     assert select("grpo", "tis").options["eps_high"] == .2
     assert not select("gspo").needs_behavior and select("gspo", "tis").needs_behavior
+    banded = select("dapo", "tbpo").options
+    assert (banded["eps_low"], banded["eps_high"], banded["reduce"]) == (3e-4, 4e-4, "token-mean")
+    assert select("grpo", "aipo").options["reduce"] == "seq-mean-token-mean"
+    assert select("dapo", "sparse").options["eps_high"] == .28 and not select("grpo", "aipo").needs_proximal
     batch = random_batch(6)
     for algorithm in objectives.ALGORITHMS:
         for correction in objectives.CORRECTIONS:
-            if (algorithm, correction) in (("gspo", "is"), ("gspo", "acr")):
+            if algorithm == "gspo" and correction in ("is", "acr", "sparse", "aipo", "reweight"):
                 with pytest.raises(ValueError, match="gspo"):
                     select(algorithm, correction)
                 continue

@@ -184,6 +184,29 @@ def test_every_algorithm_runs(model: Path, tmp_path: Path, algorithm: str, corre
     assert all(r["policy/objective"] is not None and not r["optim/skipped"] for r in result.records)
 
 
+@pytest.mark.parametrize(("algorithm", "correction", "loss"), [
+    ("grpo", "tbpo", {}), ("dapo", "tbpo", {"tbpo": {"eps_negative": 1e-3}}),
+    ("grpo", "sparse", {"kl_coef": 1e-3}),
+    ("grpo", "sparse", {"sparse": {"xi_cap": 1.5, "token_rs": [0.5, 1.5], "normalize_xi": True}}),
+    ("grpo_no_std", "aipo", {"reduce": "token-mean", "aipo": {"kl_tau": 0.01, "mode": "truncate"}}),
+    ("grpo", "aipo", {"aipo": {"ratio_type": "sequence"}}),
+    ("dapo", "reweight", {"reweight": {"weight": "sequence", "normalize": True, "veto": 1e-4,
+                                       "reject": {"token_k1": [0.5, 2.0], "seq_mean_k3": 0.1}}}),
+    ("grpo", "reweight", {"reweight": {"bypass": True}}),
+])
+def test_every_correction_runs_and_resumes(model: Path, tmp_path: Path, algorithm: str, correction: str,
+                                           loss: dict[str, Any]) -> None:
+    tree = settings(model, tmp_path / "run", algorithm=algorithm, correction=correction, loss=loss,
+                    train={"max_steps": 2})
+    result = train(tree)
+    for record in result.records:
+        assert record["policy/objective"] is not None and not record["optim/skipped"] and record["optim/grad_norm"] > 0
+        assert ("policy/band_masked_fraction" if correction == "tbpo" else "correction/rejected_fraction") in record
+    whole = fingerprint(result.folder)
+    copy_stopped_after(result.folder, 1, tmp_path / "cut")
+    assert fingerprint(train({**tree, "output_dir": str(tmp_path / "cut")}, resume=True).folder) == whole
+
+
 def test_refusals_leave_the_folder_alone(model: Path, tmp_path: Path) -> None:
     tree = settings(model, tmp_path / "run", train={"max_steps": 1, "warmup_steps": 0})
     with pytest.raises(ValueError, match="no run to resume"):

@@ -198,7 +198,12 @@ def test_activation_checkpointing_changes_no_bit_of_the_gradient():
 
 @pytest.mark.parametrize(("algorithm", "correction", "options"), [
     ("grpo", "acr", {}), ("dapo", "tis", {}), ("dr_grpo", "none", {"max_length": 8}), ("rloo", "decoupled", {}),
-    ("gspo", "none", {}), ("grpo", "is", {})])
+    ("gspo", "none", {}), ("grpo", "is", {}), ("grpo", "tbpo", {}), ("dapo", "sparse", {"veto": 0.75}),
+    ("grpo", "sparse", {"veto": 0.75, "xi_cap": 1.5, "token_rs": (0.7, 1.4), "normalize_xi": True}),
+    ("grpo_no_std", "aipo", {"reduce": "token-mean", "kl_tau": 0.1, "token_mask_high": 1.5}),
+    ("grpo", "aipo", {"ratio_type": "sequence", "mode": "truncate"}),
+    ("dapo", "reweight", {"normalize": True, "weight": "sequence", "reject": {"token_k3": 0.05}}),
+    ("grpo", "reweight", {"bypass": True, "reject": {"seq_mean_k2": 0.05}})])
 def test_micro_batches_add_up_to_the_big_batch(algorithm, correction, options):
     model = tiny_model()
     batch = make_batch(model)
@@ -262,6 +267,73 @@ def test_kl_to_a_frozen_reference_pulls_the_gradient():
     assert_close(optimizer.seen[0], want, atol=2e-5)
     assert metrics["policy/objective"] == pytest.approx(J.item(), abs=1e-5)
     assert metrics["policy/kl_reference"] > 1e-3
+
+
+def sparse_objective(model, samples, proximal, *, veto, kl_coef=0.0, reference=None, normalize=False):
+    """Sparse-RL sequence by sequence: a rejected response is neither learned from nor held to the reference."""
+    total, weights, num_rejected = 0.0, [], 0
+    for s, lpo in zip(samples, proximal, strict=True):
+        lpn, lpr, mask = dense_log_probs(model, s), torch.tensor(s.rollout.logprobs), torch.tensor(s.loss_mask).bool()
+        xi, ratio, A = (lpo - lpr).exp(), (lpn - lpo).exp(), torch.tensor(s.advantage)
+        weights += xi[mask].tolist()
+        if float(xi[mask].min()) < veto:
+            num_rejected += 1
+            continue
+        token = xi * torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
+        if reference is not None:
+            d = lpn - dense_log_probs(reference, s).detach()
+            token = token - kl_coef * ((-d).exp() + d - 1)
+        total = total + token[mask].mean()
+    scale = len(weights) / sum(weights) if normalize else 1.0
+    return total * scale / len(samples), num_rejected
+
+
+def test_a_rejected_response_is_out_of_the_objective_and_of_the_kl_term():
+    model = tiny_model()
+    reference, batch = nearby(model), make_batch(model)
+    J, num_rejected = sparse_objective(model, batch.samples, frozen_log_probs(model, batch.samples), veto=0.75,
+                                       kl_coef=0.5, reference=reference)
+    assert 0 < num_rejected < 8
+    want = gradients(model, J)
+    optimizer, metrics = run_learn(model, batch, settings("grpo", "sparse", kl_coef=0.5, options={"veto": 0.75}),
+                                   reference)
+    assert_close(optimizer.seen[0], want, atol=2e-5)
+    assert metrics["policy/objective"] == pytest.approx(J.item(), abs=1e-5)
+    assert metrics["correction/rejected_sequence_fraction"] == num_rejected / 8
+
+
+@pytest.mark.parametrize("capacity", [1, 24, 10_000])
+def test_normalised_weights_know_the_mean_of_the_batch_before_the_first_micro_batch(capacity):
+    model = tiny_model()
+    batch = make_batch(model)
+    J, _ = sparse_objective(model, batch.samples, frozen_log_probs(model, batch.samples), veto=0.75, normalize=True)
+    want = gradients(model, J)
+    optimizer, metrics = run_learn(model, batch, settings("grpo", "sparse", tokens_per_microbatch=capacity,
+                                                          options={"veto": 0.75, "normalize_xi": True}))
+    assert_close(optimizer.seen[0], want, atol=2e-6)
+    assert metrics["policy/objective"] == pytest.approx(J.item(), abs=1e-5)
+    assert metrics["correction/weight_mean"] == pytest.approx(1, abs=1e-5)
+
+
+def test_aipo_learns_from_its_kl_where_there_is_no_advantage():
+    """The group without an advantage has a gradient of its own: it may not be run forward only."""
+    model = tiny_model()
+    batch = make_batch(model)
+    J = 0.0
+    for s in batch.samples:
+        lpn, lpr, mask = dense_log_probs(model, s), torch.tensor(s.rollout.logprobs), torch.tensor(s.loss_mask).bool()
+        log_ratio = (lpn - lpr).detach()
+        J = J + (log_ratio.exp() * (s.advantage - 0.3 * log_ratio) * lpn)[mask].sum()
+    J = J / sum(sum(s.loss_mask) for s in batch.samples)
+    want = gradients(model, J)
+    optimizer, metrics = run_learn(model, batch, settings("dapo", "aipo", options={"kl_tau": 0.3}))
+    assert metrics["correction/rejected_fraction"] == 0
+    assert_close(optimizer.seen[0], want, atol=2e-6)
+
+
+def test_a_teacher_is_refused_before_any_change():
+    with pytest.raises(ValueError, match="teacher_tau: 0.5 needs a teacher's log-probs"):
+        settings("dapo", "aipo", options={"teacher_tau": 0.5})
 
 
 def with_adapter(seed=0, b_scale=0.1):

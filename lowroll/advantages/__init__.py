@@ -1,8 +1,9 @@
 """Rewards in, advantages out: lists of floats, standard library only.
 
 `TABLE[name](rewards, lengths)` estimates the advantages of one group; `BY_ALGORITHM` names each algorithm's
-estimator; `overlong` is DAPO's length penalty.
+estimator; `overlong` is DAPO's length penalty. `gae`, `place` and `whiten` are PPO's, which has a critic.
 """
+from lowroll.advantages.gae import gae, place, whiten
 from lowroll.advantages.group import (
     BY_ALGORITHM,
     TABLE,
@@ -14,4 +15,5 @@ from lowroll.advantages.group import (
 )
 from lowroll.advantages.shaping import overlong
 
-__all__ = ["BY_ALGORITHM", "TABLE", "Estimator", "grpo", "grpo_no_std", "length_weighted", "overlong", "rloo"]
+__all__ = ["BY_ALGORITHM", "TABLE", "Estimator", "gae", "grpo", "grpo_no_std", "length_weighted", "overlong", "place",
+           "rloo", "whiten"]

@@ -41,6 +41,8 @@ def plan(cfg: RunConfig) -> list[str]:
     rollout, train = cfg.rollout, cfg.train
     updates, tokens = train.max_steps * train.minibatches, train.max_steps * cfg.batch_size * rollout.max_tokens
     learned = f"LoRA adapters of rank {train.lora_rank}" if train.lora else "all weights"
+    low, high = cfg.loss.eps_low, cfg.loss.eps_high
+    clip = "no clip" if low is None or high is None else f"clip {low:g}/{high:g}"
     return [
         f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights",
         f"{train.max_steps} steps of {cfg.num_groups} prompts x {cfg.rollouts_per_example} rollouts of up to "
@@ -48,6 +50,6 @@ def plan(cfg: RunConfig) -> list[str]:
         f"{updates} updates at learning rate {train.learning_rate:g} ({train.lr_scheduler_type}, "
         f"{train.warmup_steps} steps of warm-up)",
         f"algorithm {cfg.algorithm}, advantages {cfg.advantage}, correction {cfg.correction}, "
-        f"clip {cfg.loss.eps_low:g}/{cfg.loss.eps_high:g}, reduce {cfg.loss.reduce}",
+        f"{clip}, reduce {cfg.loss.reduce}",
         f"environments {', '.join(f'{env.name} ({env.weight:g})' for env in cfg.env)}; run folder {cfg.output_dir}",
     ]

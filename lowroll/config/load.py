@@ -143,7 +143,7 @@ def _message(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
     if kind == "extra_forbidden":
         return "unknown key" + _near_key(model, loc)
     if kind == "missing":
-        return "this key is required"
+        return f"needs {loc[-1] + 1} entries" if isinstance(loc[-1], int) else "this key is required"
     if kind == "literal_error":
         choices = _choices(context["expected"])
         hint = nearest(value, choices) if isinstance(value, str) else ""

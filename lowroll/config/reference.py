@@ -7,9 +7,8 @@ What the files mean here:
    that max_steps is 100 when neither file bounds the run.
 2. The three processes are one process, on policy (async level 0, which every `max_async_level` allows): hosts, ports,
    transports and memory splits have no effect; `notes` names those that were written.
-3. The AIPO token loss min(pi/mu, delta) A over all tokens runs as grpo_no_std advantages with `tis`, its cap being
-   `token_mask_high`, averaged over tokens: the same value and gradient with one update a batch. The token, geometric
-   and sequence masks are not applied yet.
+3. The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the batch: the same
+   coefficients, token, geometric and sequence masks and denominator. Only a teacher (`teacher_tau`) is missing.
 4. Rollouts use the learner's own weights, as in the document; `rollout.weights=int8` is one override away (overrides
    use the names of `schema.py`).
 A number that several files repeat must be the same in all of them.
@@ -40,7 +39,7 @@ COPIED: tuple[tuple[str, str, str], ...] = (
     ("orch", "sampling.temp_scheduler", "rollout.temp_scheduler"),
     ("orch", "sampling.repetition_penalty", "rollout.repetition_penalty"),
     ("orch", "sampling.min_tokens", "rollout.min_tokens"),
-    ("train", "loss.token_mask_high", "loss.cap"),
+    ("train", "loss", "loss.aipo"),
     *(("train", key, f"train.{key}") for key in (
         "learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "weight_decay",
         "lora", "lora_rank", "lora_alpha", "lora_target_modules")),
@@ -211,8 +210,7 @@ def _switches(files: Files) -> Iterator[Setting]:
     yield "algorithm", "grpo_no_std", ""
     yield "advantage", "length_weighted" if orch["advantage.length_weighted_mean"] else None, ""
     yield "loss.reduce", "token-mean", ""
-    yield "correction", "tis", (f"loss: the AIPO token loss runs as tis with cap {train['loss.token_mask_high']:g}; "
-                                "its token, geometric and sequence masks are not applied yet")
+    yield "correction", "aipo", "correction: aipo, because the files' token loss is AIPO's with masks (loss.aipo)"
     yield "dtype", "bfloat16" if infer["dtype"] == "bfloat16" else "auto", ""
     if train["recipe"] != "bf16":
         yield "", None, f"warning: recipe {train['recipe']}: FP8 training is not available yet, training runs in dtype"

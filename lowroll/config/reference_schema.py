@@ -6,56 +6,17 @@ A key that needs nothing from this program (a port of a server that an in-proces
 """
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Strict, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
-from lowroll.config.schema import (
-    Count,
-    FilterConfig,
-    NotNegative,
-    Positive,
-    Schedule,
-    Section,
-    TemperatureConfig,
-    Text,
-    as_list,
-)
+from lowroll.config.loss import SurogateLoss
+from lowroll.config.schema import FilterConfig, TemperatureConfig
+from lowroll.config.section import Count, NotNegative, Positive, Schedule, Section, Text, as_list, only
 
 Strings = Annotated[tuple[Text, ...], Strict(False)]
 Whole = Annotated[int, Field(ge=0)]
-
-
-def only(*neutral: Any, why: str = "not available yet") -> AfterValidator:
-    """A validator that accepts the neutral values alone."""
-    def check(value: Any) -> Any:
-        if not any(value == choice and type(value) is type(choice) for choice in neutral):
-            shown = yaml.safe_dump(_plain(neutral[0]), default_flow_style=True).split("\n")[0]
-            raise PydanticCustomError("not_available", "{text}", {"text": f"{why}; only {shown} works"})
-        return value
-    return AfterValidator(check)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-class AipoLoss(Section):
-    """train.yaml `loss`: the AIPO-style token loss."""
-
-    ratio_type: Annotated[Literal["token", "sequence"], only("token")] = "token"
-    kl_tau: Annotated[float, only(0.0, 0)] = 0.0
-    adv_tau: Annotated[float, only(1.0, 1)] = 1.0
-    teacher_tau: Annotated[float, only(0.0, 0)] = 0.0
-    token_mask_low: NotNegative = 0.125
-    token_mask_high: Annotated[float, Field(ge=1)] = 8.0
-    geo_mask_low: NotNegative = 0.1
-    geo_mask_high: Positive = 10.0
-    sequence_mask_low: NotNegative = 0.0
-    sequence_mask_high: Positive = 100.0
-    sequence_clip_high: Positive = 10.0
 
 
 class NoiseScheduler(Section):
@@ -95,7 +56,7 @@ class TrainFile(Section):
     qlora_fp8: Annotated[bool, only(False)] = False
     qlora_bnb: Annotated[bool, only(False)] = False
     qlora_fp4: Annotated[bool, only(False)] = False
-    loss: AipoLoss = AipoLoss()
+    loss: SurogateLoss = SurogateLoss()
     noise_scheduler: NoiseScheduler = NoiseScheduler()
     transport_type: Annotated[Literal["filesystem", "zmq"], only("filesystem")] = "filesystem"
     max_async_level: Whole = 1

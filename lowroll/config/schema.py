@@ -11,29 +11,24 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
-from lowroll.config.algorithms import ALGORITHMS, CAPPED, DENSE, TOKEN_LEVEL, choose_correction
-from lowroll.config.document import ConfigDumper, Path, dotted
-
-Problem = tuple[tuple[Path, ...], str]     # the keys it concerns, the one to blame first; what is wrong
-
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Probability = Annotated[float, Field(gt=0, le=1)]
-Text = Annotated[str, Field(min_length=1)]
-Schedule = Literal["constant", "linear", "cosine"]
-
-
-def later(*names: str) -> BeforeValidator:
-    """A validator that answers values which later work brings with "not available yet"."""
-    def refuse(value: Any) -> Any:
-        if isinstance(value, str) and value in names:
-            raise PydanticCustomError("not_available", "{value} is not available yet", {"value": value})
-        return value
-    return BeforeValidator(refuse)
+from lowroll.config.algorithms import ALGORITHMS, DENSE, bounds, choose_correction
+from lowroll.config.document import ConfigDumper, dotted
+from lowroll.config.loss import LossConfig, loss_notes, loss_problems
+from lowroll.config.section import (
+    Count,
+    NotNegative,
+    Positive,
+    Probability,
+    Problem,
+    Schedule,
+    Section,
+    Text,
+    as_list,
+    later,
+)
 
 
 def _no_kv_policy(value: Any) -> Any:
@@ -42,21 +37,10 @@ def _no_kv_policy(value: Any) -> Any:
     return value
 
 
-def as_list(value: Any) -> Any:
-    """A single section stands for a list of one."""
-    return [value] if isinstance(value, dict) else value
-
-
 def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(items)) != len(items):
         raise PydanticCustomError("duplicates", "the same entry stands twice")
     return items
-
-
-class Section(BaseModel):
-    """A mapping of the YAML file: strict, closed and frozen."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
 class EnvConfig(Section):
@@ -98,18 +82,6 @@ class RolloutConfig(Section):
     max_batch: Count = 256                                 # sequences decoded together
     cache_tokens: Count | None = None                      # tokens that the KV cache holds; null: from the memory
     prefill_chunk: Count | None = None                     # prompt tokens a sequence prefills in one step; null: all
-
-
-class LossConfig(Section):
-    """The policy objective. null: the algorithm's default."""
-
-    eps_low: NotNegative | None = None
-    eps_high: NotNegative | None = None
-    cap: Annotated[float, Field(ge=1)] = 2.0               # C of tis and acr: the largest mismatch weight
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    reduce: Literal["seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum"] | None = None
-    kl_coef: NotNegative = 0.0                             # weight of the KL to the frozen reference model
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
 
 
 class DapoConfig(Section):
@@ -210,8 +182,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo"] = "grpo"
     advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted"] | None = None   # null: the algorithm's
-    correction: Annotated[Literal["auto", "none", "is", "decoupled", "tis", "acr"],
-                          later("sparse", "tbpo", "aipo")] = "auto"
+    correction: Literal["auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "reweight"] = "auto"
     loss: LossConfig = LossConfig()
     dapo: DapoConfig = DapoConfig()
     filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()
@@ -241,17 +212,10 @@ class RunConfig(Section):
         return self.batch_size // self.rollouts_per_example
 
     @property
-    def objective_options(self) -> dict[str, float | int | str | None]:
+    def objective_options(self) -> dict[str, Any]:
         """The options of `lowroll.objectives.select(cfg.algorithm, cfg.correction)`, with the defaults filled in."""
         cfg = self.resolved()
-        length = cfg.rollout.max_tokens if cfg.loss.reduce == "constant" else None
-        options: dict[str, float | int | str | None] = {
-            "eps_low": cfg.loss.eps_low, "eps_high": cfg.loss.eps_high, "reduce": cfg.loss.reduce, "max_length": length}
-        if cfg.algorithm != "gspo":
-            options["dual_clip"] = cfg.loss.dual_clip
-        if cfg.correction in CAPPED:
-            options["cap"] = cfg.loss.cap
-        return options
+        return cfg.loss.options(cfg.algorithm, cfg.correction, cfg.rollout.max_tokens)
 
     def with_notes(self, *lines: str) -> RunConfig:
         """A copy that carries these notes too."""
@@ -266,7 +230,8 @@ class RunConfig(Section):
         correction, reason = self.correction, ""
         if correction == "auto":
             correction, reason = choose_correction(self.algorithm, self.rollout.weights)  # type: ignore[assignment]
-        loss = {name: getattr(default, name) for name in ("eps_low", "eps_high", "reduce")
+        low, high = bounds(self.algorithm, correction)
+        loss = {name: value for name, value in (("eps_low", low), ("eps_high", high), ("reduce", default.reduce))
                 if getattr(self.loss, name) is None}
         sampling = default.dynamic_sampling if self.dapo.dynamic_sampling is None else self.dapo.dynamic_sampling
         copy = self.model_copy(update={
@@ -303,11 +268,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
         yield ((("rollout", "temp_scheduler"), ("rollout", "temperature")),
                "set either rollout.temperature or rollout.temp_scheduler, not both")
-    if cfg.algorithm == "gspo" and cfg.correction in TOKEN_LEVEL:
-        yield ((("correction",), ("algorithm",)),
-               f"{cfg.correction} bounds single tokens and has no form under gspo; use auto, tis, decoupled or none")
-    if cfg.algorithm == "gspo" and cfg.loss.dual_clip is not None:
-        yield ((("loss", "dual_clip"), ("algorithm",)), "gspo has no dual clip; write null")
+    yield from loss_problems(cfg.algorithm, cfg.correction, cfg.loss)
     for section, key in ((cfg.train, "train"), (cfg.sft, "sft")):
         steps = cfg.train.max_steps if section is cfg.train else cfg.sft.steps
         if section.warmup_steps > steps:
@@ -358,11 +319,12 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
     if rollout.weights not in DENSE and cfg.correction in ("none", "is"):
         yield (f"warning: {rollout.weights} rollouts with correction {cfg.correction}: the mismatch with the learner "
                "is not corrected; good for comparison only")
-    if rollout.weights in DENSE and not truncated and cfg.correction != "none":
+    if rollout.weights in DENSE and not truncated and cfg.correction not in ("none", "tbpo", "aipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
     if cfg.rollouts_per_example == 1:
         yield ("warning: rollouts_per_example 1: a group of one has no baseline, every advantage is 0 and nothing is "
                "learnt")
-    if cfg.train.minibatches == 1 and cfg.correction == "acr":
-        yield ("train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; acr then acts "
-               "as a capped weight")
+    if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
+        yield (f"train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; "
+               f"{cfg.correction} then acts as a capped weight")
+    yield from loss_notes(cfg.correction, cfg.loss)

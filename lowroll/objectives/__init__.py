@@ -3,9 +3,12 @@
 Each takes keywords only, [B, T] tensors with a mask or packed [N] tensors with `segments`, and returns the objective
 J to maximise (a differentiable scalar; only `learner` carries gradient) and a dict of statistics. `TABLE` lists them
 by name, `select(algorithm, correction)` combines two names. `penalty` is the KL to a reference, `mismatch` the
-distance between sampler and learner, `count` the denominators that make micro-batches add up.
+distance between sampler and learner, `count` the denominators that make micro-batches add up. `value_loss` is the
+critic's, to minimise.
 """
 from lowroll.objectives.acr import acr
+from lowroll.objectives.aipo import aipo
+from lowroll.objectives.correction import Verdict, reweight
 from lowroll.objectives.dapo import dapo
 from lowroll.objectives.decoupled import decoupled
 from lowroll.objectives.dr_grpo import dr_grpo
@@ -16,10 +19,14 @@ from lowroll.objectives.mismatch import mismatch
 from lowroll.objectives.naive_is import naive_is
 from lowroll.objectives.reduce import Counts, count
 from lowroll.objectives.rloo import rloo
+from lowroll.objectives.sparse import sparse
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, TABLE, Objective, select
+from lowroll.objectives.tbpo import tbpo
 from lowroll.objectives.tis import tis
+from lowroll.objectives.value import value_loss
 
 __all__ = [
-    "ALGORITHMS", "CORRECTIONS", "TABLE", "Counts", "Objective", "acr", "count", "dapo", "decoupled", "dr_grpo", "grpo",
-    "gspo", "mismatch", "naive_is", "penalty", "rloo", "select", "tis",
+    "ALGORITHMS", "CORRECTIONS", "TABLE", "Counts", "Objective", "Verdict", "acr", "aipo", "count", "dapo", "decoupled",
+    "dr_grpo", "grpo", "gspo", "mismatch", "naive_is", "penalty", "reweight", "rloo", "select", "sparse", "tbpo", "tis",
+    "value_loss",
 ]

@@ -29,13 +29,18 @@ MODES = ("seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum")
 
 @dataclass(frozen=True)
 class Counts:
-    """The denominators of a whole batch: unmasked tokens, and sequences (fully masked ones included)."""
+    """The denominators of a whole batch: unmasked tokens, and sequences (fully masked ones included).
+
+    `weight_sum` is the sum of the correction's weights over those tokens, for objectives that divide by their mean.
+    """
 
     num_tokens: int
     num_sequences: int
+    weight_sum: float = 0.0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)
+        return Counts(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences,
+                      self.weight_sum + other.weight_sum)
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,12 @@ def sequence_sum(x_N: Tensor, layout: Layout) -> Tensor:
 def sequence_mean(x_N: Tensor, layout: Layout) -> Tensor:
     """Mean over the unmasked tokens of each sequence (0 for one without), float64 [S], detached."""
     return sequence_sum(x_N, layout) / token_counts(layout)
+
+
+def sequence_any(flag_N: Tensor, layout: Layout) -> Tensor:
+    """Which sequences have an unmasked token with the flag, bool [S]."""
+    flags_S = torch.zeros(layout.num_sequences, dtype=torch.int64, device=flag_N.device)
+    return flags_S.index_add(0, layout.segments_N, (flag_N & layout.mask_N).long()) > 0
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

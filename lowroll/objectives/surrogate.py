@@ -39,14 +39,16 @@ LOG_RATIO_LIMIT = 20.0
 class Tokens:
     """The checked and cleaned input of an objective. Only log_ratio_N and ratio_N carry gradient.
 
-    log_ratio_N  learner - proximal, or learner - behavior where there is no proximal
-    ratio_N      its exponential
-    weight_N     w = exp(proximal - behavior), or 1 where one of them is not given
+    log_ratio_N   learner - proximal, or learner - behavior where there is no proximal
+    ratio_N       its exponential
+    log_weight_N  proximal - behavior, or 0 where one of them is not given
+    weight_N      w, its exponential
     """
 
     layout: Layout
     log_ratio_N: Tensor
     ratio_N: Tensor
+    log_weight_N: Tensor
     weight_N: Tensor
     advantages_N: Tensor
     num_dropped: Tensor
@@ -85,10 +87,11 @@ def prepare(*, learner: Tensor, advantages: Tensor, mask: Tensor, segments: Tens
     clean = {name: torch.where(layout.mask_N, x_N, 0) for name, x_N in flat.items()}
     anchor_N = clean["proximal"] if "proximal" in clean else clean["behavior"]
     log_ratio_N = clean["learner"] - anchor_N
-    weight_N = torch.ones_like(anchor_N)
+    log_weight_N = torch.zeros_like(anchor_N)
     if "proximal" in clean and "behavior" in clean:
-        weight_N = exp_ratio(clean["proximal"] - clean["behavior"])
-    return Tokens(layout, log_ratio_N, exp_ratio(log_ratio_N), weight_N, clean["advantages"], num_dropped)
+        log_weight_N = clean["proximal"] - clean["behavior"]
+    return Tokens(layout, log_ratio_N, exp_ratio(log_ratio_N), log_weight_N, exp_ratio(log_weight_N),
+                  clean["advantages"], num_dropped)
 
 
 def flatten(name: str, x: Tensor, mask: Tensor) -> Tensor:

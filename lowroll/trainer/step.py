@@ -10,10 +10,12 @@ recorded, lpref the frozen reference; all at the sampling temperature. What diff
 1. Micro-batches are packed by tokens and add up to M exactly: denominators are the counts of M, never of a
    micro-batch. The number of sequences counts every sample of M, masked or not.
 2. With one minibatch the proximal policy *is* the learner: lpo = lpn detached, R = 1 exactly, and no extra pass.
-   With more, one pass without gradient records lpo for the whole batch before its first update.
-3. A sequence whose advantage is 0 has no gradient unless there is a KL term, so it is run forward only: the
-   gradient is the same, and the statistics still cover every token.
-4. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
+   With more, or with weights that are divided by their mean over the batch, one pass without gradient records lpo
+   for the whole batch before its first update.
+3. A sequence whose advantage is 0 has no gradient unless there is a KL term (or the objective has one of its own), so
+   it is run forward only: the gradient is the same, and the statistics still cover every token.
+4. Where the objective rejects tokens for their mismatch, the KL term leaves them out too; denominators keep them.
+5. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
    a row raises TrainingDiverged.
 
 T: tokens fed, N: response tokens.
@@ -69,6 +71,14 @@ class LearnSettings:
         if unknown := self.options.keys() - self.objective.options.keys():
             raise ValueError(f"options: objective {self.objective.name} has no {min(unknown)}; it has "
                              f"{', '.join(self.objective.options)}")
+        if self.options.get("teacher_tau"):
+            raise ValueError(f"teacher_tau: {self.options['teacher_tau']} needs a teacher's log-probs, and the trainer "
+                             "has no teacher")
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether the objective's weights are divided by their mean over the batch."""
+        return self.objective.normalizes(**self.options)
 
     @property
     def reduction(self) -> dict[str, Any]:
@@ -142,7 +152,8 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
     minibatches = split_groups([s.group for s in samples], settings.minibatches)
     heard = [i for i, s in enumerate(samples) if any(s.loss_mask)]
 
-    proximal = forward.run(heard).log_probs if len(minibatches) > 1 else None
+    anchored = len(minibatches) > 1 or settings.normalizes
+    proximal = forward.run(heard).log_probs if anchored else None
     frozen_lp = None
     if settings.kl_coef:
         with contextlib.nullcontext(reference) if reference is not None else lora.disabled(model) as frozen:
@@ -169,8 +180,14 @@ def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer, se
     """One optimizer update from the samples of a minibatch; returns its statistics and what the learner said."""
     samples = forward.samples
     heard = [i for i in minibatch if any(samples[i].loss_mask)]
-    moving = [i for i in heard if settings.kl_coef or samples[i].advantage != 0]
+    always = settings.kl_coef or not settings.objective.needs_advantage(**settings.options)
+    moving = [i for i in heard if always or samples[i].advantage != 0]
     counts = Counts(sum(_num_learned(samples[i], settings.objective) for i in heard), len(minibatch))
+    if settings.normalizes and heard and proximal is not None:
+        packed = forward.collate(heard)
+        weights = settings.objective.count(mask=packed.mask_N, segments=packed.segments_N, behavior=packed.behavior_N,
+                                           proximal=gather(proximal, packed), **settings.options)
+        counts = replace(counts, weight_sum=weights.weight_sum)
 
     def objective(packed: Packed, learner_N: Tensor) -> tuple[Tensor, dict[str, float]]:
         proximal_N = learner_N.detach() if proximal is None else gather(proximal, packed)
@@ -179,8 +196,14 @@ def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer, se
             mask=packed.mask_N, segments=packed.segments_N, counts=counts, **settings.options)
         if reference is not None:
             usable_N = packed.behavior_N.isfinite() | (not settings.objective.needs_behavior)
+            reference_N = gather(reference, packed)
+            verdict = settings.objective.verdict(
+                learner=learner_N, proximal=proximal_N, behavior=packed.behavior_N, mask=packed.mask_N,
+                segments=packed.segments_N, **settings.options)
+            kept_N = usable_N if verdict is None else verdict.kept_N
             divergence, more = penalty(
-                learner=learner_N, reference=gather(reference, packed), mask=packed.mask_N & usable_N,
+                learner=torch.where(kept_N, learner_N, reference_N), reference=reference_N,
+                mask=packed.mask_N & usable_N,
                 segments=packed.segments_N, counts=counts, estimator=settings.kl_estimator, **settings.reduction)
             J, statistics = J - settings.kl_coef * divergence, statistics | more
         return J, statistics

@@ -1,0 +1,53 @@
+"""What the sections of a configuration share: the strict model, the plain types, and validators that refuse by name."""
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from lowroll.config.document import Path
+
+Problem = tuple[tuple[Path, ...], str]     # the keys it concerns, the one to blame first; what is wrong
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def later(*names: str) -> BeforeValidator:
+    """A validator that answers values which later work brings with "not available yet"."""
+    def refuse(value: Any) -> Any:
+        if isinstance(value, str) and value in names:
+            raise PydanticCustomError("not_available", "{value} is not available yet", {"value": value})
+        return value
+    return BeforeValidator(refuse)
+
+
+def only(*neutral: Any, why: str = "not available yet") -> AfterValidator:
+    """A validator that accepts the neutral values alone."""
+    def check(value: Any) -> Any:
+        if not any(value == choice and type(value) is type(choice) for choice in neutral):
+            shown = yaml.safe_dump(_plain(neutral[0]), default_flow_style=True).split("\n")[0]
+            raise PydanticCustomError("not_available", "{text}", {"text": f"{why}; only {shown} works"})
+        return value
+    return AfterValidator(check)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def as_list(value: Any) -> Any:
+    """A single section stands for a list of one."""
+    return [value] if isinstance(value, dict) else value
+
+
+class Section(BaseModel):
+    """A mapping of the YAML file: strict, closed and frozen."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
