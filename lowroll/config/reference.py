@@ -10,7 +10,9 @@ What the files mean here:
 3. The AIPO token loss min(pi/mu, delta) A over all tokens runs as grpo_no_std advantages with `tis`, its cap being
    `token_mask_high`, averaged over tokens: the same value and gradient with one update a batch. The token, geometric
    and sequence masks are not applied yet.
-4. Rollouts use the learner's own weights, as in the document; `rollout.weights=int8` is one override away (overrides
+4. An enabled `noise_scheduler` is our `noise` section, exponential, in its program's variant and with clean norms for
+   the learner; the final norm takes no noise here.
+5. Rollouts use the learner's own weights, as in the document; `rollout.weights=int8` is one override away (overrides
    use the names of `schema.py`).
 A number that several files repeat must be the same in all of them.
 """
@@ -57,7 +59,7 @@ REPEATED: tuple[tuple[tuple[str, str], ...], ...] = (
 )
 # accepted, and of no effect in one process
 IDLE: dict[str, tuple[str, ...]] = {
-    "train": ("zero_level", "logging_steps", "gradient_accumulation_steps", "transport_type", "noise_scheduler"),
+    "train": ("zero_level", "logging_steps", "gradient_accumulation_steps", "transport_type"),
     "infer": ("host", "port", "enforce_eager", "max_loras", "max_cpu_loras", "enable_prefix_caching",
               "gpu_memory_utilization", "weight_broadcast_type"),
     "orch": ("model.lora_adapter", "max_off_policy_steps", "client", "buffer.hash_keys", "report_to",
@@ -130,6 +132,9 @@ def _combine(documents: dict[str, Document], overrides: Overrides) -> RunConfig:
     notes: list[tuple[Path, str]] = []
     for section, key, target in COPIED:
         _put(run, files[section], key, target)
+    if files["train"]["noise_scheduler.enabled"]:
+        for key in ("sigma_start", "sigma_end", "num_stages"):
+            _put(run, files["train"], f"noise_scheduler.{key}", f"noise.{key}")
     for key, value, note in (*_lengths(files), *_switches(files), *_folders(files)):
         if value is not None:
             run.put(tuple(key.split(".")), value, _origin(files, key))
