@@ -134,7 +134,8 @@ def made(dtype: torch.dtype = torch.float32, **settings: object) -> Optimizer:
 
 
 def set_grads(optimizer: Optimizer, k: int) -> None:
-    sum((p.float() * normal(*p.shape, seed=50 + k + i)).sum() for i, p in enumerate(optimizer.params.values())).backward()
+    loss = sum((p.float() * normal(*p.shape, seed=50 + k + i)).sum() for i, p in enumerate(optimizer.params.values()))
+    loss.backward()
 
 
 def test_the_rest_is_adamws() -> None:

@@ -11,7 +11,7 @@ sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p 
     exponential  sigma_start (sigma_end / sigma_start)^p       (QeRL, Eq. 8)
     linear       sigma_start + (sigma_end - sigma_start) p
     cosine       sigma_end + (sigma_start - sigma_end) (1 + cos(pi p)) / 2
-    logarithmic  sigma_start + (sigma_end - sigma_start) ln(1 + i) / ln(n)     (the paper prints no formula)
+    logarithmic  sigma_start + (sigma_end - sigma_start) ln(1 + i) / ln(n)     (our reading of a name)
 
 and the run is cut into equal intervals, the first of them without noise. Variant `code` (QeRL's program, and
 Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n = num_stages values after the first
