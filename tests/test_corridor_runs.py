@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 from test_run import TINY, copy_stopped_after, fingerprint, settings, train
 
 import lowroll
-from lowroll import demo
+from lowroll import demo, inprocess
 from lowroll.checkpoint.store import Store
 from lowroll.metrics.record import reproducible
 from lowroll.model import hf
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights import scaling
 from lowroll.weights.noise import Noise
+from lowroll.weights.publish import rollout_copy
 
 FORMATS = ("int8", "bf16", "fp32")
 NOISE = {"sigma_start": 0.1, "sigma_end": 0.01, "num_stages": 3}
@@ -115,7 +116,17 @@ def test_noise_follows_its_schedule_and_the_tags_replay_it(model: Path, tmp_path
     assert engine.adopt(master, 3).policy[0].digest != tag.policy[0].digest
 
 
-def test_evaluation_is_of_clean_norms_and_leaves_the_run_alone(model: Path, tmp_path: Path) -> None:
+def test_evaluation_is_of_clean_norms_and_leaves_the_run_alone(model: Path, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, evaluate = [], inprocess.evaluate
+
+    def spy(env: Any, engine: lowroll.Engine, *args: Any, **more: Any) -> dict[str, float]:
+        clean = rollout_copy(hf.load(model), "int8", torch.float32).get_parameter("blocks.0.input_norm.weight")
+        seen.append((engine.behavior.policy[0].version, engine.behavior.noise_sigma,
+                     float((engine.model.blocks[0].input_norm.weight - clean).abs().max())))
+        return evaluate(env, engine, *args, **more)
+
+    monkeypatch.setattr(inprocess, "evaluate", spy)
     noise = {"sigma_start": 0.5, "sigma_end": 0.5, "num_stages": 2}
     rows = {}
     for name, evaluation in (("with", {"interval": 1, "num_examples": 4, "temperature": 1.0}), ("without", {})):
@@ -123,6 +134,9 @@ def test_evaluation_is_of_clean_norms_and_leaves_the_run_alone(model: Path, tmp_
         rows[name] = train(tree)
     assert [{k: v for k, v in reproducible(r).items() if not k.startswith("eval/")} for r in rows["with"].records] == \
         [reproducible(r) for r in rows["without"].records]
+    assert [row[:2] for row in seen] == [(1, 0.0), (2, 0.0)]
+    assert all(moved < 0.05 for *_, moved in seen)                                # two updates at 0.01, and no noise
+    assert rows["with"].records[-1]["rollout/noise_sigma"] == 0.5
 
 
 def test_a_shared_noise_leaves_the_mismatch_of_the_format_alone(model: Path, tmp_path: Path) -> None:
@@ -133,6 +147,18 @@ def test_a_shared_noise_leaves_the_mismatch_of_the_format_alone(model: Path, tmp
                                 rollout={"weights": "fp32"}, train={**TWO, "learning_rate": 1e-4}))
         kl[learner] = result.records[-1]["mismatch/kl_k3"]
     assert kl["shared"] < 1e-9 < 1e-6 < kl["clean"]
+
+
+def test_the_reference_under_a_shared_noise_is_the_base_without_it(model: Path, tmp_path: Path) -> None:
+    """Nothing is learnt, so the KL is the noise's alone; with the noise on both sides it would be 0."""
+    noise = {"sigma_start": 0.3, "sigma_end": 0.3, "num_stages": 2, "learner": "shared"}
+    kl = {}
+    for lora in (False, True):
+        result = train(settings(model, tmp_path / f"run{lora}", noise=noise, rollout={"weights": "fp32"},
+                                loss={"kl_coef": 0.01}, train={**TWO, "learning_rate": 1e-12, "lora": lora}))
+        assert abs(result.records[0]["policy/kl_reference"]) < 1e-9               # the first stage is silent
+        kl[lora] = result.records[1]["policy/kl_reference"]
+    assert kl[True] > 1e-5 and kl[True] == pytest.approx(kl[False], rel=1e-3)
 
 
 def test_an_aligned_int8_run_has_no_mismatch_but_the_kernels(model: Path, tmp_path: Path) -> None:

@@ -219,3 +219,16 @@ def test_refusals() -> None:
         OptimSettings(optimizer="lion")
     with pytest.raises(ValueError, match="muon needs matrices"):
         Optimizer({"w": nn.Parameter(normal(2, 2))}, OptimSettings(optimizer="muon"))
+
+
+def test_an_unused_state_clears_a_used_optimizer() -> None:
+    used, fresh = made(), made()
+    set_grads(used, 0)
+    used.update()
+    used.restore(*fresh.state())
+    for name, p in fresh.params.items():
+        used.params[name].data.copy_(p.detach())
+    for optimizer in (used, fresh):
+        set_grads(optimizer, 1)
+        optimizer.update()
+    assert all(torch.equal(p, used.params[name]) for name, p in fresh.params.items())
