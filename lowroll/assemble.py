@@ -24,6 +24,8 @@ from lowroll.orchestrator.settings import Sampling, Settings
 from lowroll.quant.formats import get_format
 from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.step import LearnSettings
+from lowroll.weights import aligned, scaling
+from lowroll.weights.noise import NoiseSchedule
 from lowroll.weights.publish import quantize_base
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -58,15 +60,22 @@ def rollout_format(cfg: RunConfig, where: Place, weights: str | None = None) -> 
 
 
 def learner(cfg: RunConfig, where: Place) -> Transformer:
-    """The model that learns: all of it, or a fresh adapter on a frozen base that the engine shares (LoRA)."""
+    """The model that learns: all of it, or a fresh adapter on a frozen base that the engine shares (LoRA).
+
+    Its weights are scaled first and its forward is aligned last, when the configuration asks for either.
+    """
     model = hf.load(cfg.model, where.device, where.dtype)
     if any(linear.adapter is not None for _, linear in model.linears()):
         raise ValueError(f"model: {cfg.model} is an adapter folder; merge it into its base before training on")
+    if cfg.train.uaq_scale is not None:
+        scaling.scale(model, cfg.train.uaq_scale)
     if cfg.train.lora:
         quantize_base(model, rollout_format(cfg, where))
         lora.attach(model, cfg.train.lora_rank, cfg.train.lora_alpha, cfg.train.lora_target_modules, cfg.seed)
     else:
         model.requires_grad_(True)
+    if cfg.train.forward == "aligned":
+        aligned.align(model, rollout_format(cfg, where))
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model
 
@@ -81,7 +90,7 @@ def engine(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer
     rollout, name = cfg.rollout, rollout_format(cfg, where, weights)
     return Engine(model, weights=name, dtype=None if get_format(name).dense else where.dtype, tokenizer=chat.tokenizer,
                   page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, max_batch=rollout.max_batch,
-                  prefill_chunk=rollout.prefill_chunk)
+                  prefill_chunk=rollout.prefill_chunk, noisy=cfg.noise is not None)
 
 
 def environments(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
@@ -149,7 +158,14 @@ def learn_settings(cfg: RunConfig) -> LearnSettings:
 def optim_settings(cfg: RunConfig) -> OptimSettings:
     train = cfg.train
     return OptimSettings(train.learning_rate, train.lr_scheduler_type, train.warmup_steps, train.max_steps,
-                         train.min_lr_ratio, train.weight_decay, train.betas, train.eps, train.max_grad_norm)
+                         train.min_lr_ratio, train.weight_decay, train.betas, train.eps, train.max_grad_norm,
+                         train.optimizer)
+
+
+def noise_schedule(cfg: RunConfig) -> NoiseSchedule | None:
+    noise = cfg.noise
+    return None if noise is None else NoiseSchedule(noise.sigma_start, noise.sigma_end, noise.num_stages,
+                                                    noise.schedule, noise.variant, cfg.train.max_steps, cfg.seed)
 
 
 def reference(cfg: RunConfig, where: Place) -> Transformer | None:
@@ -163,11 +179,16 @@ def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]
     """The run in words, for the report's header."""
     spec = model.spec
     learned = f"LoRA rank {cfg.train.lora_rank}" if cfg.train.lora else "full fine-tuning"
+    if cfg.train.uaq_scale is not None:
+        learned += f", update-aware scaling {cfg.train.uaq_scale:g}"
+    noise = "" if cfg.noise is None else (f", noise {cfg.noise.sigma_start:g} to {cfg.noise.sigma_end:g} "
+                                          f"({cfg.noise.schedule}, learner {cfg.noise.learner})")
     return {"title": Path(cfg.output_dir).name,
             "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
-            "learning": f"{learned}, {cfg.algorithm}, learning rate {cfg.train.learning_rate:g}",
+            "learning": f"{learned}, {cfg.algorithm}, {cfg.train.optimizer}, {cfg.train.forward} forward, "
+                        f"learning rate {cfg.train.learning_rate:g}",
             "env": ", ".join(env.name or env.id for env in cfg.env),
             "rollout": f"{rollout_format(cfg, where)} weights, {cfg.rollouts_per_example} samples a prompt, "
-                       f"at most {cfg.rollout.max_tokens} tokens",
+                       f"at most {cfg.rollout.max_tokens} tokens{noise}",
             "correction": "; ".join((cfg.correction, *(n for n in cfg.notes if n.startswith("correction:")))),
             "device": f"{where.device}, {str(where.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"}

@@ -36,11 +36,14 @@ from lowroll.model import hf, lora
 from lowroll.orchestrator.evaluate import evaluate
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.trainer.loop import Trainer
+from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
 from lowroll.transport.memory import MemoryRolloutChannel
 from lowroll.transport.rollout_log import truncate_rollouts, write_rollouts
 from lowroll.types import Batch
+from lowroll.weights.noise import share
 from lowroll.weights.publish import digest
+from lowroll.weights.watch import WeightWatch
 
 log = logging.getLogger(__name__)
 
@@ -103,12 +106,16 @@ class Session:
         self.orchestrator = Orchestrator(
             assemble.orchestrator_settings(cfg, self.model), self.envs, self.engine, self.scorer, self.chat, channel,
             rollout_log=partial(write_rollouts, self.folder / "rollouts"))
-        optimizer = Optimizer(self.model.trainable_parameters(), assemble.optim_settings(cfg))
+        self.noise = assemble.noise_schedule(cfg)
+        optimizer = Optimizer(self.model.trainable_parameters(), assemble.optim_settings(cfg),
+                              hidden_matrices(self.model))
         self.trainer = Trainer(
             self.model, optimizer, assemble.learn_settings(cfg), channel, self._publish,
             reference=assemble.reference(cfg, self.where), save_offending=self._save_offending, deadline_s=60.0)
         self.store = Store(self.folder / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.recorder = Recorder(self.folder)
+        self.watch_weights = (WeightWatch(self.model, self.engine.model)
+                              if cfg.train.weight_metrics and not cfg.train.lora else None)
         self._saved_at = 0
 
     def watch(self, view: LiveView) -> None:
@@ -141,7 +148,8 @@ class Session:
         """One training step, its record and, when due, its evaluation and checkpoint."""
         began = time.monotonic()
         batch = self.orchestrator.step(step, self.trainer.version)
-        metrics = batch.stats | self.trainer.step()
+        sigma = {} if self.noise is None else {"rollout/noise_sigma": self.noise.sigma(self.trainer.version)}
+        metrics = batch.stats | sigma | self.trainer.step()
         if self.cfg.eval.interval and step % self.cfg.eval.interval == 0:
             metrics |= self.evaluate()
         metrics |= self._performance(batch, metrics)
@@ -153,14 +161,19 @@ class Session:
         return self.recorder.write(step, metrics)
 
     def evaluate(self) -> dict[str, float]:
-        """`eval/*` of the current policy in the rollout precision, on the test splits."""
+        """`eval/*` of the current policy in the rollout precision, without noise, on the test splits."""
         began, cfg = time.monotonic(), self.cfg.eval
+        noisy = self.engine.behavior.noise_sigma > 0
+        if noisy:
+            self.engine.adopt(self.model, self.trainer.version)
         metrics: dict[str, float] = {}
         for env in self.eval_envs.values():
             metrics |= evaluate(env, self.engine, self.scorer, self.chat, num_examples=cfg.num_examples,
                                 rollouts_per_example=cfg.rollouts_per_example,
                                 sampling=assemble.sampling(self.cfg, cfg.temperature), seed=self.cfg.seed,
                                 max_prompt_tokens=self.orchestrator.settings.max_prompt_tokens)
+        if noisy:
+            self._adopt(self.trainer.version)
         return metrics | {"time/eval": time.monotonic() - began}
 
     def checkpoint(self, step: int) -> None:
@@ -179,12 +192,21 @@ class Session:
         if final.exists():
             shutil.rmtree(final)
         if self.cfg.train.lora:
-            lora.save(self.model, final, base=self.cfg.model, tokenizer_from=source)
+            lora.save(self.model, final, base=self.cfg.model, tokenizer_from=source,
+                      input_scale=self.cfg.train.uaq_scale or 1.0)
         else:
             hf.save(self.model, final, tokenizer_from=source)
 
-    def _publish(self, version: int) -> None:
-        self.engine.adopt(self.model, version)
+    def _publish(self, version: int) -> dict[str, float]:
+        self._adopt(version)
+        return {} if self.watch_weights is None else self.watch_weights.measure()
+
+    def _adopt(self, version: int) -> None:
+        """Weights and noise of `version` for the engine; the noise for the learner too, when they share it."""
+        noise = None if self.noise is None else self.noise.at(version)
+        self.engine.adopt(self.model, version, noise)
+        if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
+            share(self.model, noise)
 
     def _save_offending(self, batch: Batch) -> None:
         path = write_rollouts(self.folder / "offending", batch)
@@ -209,7 +231,8 @@ def _refuse_used(folder: Path, resume: bool) -> None:
 def _refuse_changes(saved: dict[str, Any], cfg: RunConfig) -> None:
     """A run may be lengthened when nothing is scheduled over its length; what is computed in a step may not change."""
     before, after = _flatten(saved), _flatten(yaml.safe_load(cfg.dump()))
-    unscheduled = cfg.train.lr_scheduler_type == "constant" and cfg.rollout.temp_scheduler is None
+    unscheduled = (cfg.train.lr_scheduler_type == "constant" and cfg.rollout.temp_scheduler is None
+                   and cfg.noise is None)
     free = (*MAY_CHANGE, "train.max_steps") if unscheduled else MAY_CHANGE
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
                      and not any(key == name or key.startswith(f"{name}.") for name in free))

@@ -29,14 +29,16 @@ def run_sft(cfg: RunConfig) -> Path:
 def warm_start(cfg: RunConfig, source: Path, target: Path, recorder: Recorder | None = None) -> dict[str, float]:
     """Train the model of folder `source` on demonstrations, publish it as folder `target`; the last step's metrics."""
     where, sft = assemble.place(cfg), cfg.sft
-    cfg = cfg.model_copy(update={"model": str(source)})
+    plain = cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})      # both belong to what follows
+    cfg = cfg.model_copy(update={"model": str(source), "train": plain})
     chat, model = assemble.tokenizer(cfg.model), assemble.learner(cfg, where)
     if recorder is not None:
         write_about(recorder.path.parent, assemble.about(cfg, where, model))
     settings = SftSettings(
         sft.steps, sft.batch_size,
         OptimSettings(sft.learning_rate, sft.lr_scheduler_type, sft.warmup_steps, sft.steps, sft.min_lr_ratio,
-                      cfg.train.weight_decay, cfg.train.betas, cfg.train.eps, cfg.train.max_grad_norm),
+                      cfg.train.weight_decay, cfg.train.betas, cfg.train.eps, cfg.train.max_grad_norm,
+                      cfg.train.optimizer),
         cfg.train.tokens_per_microbatch, cfg.train.logprob_chunk, cfg.seed)
     with phases() as on_phase:
         def on_step(step: int, metrics: dict[str, float]) -> None:

@@ -207,6 +207,17 @@ def test_all_keys_together(three: Callable[..., RunConfig]) -> None:
         assert expected in told
 
 
+def test_the_noise_scheduler_is_our_noise(three: Callable[..., RunConfig]) -> None:
+    assert three().noise is None
+    cfg = three(train=TRAIN + "noise_scheduler: {enabled: true}\n")
+    assert cfg.noise is not None and cfg.noise.model_dump() == {
+        "sigma_start": 5e-2, "sigma_end": 5e-4, "num_stages": 10, "schedule": "exponential", "variant": "code",
+        "learner": "clean"}
+    cfg = three(train=TRAIN + "noise_scheduler: {enabled: true, sigma_start: 0.01, num_stages: 4}\n")
+    assert cfg.noise is not None and (cfg.noise.sigma_start, cfg.noise.num_stages) == (0.01, 4)
+    assert not any("noise_scheduler (" in note for note in cfg.notes)
+
+
 def test_values_that_travel(three: Callable[..., RunConfig]) -> None:
     orch = ORCH.replace("  - id: reverse-text", "  - {id: a, args: {x: 1}}\n  - {id: b, name: c}")
     cfg = three(orch=orch + "  min_tokens: 3\nbuffer: {env_ratios: [3, 1]}\nadvantage: {length_weighted_mean: true}\n"
@@ -226,8 +237,9 @@ REFUSED: list[tuple[str, str, str, list[str]]] = [
     ("train", "gpus: 1", "gpsu: 1", ["train.yaml:3: gpsu: unknown key (did you mean gpus?)"]),
     ("train", "recipe: fp8-hybrid", "recipe: nvfp4", ["train.yaml:15: recipe: not available yet; only bf16 works"]),
     ("train", "logging_steps: 1", "qlora_bnb: true", ["train.yaml:8: qlora_bnb: not available yet; only false works"]),
-    ("train", "logging_steps: 1", "noise_scheduler:\n  enabled: true",
-     ["train.yaml:9: noise_scheduler.enabled: not available yet; only false works"]),
+    ("train", "logging_steps: 1", "noise_scheduler:\n  enabled: true\n  sigma_end: 0.0",
+     ["train.yaml:10: noise_scheduler.sigma_end: an exponential never reaches or leaves 0; set both sigmas above 0, or "
+      "another noise.schedule"]),
     ("train", "ratio_type: token", "ratio_type: tokens",
      ["train.yaml:23: loss.ratio_type: must be one of token, sequence, got 'tokens' (did you mean token?)"]),
     ("train", "kl_tau: 0.0", "teacher_tau: 0.1",

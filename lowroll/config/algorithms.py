@@ -52,11 +52,12 @@ def bounds(algorithm: str, correction: str) -> tuple[float | None, float | None]
     return ALGORITHMS[algorithm].eps_low, ALGORITHMS[algorithm].eps_high
 
 
-def choose_correction(algorithm: str, weights: str) -> tuple[str, str]:
-    """The correction that `auto` stands for, and why, for people."""
-    if weights in DENSE:
+def choose_correction(algorithm: str, weights: str, noisy: bool = False) -> tuple[str, str]:
+    """The correction that `auto` stands for, and why, for people. noisy: by noise that the learner does not share."""
+    if weights in DENSE and not noisy:
         return "none", f"the rollouts use {weights} weights, which are the learner's own up to rounding"
-    reason = f"the rollouts use {weights} weights, so the learner must pay for the mismatch"
+    cause = f"use {weights} weights" + (" and carry noise" if noisy else "")
+    reason = f"the rollouts {cause}, so the learner must pay for the mismatch"
     if algorithm == "gspo":
         return "tis", f"{reason} (a capped sequence weight: acr has no form under gspo)"
     return "acr", f"{reason} (QuRL, Eq. 9)"

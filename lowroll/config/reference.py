@@ -9,7 +9,9 @@ What the files mean here:
    transports and memory splits have no effect; `notes` names those that were written.
 3. The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the batch: the same
    coefficients, token, geometric and sequence masks and denominator. Only a teacher (`teacher_tau`) is missing.
-4. Rollouts use the learner's own weights, as in the document; `rollout.weights=int8` is one override away (overrides
+4. An enabled `noise_scheduler` is our `noise` section, exponential, in its program's variant and with clean norms for
+   the learner; the final norm takes no noise here.
+5. Rollouts use the learner's own weights, as in the document; `rollout.weights=int8` is one override away (overrides
    use the names of `schema.py`).
 A number that several files repeat must be the same in all of them.
 """
@@ -56,7 +58,7 @@ REPEATED: tuple[tuple[tuple[str, str], ...], ...] = (
 )
 # accepted, and of no effect in one process
 IDLE: dict[str, tuple[str, ...]] = {
-    "train": ("zero_level", "logging_steps", "gradient_accumulation_steps", "transport_type", "noise_scheduler"),
+    "train": ("zero_level", "logging_steps", "gradient_accumulation_steps", "transport_type"),
     "infer": ("host", "port", "enforce_eager", "max_loras", "max_cpu_loras", "enable_prefix_caching",
               "gpu_memory_utilization", "weight_broadcast_type"),
     "orch": ("model.lora_adapter", "max_off_policy_steps", "client", "buffer.hash_keys", "report_to",
@@ -129,6 +131,9 @@ def _combine(documents: dict[str, Document], overrides: Overrides) -> RunConfig:
     notes: list[tuple[Path, str]] = []
     for section, key, target in COPIED:
         _put(run, files[section], key, target)
+    if files["train"]["noise_scheduler.enabled"]:
+        for key in ("sigma_start", "sigma_end", "num_stages"):
+            _put(run, files["train"], f"noise_scheduler.{key}", f"noise.{key}")
     for key, value, note in (*_lengths(files), *_switches(files), *_folders(files)):
         if value is not None:
             run.put(tuple(key.split(".")), value, _origin(files, key))

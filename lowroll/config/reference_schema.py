@@ -22,7 +22,7 @@ Whole = Annotated[int, Field(ge=0)]
 class NoiseScheduler(Section):
     """train.yaml `noise_scheduler`: QeRL's adaptive quantisation noise."""
 
-    enabled: Annotated[bool, only(False)] = False
+    enabled: bool = False
     sigma_start: NotNegative = 5e-2
     sigma_end: NotNegative = 5e-4
     num_stages: Count = 10

@@ -27,7 +27,6 @@ from lowroll.config.section import (
     Section,
     Text,
     as_list,
-    later,
 )
 
 
@@ -108,6 +107,10 @@ class TrainConfig(Section):
                      Strict(False)] = (0.9, 0.999)
     eps: Positive = 1e-8
     max_grad_norm: Positive = 1.0
+    optimizer: Literal["adamw", "muon"] = "adamw"          # muon: for the hidden matrices, adamw for the rest
+    forward: Literal["dense", "aligned"] = "dense"         # aligned: in the rollout's low-bit arithmetic (QaRL)
+    uaq_scale: Positive | None = None                      # QuRL's update-aware scaling; it uses 1.5
+    weight_metrics: bool = True                            # weights/*, at the price of a copy of the linear weights
     activation_checkpointing: bool = False
     logprob_chunk: Count = 1024                            # tokens whose logits exist at a time
     lora: bool = False
@@ -115,6 +118,17 @@ class TrainConfig(Section):
     lora_alpha: Positive = 32.0
     lora_target_modules: Annotated[tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(_unique)] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class NoiseConfig(Section):
+    """QeRL's noise on the norms of the rollout engine: sigma falls from start to end over the run, in stages."""
+
+    sigma_start: NotNegative = 1e-2
+    sigma_end: NotNegative = 1e-4
+    num_stages: Count = 10
+    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
+    variant: Literal["code", "paper"] = "code"             # num_stages counts the silent first stage, or does not
+    learner: Literal["clean", "shared"] = "clean"          # shared: the learner's norms carry the same noise
 
 
 class ScoreConfig(Section):
@@ -187,6 +201,7 @@ class RunConfig(Section):
     dapo: DapoConfig = DapoConfig()
     filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()
     train: TrainConfig = TrainConfig()
+    noise: NoiseConfig | None = None
     score: ScoreConfig = ScoreConfig()
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
@@ -229,7 +244,8 @@ class RunConfig(Section):
         default = ALGORITHMS[self.algorithm]
         correction, reason = self.correction, ""
         if correction == "auto":
-            correction, reason = choose_correction(self.algorithm, self.rollout.weights)  # type: ignore[assignment]
+            correction, reason = choose_correction(  # type: ignore[assignment]
+                self.algorithm, self.rollout.weights, noisy=self.noise is not None and self.noise.learner == "clean")
         low, high = bounds(self.algorithm, correction)
         loss = {name: value for name, value in (("eps_low", low), ("eps_high", high), ("reduce", default.reduce))
                 if getattr(self.loss, name) is None}
@@ -269,6 +285,10 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
         yield ((("rollout", "temp_scheduler"), ("rollout", "temperature")),
                "set either rollout.temperature or rollout.temp_scheduler, not both")
     yield from loss_problems(cfg.algorithm, cfg.correction, cfg.loss)
+    if cfg.noise is not None and cfg.noise.schedule == "exponential" and (
+            (cfg.noise.sigma_start > 0) != (cfg.noise.sigma_end > 0)):
+        yield ((("noise", "sigma_end"), ("noise", "sigma_start")),
+               "an exponential never reaches or leaves 0; set both sigmas above 0, or another noise.schedule")
     for section, key in ((cfg.train, "train"), (cfg.sft, "sft")):
         steps = cfg.train.max_steps if section is cfg.train else cfg.sft.steps
         if section.warmup_steps > steps:
@@ -319,7 +339,13 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
     if rollout.weights not in DENSE and cfg.correction in ("none", "is"):
         yield (f"warning: {rollout.weights} rollouts with correction {cfg.correction}: the mismatch with the learner "
                "is not corrected; good for comparison only")
-    if rollout.weights in DENSE and not truncated and cfg.correction not in ("none", "tbpo", "aipo"):
+    noisy = cfg.noise is not None and cfg.noise.learner == "clean"
+    if noisy and cfg.correction == "none":
+        yield ("warning: noise with correction none: rollouts of the noisy policy are learnt from as if they were the "
+               "learner's own (QeRL's setting)")
+    if cfg.train.forward == "aligned" and rollout.weights in DENSE:
+        yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
+    if rollout.weights in DENSE and not truncated and not noisy and cfg.correction not in ("none", "tbpo", "aipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
     if cfg.rollouts_per_example == 1:
         yield ("warning: rollouts_per_example 1: a group of one has no baseline, every advantage is 0 and nothing is "

@@ -26,6 +26,7 @@ from lowroll.model.tokenizer import load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
+from lowroll.weights.noise import Noise
 from lowroll.weights.publish import digest, publish, rollout_copy
 
 _DENSE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -52,13 +53,14 @@ class Engine:
     dtype: of activations, norms and KV cache; default float32 on CPU, bfloat16 on CUDA, and what a dense format says.
     cache_tokens: size of the KV cache; default a quarter of the free memory, at most `max_batch` whole contexts.
     max_batch: samples decoded at once. max_prefill_tokens: prompt tokens a step. prefill_chunk: longest piece of a
-    prompt in one step, None for whole prompts. ValueError names the argument that is wrong.
+    prompt in one step, None for whole prompts. noisy: `adopt` may put noise on the norms.
+    ValueError names the argument that is wrong.
     """
 
     def __init__(self, model: Transformer | str | Path, weights: str = "int8", kv: None = None,
                  device: str | torch.device = "auto", dtype: torch.dtype | None = None, *, tokenizer: Any = None,
                  page_size: int = 16, cache_tokens: int | None = None, max_batch: int = 256,
-                 max_prefill_tokens: int = 8192, prefill_chunk: int | None = None) -> None:
+                 max_prefill_tokens: int = 8192, prefill_chunk: int | None = None, noisy: bool = False) -> None:
         if kv is not None:
             raise ValueError(f"kv: {kv!r} is not available yet; None is the dense cache")
         self.format = get_format(weights)
@@ -70,7 +72,7 @@ class Engine:
             model = hf.load(self.folder, place, dtype)
         if model.device != place:
             raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
-        self.model = rollout_copy(model, weights, dtype)
+        self.model = rollout_copy(model, weights, dtype, noisy)
         self.spec = model.spec
         num_pages = self._cache_tokens(cache_tokens, max_batch, dtype) // page_size
         if num_pages < 1:
@@ -136,15 +138,17 @@ class Engine:
 
     # -- weights ------------------------------------------------------------------------------------------------
 
-    def adopt(self, master: Transformer, version: int) -> BehaviorTag:
+    def adopt(self, master: Transformer, version: int, noise: Noise | None = None) -> BehaviorTag:
         """Take the master's weights as policy `version`, in place. Rollouts in flight go on under the new weights.
 
-        Returns the tag with the new version and the digest of what the engine now samples from. Pages of the prefix
-        cache that were made under other weights are never served again.
+        noise: for the norms, as `weights.noise` says; None rolls out clean ones. Returns the tag with the new version,
+        the noise, and the digest of what the engine now samples from. Pages of the prefix cache that were made under
+        other weights are never served again.
         """
-        publish(master, self.model)
+        publish(master, self.model, noise)
         span = PolicySpan(version, digest(self.model))
-        self.behavior = replace(self.behavior, policy=(span,))
+        seed, sigma = (None, 0.0) if noise is None or noise.sigma == 0 else (noise.seed, noise.sigma)
+        self.behavior = replace(self.behavior, policy=(span,), noise_seed=seed, noise_sigma=sigma)
         self.scheduler.adopt(self.behavior)
         return self.behavior
 

@@ -76,6 +76,8 @@ METRICS: tuple[Metric, ...] = (
     _M("rollout/policy_version", "version", "newest policy version that drew a token of the step"),
     _M("rollout/staleness", "versions", "learner's version minus the oldest version that drew a token",
        "0 in a synchronous run"),
+    _M("rollout/noise_sigma", "", "standard deviation of the noise on the engine's norms", "follows its schedule",
+       "QeRL Eq. 8"),
     _M("rollout/entropy_estimate", "nats", "minus the mean log-prob of the drawn tokens"),
 
     _M("mismatch/kl_k1", "nats", "mean of ln b - ln pi_old, an unbiased estimate of KL(b || pi_old)",
@@ -133,6 +135,13 @@ METRICS: tuple[Metric, ...] = (
     _M("optim/grad_norm", "", "gradient norm before clipping", "stable; a spike deserves a look"),
     _M("optim/update_norm", "", "norm of the change of the weights"),
     _M("optim/skipped", "updates", "updates skipped because loss or gradient was not finite", "0"),
+
+    _M("weights/normalized_update", "", "squared change of the linear weights in the step over their squared size",
+       "QuRL saw it far below the quantisation error", "QuRL Eq. 13"),
+    _M("weights/normalized_quant_error", "", "squared rounding error of the rollout's weights over their squared size",
+       "fixed by the format", "QuRL Eq. 14"),
+    _M("weights/codes_flipped_fraction", "fraction", "low-bit codes of the rollout's weights that the step changed",
+       "0 means that the rollouts do not see the learning"),
 
     _M("sft/loss", "nats", "mean negative log-prob of the demonstrations' response tokens", "falls"),
     _M("sft/tokens", "tokens", "response tokens of the update"),

@@ -7,6 +7,11 @@ Fused matrices (qkv, gate-up) know their parts, because checkpoints and adapters
 A QTensor weight is multiplied in the format's own arithmetic when `low_bit` is set (the engine), and as the
 dequantised matrix otherwise (the learner: differentiable in x, the dequantised copy lives for one product only).
 
+A learner that is `aligned` (QaRL) multiplies in the engine's arithmetic too, with the
+QTensor Q(W) of its weight W; the gradient passes the quantiser unchanged (straight-through), scales are constants:
+
+    Y = lowbit(X, Q(W)) + b        dX = dY dequantise(Q(W))        dW = dY^T X        db = sum dY
+
 Legend: T tokens, K in features, N out features, R adapter rank.
 """
 from __future__ import annotations
@@ -48,6 +53,7 @@ class Linear(nn.Module):
         rows = sum(parts.values())
         self.weight: nn.Parameter | QTensor = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        self.aligned: QTensor | None = None       # what the learner's forward multiplies with, see weights.aligned
         self.adapter: Adapter | None = None
 
     def rows(self, part: str) -> slice:
@@ -62,10 +68,13 @@ class Linear(nn.Module):
     def set_weight(self, weight: QTensor | nn.Parameter) -> None:
         """Replace the weight object (not its values) by a QTensor or a Parameter."""
         del self.weight
-        self.weight = weight
+        self.weight, self.aligned = weight, None
 
     def forward(self, x_TK: Tensor) -> Tensor:
-        if not isinstance(self.weight, QTensor):
+        if self.aligned is not None:
+            master_NK = None if isinstance(self.weight, QTensor) else self.weight
+            y_TN = _AlignedLinear.apply(x_TK, self.aligned, master_NK, self.bias)
+        elif not isinstance(self.weight, QTensor):
             y_TN = F.linear(x_TK, self.weight, self.bias)
         elif self.low_bit:
             y_TN = self.weight.linear(x_TK, self.bias)
@@ -90,3 +99,22 @@ class _DequantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_TN @ ctx.weight.dequantize(grad_TN.dtype), None, bias_grad_N
+
+
+class _AlignedLinear(torch.autograd.Function):
+    """The engine's product forward, straight through the quantiser backward; the gradient reaches the master weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight: QTensor, master_NK: Tensor | None, bias_N: Tensor | None) -> Tensor:
+        ctx.weight, ctx.bias_dtype = weight, None if bias_N is None else bias_N.dtype
+        ctx.master_dtype = None if master_NK is None else master_NK.dtype
+        ctx.save_for_backward(x_TK if ctx.needs_input_grad[2] else None)
+        return weight.linear(x_TK.detach(), None if bias_N is None else bias_N.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, = ctx.saved_tensors
+        x_grad_TK = grad_TN @ ctx.weight.dequantize(grad_TN.dtype) if ctx.needs_input_grad[0] else None
+        master_grad_NK = (grad_TN.t() @ x_TK).to(ctx.master_dtype) if ctx.needs_input_grad[2] else None
+        bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        return x_grad_TK, None, master_grad_NK, bias_grad_N

@@ -28,6 +28,7 @@ _READ = {"peft_type", "task_type", "r", "lora_alpha", "target_modules", "init_lo
          "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "megatron_core",
          "qalora_group_size"}
 _NEUTRAL: tuple[object, ...] = (None, False, "none", "", [], {})
+_BEHIND_A_NORM = tuple(f"{part}.lora_A.weight" for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
 _HOMES = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 
 
@@ -88,9 +89,13 @@ def merge(model: Transformer) -> Transformer:
     return model
 
 
-def state(model: Transformer) -> dict[str, Tensor]:
-    """The adapter's tensors under PEFT's names."""
-    return {name: p.detach() for name, p in _named(model)}
+def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
+    """The adapter's tensors under PEFT's names.
+
+    input_scale: the s of a base whose norms were scaled (`weights.scaling`): the adapters behind a norm read s x
+    there, so s goes into their A, and what comes out fits the base as it was."""
+    return {name: p.detach() * input_scale if input_scale != 1 and name.endswith(_BEHIND_A_NORM) else p.detach()
+            for name, p in _named(model)}
 
 
 def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -104,11 +109,12 @@ def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"{stem}.lora_B.weight", linear.adapter.b[part]
 
 
-def save(model: Transformer, folder: str | Path, base: str = "", tokenizer_from: str | Path | None = None) -> Path:
+def save(model: Transformer, folder: str | Path, base: str = "", tokenizer_from: str | Path | None = None,
+         input_scale: float = 1.0) -> Path:
     """Publish the adapter as a PEFT folder, atomically, with the tokenizer files of another folder beside it.
 
-    `base` is the model that it belongs to, a folder or hub id. ValueError when the model has no adapter,
-    FileExistsError when the folder exists already."""
+    `base` is the model that it belongs to, a folder or hub id; input_scale is explained at `state`. ValueError when
+    the model has no adapter, FileExistsError when the folder exists already."""
     from lowroll.checkpoint.publish import publish_folder
     from lowroll.model.hf import copy_tokenizer
 
@@ -122,7 +128,7 @@ def save(model: Transformer, folder: str | Path, base: str = "", tokenizer_from:
 
     def write(target: Path) -> None:
         (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_file(state(model), target / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(state(model, input_scale), target / "adapter_model.safetensors", metadata={"format": "pt"})
         copy_tokenizer(tokenizer_from, target)
 
     return publish_folder(Path(folder), write, {"kind": "adapter"})

@@ -26,17 +26,19 @@ from lowroll.quant.formats import QTensor
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight; the statistics in float32."""
+    """x / rms(x) * weight; the statistics in float32. `noise` (`weights.noise`) is added to the weight, in float32."""
 
     def __init__(self, size: int, eps: float, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty(size, device=device, dtype=dtype)), eps
+        self.noise: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        normed = F.rms_norm(x.float(), self.weight.shape, None, self.eps)
-        return (normed * self.weight.float()).to(x.dtype)
+        weight = self.weight if self.noise is None else self.weight.float() + self.noise
+        if x.dtype == weight.dtype == torch.float32:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        normed = F.rms_norm(x.float(), weight.shape, None, self.eps)
+        return (normed * weight.float()).to(x.dtype)
 
 
 class Block(nn.Module):

@@ -63,6 +63,9 @@ class QTensor:
     def to(self, device: torch.device | str) -> QTensor:
         return QTensor(self.format, self.shape, {name: t.to(device) for name, t in self.tensors.items()})
 
+    def clone(self) -> QTensor:
+        return QTensor(self.format, self.shape, {name: t.clone() for name, t in self.tensors.items()})
+
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""

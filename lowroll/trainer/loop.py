@@ -24,12 +24,13 @@ from lowroll.types import Batch
 class Trainer:
     """Learns from the batches of a channel.
 
-    `publish(version)` hands the new weights to the engine. `save_offending(batch)` keeps a batch whose update was not
-    finite, for people to look at. `reference` is the frozen model of a KL term (None with LoRA: the adapter off).
+    `publish(version)` hands the new weights to the engine, and may return metrics of it. `save_offending(batch)` keeps
+    a batch whose update was not finite, for people to look at. `reference` is the frozen model of a KL term (None with
+    LoRA: the adapter off).
     """
 
     def __init__(self, model: Transformer, optimizer: Optimizer, settings: LearnSettings, channel: RolloutChannel,
-                 publish: Callable[[int], None], *, reference: Transformer | None = None,
+                 publish: Callable[[int], Mapping[str, float] | None], *, reference: Transformer | None = None,
                  save_offending: Callable[[Batch], object] | None = None, deadline_s: float = 3600.0) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -51,7 +52,7 @@ class Trainer:
         learned = time.monotonic()
         self.last_step = batch.step
         self.version += 1
-        self.publish(self.version)
+        metrics |= self.publish(self.version) or {}
         published = time.monotonic()
         tokens = sum(num_fed(s) for s in batch.samples)
         return metrics | {"time/learn": learned - started, "time/publish": published - learned,

@@ -1,9 +1,10 @@
-"""AdamW over named parameters, learning-rate schedules, and a norm clip that refuses non-finite gradients.
+"""AdamW (or Muon and AdamW) over named parameters, rate schedules, a norm clip that refuses non-finite gradients.
 
 AdamW (Loshchilov & Hutter 2019, algorithm 2), with g the clipped gradient:
     m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2        mh = m / (1-b1^t)        vh = v / (1-b2^t)
     p <- p - lr * wd * p - lr * mh / (sqrt(vh) + eps)
-Only matrices decay; norms and biases do not. Clipping scales all gradients by min(1, max_norm / norm), with norm the
+Only matrices decay; norms and biases do not. With `optimizer: muon` the hidden matrices go to Muon (`trainer.muon`) and
+the rest stays here, at the same rate. Clipping scales all gradients by min(1, max_norm / norm), with norm the
 2-norm over every parameter (Pascanu et al. 2013).
 
 A bfloat16 parameter keeps 8 bits of mantissa, so an update of 1e-5 of its size would round away: such parameters get
@@ -22,7 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from lowroll.trainer.muon import Muon
+
+MOMENTS = ("exp_avg", "exp_avg_sq")      # of AdamW
+MOMENTUM = ("momentum",)                 # of Muon
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,13 @@ class OptimSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0        # None: measured, not clipped
+    optimizer: str = "adamw"                 # or muon
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in DECAYS:
             raise ValueError(f"lr_scheduler_type: {self.lr_scheduler_type!r} is none of {', '.join(DECAYS)}")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ValueError(f"optimizer: {self.optimizer!r} is none of adamw, muon")
         for name in ("learning_rate", "warmup_steps", "total_steps", "min_lr_ratio", "weight_decay", "eps"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -74,9 +81,14 @@ def learning_rate(settings: OptimSettings, step: int) -> float:
 
 
 class Optimizer:
-    """AdamW over `params` (name -> parameter). Gradients are accumulated by `backward()`, applied by `update()`."""
+    """Trains `params` (name -> parameter). Gradients are accumulated by `backward()`, applied by `update()`.
 
-    def __init__(self, params: Mapping[str, nn.Parameter], settings: OptimSettings) -> None:
+    `matrices` are those that Muon takes when the settings ask for it, with the rows of each stacked matrix
+    (`muon.hidden_matrices`); AdamW has all others.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter], settings: OptimSettings,
+                 matrices: Mapping[str, tuple[int, ...]] | None = None) -> None:
         if not params:
             raise ValueError("params: nothing to train")
         self.settings = settings
@@ -85,14 +97,20 @@ class Optimizer:
         self.num_steps = 0                   # training steps begun: the schedule's clock
         self.num_updates = 0                 # updates applied: AdamW's t
         self.refused_in_a_row = 0
-        groups = [{"params": [m for m in self.masters.values() if (m.ndim >= 2) == decays],
+        if settings.optimizer == "muon" and not matrices:
+            raise ValueError("optimizer: muon needs matrices to train, and was given none")
+        rows = dict(matrices or {}) if settings.optimizer == "muon" else {}
+        self.muon = Muon({name: m for name, m in self.masters.items() if name in rows}, rows, settings.weight_decay)
+        self.others = {name: m for name, m in self.masters.items() if name not in rows}
+        groups = [{"params": [m for m in self.others.values() if (m.ndim >= 2) == decays],
                    "weight_decay": settings.weight_decay if decays else 0.0} for decays in (True, False)]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate,
-                                       betas=settings.betas, eps=settings.eps)
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]] or [{"params": []}],
+                                       lr=settings.learning_rate, betas=settings.betas, eps=settings.eps)
+        self.rate = settings.learning_rate
 
     def begin_step(self) -> float:
         """Set the learning rate that all updates of this training step share; returns it."""
-        rate = learning_rate(self.settings, self.num_steps)
+        self.rate = rate = learning_rate(self.settings, self.num_steps)
         self.num_steps += 1
         for group in self.adamw.param_groups:
             group["lr"] = rate
@@ -115,21 +133,24 @@ class Optimizer:
         else:
             if self.settings.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.masters.values(), self.settings.max_grad_norm, norm)
+            moved = self.muon.step(self.rate)
             self.adamw.step()
             for name, param in self.params.items():
                 if self.masters[name] is not param:
                     param.copy_(self.masters[name])
             self.num_updates += 1
             self.refused_in_a_row = 0
-            metrics |= {"optim/update_norm": self._update_norm(), "optim/skipped": 0.0}
+            metrics |= {"optim/update_norm": math.hypot(moved.sqrt().item(), self._adamw_norm()), "optim/skipped": 0.0}
         self.zero_grad()
         return metrics
 
-    def _update_norm(self) -> float:
-        """2-norm of the last update over all parameters, its weight decay left out; from the moments, so no copy."""
+    def _adamw_norm(self) -> float:
+        """2-norm of AdamW's last update, its weight decay left out; from the moments, so no copy."""
+        if not self.others:
+            return 0.0
         b1, b2 = (1 - beta ** self.num_updates for beta in self.settings.betas)
         rate, norms = self.adamw.param_groups[0]["lr"], []
-        for moments in (self.adamw.state[master] for master in self.masters.values()):
+        for moments in (self.adamw.state[master] for master in self.others.values()):
             step = (moments["exp_avg_sq"] / b2).sqrt_().add_(self.settings.eps)
             norms.append(torch.linalg.vector_norm(torch.div(moments["exp_avg"], step, out=step)) * (rate / b1))
         return torch.linalg.vector_norm(torch.stack(norms)).item()
@@ -142,19 +163,21 @@ class Optimizer:
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Moments (and float32 masters) by parameter name, and the counters. The tensors are live, not copies."""
         tensors = {f"{name}.master": m.detach() for name, m in self.masters.items() if m is not self.params[name]}
-        for name, master in self.masters.items():
+        for name, master in self.others.items():
             for moment in MOMENTS:
                 if master in self.adamw.state:
                     tensors[f"{name}.{moment}"] = self.adamw.state[master][moment]
+        tensors |= {f"{name}.momentum": momentum for name, momentum in self.muon.momentum.items()}
         return tensors, {"num_steps": self.num_steps, "num_updates": self.num_updates,
                          "refused_in_a_row": self.refused_in_a_row}
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Put back what `state()` gave, bitwise. Raises ValueError, before any change, when names or shapes differ."""
-        kinds = [*MOMENTS] if state["num_updates"] else []
+        kinds = {name: (MOMENTS if name in self.others else MOMENTUM) if state["num_updates"] else ()
+                 for name in self.masters}
         expected = {f"{name}.{kind}": m for name, m in self.masters.items()
-                    for kind in [*kinds, *(["master"] if m is not self.params[name] else [])]}
+                    for kind in [*kinds[name], *(["master"] if m is not self.params[name] else [])]}
         if odd := sorted(expected.keys() ^ tensors.keys()):
             raise ValueError(f"optimizer state: {odd[0]} is {'missing' if odd[0] in expected else 'unknown'} "
                              f"({len(odd)} such names)")
@@ -166,12 +189,15 @@ class Optimizer:
         self.num_updates = state["num_updates"]
         self.refused_in_a_row = state["refused_in_a_row"]
         self.adamw.state.clear()
+        self.muon.momentum.clear()
         for name, master in self.masters.items():
             if master is not self.params[name]:
                 master.copy_(tensors[f"{name}.master"])
-            if kinds:
-                self.adamw.state[master] = {"step": torch.tensor(float(self.num_updates))} | {
-                    kind: tensors[f"{name}.{kind}"].to(master.device, copy=True) for kind in kinds}
+            saved = {kind: tensors[f"{name}.{kind}"].to(master.device, copy=True) for kind in kinds[name]}
+            if name not in self.others:
+                self.muon.momentum.update((name, momentum) for momentum in saved.values())
+            elif saved:
+                self.adamw.state[master] = {"step": torch.tensor(float(self.num_updates))} | saved
 
 
 def _master(param: nn.Parameter) -> Tensor:

@@ -24,6 +24,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives import Counts
 from lowroll.objectives.reduce import aggregate, lay_out
+from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.packing import Packed, check
 from lowroll.trainer.step import MAX_REFUSALS, Forward, TrainingDiverged
@@ -82,7 +83,7 @@ def train_sft(model: Transformer, tokenizer: Any, examples: Sequence[Demonstrati
     chat = ChatTokenizer(tokenizer)
     samples = [encode(chat, example) for example in examples]
     check(samples, model.spec.vocab_size, model.spec.max_position)
-    optimizer = Optimizer(model.trainable_parameters(), settings.optim)
+    optimizer = Optimizer(model.trainable_parameters(), settings.optim, hidden_matrices(model))
     order, metrics = epochs(len(samples), settings.seed), {}
     for step in range(1, settings.steps + 1):
         metrics = sft_step(model, [samples[next(order)] for _ in range(settings.batch_size)], optimizer, settings)

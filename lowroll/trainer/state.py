@@ -1,10 +1,11 @@
 """Everything that a bitwise resume of the learner needs, as named tensors and JSON, and back.
 
     tensors["model"]       every trainable parameter by name (LoRA: the adapter; the base is the model folder)
-    tensors["optimizer"]   AdamW's moments, and float32 masters of low-precision parameters
+    tensors["optimizer"]   AdamW's moments, Muon's momentum, and float32 masters of low-precision parameters
     state["optimizer"]     training steps, updates applied, updates refused in a row
     state["version"]       policy version that the learner holds
     state["last_step"]     the last batch consumed: an older one is refused
+    state["uaq_scale"]     the scale that the weights carry (`weights.scaling`): they are never scaled twice
 
 The learning rate is a pure function of the step count, and the learner draws no random numbers, so there is no
 scheduler and no generator to save. The rollouts' own noise is seeded per request and needs no state either.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from lowroll.model.transformer import Transformer
 from lowroll.trainer.optim import Optimizer
+from lowroll.weights import aligned, scaling
 
 Tensors = dict[str, dict[str, Tensor]]
 
@@ -27,7 +29,7 @@ def capture(model: Transformer, optimizer: Optimizer) -> tuple[Tensors, dict[str
     """The state of model and optimizer. The tensors are the live ones: write them before the next step."""
     moments, counters = optimizer.state()
     weights = {name: p.detach() for name, p in model.trainable_parameters().items()}
-    return {"model": weights, "optimizer": moments}, {"optimizer": counters}
+    return {"model": weights, "optimizer": moments}, {"optimizer": counters, "uaq_scale": scaling.applied(model)}
 
 
 @torch.no_grad()
@@ -35,8 +37,12 @@ def restore(model: Transformer, optimizer: Optimizer, tensors: Mapping[str, Mapp
             state: Mapping[str, Any]) -> None:
     """Put back what `capture` gave, bitwise and in place.
 
-    Raises ValueError, before anything changes, that names the first parameter that is missing, unknown or mis-shaped.
+    An aligned model's codes are made anew. Raises ValueError, before anything changes, that names the first parameter
+    that is missing, unknown or mis-shaped, or says that the weights were scaled otherwise than the model is.
     """
+    if state.get("uaq_scale") != scaling.applied(model):
+        raise ValueError(f"model state: uaq_scale: the saved weights carry {state.get('uaq_scale')}, and the model "
+                         f"{scaling.applied(model)}")
     params, saved = model.trainable_parameters(), tensors["model"]
     if odd := sorted(params.keys() ^ saved.keys()):
         raise ValueError(f"model state: {odd[0]} is {'missing' if odd[0] in params else 'unknown'} "
@@ -48,3 +54,4 @@ def restore(model: Transformer, optimizer: Optimizer, tensors: Mapping[str, Mapp
     optimizer.restore(tensors["optimizer"], state["optimizer"])
     for name, param in params.items():
         param.copy_(saved[name])
+    aligned.refresh(model)

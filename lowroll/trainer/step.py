@@ -17,6 +17,7 @@ recorded, lpref the frozen reference; all at the sampling temperature. What diff
 4. Where the objective rejects tokens for their mismatch, the KL term leaves them out too; denominators keep them.
 5. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
    a row raises TrainingDiverged.
+5. An aligned learner quantises its weights once an update, right after it.
 
 T: tokens fed, N: response tokens.
 """
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +41,7 @@ from lowroll.objectives.reduce import masked_mean
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import Packed, check, collate, first_fit, num_fed, split_groups
 from lowroll.types import Batch, RunFailed, Sample
+from lowroll.weights import aligned, noise
 
 MAX_REFUSALS = 3                   # non-finite updates in a row that end the run
 
@@ -156,7 +158,7 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
     proximal = forward.run(heard).log_probs if anchored else None
     frozen_lp = None
     if settings.kl_coef:
-        with contextlib.nullcontext(reference) if reference is not None else lora.disabled(model) as frozen:
+        with contextlib.nullcontext(reference) if reference is not None else _base_policy(model) as frozen:
             frozen_lp = replace(forward, model=frozen).run(heard).log_probs
 
     records, rate = [], optimizer.begin_step()
@@ -173,6 +175,13 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
         metrics |= mismatch(learner=gather(before, packed), behavior=packed.behavior_N, mask=packed.mask_N,
                             segments=packed.segments_N)
     return metrics
+
+
+@contextlib.contextmanager
+def _base_policy(model: Transformer) -> Iterator[Transformer]:
+    """The model before training: its adapter off, and no noise on its norms."""
+    with lora.disabled(model), noise.muted(model):
+        yield model
 
 
 def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer, settings: LearnSettings,
@@ -216,7 +225,9 @@ def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer, se
         J, record = objective(whole, gather(trace.log_probs, whole))
         record["policy/objective"] = J.item()
         record["policy/entropy"] = masked_mean(gather(trace.entropy, whole), whole.mask_N).item()
-    return record | optimizer.update(refuse=not math.isfinite(record["policy/objective"])), trace
+    record |= optimizer.update(refuse=not math.isfinite(record["policy/objective"]))
+    aligned.refresh(forward.model)
+    return record, trace
 
 
 def _num_learned(sample: Sample, objective: Objective) -> int:

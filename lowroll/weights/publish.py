@@ -1,8 +1,9 @@
-"""The corridor from master weights to behaviour weights: master -> quantise -> the engine's buffers, in place.
+"""The corridor from master weights to behaviour weights: master -> noise -> quantise -> the engine's buffers, in place.
 
 `rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a storage. Under
 LoRA the base is frozen and, when it is quantised already, shared: the two models hold the same QTensors, norms and
-embeddings, and only the adapter is published. `digest` proves what was adopted.
+embeddings, and only the adapter is published. The codes of an aligned learner (`weights.aligned`) are copied as they
+are. `digest` proves what was adopted. Noise (`weights.noise`) lands on the engine's norms and nowhere else.
 """
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from hashlib import blake2b
 import torch
 from torch import Tensor, nn
 
-from lowroll.model.linear import Adapter
+from lowroll.model.linear import Adapter, Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, all_finite, get_format
+from lowroll.weights.noise import Noise, noisy_norms
 
 _BLOCK = 1 << 20     # int64 words of one checksum block
 
@@ -22,26 +24,30 @@ _BLOCK = 1 << 20     # int64 words of one checksum block
 def quantize_base(model: Transformer, format: str) -> Transformer:
     """Replace every linear weight by its QTensor, for good: the frozen base that learner and engine share (LoRA)."""
     for name, linear in model.linears():
-        linear.set_weight(_quantize(name, linear.weight, format))
+        linear.set_weight(_quantize(name, linear, format))
     return model
 
 
-def rollout_copy(master: Transformer, format: str, dtype: torch.dtype) -> Transformer:
+def rollout_copy(master: Transformer, format: str, dtype: torch.dtype, noisy: bool = False) -> Transformer:
     """The engine's model: linear weights in `format`, everything else in `dtype`, ready for `publish`.
 
     Weights that the master holds in that very format are shared; with them its frozen norms and embeddings are, when
-    `dtype` is the master's. Adapters, and whatever learns, are copied.
+    `dtype` is the master's. Adapters, and whatever learns, are copied. noisy: the norms that `publish` will put noise
+    on are the engine's own and in float32; without noise the model computes the same bit for bit.
     """
     shares_base = master.weight_format == format and master.dtype == dtype
     rollout = Transformer(master.spec, "meta", dtype)
     mine, shared = dict(master.named_parameters()), set[str]()
+    disturbed = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     for name, _ in list(rollout.named_parameters()):
         if name in mine and not name.endswith(_LINEAR_WEIGHTS):
-            value, share = mine[name].detach(), shares_base and not mine[name].requires_grad
-            _set_parameter(rollout, name, value if share else value.to(dtype, copy=True))
+            value, share = mine[name].detach(), shares_base and not mine[name].requires_grad and name not in disturbed
+            value = value if share else value.to(dtype, copy=True)
+            _set_parameter(rollout, name, value.float() if name in disturbed else value)
             shared |= {name} if share else set()
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
-        ours.set_weight(_quantize(name, theirs.weight, format))
+        weight = _quantize(name, theirs, format)
+        ours.set_weight(weight.clone() if weight is theirs.aligned and weight is not theirs.weight else weight)
         shared |= {f"{name}.weight"} if ours.weight is theirs.weight else set()
         if theirs.adapter is not None:
             ours.adapter = _copy_adapter(theirs.adapter)
@@ -51,23 +57,35 @@ def rollout_copy(master: Transformer, format: str, dtype: torch.dtype) -> Transf
 
 
 @torch.no_grad()
-def publish(master: Transformer, rollout: Transformer) -> None:
+def publish(master: Transformer, rollout: Transformer, noise: Noise | None = None) -> None:
     """Refill the engine's model from the master, in place. Shared tensors are left alone.
 
+    The result is a function of the master's weights and `noise`; without noise (or at sigma 0) the norms are clean.
     ValueError, before anything is written, names what does not fit: a master of other sizes, another adapter, another
-    base than the shared one, or a linear weight that is not finite.
+    base than the shared one, a linear weight that is not finite, or noise for an engine that was not made for it.
     """
     mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
     _check_fits(master, rollout, mine)
+    drawn = {} if noise is None or noise.sigma == 0 else _draw(noise, rollout)
     for name, target in rollout.named_parameters():
         if name not in rollout.shared:
-            target.copy_(mine[name])
+            value = mine[name] if ".adapter." in name else mine[name].to(rollout.dtype)
+            target.copy_(value.float() + drawn[name] if name in drawn else value)
     if rollout.head is not None:
         rollout.head.packed.clear()
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
         assert isinstance(ours.weight, QTensor)
         if ours.weight is not theirs.weight:
-            ours.weight.copy_(_quantize(name, theirs.weight, ours.weight.format))
+            ours.weight.copy_(_quantize(name, theirs, ours.weight.format))
+
+
+def _draw(noise: Noise, rollout: Transformer) -> dict[str, Tensor]:
+    """The noise by parameter name."""
+    for name, norm in noisy_norms(rollout):
+        if norm.weight.dtype != torch.float32 or f"{name}.weight" in rollout.shared:
+            raise ValueError(f"publish: {name}.weight cannot take noise; make the engine with noisy=True")
+    return {f"{name}.weight": noise.draw(name, norm.weight.numel()).to(rollout.device)
+            for name, norm in noisy_norms(rollout)}
 
 
 def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Parameter]) -> None:
@@ -94,12 +112,15 @@ def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Pa
 def digest(model: Transformer) -> str:
     """32 hex digits over every weight's bytes, name, shape and dtype, computed where the weights live.
 
-    The scaling of an adapter counts as a weight: it changes the policy as one does.
+    The scaling of an adapter counts as a weight: it changes the policy as one does. Of an aligned learner the codes
+    count and not the masters behind them, because its forward runs on the codes.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     for name, linear in model.linears():
-        if isinstance(linear.weight, QTensor):
-            tensors.update({f"{name}.weight.{part}": t for part, t in linear.weight.tensors.items()})
+        weight = linear.weight if linear.aligned is None else linear.aligned
+        if isinstance(weight, QTensor):
+            tensors.pop(f"{name}.weight", None)
+            tensors.update({f"{name}.weight.{part}": t for part, t in weight.tensors.items()})
         if linear.adapter is not None:
             tensors[f"{name}.adapter.scaling"] = torch.tensor(linear.adapter.scaling, dtype=torch.float64,
                                                               device=model.device)
@@ -113,7 +134,11 @@ def digest(model: Transformer) -> str:
 _LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "o", "gate_up", "down"))
 
 
-def _quantize(name: str, weight: nn.Parameter | QTensor, format: str) -> QTensor:
+def _quantize(name: str, linear: Linear, format: str) -> QTensor:
+    """The layer's weight in `format`: the very tensor that the learner multiplies with, when it has one."""
+    weight = linear.weight
+    if linear.aligned is not None and linear.aligned.format == format:
+        return linear.aligned
     if isinstance(weight, QTensor):
         if weight.format == format:
             return weight

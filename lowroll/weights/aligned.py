@@ -1,0 +1,43 @@
+"""The aligned forward (QaRL): the learner multiplies with the tensors that the engine will multiply with.
+
+    align      once: every linear weight W gets its Q(W), and the forward runs on it (`model.linear`)
+    refresh    after every optimiser update, and after a restore: Q(W) is made again, in place
+
+Between two updates the codes are fixed, so all micro-batches, the old log-probs and the publication see one and the
+same Q(W): `weights.publish` copies these tensors and quantises nothing itself, and `digest` of learner and engine are
+equal. Over a quantised base (LoRA) Q(W) is the base itself, and no update changes it. Embeddings, norms and lm_head
+stay dense. In a format of the model's own floating point the aligned forward is the plain one.
+"""
+from __future__ import annotations
+
+import torch
+
+from lowroll.model.linear import Linear
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import QTensor, get_format
+
+
+def align(model: Transformer, format: str) -> Transformer:
+    """Run the forward of every linear layer in the arithmetic of `format`. A quantised base must be in that format."""
+    for name, linear in model.linears():
+        if isinstance(linear.weight, QTensor) and linear.weight.format != format:
+            raise ValueError(f"{name}: the base is {linear.weight.format}, and the forward is to be {format}")
+    for name, linear in model.linears():
+        linear.aligned = linear.weight if isinstance(linear.weight, QTensor) else _quantize(name, linear, format)
+    return model
+
+
+@torch.no_grad()
+def refresh(model: Transformer) -> None:
+    """Quantise the master weights of an aligned model again, in place; any other model is left alone."""
+    for name, linear in model.linears():
+        if linear.aligned is not None and linear.aligned is not linear.weight:
+            linear.aligned.copy_(_quantize(name, linear, linear.aligned.format))
+
+
+def _quantize(name: str, linear: Linear, format: str) -> QTensor:
+    assert not isinstance(linear.weight, QTensor)
+    try:
+        return get_format(format).quantize(linear.weight)
+    except ValueError as error:
+        raise ValueError(f"{name}.weight: {error}") from None

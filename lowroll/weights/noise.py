@@ -1,0 +1,139 @@
+"""Adaptive quantisation noise (QeRL, section 3.3): exploration by seeded Gaussian noise on the engine's norm weights.
+
+    w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication, on the clean weights of that version
+
+in the input and post-attention norms (not in the final norm, nor in those of queries and keys). Behind a norm the noise
+multiplies the columns of q, k, v, gate and up by 1 + z / w, at no cost and in every weight format. The engine keeps
+these norms in float32: in bfloat16 a sigma below 5e-4 would change no weight of size 1 at all.
+
+sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p = i / (n - 1):
+
+    exponential  sigma_start (sigma_end / sigma_start)^p       (QeRL, Eq. 8)
+    linear       sigma_start + (sigma_end - sigma_start) p
+    cosine       sigma_end + (sigma_start - sigma_end) (1 + cos(pi p)) / 2
+    logarithmic  sigma_start + (sigma_end - sigma_start) ln(1 + i) / ln(n)     (our reading of a name)
+
+and the run is cut into equal intervals, the first of them without noise. Variant `code` (QeRL's program, and
+Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n = num_stages values after the first
+interval. The interval of step t of T is floor(t K / T), in whole numbers.
+
+A draw is a function of (seed, version, norm) alone: the seed in a rollout's BehaviorTag gives its noise again. The
+learner sees clean norms and the correction pays for the difference; `share` gives it the very same noisy norms.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from lowroll.model.transformer import Block, RMSNorm, Transformer
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of one publication."""
+
+    seed: int              # 0 .. 2^63 - 1
+    sigma: float
+
+    def draw(self, name: str, size: int) -> Tensor:
+        """z [size] of a norm, float32 on the CPU."""
+        generator = torch.Generator().manual_seed(_hash(self.seed, name))
+        return torch.randn(size, generator=generator) * self.sigma
+
+
+# share of the way from sigma_start to sigma_end at stage i of n, for the shapes that are additive
+_SHARES: dict[str, Callable[[int, int], float]] = {
+    "linear": lambda i, n: i / (n - 1),
+    "cosine": lambda i, n: (1 - math.cos(math.pi * i / (n - 1))) / 2,
+    "logarithmic": lambda i, n: math.log(1 + i) / math.log(n),
+}
+SCHEDULES = ("exponential", *_SHARES)
+VARIANTS = ("code", "paper")
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """Names and meanings of the `noise` section; `total_steps` is the run's max_steps."""
+
+    sigma_start: float = 1e-2
+    sigma_end: float = 1e-4
+    num_stages: int = 10
+    schedule: str = "exponential"
+    variant: str = "code"
+    total_steps: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("sigma_start", "sigma_end"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name}: must be finite and not negative, is {getattr(self, name)}")
+        for name in ("num_stages", "total_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, is {getattr(self, name)}")
+        for name, known in (("schedule", SCHEDULES), ("variant", VARIANTS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(known)}")
+        if self.schedule == "exponential" and (self.sigma_start > 0) != (self.sigma_end > 0):
+            raise ValueError("sigma_end: an exponential never reaches or leaves 0; set both sigmas above 0, or both 0")
+
+    @property
+    def sigmas(self) -> list[float]:
+        """The sigma of every interval, the silent first one included."""
+        n = self.num_stages if self.variant == "paper" else max(1, self.num_stages - 1)
+        return [0.0, *(self._stage(i, n) for i in range(n))]
+
+    def _stage(self, i: int, n: int) -> float:
+        start, end = self.sigma_start, self.sigma_end
+        if n == 1 or start == end:
+            return start
+        if self.schedule == "exponential":
+            return start * (end / start) ** (i / (n - 1))
+        return start + (end - start) * _SHARES[self.schedule](i, n)
+
+    def sigma(self, step: int) -> float:
+        """The sigma of the policy after `step` training steps; held past the end."""
+        intervals = self.num_stages + (self.variant == "paper")
+        interval = min(step, self.total_steps) * intervals // self.total_steps
+        return self.sigmas[min(interval, len(self.sigmas) - 1)]
+
+    def at(self, version: int) -> Noise:
+        """The noise under which policy `version` rolls out."""
+        return Noise(_hash(self.seed, str(version)), self.sigma(version))
+
+
+def noisy_norms(model: Transformer) -> Iterator[tuple[str, RMSNorm]]:
+    """The norms that take noise, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, Block):
+            yield f"{name}.input_norm", module.input_norm
+            yield f"{name}.post_attention_norm", module.post_attention_norm
+
+
+def share(model: Transformer, noise: Noise | None) -> None:
+    """Let the learner's forward add the noise to its norms, exactly as the engine does; None (or sigma 0) ends it."""
+    for name, norm in noisy_norms(model):
+        drawn = None if noise is None or noise.sigma == 0 else noise.draw(name, norm.weight.numel())
+        norm.noise = None if drawn is None else drawn.to(norm.weight.device)
+
+
+@contextmanager
+def muted(model: Transformer) -> Iterator[Transformer]:
+    """The learner without shared noise inside the block."""
+    before = [(norm, norm.noise) for _, norm in noisy_norms(model)]
+    share(model, None)
+    try:
+        yield model
+    finally:
+        for norm, drawn in before:
+            norm.noise = drawn
+
+
+def _hash(seed: int, name: str) -> int:
+    """63 bits that name the pair."""
+    return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1

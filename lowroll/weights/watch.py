@@ -1,0 +1,74 @@
+"""Does an update reach the rollouts at all? The weight's movement beside the format's rounding (QuRL, appendix A).
+
+    update        sum |W' - W|^2 / sum |W|^2            Eq. 13, over the step
+    quant error   sum |Q(W') - W'|^2 / sum |W'|^2       Eq. 14, after it
+    flipped       share of the low-bit codes that differ before and after
+
+over all linear weights; the last one is what the engine can notice. The price is one copy of the linear weights and of
+the engine's codes. A format below 8 bits packs its codes in nibbles, which are compared one by one.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowroll.model.linear import Linear
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import QTensor, get_format
+
+
+class WeightWatch:
+    """Compares a master and what the engine made of it with their state at the last `measure` (or the start)."""
+
+    def __init__(self, master: Transformer, rollout: Transformer) -> None:
+        self.master, self.rollout = master, rollout
+        self._before = [(_dense(theirs.weight).clone(), _codes(ours.weight).clone()) for theirs, ours in self._pairs()]
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """`weights/*` of what happened since the last call. Call it after `publish`."""
+        moved, size, error, size_after, flipped, total = (0.0,) * 6
+        for (theirs, ours), (before, codes) in zip(self._pairs(), self._before, strict=True):
+            assert isinstance(ours.weight, QTensor)
+            now = _dense(theirs.weight)
+            moved += _square(now.float() - before.float())
+            size += _square(before.float())
+            error += _square(ours.weight.dequantize() - now.float())
+            size_after += _square(now.float())
+            flipped += num_flipped(codes, _codes(ours.weight), get_format(ours.weight.format).bits)
+            total += now.numel()
+            before.copy_(now)
+            codes.copy_(_codes(ours.weight))
+        return {"weights/normalized_update": moved / max(size, 1e-30),
+                "weights/normalized_quant_error": error / max(size_after, 1e-30),
+                "weights/codes_flipped_fraction": flipped / total}
+
+    def _pairs(self) -> Iterator[tuple[Linear, Linear]]:
+        for (_, theirs), (_, ours) in zip(self.master.linears(), self.rollout.linears(), strict=True):
+            yield theirs, ours
+
+
+def num_flipped(before: Tensor, after: Tensor, bits: float) -> int:
+    """Codes that differ between two code tensors of a format; below 8 bits a byte holds two."""
+    if bits >= 8:
+        return int((before != after).sum())
+    changed = before.view(torch.uint8) ^ after.view(torch.uint8)
+    return int(((changed & 15) != 0).sum() + ((changed >> 4) != 0).sum())
+
+
+def _codes(weight: object) -> Tensor:
+    """The largest tensor of a QTensor: scales are always smaller."""
+    assert isinstance(weight, QTensor)
+    codes = max(weight.tensors.values(), key=lambda t: t.nbytes)
+    return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
+
+
+def _dense(weight: object) -> Tensor:
+    assert isinstance(weight, Tensor)
+    return weight.detach()
+
+
+def _square(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x).double().square())

@@ -1,0 +1,179 @@
+"""Update-aware scaling: the same function with other weights, once, and an update that flips more codes."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import FAMILIES, hf_folder
+from torch import Tensor
+
+import lowroll
+from lowroll.model import hf, lora
+from lowroll.model.attention import varlen
+from lowroll.model.transformer import Transformer
+from lowroll.trainer import state as states
+from lowroll.trainer.optim import Optimizer, OptimSettings
+from lowroll.weights import scaling
+from lowroll.weights.publish import quantize_base, rollout_copy
+from lowroll.weights.watch import WeightWatch, num_flipped
+
+IDS = torch.randint(0, 67, (31,), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model: Transformer) -> Tensor:
+    return model.logits(model(IDS, torch.arange(len(IDS)), varlen([len(IDS)])))
+
+
+def parameters(model: Transformer) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("s", [1.5, 2.0, 0.4])
+def test_logits_stay(tmp_path: Path, family: str, s: float) -> None:
+    model = hf.load(hf_folder(tmp_path / "m", family))
+    before, weights = logits(model), parameters(model)
+    after = logits(scaling.scale(model, s))
+    assert (after - before).abs().max() <= 1e-5 * before.abs().max()
+    for name, p in model.named_parameters():
+        factor = s if name.endswith(("input_norm.weight", "post_attention_norm.weight")) else 1.0
+        factor = 1 / s if name.endswith(("qkv.weight", "gate_up.weight")) else factor
+        torch.testing.assert_close(p.detach(), weights[name] * factor, rtol=2e-7, atol=0, msg=name)
+        assert factor != 1 or torch.equal(p, weights[name]), name
+
+
+def test_exact_factors_are_exact(tmp_path: Path) -> None:
+    """1 changes no bit of the weights; a power of two changes none of the logits."""
+    folder = hf_folder(tmp_path / "m", "qwen3-tied-bias")
+    one = scaling.scale(hf.load(folder), 1.0)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), hf.load(folder).parameters(), strict=True))
+    assert torch.equal(logits(scaling.scale(hf.load(folder), 2.0)), logits(hf.load(folder)))
+
+
+def test_never_twice_not_even_after_saving(tmp_path: Path) -> None:
+    import transformers
+
+    model = scaling.scale(hf.load(hf_folder(tmp_path / "m", "qwen2")), 1.5)
+    assert scaling.applied(model) == 1.5
+    hf.save(model, tmp_path / "scaled")
+    assert json.loads((tmp_path / "scaled" / "config.json").read_text())[scaling.KEY] == 1.5
+    again = hf.load(tmp_path / "scaled")
+    assert torch.equal(logits(again), logits(model))                              # exported as it stands: bitwise
+    for scaled in (model, again):
+        before = parameters(scaled)
+        with pytest.raises(ValueError, match=r"scaled by 1\.5 before"):
+            scaling.scale(scaled, 1.5)
+        assert all(torch.equal(p, before[name]) for name, p in scaled.named_parameters())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "scaled").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(IDS[None]).logits[0], logits(model), rtol=0, atol=1e-4)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "m", "qwen3")
+    for s in (0.0, -1.5, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="uaq_scale: must be finite and positive"):
+            scaling.scale(hf.load(folder), s)
+    for odd in (quantize_base(hf.load(folder), "int8"), lora.attach(hf.load(folder), 2, 4.0)):
+        before = parameters(odd)
+        with pytest.raises(ValueError, match=r"blocks\.0\.qkv is quantised or has an adapter"):
+            scaling.scale(odd, 1.5)
+        assert all(torch.equal(p, before[name]) for name, p in odd.named_parameters())
+
+
+def test_a_checkpoint_knows_the_scale_of_its_weights(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "m", "qwen3")
+
+    def made(s: float | None) -> tuple[Transformer, Optimizer]:
+        model = hf.load(folder).requires_grad_(True)
+        model = model if s is None else scaling.scale(model, s)
+        return model, Optimizer(model.trainable_parameters(), OptimSettings())
+
+    tensors, state = states.capture(*made(1.5))
+    assert state["uaq_scale"] == 1.5
+    model, optimizer = made(1.5)
+    states.restore(model, optimizer, tensors, state)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), made(1.5)[0].parameters(), strict=True))
+    for other, words in ((made(None), "carry 1.5, and the model None"), (made(2.0), "carry 1.5, and the model 2.0")):
+        with pytest.raises(ValueError, match=words):
+            states.restore(*other, tensors, state)
+
+
+def test_an_adapter_is_folded_for_the_base_as_it_was(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "m", "qwen2")
+    model = lora.attach(scaling.scale(hf.load(folder), 1.5), rank=3, alpha=6.0, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in model.trainable_parameters().values():
+            p += 0.1 * torch.randn(p.shape, generator=generator)
+    lora.save(model, tmp_path / "adapter", base=str(folder), input_scale=1.5)
+    apart = lora.load(hf.load(folder), tmp_path / "adapter")
+    torch.testing.assert_close(logits(apart), logits(model), rtol=0, atol=1e-5 * float(logits(model).abs().max()))
+    lora.save(model, tmp_path / "unfolded", base=str(folder))
+    wrong = lora.load(hf.load(folder), tmp_path / "unfolded")
+    assert (logits(wrong) - logits(model)).abs().max() > 1e-3
+    for name, t in lora.state(model, 1.5).items():
+        factor = 1.5 if "lora_A" in name and any(part in name for part in ("q_p", "k_p", "v_p", "gate", "up_p")) else 1
+        assert torch.equal(t, lora.state(model)[name] * factor), name
+
+
+# -- what it is good for ----------------------------------------------------------------------------------------------
+
+def test_a_sign_update_flips_s_times_as_many_codes() -> None:
+    """algorithms B8: W ~ N(0, 0.02), one update of 1e-5 in sign: .0192, .0285, .0376 of the INT8 codes flip."""
+    generator = torch.Generator().manual_seed(0)
+    weight = 0.02 * torch.randn(512, 1024, generator=generator)
+    sign = torch.sign(torch.randn(weight.shape, generator=generator))
+    shares = []
+    for s in (1.0, 1.5, 2.0):
+        before, after = (lowroll.quantize(w, "int8") for w in (weight / s, weight / s - 1e-5 * sign))
+        shares.append(num_flipped(before.tensors["codes"], after.tensors["codes"], 8) / weight.numel())
+    assert shares == pytest.approx([0.0192, 0.0285, 0.0376], rel=0.15)
+    assert [share / shares[0] for share in shares] == pytest.approx([1.0, 1.5, 2.0], rel=0.03)
+    plain, scaled = (lowroll.quantize(w, "int8").tensors["codes"] for w in (weight, weight / 1.5))
+    assert num_flipped(plain, scaled, 8) / weight.numel() < 2e-3                  # only ties: relative error stays
+
+
+def test_nibbles_are_counted_one_by_one() -> None:
+    before = torch.tensor([0x12, 0x34, 0x56, 0x78], dtype=torch.uint8)
+    after = torch.tensor([0x12, 0x35, 0x66, 0x87], dtype=torch.uint8)             # 0, 1, 1 and 2 codes differ
+    assert num_flipped(before, after, 4.5) == 4
+    assert num_flipped(before.view(torch.int32), after.view(torch.int32), 4.125) == 4
+    assert num_flipped(before, after, 8) == 3
+
+
+@pytest.mark.parametrize("format", ["int8", "bf16", "fp32"])
+def test_the_watch_measures_by_hand(tmp_path: Path, format: str) -> None:
+    """Eq. 13 and 14 over all linear weights in float64, and codes that differ; then nothing moves and all is 0."""
+    from lowroll.weights.publish import publish
+
+    master = hf.load(hf_folder(tmp_path / "m", "llama-biases"))
+    rollout = rollout_copy(master, format, torch.bfloat16 if format == "bf16" else torch.float32)
+    watch = WeightWatch(master, rollout)
+    before = [linear.weight.detach().double().clone() for _, linear in master.linears()]
+    old = [linear.weight.dequantize().double() for _, linear in rollout.linears()]
+    with torch.no_grad():
+        for i, (_, linear) in enumerate(master.linears()):
+            linear.weight[0] += 0.01 * (i + 1)
+    publish(master, rollout)
+    got = watch.measure()
+    after = [linear.weight.detach().double() for _, linear in master.linears()]
+    rounded = [linear.weight.dequantize().double() for _, linear in rollout.linears()]
+    total = sum(w.numel() for w in before)
+    update = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
+    error = sum(float((a - q).square().sum()) for a, q in zip(after, rounded, strict=True))
+    assert got["weights/normalized_update"] == pytest.approx(
+        update / sum(float(b.square().sum()) for b in before), rel=1e-5)
+    assert got["weights/normalized_quant_error"] == pytest.approx(
+        error / sum(float(a.square().sum()) for a in after), rel=1e-5, abs=1e-15)
+    assert (error == 0) == (format == "fp32")
+    changed = sum(int((a != b).sum()) for a, b in zip(rounded, old, strict=True))
+    flipped = got["weights/codes_flipped_fraction"] * total
+    assert 0 < flipped <= changed + 1e-6 and (format == "int8" or flipped == pytest.approx(changed))
+    publish(master, rollout)
+    again = watch.measure()
+    assert again["weights/normalized_update"] == again["weights/codes_flipped_fraction"] == 0
+    assert again["weights/normalized_quant_error"] == pytest.approx(got["weights/normalized_quant_error"])
