@@ -281,6 +281,24 @@ def test_what_auto_and_null_become(algorithm: str, weights: str, expected: tuple
     assert {name: getattr(own.loss, name) for name in chosen} == chosen
 
 
+@pytest.mark.parametrize(("algorithm", "weights", "expected"), [
+    ("grpo", "int8", "tbpo"), ("dapo", "int4", "tbpo"), ("gspo", "fp8", "tbpo"), ("grpo", "dense", "none"),
+    ("grpo", "fp32", "none"),
+])
+def test_auto_under_an_aligned_forward(algorithm: str, weights: str, expected: str) -> None:
+    tree = {"model": "m", "algorithm": algorithm, "rollout": {"weights": weights}, "train": {"forward": "aligned"}}
+    cfg = from_mapping(tree)
+    assert cfg.correction == expected and cfg.notes[0].startswith(f"correction: {expected}, because the rollouts use")
+    assert from_mapping(yaml.safe_load(cfg.dump())).dump() == cfg.dump()
+    if expected == "tbpo":
+        assert "train.forward: aligned" in cfg.notes[0]
+        assert (cfg.loss.eps_low, cfg.loss.eps_high, cfg.loss.tbpo.eps_negative) == (3e-4, 4e-4, 7e-4)
+        assert cfg.advantage == ALGORITHMS[algorithm].advantage and cfg.loss.reduce == ALGORITHMS[algorithm].reduce
+        assert from_mapping(tree | {"correction": "tis"}).correction == "tis"
+        with pytest.raises(ConfigError, match=r"^config: loss\.dual_clip: tbpo has no dual clip; write null$"):
+            from_mapping(tree | {"loss": {"dual_clip": 3.0}})
+
+
 def test_warnings_for_what_rarely_is_meant() -> None:
     def warnings(**tree: object) -> list[str]:
         return [note for note in from_mapping({"model": "m"} | tree).notes if note.startswith("warning")]

@@ -15,12 +15,14 @@ from lowroll import demo, inprocess
 from lowroll.checkpoint.store import Store
 from lowroll.metrics.record import reproducible
 from lowroll.model import hf
+from lowroll.quant.formats import get_format
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights import scaling
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import rollout_copy
 
 FORMATS = ("int8", "bf16", "fp32")
+QUANTISED = tuple(name for name in lowroll.formats() if not get_format(name).dense)
 NOISE = {"sigma_start": 0.1, "sigma_end": 0.01, "num_stages": 3}
 TWO = {"max_steps": 2, "lr_scheduler_type": "constant"}
 
@@ -161,10 +163,13 @@ def test_the_reference_under_a_shared_noise_is_the_base_without_it(model: Path, 
     assert kl[True] > 1e-5 and kl[True] == pytest.approx(kl[False], rel=1e-3)
 
 
-def test_an_aligned_int8_run_has_no_mismatch_but_the_kernels(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", QUANTISED)
+def test_an_aligned_run_has_no_mismatch_but_the_kernels(model: Path, tmp_path: Path, weights: str) -> None:
     kl = {}
     for forward in ("dense", "aligned"):
-        result = train(settings(model, tmp_path / forward, train={**TWO, "forward": forward}))
+        result = train(settings(model, tmp_path / forward, rollout={"weights": weights},
+                                train={**TWO, "forward": forward}))
+        assert all(record["weights/codes_flipped_fraction"] > 0 for record in result.records)
         kl[forward] = max(record["mismatch/kl_k3"] for record in result.records)
     assert kl["aligned"] < 1e-3 * kl["dense"]
 

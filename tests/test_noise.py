@@ -20,7 +20,7 @@ from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
 
 IDS = torch.randint(0, 67, (31,), generator=torch.Generator().manual_seed(0))
 REQUEST = Request(IDS[:9].tolist(), n=3, max_tokens=12, seed=5, ignore_eos=True)
-FORMATS = ("fp32", "bf16", "int8")
+FORMATS = tuple(lowroll.formats())
 NOISE = Noise(seed=11, sigma=0.1)
 NOISY = ("input_norm.weight", "post_attention_norm.weight")
 

@@ -13,6 +13,7 @@ import lowroll
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import QTensor, get_format
 from lowroll.trainer import state as states
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.weights import scaling
@@ -145,7 +146,14 @@ def test_nibbles_are_counted_one_by_one() -> None:
     assert num_flipped(before, after, 8) == 3
 
 
-@pytest.mark.parametrize("format", ["int8", "bf16", "fp32"])
+def codes_of(q: QTensor) -> list[int]:
+    """Every code of a quantised matrix as a whole number; below 8 bits the two halves of each byte."""
+    stored = next(q.tensors[name] for name in ("codes", "weight_packed", "weight") if name in q.tensors)
+    codes = stored.view(torch.uint8).numpy().tobytes()
+    return list(codes) if get_format(q.format).bits == 8 else [half for c in codes for half in (c & 15, c >> 4)]
+
+
+@pytest.mark.parametrize("format", lowroll.formats())
 def test_the_watch_measures_by_hand(tmp_path: Path, format: str) -> None:
     """Eq. 13 and 14 over all linear weights in float64, and codes that differ; then nothing moves and all is 0."""
     from lowroll.weights.publish import publish
@@ -154,7 +162,7 @@ def test_the_watch_measures_by_hand(tmp_path: Path, format: str) -> None:
     rollout = rollout_copy(master, format, torch.bfloat16 if format == "bf16" else torch.float32)
     watch = WeightWatch(master, rollout)
     before = [linear.weight.detach().double().clone() for _, linear in master.linears()]
-    old = [linear.weight.dequantize().double() for _, linear in rollout.linears()]
+    old = [linear.weight.clone() for _, linear in rollout.linears()]
     with torch.no_grad():
         for i, (_, linear) in enumerate(master.linears()):
             linear.weight[0] += 0.01 * (i + 1)
@@ -170,9 +178,13 @@ def test_the_watch_measures_by_hand(tmp_path: Path, format: str) -> None:
     assert got["weights/normalized_quant_error"] == pytest.approx(
         error / sum(float(a.square().sum()) for a in after), rel=1e-5, abs=1e-15)
     assert (error == 0) == (format == "fp32")
-    changed = sum(int((a != b).sum()) for a, b in zip(rounded, old, strict=True))
-    flipped = got["weights/codes_flipped_fraction"] * total
-    assert 0 < flipped <= changed + 1e-6 and (format == "int8" or flipped == pytest.approx(changed))
+    new = [linear.weight for _, linear in rollout.linears()]
+    if get_format(format).dense:
+        flipped = sum(int((a.dequantize() != b.dequantize()).sum()) for a, b in zip(new, old, strict=True))
+    else:
+        flipped = sum(x != y for a, b in zip(new, old, strict=True)
+                      for x, y in zip(codes_of(a), codes_of(b), strict=True))
+    assert flipped > 0 and got["weights/codes_flipped_fraction"] * total == pytest.approx(flipped)
     publish(master, rollout)
     again = watch.measure()
     assert again["weights/normalized_update"] == again["weights/codes_flipped_fraction"] == 0

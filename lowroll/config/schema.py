@@ -242,10 +242,7 @@ class RunConfig(Section):
         """The same run with every `auto` and null that a table decides filled in (device and dtype stay: they are the
         machine's). Idempotent."""
         default = ALGORITHMS[self.algorithm]
-        correction, reason = self.correction, ""
-        if correction == "auto":
-            correction, reason = choose_correction(  # type: ignore[assignment]
-                self.algorithm, self.rollout.weights, noisy=self.noise is not None and self.noise.learner == "clean")
+        correction, reason = _correction(self)
         low, high = bounds(self.algorithm, correction)
         loss = {name: value for name, value in (("eps_low", low), ("eps_high", high), ("reduce", default.reduce))
                 if getattr(self.loss, name) is None}
@@ -267,6 +264,14 @@ class RunConfig(Section):
         return yaml.dump(tree, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
+def _correction(cfg: RunConfig) -> tuple[str, str]:
+    """The run's correction, and why when `auto` chose it."""
+    if cfg.correction != "auto":
+        return cfg.correction, ""
+    return choose_correction(cfg.algorithm, cfg.rollout.weights, aligned=cfg.train.forward == "aligned",
+                             noisy=cfg.noise is not None and cfg.noise.learner == "clean")
+
+
 def _named(env: EnvConfig) -> EnvConfig:
     return env if env.name is not None else env.model_copy(update={"name": env.id})
 
@@ -284,7 +289,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
         yield ((("rollout", "temp_scheduler"), ("rollout", "temperature")),
                "set either rollout.temperature or rollout.temp_scheduler, not both")
-    yield from loss_problems(cfg.algorithm, cfg.correction, cfg.loss)
+    yield from loss_problems(cfg.algorithm, _correction(cfg)[0], cfg.loss)
     if cfg.noise is not None and cfg.noise.schedule == "exponential" and (
             (cfg.noise.sigma_start > 0) != (cfg.noise.sigma_end > 0)):
         yield ((("noise", "sigma_end"), ("noise", "sigma_start")),

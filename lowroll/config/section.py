@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.document import Path
@@ -17,15 +17,6 @@ NotNegative = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Schedule = Literal["constant", "linear", "cosine"]
-
-
-def later(*names: str) -> BeforeValidator:
-    """A validator that answers values which later work brings with "not available yet"."""
-    def refuse(value: Any) -> Any:
-        if isinstance(value, str) and value in names:
-            raise PydanticCustomError("not_available", "{value} is not available yet", {"value": value})
-        return value
-    return BeforeValidator(refuse)
 
 
 def only(*neutral: Any, why: str = "not available yet") -> AfterValidator:

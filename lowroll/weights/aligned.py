@@ -6,7 +6,8 @@
 Between two updates the codes are fixed, so all micro-batches, the old log-probs and the publication see one and the
 same Q(W): `weights.publish` copies these tensors and quantises nothing itself, and `digest` of learner and engine are
 equal. Over a quantised base (LoRA) Q(W) is the base itself, and no update changes it. Embeddings, norms and lm_head
-stay dense. In a format of the model's own floating point the aligned forward is the plain one.
+stay dense. In a format of the model's own floating point the aligned forward is the plain one, up to the order of sums
+where the engine multiplies a large matrix from a packed copy (`quant.dense`).
 """
 from __future__ import annotations
 

@@ -4,8 +4,10 @@
     quant error   sum |Q(W') - W'|^2 / sum |W'|^2       Eq. 14, after it
     flipped       share of the low-bit codes that differ before and after
 
-over all linear weights; the last one is what the engine can notice. The price is one copy of the linear weights and of
-the engine's codes. A format below 8 bits packs its codes in nibbles, which are compared one by one.
+over all linear weights; the last one is what the engine can notice. A code counts by itself: where a group's scale
+doubles and its codes halve (MXFP4), all of them have flipped, though the values stayed. The price is one copy of the
+linear weights and of the engine's codes. A format below 8 bits packs its codes in nibbles, which are compared one by
+one.
 """
 from __future__ import annotations
 
