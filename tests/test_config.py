@@ -291,7 +291,7 @@ def test_auto_under_an_aligned_forward(algorithm: str, weights: str, expected: s
     assert cfg.correction == expected and cfg.notes[0].startswith(f"correction: {expected}, because the rollouts use")
     assert from_mapping(yaml.safe_load(cfg.dump())).dump() == cfg.dump()
     if expected == "tbpo":
-        assert "train.forward: aligned" in cfg.notes[0]
+        assert "forward is aligned" in cfg.notes[0]
         assert (cfg.loss.eps_low, cfg.loss.eps_high, cfg.loss.tbpo.eps_negative) == (3e-4, 4e-4, 7e-4)
         assert cfg.advantage == ALGORITHMS[algorithm].advantage and cfg.loss.reduce == ALGORITHMS[algorithm].reduce
         assert from_mapping(tree | {"correction": "tis"}).correction == "tis"
