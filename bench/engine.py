@@ -1,7 +1,7 @@
 """The engine against `transformers.generate`, and its INT8 weights against its own dense ones.
 
 The work is an RL step's: 8 prompts of 64 tokens, 8 samples each, response lengths log-normal (median 48, sigma 1, at
-most 256), the same list of lengths forced on every engine, the same random weights of a real shape (speed does not
+most 384), the same list of lengths forced on every engine, the same random weights of a real shape (speed does not
 depend on the values). All engines sample at temperature 1 and count the useful tokens only: those within a sample's
 length. Seconds are of the whole call, prefill included.
 
@@ -44,8 +44,8 @@ STOP = 1        # the id that ends a sample
 CONTEXT = 512
 MODELS: dict[str, dict[str, Any]] = {
     "demo": {**DEMO, "vocab_size": 261, "max_position_embeddings": CONTEXT},
-    "100m": {**DEMO, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12,
-             "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 24576,
+    "100m": {**DEMO, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8,
+             "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192,
              "max_position_embeddings": CONTEXT},
 }
 
@@ -59,7 +59,7 @@ class Workload:
 
     @classmethod
     def lognormal(cls, vocab_size: int, *, num_prompts: int = 8, samples: int = 8, prompt_tokens: int = 64,
-                  median: float = 48.0, sigma: float = 1.0, most: int = 256, seed: int = 0) -> Workload:
+                  median: float = 48.0, sigma: float = 1.0, most: int = 384, seed: int = 0) -> Workload:
         dice = random.Random(seed)
         prompts = [[dice.randrange(2, vocab_size) for _ in range(prompt_tokens)] for _ in range(num_prompts)]
         lengths = [[min(most, max(1, round(dice.lognormvariate(math.log(median), sigma)))) for _ in range(samples)]
@@ -184,7 +184,7 @@ def main() -> int:
         rows += compare(name, MODELS[name], work, args.rounds, 2.0, 1.5 if name == "100m" else None)
     met = show(f"Engine, {args.threads} threads, 64 sequences, 8 a prompt", rows)
     path = write("engine", rows, args.out, rounds=args.rounds, sequences=64, prompt_tokens=64, median_length=48,
-                 sigma=1.0, longest=256)
+                 sigma=1.0, longest=384)
     print(path)
     return 0 if met else 1
 

@@ -115,5 +115,5 @@ def test_learner_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         torch.set_num_threads(threads)
     memory, speed = json.loads((tmp_path / "learner.json").read_text())["rows"]
     logits = 6144 * 4096 * 4 / 1e6
-    assert memory["ours"] < 1.5 * logits < 2.5 * logits < memory["peer"] < 5 * logits
+    assert 1.2 * memory["ours"] < memory["peer"] and 2.5 * logits < memory["peer"] < 5 * logits
     assert code == (0 if memory["ratio"] >= 3 else 1) and speed["ours"] > 0
