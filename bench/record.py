@@ -24,7 +24,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import lowroll
+
 BASELINES = Path(__file__).parent / "baselines"
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def machine() -> dict[str, Any]:
     return {"cpu": _first("/proc/cpuinfo", "model name") or platform.processor(), "cores": os.cpu_count(),
             "memory": _first("/proc/meminfo", "MemTotal"), "system": f"{platform.system()} {platform.machine()}",
             "load": os.getloadavg()[0], "threads": torch.get_num_threads(), "python": platform.python_version(),
-            "torch": torch.__version__, "transformers": version("transformers"), "lowroll": version("lowroll")}
+            "torch": torch.__version__, "transformers": version("transformers"), "lowroll": lowroll.__version__}
 
 
 def _first(path: str, key: str) -> str | None:

@@ -1,0 +1,205 @@
+"""Learning curves: the same run with every price of rollouts and every way to pay for the mismatch.
+
+The task is `arithmetic` (expressions reduced line by line) for a Qwen3-shaped model of 3.2 M parameters, warm-started
+by SFT until it solves part of it. Every run of a seed starts from the same weights, draws the same prompts and makes the
+same number of updates; only what its row of `VARIANTS` says differs. Learner in float32, so that what is measured is
+the rollouts' price. Runs go side by side in processes of their own, one thread each: they are small.
+
+    python -m bench.curves [--steps 150] [--seeds 3] [--jobs 8] [--device auto] [--out FOLDER] [--only NAME ...]
+                           [--change JSON]
+
+writes `curves.json` (every curve of every run, the machine and the settings) into the folder; `docs/tables.py` makes
+the tables and pictures of docs/results.md from it.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr, redirect_stdout
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.record import RESULTS, machine
+from lowroll import assemble
+from lowroll.config import RunConfig, from_mapping
+from lowroll.demo import CONFIG as DEMO
+from lowroll.demo import build_tokenizer
+from lowroll.inprocess import run
+from lowroll.model import hf, initialize
+from lowroll.model.spec import spec_from_config
+from lowroll.model.transformer import Transformer
+from lowroll.orchestrator.evaluate import evaluate
+from lowroll.supervised import warm_start
+
+MODEL: dict[str, Any] = {**DEMO, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,
+                         "num_key_value_heads": 2, "head_dim": 64}
+
+SETTINGS: dict[str, Any] = {
+    "env": [{"id": "arithmetic", "args": {"template": "{text}", "min_steps": 1, "max_steps": 3, "max_operand": 9}}],
+    "batch_size": 1024, "rollouts_per_example": 8, "algorithm": "grpo", "dtype": "float32",
+    "loss": {"reduce": "token-mean"},
+    "rollout": {"max_tokens": 48, "max_batch": 1024, "cache_tokens": 131072},
+    "train": {"learning_rate": 1e-4, "warmup_steps": 5, "minibatches": 4, "weight_decay": 0.0,
+              "tokens_per_microbatch": 16384},
+    "ckpt": {"interval": 10_000, "keep_last": 1},
+    "sft": {"steps": 450, "batch_size": 128, "learning_rate": 1e-3, "warmup_steps": 20, "num_examples": 65536},
+}
+
+# TBPO's bounds are on the geometric mean of a response's ratios. QaRL's 3e-4 belongs to its learning rate of 1e-6; the
+# steps here are some hundred times as large, and so are the bounds.
+BANDS: dict[str, Any] = {"eps_low": 0.03, "eps_high": 0.04, "tbpo": {"eps_negative": 0.07}}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16": {"rollout": {"weights": "bf16"}, "correction": "none"},
+    "fp8 naive": {"rollout": {"weights": "fp8"}, "correction": "is"},
+    "int4 naive": {"rollout": {"weights": "int4"}, "correction": "is"},
+    "int4 uncorrected": {"rollout": {"weights": "int4"}, "correction": "none"},
+    "int4 tis": {"rollout": {"weights": "int4"}, "correction": "tis"},
+    "int4 acr": {"rollout": {"weights": "int4"}, "correction": "acr"},
+    "int4 acr uaq": {"rollout": {"weights": "int4"}, "correction": "acr", "train": {"uaq_scale": 1.5}},
+    "int4 aligned tbpo": {"rollout": {"weights": "int4"}, "correction": "tbpo", "train": {"forward": "aligned"},
+                          "loss": BANDS},
+    "bf16 noise": {"rollout": {"weights": "bf16"}, "correction": "acr", "noise": {}},
+    "nvfp4": {"rollout": {"weights": "nvfp4"}, "correction": "acr"},
+    "nvfp4 noise": {"rollout": {"weights": "nvfp4"}, "correction": "acr", "noise": {}},
+}
+
+CURVES = ("reward/mean", "mismatch/kl_k3", "mismatch/weight_max", "mismatch/ess", "policy/entropy",
+          "rollout/length_mean", "optim/grad_norm", "weights/codes_flipped_fraction", "time/step", "time/generate", "time/learn")
+HELD_OUT = 512
+
+
+def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the leaves of `change` in place of its own."""
+    out = dict(base)
+    for key, value in change.items():
+        nested = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+        out[key] = merged(out[key], value) if nested else value
+    return out
+
+
+def settings(variant: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]) -> RunConfig:
+    """The run of a variant and a seed, as a user's YAML file would say it."""
+    place = {"model": str(folder / "model"), "output_dir": str(folder / f"{variant.replace(' ', '-')}-{seed}"),
+             "seed": seed, "device": device, "train": {"max_steps": steps}}
+    return from_mapping(merged(merged(merged(SETTINGS, change), VARIANTS[variant]), place))
+
+
+def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, float]:
+    """Write the warm-started model as `folder/model`; returns its held-out reward before training."""
+    tokenizer = build_tokenizer()
+    spec = spec_from_config({**MODEL, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id,
+                             "pad_token_id": tokenizer.pad_token_id})
+    tokenizer.save_pretrained(folder / "tokenizer")
+    hf.save(initialize(Transformer(spec), 0), folder / "untrained", tokenizer_from=folder / "tokenizer")
+    cfg = settings("bf16", 0, 10, folder, device, change)
+    loss = warm_start(cfg, folder / "untrained", folder / "model")["sft/loss"]
+    return {"sft_loss": loss, "sampled": held_out(cfg, folder / "model", 1.0),
+            "greedy": held_out(cfg, folder / "model", 0.0)}
+
+
+def held_out(cfg: RunConfig, model: Path, temperature: float) -> float:
+    """Mean reward of a model folder on held-out expressions, with its dense weights."""
+    where, chat = assemble.place(cfg), assemble.tokenizer(model)
+    master = hf.load(model, where.device, where.dtype)
+    env, = assemble.environments(cfg.env, cfg.seed).values()
+    with assemble.scorer(cfg) as scorer:
+        metrics = evaluate(env, assemble.engine(cfg, where, master, chat, "dense"), scorer, chat, num_examples=HELD_OUT,
+                           sampling=assemble.sampling(cfg, temperature), seed=cfg.seed)
+    return metrics[f"eval/{env.name}/reward"]
+
+
+def train(variant: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, Any]:
+    """One run, in a process of its own. Returns its curves and what its final model reaches."""
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    cfg = settings(variant, seed, steps, folder, device, change)
+    with (folder / f"{Path(cfg.output_dir).name}.log").open("w") as log, redirect_stdout(log), redirect_stderr(log):
+        result = run(cfg)
+    curves = {name: [_short(record.get(name)) for record in result.records] for name in CURVES}
+    rewards = {"sampled": held_out(cfg, result.folder / "final", 1.0),
+               "greedy": held_out(cfg, result.folder / "final", 0.0)}
+    shutil.rmtree(result.folder)
+    return {"variant": variant, "seed": seed, "seconds": round(time.monotonic() - began, 1), "after": rewards,
+            "curves": curves}
+
+
+def _short(value: object) -> float | None:
+    return None if value is None else float(f"{float(str(value)):.5g}")
+
+
+def show(console: Console, runs: list[dict[str, Any]]) -> None:
+    """One line a variant: what was reached, and how large the mismatch became."""
+    table = Table(title="mean over the seeds (smallest to largest)")
+    for name in ("", "reward, last 10 steps", "held out, sampled", "KL, first 10", "KL, last 10", "largest weight"):
+        table.add_column(name)
+    for variant in dict.fromkeys(one["variant"] for one in runs):
+        own = [one for one in runs if one["variant"] == variant]
+        table.add_row(variant, _spread([_mean(r["curves"]["reward/mean"][-10:]) for r in own]),
+                      _spread([r["after"]["sampled"] for r in own]),
+                      f"{_mean([_mean(r['curves']['mismatch/kl_k3'][:10]) for r in own]):.1e}",
+                      f"{_mean([_mean(r['curves']['mismatch/kl_k3'][-10:]) for r in own]):.1e}",
+                      f"{max(max(v or 0.0 for v in r['curves']['mismatch/weight_max']) for r in own):.1e}")
+    console.print(table)
+
+
+def _mean(values: list[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else float("nan")
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def main() -> None:
+    """Run every variant with every seed and store the curves."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=8, help="runs side by side")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--change", default="{}", help="JSON of settings that differ from SETTINGS")
+    args = parser.parse_args()
+    console, began, runs, change = Console(width=120), time.monotonic(), [], json.loads(args.change)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        before = warm_started(folder, args.device, change)
+        console.print(f"warm start: {before} in {time.monotonic() - began:.0f} s")
+        work = partial(train, steps=args.steps, folder=folder, device=args.device, change=change)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(args.jobs, mp_context=context, max_tasks_per_child=1) as pool:
+            waiting = [pool.submit(work, name, seed) for seed in range(args.seeds) for name in args.only]
+            for done in as_completed(waiting):
+                runs.append(done.result())
+                last = runs[-1]
+                console.print(f"{len(runs)} of {len(waiting)}: {last['variant']}, seed {last['seed']}, "
+                              f"{last['seconds']} s, {last['after']}")
+    runs.sort(key=lambda r: (list(VARIANTS).index(r["variant"]), r["seed"]))
+    args.out.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() and args.device != "cpu" else "cpu"
+    record = {"date": date.today().isoformat(), "machine": {**machine(), "device": device}, "steps": args.steps,
+              "settings": merged(SETTINGS, change), "seconds": round(time.monotonic() - began), "before": before,
+              "runs": runs}
+    (args.out / "curves.json").write_text(json.dumps(record) + "\n")
+    show(console, runs)
+    console.print(f"{args.out / 'curves.json'}, {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
