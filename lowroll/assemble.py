@@ -128,6 +128,15 @@ def longest_prompt(cfg: RunConfig, model: Transformer) -> int:
     return room
 
 
+def check_stages(cfg: RunConfig, model: Transformer) -> None:
+    """ValueError when a stage of the run has no room for a prompt beside its longest response."""
+    for stage in cfg.stages:
+        try:
+            longest_prompt(cfg.at(stage.step), model)
+        except ValueError as error:
+            raise ValueError(f"the stage that begins at step {stage.step}: {error}") from None
+
+
 def orchestrator_settings(cfg: RunConfig, model: Transformer) -> Settings:
     schedule = cfg.rollout.temp_scheduler
     return Settings(
@@ -183,12 +192,13 @@ def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]
         learned += f", update-aware scaling {cfg.train.uaq_scale:g}"
     noise = "" if cfg.noise is None else (f", noise {cfg.noise.sigma_start:g} to {cfg.noise.sigma_end:g} "
                                           f"({cfg.noise.schedule}, learner {cfg.noise.learner})")
+    stages = "".join(f", {cfg.at(stage.step).rollout.max_tokens} from step {stage.step}" for stage in cfg.stages)
     return {"title": Path(cfg.output_dir).name,
             "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
             "learning": f"{learned}, {cfg.algorithm}, {cfg.train.optimizer}, {cfg.train.forward} forward, "
                         f"learning rate {cfg.train.learning_rate:g}",
             "env": ", ".join(env.name or env.id for env in cfg.env),
             "rollout": f"{rollout_format(cfg, where)} weights, {cfg.rollouts_per_example} samples a prompt, "
-                       f"at most {cfg.rollout.max_tokens} tokens{noise}",
+                       f"at most {cfg.rollout.max_tokens} tokens{stages}{noise}",
             "correction": "; ".join((cfg.correction, *(n for n in cfg.notes if n.startswith("correction:")))),
             "device": f"{where.device}, {str(where.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"}

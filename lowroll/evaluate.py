@@ -16,8 +16,9 @@ def evaluate(cfg: RunConfig, weights: Sequence[str]) -> list[dict[str, Any]]:
     """One row an environment and format: reward, pass@1, avg@k, pass@k, mean length, tokens a second.
 
     `weights` are formats; "dense" is the run's own dtype. The formats see the same prompts and the same seeds.
+    A run with stages is evaluated at the lengths of its last one.
     """
-    cfg = cfg.resolved()
+    cfg = cfg.resolved().at(cfg.train.max_steps)
     where, chat = assemble.place(cfg), assemble.tokenizer(cfg.model)
     model = hf.load(cfg.model, where.device, where.dtype)
     envs = assemble.environments(cfg.eval.env or cfg.env, cfg.seed)

@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -94,9 +94,11 @@ class Session:
 
     def __init__(self, cfg: RunConfig, stack: ExitStack) -> None:
         self.cfg, self.folder = cfg, Path(cfg.output_dir)
+        self.stage = cfg                  # the settings of the current step
         self.where = assemble.place(cfg)
         self.model = assemble.learner(cfg, self.where)
         self.base_digest = digest(self.model)
+        assemble.check_stages(cfg, self.model)
         self.chat = assemble.tokenizer(cfg.model)
         self.engine = assemble.engine(cfg, self.where, self.model, self.chat)
         self.envs = assemble.environments(cfg.env, cfg.seed)
@@ -135,6 +137,7 @@ class Session:
         if saved.meta["base"] != self.base_digest:
             raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
         self.trainer.restore(saved.tensors, saved.state["trainer"])
+        self._enter(saved.step)
         self.orchestrator.restore(saved.state["orchestrator"])
         self._publish(self.trainer.version)
         for later_gone in (self.recorder.truncate, partial(truncate_rollouts, self.folder / "rollouts"),
@@ -147,9 +150,10 @@ class Session:
     def step(self, step: int) -> Record:
         """One training step, its record and, when due, its evaluation and checkpoint."""
         began = time.monotonic()
+        stage = self._enter(step)
         batch = self.orchestrator.step(step, self.trainer.version)
         sigma = {} if self.noise is None else {"rollout/noise_sigma": self.noise.sigma(self.trainer.version)}
-        metrics = batch.stats | sigma | self.trainer.step()
+        metrics = batch.stats | stage | sigma | self.trainer.step()
         if self.cfg.eval.interval and step % self.cfg.eval.interval == 0:
             metrics |= self.evaluate()
         metrics |= self._performance(batch, metrics)
@@ -170,7 +174,7 @@ class Session:
         for env in self.eval_envs.values():
             metrics |= evaluate(env, self.engine, self.scorer, self.chat, num_examples=cfg.num_examples,
                                 rollouts_per_example=cfg.rollouts_per_example,
-                                sampling=assemble.sampling(self.cfg, cfg.temperature), seed=self.cfg.seed,
+                                sampling=assemble.sampling(self.stage, cfg.temperature), seed=self.cfg.seed,
                                 max_prompt_tokens=self.orchestrator.settings.max_prompt_tokens)
         if noisy:
             self._adopt(self.trainer.version)
@@ -196,6 +200,18 @@ class Session:
                       input_scale=self.cfg.train.uaq_scale or 1.0)
         else:
             hf.save(self.model, final, tokenizer_from=source)
+
+    def _enter(self, step: int) -> dict[str, float]:
+        """Go over to the settings of the step's stage; returns its metrics, none in a run without stages."""
+        if not self.cfg.stages:
+            return {}
+        self.stage = self.cfg.at(step)
+        self.orchestrator.enter(assemble.orchestrator_settings(self.stage, self.model))
+        length = self.stage.objective_options["max_length"]
+        self.trainer.settings = replace(self.trainer.settings,
+                                        options={**self.trainer.settings.options, "max_length": length})
+        return {"rollout/stage": 1.0 + sum(stage.step <= step for stage in self.cfg.stages),
+                "rollout/max_tokens": float(self.stage.rollout.max_tokens)}
 
     def _publish(self, version: int) -> dict[str, float]:
         self._adopt(version)

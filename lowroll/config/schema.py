@@ -28,6 +28,7 @@ from lowroll.config.section import (
     Text,
     as_list,
 )
+from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 
 
 def _no_kv_policy(value: Any) -> Any:
@@ -201,6 +202,7 @@ class RunConfig(Section):
     dapo: DapoConfig = DapoConfig()
     filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()
     train: TrainConfig = TrainConfig()
+    stages: Annotated[tuple[StageConfig, ...], Strict(False)] = ()   # what changes in the course of the run
     noise: NoiseConfig | None = None
     score: ScoreConfig = ScoreConfig()
     ckpt: CkptConfig = CkptConfig()
@@ -225,6 +227,13 @@ class RunConfig(Section):
     def num_groups(self) -> int:
         """Prompts a step."""
         return self.batch_size // self.rollouts_per_example
+
+    def at(self, step: int) -> RunConfig:
+        """The settings of a step (counted from 1): those of the stages that have begun laid over the run's own."""
+        cfg = self
+        for stage in self.stages:
+            cfg = _enter(cfg, stage) if stage.step <= step else cfg
+        return cfg
 
     @property
     def objective_options(self) -> dict[str, Any]:
@@ -276,16 +285,17 @@ def _named(env: EnvConfig) -> EnvConfig:
     return env if env.name is not None else env.model_copy(update={"name": env.id})
 
 
+def _enter(cfg: RunConfig, stage: StageConfig) -> RunConfig:
+    update: dict[str, Any] = {}
+    for section, values in stage.changes().items():
+        update |= {section: getattr(cfg, section).model_copy(update=values)} if section else values
+    return cfg.model_copy(update=update)
+
+
 def _problems(cfg: RunConfig) -> Iterator[Problem]:
     """Settings that cannot work together."""
-    if cfg.batch_size % cfg.rollouts_per_example:
-        yield ((("batch_size",), ("rollouts_per_example",)),
-               f"batch_size ({cfg.batch_size}) is not a multiple of rollouts_per_example ({cfg.rollouts_per_example})")
-    elif cfg.num_groups % cfg.train.minibatches:
-        yield ((("train", "minibatches"), ("batch_size",), ("rollouts_per_example",)),
-               f"the {cfg.num_groups} groups of a batch (batch_size / rollouts_per_example) cannot be split into "
-               f"{cfg.train.minibatches} equal minibatches")
-    yield from _length_problems(cfg)
+    yield from _batch_problems(cfg)
+    yield from _stage_problems(cfg)
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
         yield ((("rollout", "temp_scheduler"), ("rollout", "temperature")),
                "set either rollout.temperature or rollout.temp_scheduler, not both")
@@ -307,6 +317,29 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
                 yield (((*path, index, "name"), (*path, index, "id")),
                        f"two environments are called {name!r}; give one another name")
             seen.add(name)
+
+
+def _batch_problems(cfg: RunConfig) -> Iterator[Problem]:
+    if cfg.batch_size % cfg.rollouts_per_example:
+        yield ((("batch_size",), ("rollouts_per_example",)),
+               f"batch_size ({cfg.batch_size}) is not a multiple of rollouts_per_example ({cfg.rollouts_per_example})")
+    elif cfg.num_groups % cfg.train.minibatches:
+        yield ((("train", "minibatches"), ("batch_size",), ("rollouts_per_example",)),
+               f"the {cfg.num_groups} groups of a batch (batch_size / rollouts_per_example) cannot be split into "
+               f"{cfg.train.minibatches} equal minibatches")
+    yield from _length_problems(cfg)
+
+
+def _stage_problems(cfg: RunConfig) -> Iterator[Problem]:
+    """What is wrong with the stages, and with the run's settings as they are in each of them."""
+    yield from order_problems(cfg.stages, cfg.dapo.overlong_max)
+    known, now = [message for _, message in _batch_problems(cfg)], cfg
+    for i, stage in enumerate(cfg.stages):
+        now = _enter(now, stage)
+        for keys, message in _batch_problems(now):
+            if message not in known:
+                yield blame(i, (keys, message))
+                known.append(message)
 
 
 def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
@@ -359,3 +392,4 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         yield (f"train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; "
                f"{cfg.correction} then acts as a capped weight")
     yield from loss_notes(cfg.correction, cfg.loss)
+    yield from stage_notes(cfg.stages, cfg.train.max_steps)
