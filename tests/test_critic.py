@@ -135,6 +135,23 @@ def test_explained_variance_by_hand():
     assert explained_variance([[.1, .7]], [[1.0, 1 + 1e-9]], [[1, 1]]) == {} == explained_variance([], [], [])
 
 
+@pytest.mark.parametrize(("correction", "J", "g"), [
+    ("decoupled", [1.32, 1.44, 6, 6, -1.08, -8, -4, .55], [1.32, 0, 0, 0, -1.08, -8, 0, .55]),
+    ("tis", [1.32, 1.44, 2.4, 2.4, -1.08, -3.2, -1.6, .55], [1.32, 0, 0, 0, -1.08, -3.2, 0, .55]),
+    ("acr", [1.32, 1.44, 3.2, 6, -1.08, -3.2, -1.6, .55], [1.32, 0, 3.2, 0, -1.08, -3.2, 0, .55]),
+])
+def test_the_corrections_multiply_the_advantage_of_each_token(correction, J, g):
+    """The eight rows of A7, C = 2, as the tokens of one response: their advantages differ in sign, their mean is J."""
+    behavior, proximal, current, A = (torch.tensor(column).double() for column in zip(
+        (.5, .6, .66, 1), (.5, .6, .78, 1), (.01, .05, .08, 1), (.01, .05, .16, 1), (.5, .6, .54, -1),
+        (.01, .05, .08, -1), (.01, .05, .03, -1), (.6, .3, .33, 1), strict=True))
+    learner = current.log().requires_grad_()
+    got, _ = select("ppo", correction)(learner=learner, proximal=proximal.log(), behavior=behavior.log(), advantages=A,
+                                       mask=torch.ones(8), segments=torch.zeros(8, dtype=torch.int64))
+    got.backward()
+    assert got.item() == pytest.approx(sum(J) / 8) and (learner.grad * 8).tolist() == pytest.approx(g)
+
+
 # One step by hand
 
 
