@@ -53,7 +53,7 @@ def test_each_is_listed_and_says_where_it_comes_from() -> None:
 # as printed: prompts a step, rollouts a prompt, longest response, learning rate, updates a step, KL coefficient, the
 # rollouts' weights, the correction; then the steps, where the source says them
 PUBLISHED: dict[str, tuple[Any, ...]] = {
-    "qurl_gsm8k_int8": (256, 8, 512, 1e-5, 256 // 64, 0.0, "int8", "acr", 15 * (7473 // 256)),
+    "qurl_gsm8k_ppo_int8": (256, 1, 512, 1e-5, 256 // 64, 0.0, "int8", "acr", 15 * (7473 // 256)),
     "qurl_dapo_int8": (512, 16, 3072, 1e-6, 16, 0.0, "int8", "acr", 200),
     "qurl_deepscaler_int8": (256, 8, 8192, 1e-6, 4, 1e-3, "int8", "acr", 800 + 400 + 400),
     "surogate_reverse_text": (128 // 16, 16, 128, 2e-4, 1, 0.0, "dense", "aipo", 40),
@@ -97,7 +97,11 @@ def test_qarl(name: str) -> None:
 
 
 def test_qurl() -> None:
-    assert [recipe(f"qurl_{name}_int8").train.uaq_scale for name in ("gsm8k", "dapo", "deepscaler")] == [None, 1.5, 1.5]
+    scales = [recipe(f"qurl_{name}_int8").train.uaq_scale for name in ("gsm8k_ppo", "dapo", "deepscaler")]
+    assert scales == [None, 1.5, 1.5]
+    ppo = recipe("qurl_gsm8k_ppo_int8")
+    assert (ppo.algorithm, ppo.critic.learning_rate, ppo.critic.value_clip, ppo.critic.gamma, ppo.critic.lam,
+            ppo.critic.model) == ("ppo", 1e-5, 0.5, 1.0, 1.0, None)
     cfg = recipe("qurl_deepscaler_int8")
     assert [(now.rollout.max_tokens, now.rollouts_per_example, now.num_groups) for now in map(
         cfg.at, (1, 800, 801, 1200, 1201, 1600))] == [(8192, 8, 256)] * 2 + [(16384, 16, 256)] * 2 + [
@@ -127,8 +131,8 @@ TWINS: dict[str, dict[str, Any]] = {
     "qerl_bigmath_32b_nvfp4": {**DAPO, **ONE_UPDATE, **LORA, **NOISE},
     "qerl_bigmath_7b_nvfp4": {**DAPO, **ONE_UPDATE, **LORA, **NOISE}, "qerl_gsm8k_3b_nvfp4": {**LORA, **NOISE},
     "qerl_gsm8k_7b_nvfp4": {**LORA, **NOISE}, "qerl_gsm8k_bf16_lora": LORA, "qurl_dapo_int8": OVERLONG,
-    "qurl_deepscaler_int8": {"stages": STAGES}, "qurl_gsm8k_int8": {}, "sparse_rl_dense_baseline": {},
-    "surogate_reverse_text": {**ONE_UPDATE, **LORA}}
+    "qurl_deepscaler_int8": {"stages": STAGES}, "qurl_gsm8k_ppo_int8": {"rollouts_per_example": 1},
+    "sparse_rl_dense_baseline": {}, "surogate_reverse_text": {**ONE_UPDATE, **LORA}}
 
 
 @pytest.mark.parametrize("name", [path.stem for path in RECIPES])
@@ -142,6 +146,7 @@ def test_a_twin_runs_three_steps(name: str, model: Path, tmp_path: Path) -> None
     assert [record["step"] for record in result.records] == [1, 2, 3]
     for record in result.records:
         assert record["optim/skipped"] == 0 and abs(record["mismatch/kl_k1"]) < 0.1
+        assert ("critic/loss" in record) == (published.algorithm == "ppo")
         assert ("policy/kl_reference" in record) == (published.loss.kl_coef > 0)
     assert max(record["optim/grad_norm"] for record in result.records) > 0
     before, after = (lowroll.score(folder, [[6, 7, 8]], [1])[0] for folder in (model, result.folder / "final"))
