@@ -18,6 +18,7 @@ import lowroll
 from lowroll import demo
 from lowroll.cli.main import COMMANDS, main
 from lowroll.config import load, load_reference
+from lowroll.metrics.record import read
 from lowroll.model import hf, lora
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +79,12 @@ def test_the_tour_of_the_readme_runs(clone: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_python_of_the_usage_page_runs(clone: Path, monkeypatch: pytest.MonkeyPatch,
                                            capsys: pytest.CaptureFixture[str]) -> None:
-    validate, merge = blocks(ROOT / "docs/usage.md", "python")
+    price, validate, merge = blocks(ROOT / "docs/usage.md", "python")
+    run_block(price, clone, monkeypatch)
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert set(lines) == set(lowroll.formats())
+    assert lines["int8"].startswith("8.12 bits") and lines["nvfp4"].startswith("4.50 bits")
+    assert float(lines["int8"].split()[-1]) < float(lines["nvfp4"].split()[-1]) < 0.2
     run_block(validate, clone, monkeypatch)
     assert "Validation(env='examples/my_env.py'" in capsys.readouterr().out
 
@@ -122,6 +128,26 @@ def test_the_commands_exist_and_take_these_arguments(page: Path) -> None:
             parser = importlib.import_module(f"lowroll.cli.{command}").parser()
             if arguments and "..." not in arguments:
                 parser.parse_intermixed_args(arguments)
+
+
+def test_the_commands_on_cheap_rollouts_run(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the usage page that need the demo's model alone, with few rollouts and two steps."""
+    page = ROOT / "docs/usage.md"
+    monkeypatch.chdir(clone)
+    Path("cheap.yaml").write_text(next(text for text in blocks(page, "yaml") if text.startswith("# cheap.yaml")))
+    small = {"grpo": ["train.max_steps=2", "batch_size=32", "dapo.max_rounds=32", "rollout.cache_tokens=4096",
+                      "score.workers=1"], "eval": ["--n", "4"], "diagnose": ["--n", "4", "rollout.cache_tokens=4096"]}
+    ran, mismatch = set(), {}
+    for _, command, *words in commands_of(page.read_text()):
+        if words[:1] == ["cheap.yaml"] or words[:1] == ["outputs/demo/model"]:
+            assert main([command, *words, *small[command]]) == 0
+            ran.add(command)
+            for folder in (Path(word.removeprefix("output_dir=")) for word in words if word.startswith("output_dir=")):
+                mismatch[folder.name] = read(folder)[0]["mismatch/kl_k3"]
+    assert ran == set(small)
+    assert set(mismatch) == {"dapo", "ppo", "auto", "tis", "int4", "aligned", "scaled", "noise"}
+    assert mismatch["aligned"] < mismatch["int4"] / 100
+    assert mismatch["auto"] == mismatch["tis"]
 
 
 def test_the_reader_of_commands_sees_the_commands() -> None:
