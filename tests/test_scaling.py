@@ -18,7 +18,7 @@ from lowroll.trainer import state as states
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.weights import scaling
 from lowroll.weights.publish import quantize_base, rollout_copy
-from lowroll.weights.watch import WeightWatch, num_flipped
+from lowroll.weights.watch import AdapterWatch, WeightWatch, num_flipped
 
 IDS = torch.randint(0, 67, (31,), generator=torch.Generator().manual_seed(0))
 
@@ -189,3 +189,35 @@ def test_the_watch_measures_by_hand(tmp_path: Path, format: str) -> None:
     again = watch.measure()
     assert again["weights/normalized_update"] == again["weights/codes_flipped_fraction"] == 0
     assert again["weights/normalized_quant_error"] == pytest.approx(got["weights/normalized_quant_error"])
+
+
+@pytest.mark.parametrize("format", ["fp32", "int8", "nf4"])
+def test_the_watch_of_an_adapter_measures_the_merged_weights(tmp_path: Path, format: str) -> None:
+    """Eq. 13 in float64 on base + (alpha / r) B A, and the base is left as it was."""
+    model = quantize_base(hf.load(hf_folder(tmp_path / "m", "llama-biases")), format)
+    lora.attach(model, 3, 12.0, ("q_proj", "v_proj", "down_proj"))
+    bases = [linear.weight.dequantize().double().clone() for _, linear in model.linears()]
+
+    def merged() -> list[Tensor]:
+        weights = [base.clone() for base in bases]
+        for (_, linear), w in zip(model.linears(), weights, strict=True):
+            for part in linear.adapter.a if linear.adapter else ():
+                w[linear.rows(part)] += 4 * linear.adapter.b[part].double() @ linear.adapter.a[part].double()
+        return weights
+
+    def learn(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in model.trainable_parameters().values():
+                p.add_(0.1 * torch.randn(p.shape, generator=generator))
+
+    learn(0)
+    watch, before = AdapterWatch(model), merged()
+    learn(1)
+    after = merged()
+    want = (sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
+            / sum(float(b.square().sum()) for b in before))
+    assert watch.measure() == {"weights/normalized_update": pytest.approx(want, rel=1e-5)} and want > 1e-4
+    assert watch.measure() == {"weights/normalized_update": 0.0}
+    assert all(torch.equal(linear.weight.dequantize().double(), base)
+               for (_, linear), base in zip(model.linears(), bases, strict=True))

@@ -73,9 +73,11 @@ class LearnSettings:
         if unknown := self.options.keys() - self.objective.options.keys():
             raise ValueError(f"options: objective {self.objective.name} has no {min(unknown)}; it has "
                              f"{', '.join(self.objective.options)}")
-        if self.options.get("teacher_tau"):
-            raise ValueError(f"teacher_tau: {self.options['teacher_tau']} needs a teacher's log-probs, and the trainer "
-                             "has no teacher")
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the objective reads a teacher's log-probs."""
+        return bool(self.options.get("teacher_tau"))
 
     @property
     def normalizes(self) -> bool:
@@ -138,10 +140,11 @@ def gather(values: LogProbs, packed: Packed) -> Tensor:
 
 
 def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: LearnSettings,
-          reference: Transformer | None = None) -> dict[str, float]:
+          reference: Transformer | None = None, teacher: Transformer | None = None) -> dict[str, float]:
     """Update the model from a batch and return its metrics (names as in `lowroll.metrics.names`).
 
     `reference` is the frozen model of the KL term; None with a LoRA model means the model with its adapter off.
+    `teacher` is the frozen model of AIPO's teacher_tau.
     Raises ValueError, before anything changes, for a batch that cannot be learned from, and TrainingDiverged.
     """
     samples = batch.samples
@@ -150,6 +153,10 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
         raise ValueError(f"temperature: must be finite and above 0 to learn from, is {batch.temperature}")
     if settings.kl_coef and reference is None and all(linear.adapter is None for _, linear in model.linears()):
         raise ValueError("reference: kl_coef needs a frozen reference model, or a LoRA model whose base is one")
+    if settings.has_teacher:
+        if teacher is None:
+            raise ValueError(f"teacher: teacher_tau {settings.options['teacher_tau']} needs a teacher model")
+        check(samples, teacher.spec.vocab_size, teacher.spec.max_position)
     forward = Forward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature)
     minibatches = split_groups([s.group for s in samples], settings.minibatches)
     heard = [i for i, s in enumerate(samples) if any(s.loss_mask)]
@@ -161,9 +168,13 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
         with contextlib.nullcontext(reference) if reference is not None else _base_policy(model) as frozen:
             frozen_lp = replace(forward, model=frozen).run(heard).log_probs
 
+    teacher_lp = None
+    if settings.has_teacher and teacher is not None:
+        teacher_lp = replace(forward, model=teacher).run(heard).log_probs
+
     records, rate = [], optimizer.begin_step()
     for minibatch in minibatches:
-        record, trace = _update(forward, minibatch, optimizer, settings, proximal, frozen_lp)
+        record, trace = _update(forward, minibatch, optimizer, settings, proximal, frozen_lp, teacher_lp)
         records.append(record)
         if optimizer.refused_in_a_row >= MAX_REFUSALS:
             raise TrainingDiverged(f"step {batch.step}: objective {record['policy/objective']}, gradient norm "
@@ -185,7 +196,8 @@ def _base_policy(model: Transformer) -> Iterator[Transformer]:
 
 
 def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer, settings: LearnSettings,
-            proximal: LogProbs | None, reference: LogProbs | None) -> tuple[dict[str, float], Trace]:
+            proximal: LogProbs | None, reference: LogProbs | None,
+            teacher: LogProbs | None) -> tuple[dict[str, float], Trace]:
     """One optimizer update from the samples of a minibatch; returns its statistics and what the learner said."""
     samples = forward.samples
     heard = [i for i in minibatch if any(samples[i].loss_mask)]
@@ -202,7 +214,8 @@ def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer, se
         proximal_N = learner_N.detach() if proximal is None else gather(proximal, packed)
         J, statistics = settings.objective(
             learner=learner_N, proximal=proximal_N, behavior=packed.behavior_N, advantages=packed.advantages_N,
-            mask=packed.mask_N, segments=packed.segments_N, counts=counts, **settings.options)
+            teacher=None if teacher is None else gather(teacher, packed), mask=packed.mask_N,
+            segments=packed.segments_N, counts=counts, **settings.options)
         if reference is not None:
             usable_N = packed.behavior_N.isfinite() | (not settings.objective.needs_behavior)
             reference_N = gather(reference, packed)
