@@ -81,7 +81,7 @@ def test_it_holds_the_published_numbers(name: str) -> None:
 def test_qerl(name: str) -> None:
     cfg = recipe(name)
     assert (cfg.loss.eps_low, cfg.loss.eps_high, cfg.rollout.temperature, cfg.eval.temperature) == (0.2, 0.28, 1.0, 0.6)
-    assert cfg.train.lora and cfg.train.lora_rank == 32 and cfg.train.optimizer == "adamw"
+    assert cfg.train.lora and cfg.train.lora_rank == 32 and cfg.train.optimizer == "adamw8bit"
     assert cfg.algorithm == ("dapo" if "bigmath" in name else "grpo") and 500 <= cfg.train.max_steps <= 1000
     if "nvfp4" in name:
         assert (cfg.noise.sigma_start, cfg.noise.sigma_end, cfg.noise.schedule) == (1e-2, 5e-4, "exponential")
