@@ -43,8 +43,8 @@ class Probe:
                  "(mean over its tokens)"]
         band, name = options.get("eps_high"), self.settings.objective.name
         if band and band < sequence and any(word in name for word in ("gspo", "tbpo")):
-            found.append(f"{name}: its band ends at 1 + {band:.2g}, {sequence / band:.1f} times closer than the spread: "
-                         "it bounds what the learner moves, not this mismatch; train.forward aligned makes that small")
+            found.append(f"{name}: its band ends at 1 + {band:.2g}, {sequence / band:.1f} times closer than that: it "
+                         "bounds what the learner moves, not this mismatch; train.forward aligned makes that small")
         return found
 
     def silent(self, options: Mapping[str, Any]) -> dict[str, float]:
