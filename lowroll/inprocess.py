@@ -148,11 +148,7 @@ class Session:
         self.trainer.restore(saved.tensors, saved.state["trainer"])
         self.orchestrator.restore(saved.state["orchestrator"])
         self.widened = saved.state.get("widened", 0)
-        if self.guard is not None and saved.state.get("guard"):
-            self.guard.restore(saved.state["guard"])
-            if self.guard.fallbacks:
-                self._change_format(self.guard.weights)
-        self._set_options()
+        self._restore_guard(saved.state.get("guard"))
         self._publish(self.trainer.version)
         for later_gone in (self.recorder.truncate, partial(truncate_rollouts, self.folder / "rollouts"),
                            self.store.truncate):
@@ -247,6 +243,17 @@ class Session:
                         "update: its thresholds are narrower than the mismatch of the rollouts", self.cfg.correction,
                         *(100 * share for share in silent.values()))
         return first.spread | silent
+
+    def _restore_guard(self, state: Mapping[str, Any] | None) -> None:
+        """Go on with the bounds and the format of a checkpoint. ValueError when there is no guard to hold them."""
+        if self.guard is None and state and (state["fallbacks"] or state["tightened"]):
+            raise ValueError(f"guard: the run went on with {state['weights']} rollouts and bounds tightened "
+                             f"{state['tightened']} times; keep a guard section (action: warn leaves it so)")
+        if self.guard is not None and state:
+            self.guard.restore(state)
+            if self.guard.fallbacks:
+                self._change_format(self.guard.weights)
+        self._set_options()
 
     def _watch_over(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The guard's look at a step; what it decides holds from the next one on."""

@@ -296,6 +296,12 @@ def test_a_guard_may_be_given_an_action_on_resume(model: Path, tmp_path: Path,
     tree["train"]["max_steps"] = 5
     records = train({**tree, "guard": {**ALWAYS, "action": "fallback"}}, resume=True).records
     assert [record["guard/fallbacks"] for record in records] == [0, 0, 0, 1, 1]
+    tree["train"]["max_steps"] = 6
+    with pytest.raises(ValueError, match="guard: the run went on with fp8 rollouts"):
+        train({**tree, "guard": None}, resume=True)
+    assert train({**tree, "guard": {"action": "warn"}}, resume=True).records[-1]["guard/fallbacks"] == 1
+    last = read_rollouts(tmp_path / "run" / "rollouts" / "step_000006.jsonl").samples[0]
+    assert last.rollout.behavior.weights == "fp8"
 
 
 # what people see
