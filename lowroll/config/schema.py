@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from lowroll.config.algorithms import ALGORITHMS, DENSE, bounds
 from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
+from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.guard import GuardConfig
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
@@ -196,11 +197,12 @@ class RunConfig(Section):
     batch_size: Count = 64                                 # rollouts a step
     rollouts_per_example: Count = 8                        # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo"] = "grpo"
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted"] | None = None   # null: the algorithm's
+    algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = "grpo"
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted", "gae"] | None = None   # null: the algorithm's
     correction: Literal["auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "reweight"] = "auto"
     force: bool = False                                    # run what is known to collapse, to compare with
     loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()                  # read by ppo alone
     dapo: DapoConfig = DapoConfig()
     filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()
     train: TrainConfig = TrainConfig()
@@ -325,6 +327,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
         yield ((("correction",), ("rollout", "weights")),
                f"{cfg.correction} with {cfg.rollout.weights} rollouts is known to collapse ({collapse.seen}); write "
                "auto, or force: true to compare with it")
+    yield from critic_problems(cfg.algorithm, cfg.advantage, cfg.dapo.dynamic_sampling, cfg.critic, cfg.train.max_steps)
     if cfg.noise is not None and cfg.noise.schedule == "exponential" and (
             (cfg.noise.sigma_start > 0) != (cfg.noise.sigma_end > 0)):
         yield ((("noise", "sigma_end"), ("noise", "sigma_start")),
@@ -389,10 +392,11 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
     if not (price.low_bit or price.truncated or price.noisy) and cfg.correction not in ("none", "tbpo", "aipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
-    if cfg.rollouts_per_example == 1:
+    if cfg.rollouts_per_example == 1 and cfg.algorithm != "ppo":
         yield ("warning: rollouts_per_example 1: a group of one has no baseline, every advantage is 0 and nothing is "
                "learnt")
     if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
         yield (f"train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; "
                f"{cfg.correction} then acts as a capped weight")
     yield from loss_notes(cfg.correction, cfg.loss)
+    yield from critic_notes(cfg.algorithm, cfg.critic)

@@ -99,6 +99,7 @@ def _headline(records: Sequence[Record]) -> str:
     single("mismatch/kl_k3", "mismatch KL", "{:.1e}", hint="median, nats")
     single("mismatch/ess", "effective sample size", "{:.3f}", min, "lowest")
     single("spread/sequence_std", "spread before learning", "{:.1e}", hint="nats, std over sequences")
+    change("critic/explained_variance", "critic: explained variance")
     single("perf/generate_tokens_per_second", "generation", "{:,.0f} tok/s")
     single("perf/learn_tokens_per_second", "learning", "{:,.0f} tok/s")
     single("rollout/tokens", "tokens generated", "{:,.0f}", sum, "in all")
