@@ -47,7 +47,7 @@ from lowroll.types import Batch
 from lowroll.weights.aligned import realign
 from lowroll.weights.noise import share
 from lowroll.weights.publish import digest
-from lowroll.weights.watch import WeightWatch
+from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,7 @@ class Session:
         self.trainer = Trainer(
             self.model, optimizer, assemble.learn_settings(cfg), channel, self._publish,
             reference=assemble.reference(cfg, self.where), critic=assemble.critic(cfg, self.where, self.chat),
+            teacher=assemble.teacher(cfg, self.where, self.chat),
             save_offending=self._save_offending, before_first=self._first_look, deadline_s=60.0)
         self.store = Store(self.folder / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.recorder = Recorder(self.folder)
@@ -289,9 +290,10 @@ class Session:
         self.orchestrator.engine = self.engine
         self.watch_weights = self._weight_watch()
 
-    def _weight_watch(self) -> WeightWatch | None:
-        watched = self.cfg.train.weight_metrics and not self.cfg.train.lora
-        return WeightWatch(self.model, self.engine.model) if watched else None
+    def _weight_watch(self) -> WeightWatch | AdapterWatch | None:
+        if not self.cfg.train.weight_metrics:
+            return None
+        return AdapterWatch(self.model) if self.cfg.train.lora else WeightWatch(self.model, self.engine.model)
 
     def _save_offending(self, batch: Batch) -> None:
         path = write_rollouts(self.folder / "offending", batch)

@@ -161,7 +161,7 @@ def test_rescale_by_hand() -> None:
     assert rescale(options, 1.0) == options
     assert rescale(options, 2.0, ("veto",)) == {**options, "veto": pytest.approx(1e-8)}
     assert rescale({"eps_low": 0.8}, 2.0) == {"eps_low": 1.0}
-    for correction in ("acr", "tbpo", "sparse", "aipo", "reweight", "decoupled"):
+    for correction in ("acr", "tbpo", "sparse", "aipo", "ipo", "reweight", "decoupled"):
         cfg = from_mapping({"model": "m", "correction": correction})
         tighter = rescale(cfg.objective_options, 0.5)
         LearnSettings(select("grpo", correction), tighter)
@@ -190,6 +190,8 @@ def test_the_share_that_an_objective_would_silence() -> None:
     assert silent("reweight", icepop=(0.5, 5.0)) == (0.25, 0)
     assert silent("reweight", normalize=True, reject={"seq_mean_k1": (0.9, 1.1)}) == (1, 1)
     assert silent("aipo", token_mask_high=3.0) == (0.25, 0)
+    assert silent("aipo", token_mask_high=3.0, adv_tau=0.0, teacher_tau=1.0, kl_tau=0.1) == (0.25, 0)
+    assert silent("ipo", kl_tau=1.0, width=0.2) == (0.25, 0)    # d = 0, .10, -.41, 0
     assert Probe(batch, learner_N, LearnSettings(select("grpo", "acr"))).spread["spread/sequence_std"] == pytest.approx(
         math.log(2))
 

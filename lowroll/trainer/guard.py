@@ -33,9 +33,9 @@ LADDER: dict[str, str] = {"int8": "dense", "fp8": "dense", "fp8_block": "dense"}
     ("int4", "int4_asym", "w4a8", "nvfp4", "mxfp4", "mxfp4_floor", "nf4", "nf4_dq"), "fp8")
 
 # How far an option is from doing nothing: a distance that shrinks, or a ratio that draws near 1.
-_DISTANCES = ("eps_low", "eps_high", "eps_negative")
+_DISTANCES = ("eps_low", "eps_high", "eps_negative", "width")
 _RATIOS = ("cap", "xi_cap", "token_rs", "icepop", "veto", "token_mask_low", "token_mask_high", "geo_mask_low",
-           "geo_mask_high", "sequence_mask_low", "sequence_mask_high", "sequence_clip_high")
+           "geo_mask_high", "sequence_mask_low", "sequence_mask_high", "sequence_clip_high", "ratio_cap")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 The learner scores the tokens that the engine has scored. `spread` describes ln pi_old - ln b; `silent` counts the
 tokens that would get no gradient although the ratio R is still 1, because a mask, a rejection or a clip on the mismatch
-silences them. Where A = 0 the objective is asked as if A were 1, so that a batch without signal can be judged too.
+silences them. Where A = 0 the objective is asked as if A were 1, so that a batch without signal can be judged too; a
+KL term of its own is left out, and a teacher is imagined who wants what A wants.
 """
 from __future__ import annotations
 
@@ -53,10 +54,11 @@ class Probe:
         given = {"mask": packed.mask_N, "segments": packed.segments_N, "behavior": packed.behavior_N,
                  "proximal": self.learner_N}
         learner_N = self.learner_N.clone().requires_grad_(True)
+        advantages_N = torch.where(packed.advantages_N == 0, 1, packed.advantages_N)
+        options = {**options, **({"kl_tau": 0.0} if "kl_tau" in options else {})}
         with torch.enable_grad():
-            J, _ = objective(learner=learner_N, counts=objective.count(**given, **options),
-                             advantages=torch.where(packed.advantages_N == 0, 1, packed.advantages_N), **given,
-                             **options)
+            J, _ = objective(learner=learner_N, counts=objective.count(**given, **options), advantages=advantages_N,
+                             teacher=self.learner_N + advantages_N / 2, **given, **options)
             gradient_N, = torch.autograd.grad(J, learner_N)
         heard_N, layout = gradient_N != 0, lay_out(packed.mask_N, packed.segments_N)
         has_tokens_S = sequence_any(torch.ones_like(heard_N), layout)
