@@ -112,10 +112,12 @@ def test_the_constant_reduction_divides_by_the_stages_length(model: Path, tmp_pa
     """sum / S over sum / (S L), on the same tokens because the weights stand still: the gradients' ratio is L."""
     norms = []
     for reduce in ("seq-mean-token-sum", "constant"):
-        result = train(staged(model, tmp_path / reduce, batch_size=64, loss={"reduce": reduce}, stages=[
+        result = train(staged(model, tmp_path / reduce, batch_size=64, loss={"reduce": reduce}, guard={
+            "action": "tighten", "patience": 1, "ess_below": 1.0}, stages=[
             {"step": 2, "max_tokens": 6}, {"step": 3, "max_tokens": 9}], train={
             "max_steps": 3, "minibatches": 1, "learning_rate": 1e-12, "weight_decay": 0.0}))
         norms.append([record["optim/grad_norm"] for record in result.records])
+        assert [record["guard/tightened"] for record in result.records] == [1, 2, 3]     # it leaves the length alone
     assert [whole / part for whole, part in zip(*norms, strict=True)] == pytest.approx([3, 6, 9], rel=1e-4)
 
 
