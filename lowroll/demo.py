@@ -102,7 +102,7 @@ def held_out(cfg: RunConfig, model: Path, weights: str, temperature: float = 1.0
     where, chat = assemble.place(cfg), assemble.tokenizer(model)
     master = hf.load(model, where.device, where.dtype)
     env, = assemble.environments(cfg.env, cfg.seed).values()
-    with assemble.scorer(cfg) as scorer, phases() as on_phase:
+    with assemble.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
         metrics = evaluate(env, assemble.engine(cfg, where, master, chat, weights), scorer, chat,
                            num_examples=HELD_OUT, sampling=assemble.sampling(cfg, temperature), seed=cfg.seed,
                            on_phase=on_phase)

@@ -17,7 +17,7 @@ recorded, lpref the frozen reference; all at the sampling temperature. What diff
 4. Where the objective rejects tokens for their mismatch, the KL term leaves them out too; denominators keep them.
 5. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
    a row raises TrainingDiverged.
-5. An aligned learner quantises its weights once an update, right after it.
+6. An aligned learner quantises its weights once an update, right after it.
 
 T: tokens fed, N: response tokens.
 """
