@@ -195,6 +195,17 @@ def reference(cfg: RunConfig, where: Place) -> Transformer | None:
     return hf.load(cfg.model, where.device, where.dtype).requires_grad_(False)
 
 
+def teacher(cfg: RunConfig, where: Place, chat: ChatTokenizer) -> Transformer | None:
+    """The frozen model of AIPO's teacher_tau. ValueError when its tokens are not those of the run's model."""
+    if cfg.train.teacher is None or not (cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau):
+        return None
+    theirs = load_tokenizer(hf.resolve(cfg.train.teacher))
+    if theirs.get_vocab() != chat.tokenizer.get_vocab():
+        raise ValueError(f"train.teacher: the vocabulary of {cfg.train.teacher} is not that of {cfg.model}, so its "
+                         "log-probs would be of other words")
+    return hf.load(cfg.train.teacher, where.device, where.dtype).requires_grad_(False)
+
+
 def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]:
     """The run in words, for the report's header."""
     spec = model.spec

@@ -43,7 +43,7 @@ from lowroll.transport.rollout_log import truncate_rollouts, write_rollouts
 from lowroll.types import Batch
 from lowroll.weights.noise import share
 from lowroll.weights.publish import digest
-from lowroll.weights.watch import WeightWatch
+from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
 
@@ -112,11 +112,14 @@ class Session:
         self.trainer = Trainer(
             self.model, optimizer, assemble.learn_settings(cfg), channel, self._publish,
             reference=assemble.reference(cfg, self.where), critic=assemble.critic(cfg, self.where, self.chat),
+            teacher=assemble.teacher(cfg, self.where, self.chat),
             save_offending=self._save_offending, deadline_s=60.0)
         self.store = Store(self.folder / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.recorder = Recorder(self.folder)
-        self.watch_weights = (WeightWatch(self.model, self.engine.model)
-                              if cfg.train.weight_metrics and not cfg.train.lora else None)
+        self.watch_weights: WeightWatch | AdapterWatch | None = None
+        if cfg.train.weight_metrics:
+            self.watch_weights = (AdapterWatch(self.model) if cfg.train.lora
+                                  else WeightWatch(self.model, self.engine.model))
         self._saved_at = 0
 
     def watch(self, view: LiveView) -> None:

@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
     "trainer": ({"model", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics", "types"},
-                {"torch"}),
+                {"torch", "bitsandbytes"}),
 }
 COMPOSITION = {"assemble", "inprocess", "evaluate", "diagnose", "supervised", "demo", "cli"}     # no room knows them
 TORCH_FREE = ("engine/scheduler.py", "engine/request.py", "kv/pages.py")

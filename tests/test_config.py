@@ -97,11 +97,11 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
      ["run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, ppo, got 'grop' "
       "(did you mean grpo?)"]),
     ("model: m\ncorrection: sprase\n", [],
-     ["run.yaml:2: correction: must be one of auto, none, is, decoupled, tis, acr, tbpo, sparse, aipo, reweight, got "
-      "'sprase' (did you mean sparse?)"]),
+     ["run.yaml:2: correction: must be one of auto, none, is, decoupled, tis, acr, tbpo, sparse, aipo, ipo, "
+      "reweight, got 'sprase' (did you mean sparse?)"]),
     ("model: m\nloss:\n  aipo: {tau: 1}\n", [], ["run.yaml:3: loss.aipo.tau: unknown key (did you mean kl_tau?)"]),
-    ("model: m\nloss:\n  aipo: {teacher_tau: 0.5}\n", [],
-     ["run.yaml:3: loss.aipo.teacher_tau: a run has no teacher model; only 0.0 works"]),
+    ("model: m\ncorrection: aipo\nloss:\n  aipo: {teacher_tau: 0.5}\n", [],
+     ["run.yaml:4: loss.aipo.teacher_tau: needs train.teacher, the model whose log-probs it pulls to"]),
     ("model: m\nloss:\n  aipo: {mode: mask,\n    geo_mask_low: 11}\n", [],
      ["run.yaml:4: loss.aipo.geo_mask_low: geo_mask_low (11) is more than geo_mask_high (10)"]),
     ("model: m\nloss:\n  sparse: {token_rs: [1.5, 0.5]}\n", [],
@@ -343,6 +343,7 @@ def test_the_choices_are_those_of_the_objectives() -> None:
 @pytest.mark.parametrize(("correction", "loss", "expected"), [
     ("sparse", {"sparse": {"token_rs": [0.5, 1.5], "xi_cap": 1.5}}, {"token_rs": (0.5, 1.5), "xi_cap": 1.5}),
     ("aipo", {"aipo": {"kl_tau": 0.1}}, {"kl_tau": 0.1, "token_mask_high": 8.0}),
+    ("ipo", {"ipo": {"signed": True, "width": 0.1}}, {"signed": True, "width": 0.1, "kl_tau": 1e-3}),
     ("tbpo", {"tbpo": {"eps_negative": 1e-3}, "cap": 3}, {"eps_negative": 1e-3, "cap": 3.0, "eps_high": 4e-4}),
     ("reweight", {"reweight": {"reject": {"token_k1": [0.5, 2], "seq_max_k2": 3}}},
      {"reject": {"token_k1": (0.5, 2.0), "seq_max_k2": 3.0}, "cap": 2.0}),
@@ -357,6 +358,15 @@ def test_a_corrections_own_section_reaches_its_objective(write: Callable[[str], 
     assert load(write(cfg.dump())).objective_options == options
     other = from_mapping({"model": "m", "correction": "acr", "loss": loss})
     assert f"loss.{correction}: no effect, the correction is acr" in other.notes
+
+
+def test_a_teacher_goes_with_a_teacher_tau() -> None:
+    loss = {"aipo": {"teacher_tau": 0.5}}
+    cfg = from_mapping({"model": "m", "correction": "aipo", "loss": loss, "train": {"teacher": "t"}})
+    assert cfg.objective_options["teacher_tau"] == 0.5 and not any("train.teacher" in note for note in cfg.notes)
+    for idle in ({"correction": "acr", "loss": loss}, {"correction": "aipo"}):
+        assert any(note.startswith("train.teacher: no effect")
+                   for note in from_mapping({"model": "m", "train": {"teacher": "t"}, **idle}).notes)
 
 
 def test_dump_loads_to_the_same_tree(write: Callable[[str], Path]) -> None:

@@ -57,6 +57,7 @@ def test_two_steps(model: Path, tmp_path: Path, switch: str, lora: bool) -> None
     for record in result.records:
         assert record["optim/skipped"] == 0 and abs(record["mismatch/kl_k1"]) < 0.5
         assert ("weights/codes_flipped_fraction" in record) == (not lora)
+        assert record["weights/normalized_update"] > 0
         assert lora or (record["weights/codes_flipped_fraction"] > 0 and record["weights/normalized_update"] > 0
                         and 0 < record["weights/normalized_quant_error"] < 1e-3)
         assert ("rollout/noise_sigma" in record) == ("noise" in changes)

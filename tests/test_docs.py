@@ -142,6 +142,13 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}, target
 
 
+def test_the_tests_that_hold_the_numbers_exist() -> None:
+    named = re.findall(r"`(test_\w+)::(test_\w+)`", (ROOT / "docs/algorithms.md").read_text())
+    assert len(named) > 30
+    for module, function in named:
+        assert f"def {function}(" in (ROOT / "tests" / f"{module}.py").read_text(), f"{module}::{function}"
+
+
 def tables() -> ModuleType:
     spec = importlib.util.spec_from_file_location("docs_tables", ROOT / "docs/tables.py")
     assert spec is not None and spec.loader is not None

@@ -190,6 +190,7 @@ def test_every_algorithm_runs(model: Path, tmp_path: Path, algorithm: str, corre
     ("grpo", "sparse", {"sparse": {"xi_cap": 1.5, "token_rs": [0.5, 1.5], "normalize_xi": True}}),
     ("grpo_no_std", "aipo", {"reduce": "token-mean", "aipo": {"kl_tau": 0.01, "mode": "truncate"}}),
     ("grpo", "aipo", {"aipo": {"ratio_type": "sequence"}}),
+    ("dapo", "ipo", {"ipo": {"signed": True, "width": 0.1}}),
     ("dapo", "reweight", {"reweight": {"weight": "sequence", "normalize": True, "veto": 1e-4,
                                        "reject": {"token_k1": [0.5, 2.0], "seq_mean_k3": 0.1}}}),
     ("grpo", "reweight", {"reweight": {"bypass": True}}),
@@ -205,6 +206,31 @@ def test_every_correction_runs_and_resumes(model: Path, tmp_path: Path, algorith
     whole = fingerprint(result.folder)
     copy_stopped_after(result.folder, 1, tmp_path / "cut")
     assert fingerprint(train({**tree, "output_dir": str(tmp_path / "cut")}, resume=True).folder) == whole
+
+
+def test_a_run_with_a_teacher_resumes_and_refuses_another_vocabulary(model: Path, tmp_path: Path) -> None:
+    teacher = hf.load(model)
+    with torch.no_grad():
+        for _, linear in teacher.linears():
+            linear.weight.mul_(3)
+    hf.save(teacher, tmp_path / "teacher", tokenizer_from=model)
+    tree = settings(model, tmp_path / "run", correction="aipo", loss={"aipo": {"teacher_tau": 0.5}},
+                    train={"max_steps": 2, "teacher": str(tmp_path / "teacher")})
+    result = train(tree)
+    assert all(record["optim/grad_norm"] > 0 and not record["optim/skipped"] for record in result.records)
+    whole = fingerprint(result.folder)
+    copy_stopped_after(result.folder, 1, tmp_path / "cut")
+    assert fingerprint(train({**tree, "output_dir": str(tmp_path / "cut")}, resume=True).folder) == whole
+    alone = train({**tree, "output_dir": str(tmp_path / "alone"), "loss": {}, "train": {**tree["train"],
+                                                                                      "teacher": None}})
+    assert fingerprint(alone.folder)["final"] != whole["final"]
+
+    other = json.loads((tmp_path / "teacher" / "tokenizer.json").read_text())
+    token = next(iter(other["model"]["vocab"]))
+    other["model"]["vocab"]["another"] = other["model"]["vocab"].pop(token)
+    (tmp_path / "teacher" / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match=r"train\.teacher: the vocabulary of .* is not that of"):
+        train({**tree, "output_dir": str(tmp_path / "other")})
 
 
 def test_refusals_leave_the_folder_alone(model: Path, tmp_path: Path) -> None:

@@ -108,10 +108,11 @@ class TrainConfig(Section):
                      Strict(False)] = (0.9, 0.999)
     eps: Positive = 1e-8
     max_grad_norm: Positive = 1.0
-    optimizer: Literal["adamw", "muon"] = "adamw"          # muon: for the hidden matrices, adamw for the rest
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"   # 8bit: moments in 8 bits; muon: for hidden matrices
     forward: Literal["dense", "aligned"] = "dense"         # aligned: in the rollout's low-bit arithmetic (QaRL)
+    teacher: Text | None = None                            # the frozen model of loss.aipo.teacher_tau: a folder, hub id
     uaq_scale: Positive | None = None                      # QuRL's update-aware scaling; it uses 1.5
-    weight_metrics: bool = True                            # weights/*, at the price of a copy of the linear weights
+    weight_metrics: bool = True                            # weights/*, at the price of a copy of what is learnt
     activation_checkpointing: bool = False
     logprob_chunk: Count = 1024                            # tokens whose logits exist at a time
     lora: bool = False
@@ -197,7 +198,8 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = "grpo"
     advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted", "gae"] | None = None   # null: the algorithm's
-    correction: Literal["auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "reweight"] = "auto"
+    correction: Literal["auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "ipo",
+                        "reweight"] = "auto"
     loss: LossConfig = LossConfig()
     critic: CriticConfig = CriticConfig()                  # read by ppo alone
     dapo: DapoConfig = DapoConfig()
@@ -292,6 +294,9 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
         yield ((("rollout", "temp_scheduler"), ("rollout", "temperature")),
                "set either rollout.temperature or rollout.temp_scheduler, not both")
     yield from loss_problems(cfg.algorithm, _correction(cfg)[0], cfg.loss)
+    if _correction(cfg)[0] == "aipo" and cfg.loss.aipo.teacher_tau and cfg.train.teacher is None:
+        yield ((("loss", "aipo", "teacher_tau"), ("train", "teacher")),
+               "needs train.teacher, the model whose log-probs it pulls to")
     yield from critic_problems(cfg.algorithm, cfg.advantage, cfg.dapo.dynamic_sampling, cfg.critic, cfg.train.max_steps)
     if cfg.noise is not None and cfg.noise.schedule == "exponential" and (
             (cfg.noise.sigma_start > 0) != (cfg.noise.sigma_end > 0)):
@@ -353,7 +358,8 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
                "learner's own (QeRL's setting)")
     if cfg.train.forward == "aligned" and rollout.weights in DENSE:
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
-    if rollout.weights in DENSE and not truncated and not noisy and cfg.correction not in ("none", "tbpo", "aipo"):
+    faithful = rollout.weights in DENSE and not truncated and not noisy
+    if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
     if cfg.rollouts_per_example == 1 and cfg.algorithm != "ppo":
         yield ("warning: rollouts_per_example 1: a group of one has no baseline, every advantage is 0 and nothing is "
@@ -361,5 +367,7 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
     if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
         yield (f"train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; "
                f"{cfg.correction} then acts as a capped weight")
+    if cfg.train.teacher is not None and not (cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau):
+        yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from critic_notes(cfg.algorithm, cfg.critic)

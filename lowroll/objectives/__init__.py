@@ -14,6 +14,7 @@ from lowroll.objectives.decoupled import decoupled
 from lowroll.objectives.dr_grpo import dr_grpo
 from lowroll.objectives.grpo import grpo
 from lowroll.objectives.gspo import gspo
+from lowroll.objectives.ipo import ipo
 from lowroll.objectives.kl import penalty
 from lowroll.objectives.mismatch import mismatch
 from lowroll.objectives.naive_is import naive_is
@@ -28,6 +29,6 @@ from lowroll.objectives.value import value_loss
 
 __all__ = [
     "ALGORITHMS", "CORRECTIONS", "TABLE", "Counts", "Objective", "Verdict", "acr", "aipo", "count", "dapo", "decoupled",
-    "dr_grpo", "grpo", "gspo", "mismatch", "naive_is", "penalty", "ppo", "reweight", "rloo", "select", "sparse", "tbpo",
-    "tis", "value_loss",
+    "dr_grpo", "grpo", "gspo", "ipo", "mismatch", "naive_is", "penalty", "ppo", "reweight", "rloo", "select", "sparse",
+    "tbpo", "tis", "value_loss",
 ]

@@ -27,13 +27,13 @@ class Trainer:
 
     `publish(version)` hands the new weights to the engine, and may return metrics of it. `save_offending(batch)` keeps
     a batch whose update was not finite, for people to look at. `reference` is the frozen model of a KL term (None with
-    LoRA: the adapter off), `critic` PPO's.
+    LoRA: the adapter off), `critic` PPO's, `teacher` the frozen model of AIPO's teacher_tau.
     """
 
     def __init__(self, model: Transformer, optimizer: Optimizer, settings: LearnSettings, channel: RolloutChannel,
                  publish: Callable[[int], Mapping[str, float] | None], *, reference: Transformer | None = None,
-                 critic: Critic | None = None, save_offending: Callable[[Batch], object] | None = None,
-                 deadline_s: float = 3600.0) -> None:
+                 critic: Critic | None = None, teacher: Transformer | None = None,
+                 save_offending: Callable[[Batch], object] | None = None, deadline_s: float = 3600.0) -> None:
         self.model = model
         self.optimizer = optimizer
         self.settings = settings
@@ -41,6 +41,7 @@ class Trainer:
         self.publish = publish
         self.reference = reference
         self.critic = critic
+        self.teacher = teacher
         self.save_offending = save_offending
         self.deadline_s = deadline_s
         self.version = 0
@@ -73,7 +74,8 @@ class Trainer:
 
     def _learn(self, batch: Batch) -> dict[str, float]:
         try:
-            metrics = learn(self.model, batch, self.optimizer, self.settings, self.reference, self.critic)
+            metrics = learn(self.model, batch, self.optimizer, self.settings, self.reference, self.critic,
+                            self.teacher)
         except TrainingDiverged:
             self._keep(batch)
             raise
