@@ -23,6 +23,7 @@ from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import Sampling, Settings
 from lowroll.quant.formats import get_format
 from lowroll.trainer.critic import Critic, CriticSettings
+from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.step import LearnSettings
 from lowroll.weights import aligned, scaling
@@ -154,6 +155,13 @@ def learn_settings(cfg: RunConfig) -> LearnSettings:
                          minibatches=train.minibatches, tokens_per_microbatch=train.tokens_per_microbatch,
                          kl_coef=cfg.loss.kl_coef, kl_estimator=cfg.loss.kl_estimator,
                          logprob_chunk=train.logprob_chunk)
+
+
+def guard(cfg: RunConfig) -> Guard | None:
+    """The watch over the mismatch. Under LoRA a wider format than the base's would only round the base again, so a
+    fallback leads to dense rollouts at once."""
+    return None if cfg.guard is None else Guard(GuardSettings(**cfg.guard.model_dump()), cfg.rollout.weights,
+                                                to_dense=cfg.train.lora)
 
 
 def optim_settings(cfg: RunConfig) -> OptimSettings:

@@ -503,7 +503,8 @@ def test_a_run_of_ppo_learns(model, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("correction", [name for name in CORRECTIONS if name != "acr"])
 def test_ppo_under_every_correction(model, tmp_path, correction):  # noqa: F811
-    result = train(ppo_run(model, tmp_path / "run", correction=correction, train={"max_steps": 2}))
+    result = train(ppo_run(model, tmp_path / "run", correction=correction, force=True,
+                           train={"max_steps": 2}))
     assert [bool(record["optim/skipped"]) for record in result.records] == [False, False]
     assert result.records[1]["optim/update_norm"] > 0
 

@@ -251,3 +251,33 @@ def test_a_critic_on_a_gpu_judges_and_learns_as_on_the_cpu() -> None:
     assert torch.allclose(exact[2], head, atol=1e-5)
     assert half[1]["critic/loss"] == pytest.approx(metrics["critic/loss"], rel=0.1)
     assert float((half[0] - A).abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_prefill_scores_are_those_of_the_cpu(folder: Path, weights: str) -> None:
+    """The engine's scoring path, and the learner's score of the same tokens where nothing is rounded."""
+    here, there = (Engine(folder, weights=weights, device=device, dtype=torch.float32, cache_tokens=1024)
+                   for device in ("cuda", "cpu"))
+    sequences, prompts = [IDS[:30].tolist(), IDS[30:41].tolist()], [9, 3]
+    got, want = (torch.cat(engine.score(sequences, prompts, 0.8)) for engine in (here, there))
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=0)
+    assert here.pool.num_used == 0
+    if weights == "fp32":
+        learner = torch.cat(lowroll.score(hf.load(folder, "cuda"), sequences, prompts, 0.8)).cpu()
+        torch.testing.assert_close(got, learner, atol=1e-3, rtol=0)
+
+
+def test_8_bit_adamw_is_that_of_the_cpu() -> None:
+    """Two updates; a code that rounds the other way moves a weight by a few per cent of an update."""
+    pytest.importorskip("bitsandbytes")
+    from lowroll.trainer.optim import Optimizer, OptimSettings
+    ends = []
+    for device in ("cuda", "cpu"):
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 80 * 64).reshape(80, 64).to(device))
+        optimizer = Optimizer({"w": p}, OptimSettings(learning_rate=1e-2, optimizer="adamw8bit", weight_decay=0.1))
+        for k in range(2):
+            (p * torch.linspace(-2, 3 + k, p.numel(), device=device).reshape(p.shape)).sum().backward()
+            optimizer.begin_step()
+            optimizer.update()
+        ends.append(p.detach().cpu())
+    torch.testing.assert_close(*ends, atol=1e-3, rtol=0)

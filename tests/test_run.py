@@ -179,7 +179,7 @@ def test_lora_shares_one_base_and_publishes_an_adapter(model: Path, tmp_path: Pa
 @pytest.mark.parametrize("algorithm,correction", [("dapo", "acr"), ("gspo", "tis"), ("dr_grpo", "decoupled"),
                                                   ("rloo", "tis"), ("grpo_no_std", "is"), ("grpo", "none")])
 def test_every_algorithm_runs(model: Path, tmp_path: Path, algorithm: str, correction: str) -> None:
-    result = train(settings(model, tmp_path / "run", algorithm=algorithm, correction=correction,
+    result = train(settings(model, tmp_path / "run", algorithm=algorithm, correction=correction, force=True,
                             train={"max_steps": 2}, dapo={"overlong_max": 6, "overlong_cache": 2}))
     assert all(r["policy/objective"] is not None and not r["optim/skipped"] for r in result.records)
 

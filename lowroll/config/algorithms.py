@@ -52,20 +52,3 @@ def bounds(algorithm: str, correction: str) -> tuple[float | None, float | None]
     if correction == "tbpo":
         return 3e-4, 4e-4
     return ALGORITHMS[algorithm].eps_low, ALGORITHMS[algorithm].eps_high
-
-
-def choose_correction(algorithm: str, weights: str, noisy: bool = False, aligned: bool = False) -> tuple[str, str]:
-    """The correction that `auto` stands for, and why, for people.
-
-    noisy: by noise that the learner does not share. aligned: the learner multiplies in the rollouts' arithmetic.
-    """
-    if weights in DENSE and not noisy:
-        return "none", f"the rollouts use {weights} weights, which are the learner's own up to rounding"
-    if aligned and weights not in DENSE:
-        return "tbpo", (f"the rollouts use {weights} weights, and the learner's forward is aligned with them (QaRL, "
-                        "section 3.2)")
-    cause = f"use {weights} weights" + (" and carry noise" if noisy else "")
-    reason = f"the rollouts {cause}, so the learner must pay for the mismatch"
-    if algorithm == "gspo":
-        return "tis", f"{reason} (a capped sequence weight: acr has no form under gspo)"
-    return "acr", f"{reason} (QuRL, Eq. 9)"

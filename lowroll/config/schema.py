@@ -14,9 +14,11 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
-from lowroll.config.algorithms import ALGORITHMS, DENSE, bounds, choose_correction
+from lowroll.config.algorithms import ALGORITHMS, DENSE, bounds
+from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
 from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
+from lowroll.config.guard import GuardConfig
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
 from lowroll.config.section import (
     Count,
@@ -200,6 +202,7 @@ class RunConfig(Section):
     advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted", "gae"] | None = None   # null: the algorithm's
     correction: Literal["auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "ipo",
                         "reweight"] = "auto"
+    force: bool = False                                    # run what is known to collapse, to compare with
     loss: LossConfig = LossConfig()
     critic: CriticConfig = CriticConfig()                  # read by ppo alone
     dapo: DapoConfig = DapoConfig()
@@ -207,10 +210,12 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     noise: NoiseConfig | None = None
     score: ScoreConfig = ScoreConfig()
+    guard: GuardConfig | None = GuardConfig()              # watches the mismatch; null: nothing does
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
     _notes: tuple[str, ...] = ()
+    _chosen: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -224,6 +229,11 @@ class RunConfig(Section):
     def notes(self) -> tuple[str, ...]:
         """What was chosen for the user and what deserves a second look, one line each."""
         return self._notes
+
+    @property
+    def chosen_options(self) -> tuple[str, ...]:
+        """Options of the objective that `correction: auto` chose; the measured mismatch may widen them."""
+        return self._chosen
 
     @property
     def num_groups(self) -> int:
@@ -250,6 +260,9 @@ class RunConfig(Section):
         low, high = bounds(self.algorithm, correction)
         loss = {name: value for name, value in (("eps_low", low), ("eps_high", high), ("reduce", default.reduce))
                 if getattr(self.loss, name) is None}
+        chosen = _thresholds(self)
+        if chosen:
+            loss[correction] = getattr(self.loss, correction).model_copy(update=chosen)
         sampling = default.dynamic_sampling if self.dapo.dynamic_sampling is None else self.dapo.dynamic_sampling
         copy = self.model_copy(update={
             "advantage": self.advantage or default.advantage,
@@ -259,8 +272,9 @@ class RunConfig(Section):
             "env": tuple(_named(env) for env in self.env),
             "eval": self.eval.model_copy(update={"env": self.eval.env and tuple(map(_named, self.eval.env))}),
         })
-        chosen = (f"correction: {correction}, because {reason}",) if reason else ()
-        return copy.with_notes(*chosen, *_warnings(copy))
+        copy._chosen = self._chosen or tuple(chosen)
+        because = (f"correction: {correction}, because {reason}",) if reason else ()
+        return copy.with_notes(*because, *_warnings(copy))
 
     def dump(self) -> str:
         """YAML text of the resolved tree; loading it gives the same tree."""
@@ -268,12 +282,29 @@ class RunConfig(Section):
         return yaml.dump(tree, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
+def _rollouts(cfg: RunConfig) -> Rollouts:
+    """What `auto` looks at."""
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    cut = {name: getattr(cfg.rollout, name) for name in off if getattr(cfg.rollout, name) != off[name]}
+    return Rollouts(cfg.rollout.weights, truncated=tuple(f"{name} {value}" for name, value in cut.items()),
+                    noisy=cfg.noise is not None and cfg.noise.learner == "clean",
+                    aligned=cfg.train.forward == "aligned", lora=cfg.train.lora)
+
+
 def _correction(cfg: RunConfig) -> tuple[str, str]:
     """The run's correction, and why when `auto` chose it."""
     if cfg.correction != "auto":
         return cfg.correction, ""
-    return choose_correction(cfg.algorithm, cfg.rollout.weights, aligned=cfg.train.forward == "aligned",
-                             noisy=cfg.noise is not None and cfg.noise.learner == "clean")
+    return choose_correction(cfg.algorithm, _rollouts(cfg))
+
+
+def _thresholds(cfg: RunConfig) -> dict[str, float]:
+    """Options of the correction's own section that `auto` chooses and the file does not."""
+    row = choose_row(_rollouts(cfg))
+    if cfg.correction != "auto" or not row.sets or _correction(cfg)[0] != row.correction:
+        return {}
+    written = getattr(cfg.loss, row.correction).model_fields_set
+    return {name: value for name, value in row.sets.items() if name not in written}
 
 
 def _named(env: EnvConfig) -> EnvConfig:
@@ -294,6 +325,10 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
         yield ((("rollout", "temp_scheduler"), ("rollout", "temperature")),
                "set either rollout.temperature or rollout.temp_scheduler, not both")
     yield from loss_problems(cfg.algorithm, _correction(cfg)[0], cfg.loss)
+    if not cfg.force and (collapse := known_collapse(cfg.correction, _rollouts(cfg))):
+        yield ((("correction",), ("rollout", "weights")),
+               f"{cfg.correction} with {cfg.rollout.weights} rollouts is known to collapse ({collapse.seen}); write "
+               "auto, or force: true to compare with it")
     if _correction(cfg)[0] == "aipo" and cfg.loss.aipo.teacher_tau and cfg.train.teacher is None:
         yield ((("loss", "aipo", "teacher_tau"), ("train", "teacher")),
                "needs train.teacher, the model whose log-probs it pulls to")
@@ -342,23 +377,25 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
 
 def _warnings(cfg: RunConfig) -> Iterator[str]:
     """Settings that work, but rarely as meant. `cfg` is resolved."""
-    rollout = cfg.rollout
-    truncated = [f"{name} {getattr(rollout, name)}" for name, off in
-                 (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0))
-                 if getattr(rollout, name) != off]
-    if truncated and cfg.correction == "none":
-        yield (f"warning: {', '.join(truncated)}: the rollouts are drawn from another distribution than the learner's, "
-               "and correction none does not pay for it")
-    if rollout.weights not in DENSE and cfg.correction in ("none", "is"):
+    rollout, price = cfg.rollout, _rollouts(cfg)
+    if price.truncated and cfg.correction == "none":
+        yield (f"warning: {', '.join(price.truncated)}: the rollouts are drawn from another distribution than the "
+               "learner's, and correction none does not pay for it")
+    if price.low_bit and cfg.correction in ("none", "is"):
         yield (f"warning: {rollout.weights} rollouts with correction {cfg.correction}: the mismatch with the learner "
                "is not corrected; good for comparison only")
-    noisy = cfg.noise is not None and cfg.noise.learner == "clean"
-    if noisy and cfg.correction == "none":
+    if price.low_bit and cfg.correction == "decoupled":
+        yield (f"warning: {rollout.weights} rollouts with correction decoupled: nothing caps the weights, and QuRL "
+               "(Fig. 3) saw them reach 1e5; tis and acr cap them")
+    if price.low_bit and not price.lora and cfg.algorithm == "gspo" and cfg.correction in ("tis", "decoupled"):
+        yield (f"warning: gspo on {rollout.weights} rollouts: QaRL (Fig. 8) saw it drift and collapse; correction tbpo "
+               "is its mended form")
+    if price.noisy and cfg.correction == "none":
         yield ("warning: noise with correction none: rollouts of the noisy policy are learnt from as if they were the "
                "learner's own (QeRL's setting)")
     if cfg.train.forward == "aligned" and rollout.weights in DENSE:
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
-    faithful = rollout.weights in DENSE and not truncated and not noisy
+    faithful = not (price.low_bit or price.truncated or price.noisy)
     if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
     if cfg.rollouts_per_example == 1 and cfg.algorithm != "ppo":

@@ -99,6 +99,14 @@ def reward_plot(records: Sequence[Record]) -> Plot:
                 tuple(lines), "reward", bottom=None)
 
 
+def length_plot(records: Sequence[Record]) -> Plot:
+    """The mismatch of short and of long responses: the longest eight classes of lengths."""
+    found = sorted({int(match[1]) for record in records for name in record
+                    if (match := re.fullmatch(r"mismatch/length_([0-9]+)/kl_k3", name))})
+    return Plot("Mismatch by length", "KL of the responses of at most so many tokens, and more than half of that",
+                tuple(Line(f"mismatch/length_{length}/kl_k3", f"{length}") for length in found[-8:]), "nats", log=True)
+
+
 def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[float]]:
     """Steps and values of `metric`, records without it left out."""
     pairs = [(record["step"], record[metric]) for record in records if record.get(metric) is not None]

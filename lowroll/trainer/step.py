@@ -38,7 +38,7 @@ from lowroll.model import lora
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import Counts, Objective, mismatch, penalty
+from lowroll.objectives import Counts, Objective, by_length, mismatch, penalty
 from lowroll.objectives.reduce import masked_mean
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
@@ -188,8 +188,9 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
     if heard:
         packed = forward.collate(heard)
         before = trace.log_probs if proximal is None else proximal
-        metrics |= mismatch(learner=gather(before, packed), behavior=packed.behavior_N, mask=packed.mask_N,
-                            segments=packed.segments_N)
+        policies = {"learner": gather(before, packed), "behavior": packed.behavior_N, "mask": packed.mask_N,
+                    "segments": packed.segments_N}
+        metrics |= mismatch(**policies) | by_length(**policies)
     return metrics
 
 
