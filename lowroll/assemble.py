@@ -104,9 +104,9 @@ def environments(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environmen
     return dict(zip(names, made, strict=True))
 
 
-def scorer(cfg: RunConfig) -> ScorerPool:
-    """The scoring workers of every environment of the run, the evaluation's included."""
-    specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in (*cfg.env, *(cfg.eval.env or ()))}
+def scorer(cfg: RunConfig, envs: tuple[EnvConfig, ...]) -> ScorerPool:
+    """Scoring workers for these environments. Training and evaluation may use one name with different arguments."""
+    specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in envs}
     return ScorerPool(specs, cfg.score.workers, cfg.score.time_limit, cfg.score.memory_limit_mb)
 
 

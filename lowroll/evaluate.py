@@ -20,9 +20,10 @@ def evaluate(cfg: RunConfig, weights: Sequence[str]) -> list[dict[str, Any]]:
     cfg = cfg.resolved()
     where, chat = assemble.place(cfg), assemble.tokenizer(cfg.model)
     model = hf.load(cfg.model, where.device, where.dtype)
-    envs = assemble.environments(cfg.eval.env or cfg.env, cfg.seed)
+    chosen = cfg.eval.env or cfg.env
+    envs = assemble.environments(chosen, cfg.seed)
     rows = []
-    with assemble.scorer(cfg) as scorer, phases() as on_phase:
+    with assemble.scorer(cfg, chosen) as scorer, phases() as on_phase:
         for name in weights:
             engine = assemble.engine(cfg, where, model, chat, name)
             for env in envs.values():

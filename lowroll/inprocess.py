@@ -109,7 +109,9 @@ class Session:
         self.engine = assemble.engine(cfg, self.where, self.model, self.chat)
         self.envs = assemble.environments(cfg.env, cfg.seed)
         self.eval_envs = assemble.environments(cfg.eval.env, cfg.seed) if cfg.eval.env else self.envs
-        self.scorer = stack.enter_context(assemble.scorer(cfg))
+        self.scorer = stack.enter_context(assemble.scorer(cfg, cfg.env))
+        self.eval_scorer = (stack.enter_context(assemble.scorer(cfg, cfg.eval.env))
+                            if cfg.eval.env and cfg.eval.interval else self.scorer)
         channel = MemoryRolloutChannel()
         self.orchestrator = Orchestrator(
             assemble.orchestrator_settings(cfg, self.model), self.envs, self.engine, self.scorer, self.chat, channel,
@@ -129,6 +131,7 @@ class Session:
         self.widened = 0                  # doublings of the exponent of what `correction: auto` chose
         self.on_note: Callable[[str], object] = log.info
         self._saved_at = 0
+        self._saving_s: dict[str, float] = {}      # time/checkpoint, for the next record
 
     def watch(self, view: LiveView) -> None:
         """Report progress within a step to a live view."""
@@ -141,8 +144,14 @@ class Session:
         return 1
 
     def resume(self) -> int:
-        """Continue from the newest undamaged checkpoint. Returns the next step; ValueError when it is another run's."""
-        saved = self.store.load()
+        """Continue from the newest undamaged checkpoint. Returns the next step; ValueError when it is another run's.
+
+        A run that ended before its first checkpoint begins again.
+        """
+        try:
+            saved = self.store.load()
+        except FileNotFoundError:
+            return self._begin_again()
         _refuse_changes(yaml.safe_load(saved.meta["config"]), self.cfg)
         if saved.meta["base"] != self.base_digest:
             raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
@@ -158,8 +167,18 @@ class Session:
         log.info("resumed after step %d", saved.step)
         return saved.step + 1
 
+    def _begin_again(self) -> int:
+        _refuse_changes(yaml.safe_load((self.folder / "config.yaml").read_text()), self.cfg)
+        self.recorder.truncate(0)
+        truncate_rollouts(self.folder / "rollouts", 0)
+        log.warning("the run ended before its first checkpoint; it begins again with step 1")
+        return self.begin()
+
     def step(self, step: int) -> Record:
-        """One training step, its record and, when due, its evaluation and checkpoint."""
+        """One training step, its record and, when due, its evaluation and checkpoint.
+
+        The record comes first: a process that dies between the two makes the step again, and none is left out.
+        """
         began = time.monotonic()
         batch = self.orchestrator.step(step, self.trainer.version)
         sigma = {} if self.noise is None else {"rollout/noise_sigma": self.noise.sigma(self.trainer.version)}
@@ -167,13 +186,13 @@ class Session:
         metrics |= self._watch_over(metrics)
         if self.cfg.eval.interval and step % self.cfg.eval.interval == 0:
             metrics |= self.evaluate()
-        metrics |= self._performance(batch, metrics)
-        checkpoint_began = time.monotonic()
+        metrics |= self._performance(batch, metrics) | self._saving_s
+        metrics["time/step"] = time.monotonic() - began + sum(self._saving_s.values())
+        self._saving_s = {}
+        record = self.recorder.write(step, metrics)
         if step % self.cfg.ckpt.interval == 0:
             self.checkpoint(step)
-            metrics["time/checkpoint"] = time.monotonic() - checkpoint_began
-        metrics["time/step"] = time.monotonic() - began
-        return self.recorder.write(step, metrics)
+        return record
 
     def evaluate(self) -> dict[str, float]:
         """`eval/*` of the current policy in the rollout precision, without noise, on the test splits."""
@@ -183,7 +202,7 @@ class Session:
             self.engine.adopt(self.model, self.trainer.version)
         metrics: dict[str, float] = {}
         for env in self.eval_envs.values():
-            metrics |= evaluate(env, self.engine, self.scorer, self.chat, num_examples=cfg.num_examples,
+            metrics |= evaluate(env, self.engine, self.eval_scorer, self.chat, num_examples=cfg.num_examples,
                                 rollouts_per_example=cfg.rollouts_per_example,
                                 sampling=assemble.sampling(self.cfg, cfg.temperature), seed=self.cfg.seed,
                                 max_prompt_tokens=self.orchestrator.settings.max_prompt_tokens)
@@ -195,11 +214,12 @@ class Session:
         """Both halves of the run after `step`, in one atomic folder."""
         if self._saved_at == step:
             return
+        began = time.monotonic()
         tensors, trainer = self.trainer.state()
         self.store.save(step, tensors, {"trainer": trainer, "orchestrator": self.orchestrator.state(),
                                          "guard": self.guard and self.guard.state(), "widened": self.widened},
                         {"config": self.cfg.dump(), "base": self.base_digest})
-        self._saved_at = step
+        self._saved_at, self._saving_s = step, {"time/checkpoint": time.monotonic() - began}
 
     def finish(self) -> None:
         """The last checkpoint, and the trained model (or adapter) as a Hugging Face folder."""

@@ -194,7 +194,7 @@ METRICS: tuple[Metric, ...] = (
     _M("time/score", "s", "scoring"),
     _M("time/learn", "s", "forward, backward and update"),
     _M("time/publish", "s", "handing the new weights to the engine, quantisation included"),
-    _M("time/checkpoint", "s", "writing and verifying a checkpoint"),
+    _M("time/checkpoint", "s", "writing and verifying the checkpoint of the step before"),
     _M("time/eval", "s", "evaluation"),
     _M("time/other", "s", "what is left of the step"),
 
