@@ -229,6 +229,30 @@ def test_a_full_fine_tuning_step_reaches_the_engine(folder: Path) -> None:
     assert rollouts(engine.generate(requests()))[0] == rollouts(fresh.generate(requests()))[0]
 
 
+def test_a_critic_on_a_gpu_judges_and_learns_as_on_the_cpu() -> None:
+    from test_trainer import make_batch, tiny_model
+
+    from lowroll.trainer.critic import Critic
+    from lowroll.trainer.optim import OptimSettings
+
+    batch, seen = make_batch(tiny_model(), groups=8, size=1), []
+    for i, sample in enumerate(batch.samples):
+        sample.reward = float(i % 3 == 0)
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
+        critic = Critic(tiny_model(5).to(device, dtype), OptimSettings(1e-2, eps=1e-3))
+        with torch.no_grad():
+            critic.weight_D.copy_(0.3 * torch.randn(len(critic.weight_D), generator=torch.Generator().manual_seed(5)))
+        judged = critic.judge(batch.samples, range(8))
+        metrics = critic.update(batch.samples, range(8), judged)
+        seen.append((torch.cat([judged.advantages[i].cpu() for i in range(8)]), metrics,
+                     critic.optimizer.masters["head.weight"].detach().cpu()))
+    (A, metrics, head), exact, half = seen
+    assert torch.allclose(exact[0], A, atol=1e-4) and exact[1] == pytest.approx(metrics, rel=1e-3, abs=1e-5)
+    assert torch.allclose(exact[2], head, atol=1e-5)
+    assert half[1]["critic/loss"] == pytest.approx(metrics["critic/loss"], rel=0.1)
+    assert float((half[0] - A).abs().max()) < 0.1
+
+
 @pytest.mark.parametrize("weights", ["fp32", "int8"])
 def test_prefill_scores_are_those_of_the_cpu(folder: Path, weights: str) -> None:
     """The engine's scoring path, and the learner's score of the same tokens where nothing is rounded."""
