@@ -8,13 +8,14 @@ One thread calls everything.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowroll.engine.request import validate
 from lowroll.engine.runner import Runner
@@ -92,22 +93,24 @@ class Engine:
                  on_progress: Callable[[int, int], None] | None = None) -> list[Group]:
         """The groups of all requests, in their order. Checks every request before it starts any.
 
-        on_progress(done, total) counts finished requests. ValueError names the request and the field.
+        Requests that `add` queued go on meanwhile; their groups wait for `step`. on_progress(done, total) counts the
+        finished ones of this call. ValueError names the request and the field.
         """
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
         handles = [self.scheduler.add(request) for request in requests]
-        done: dict[int, Group] = {}
+        mine, done = frozenset(handles), dict[int, Group]()
         try:
             while len(done) < len(handles):
-                for handle, group in self.step():
+                self._advance()
+                for handle, group in self.scheduler.finished(mine):
                     done[handle] = group
                     if on_progress is not None:
                         on_progress(len(done), len(handles))
         except BaseException:
             for handle in handles:
                 self.abort(handle)
-            self.scheduler.finished()
+            self.scheduler.finished(mine)
             raise
         return [done[handle] for handle in handles]
 
@@ -118,6 +121,10 @@ class Engine:
 
     def step(self) -> list[tuple[int, Group]]:
         """One step for everything in flight: plan, run, commit. Returns the requests that ended, by handle."""
+        self._advance()
+        return self.scheduler.finished()
+
+    def _advance(self) -> None:
         plan = self.scheduler.plan()
         try:
             drawn = self.runner.run(plan)
@@ -126,7 +133,27 @@ class Engine:
             raise
         for sequence, token, logprob in drawn:
             self.scheduler.commit(sequence, token, logprob)
-        return self.scheduler.finished()
+
+    def score(self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float = 1.0,
+              ) -> list[Tensor]:
+        """Log-probs of each sequence's response under the engine's weights and kernels, prefilled; as `lowroll.score`.
+
+        Rollouts in flight are not disturbed. ValueError names a sequence that does not fit, OutOfPages says that the
+        cache is full of others.
+        """
+        scores = []
+        for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
+            if not 1 <= prompt_len < len(ids) or len(ids) > self.spec.max_position:
+                raise ValueError(f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be scored in "
+                                 f"a context of {self.spec.max_position}")
+            if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
+                raise ValueError(f"sequences[{i}]: an id is outside the vocabulary of {self.spec.vocab_size}")
+            pages = self.pool.allocate(-(-len(ids) // self.pool.page_size))
+            try:
+                scores.append(self.runner.score(ids, prompt_len, pages, temperature).cpu())
+            finally:
+                self.pool.free(pages)
+        return scores
 
     def abort(self, handle: int) -> bool:
         """End a request now; its group comes back with finish reason "abort". False if it had ended."""
@@ -134,7 +161,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether `step` has something to do or to return."""
+        return self.scheduler.has_work or self.scheduler.has_finished
 
     # -- weights ------------------------------------------------------------------------------------------------
 
