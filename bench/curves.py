@@ -1,9 +1,9 @@
 """Learning curves: the same run with every price of rollouts and every way to pay for the mismatch.
 
 The task is `arithmetic` (expressions reduced line by line) for a Qwen3-shaped model of 3.2 M parameters, warm-started
-by SFT until it solves part of it. Every run of a seed starts from the same weights, draws the same prompts and makes the
-same number of updates; only what its row of `VARIANTS` says differs. Learner in float32, so that what is measured is
-the rollouts' price. Runs go side by side in processes of their own, one thread each: they are small.
+by SFT until it solves part of it. Every run of a seed starts from the same weights, draws the same prompts and makes
+the same number of updates; only what its row of `VARIANTS` says differs. The learner is in float32, so that what is
+measured is the rollouts' price. Runs go side by side in processes of their own, one thread each: they are small.
 
     python -m bench.curves [--steps 150] [--seeds 3] [--jobs 8] [--device auto] [--out FOLDER] [--only NAME ...]
                            [--change JSON]
@@ -52,7 +52,7 @@ SETTINGS: dict[str, Any] = {
     "batch_size": 1024, "rollouts_per_example": 8, "algorithm": "grpo", "dtype": "float32",
     "loss": {"reduce": "token-mean"},
     "rollout": {"max_tokens": 48, "max_batch": 1024, "cache_tokens": 131072},
-    "train": {"learning_rate": 1e-4, "warmup_steps": 5, "minibatches": 4, "weight_decay": 0.0,
+    "train": {"learning_rate": 4e-5, "warmup_steps": 5, "minibatches": 4, "weight_decay": 0.0,
               "tokens_per_microbatch": 16384},
     "ckpt": {"interval": 10_000, "keep_last": 1},
     "sft": {"steps": 450, "batch_size": 128, "learning_rate": 1e-3, "warmup_steps": 20, "num_examples": 65536},
@@ -64,9 +64,9 @@ BANDS: dict[str, Any] = {"eps_low": 0.03, "eps_high": 0.04, "tbpo": {"eps_negati
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"rollout": {"weights": "bf16"}, "correction": "none"},
-    "fp8 naive": {"rollout": {"weights": "fp8"}, "correction": "is"},
-    "int4 naive": {"rollout": {"weights": "int4"}, "correction": "is"},
-    "int4 uncorrected": {"rollout": {"weights": "int4"}, "correction": "none"},
+    "fp8 naive": {"rollout": {"weights": "fp8"}, "correction": "is", "force": True},
+    "int4 naive": {"rollout": {"weights": "int4"}, "correction": "is", "force": True},
+    "int4 uncorrected": {"rollout": {"weights": "int4"}, "correction": "none", "force": True},
     "int4 tis": {"rollout": {"weights": "int4"}, "correction": "tis"},
     "int4 acr": {"rollout": {"weights": "int4"}, "correction": "acr"},
     "int4 acr uaq": {"rollout": {"weights": "int4"}, "correction": "acr", "train": {"uaq_scale": 1.5}},
@@ -78,7 +78,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 CURVES = ("reward/mean", "mismatch/kl_k3", "mismatch/weight_max", "mismatch/ess", "policy/entropy",
-          "rollout/length_mean", "optim/grad_norm", "weights/codes_flipped_fraction", "time/step", "time/generate", "time/learn")
+          "rollout/length_mean", "optim/grad_norm", "weights/codes_flipped_fraction", "time/step", "time/generate",
+          "time/learn")
 HELD_OUT = 512
 
 
@@ -116,15 +117,18 @@ def held_out(cfg: RunConfig, model: Path, temperature: float) -> float:
     where, chat = assemble.place(cfg), assemble.tokenizer(model)
     master = hf.load(model, where.device, where.dtype)
     env, = assemble.environments(cfg.env, cfg.seed).values()
-    with assemble.scorer(cfg) as scorer:
+    with assemble.scorer(cfg, cfg.env) as scorer:
         metrics = evaluate(env, assemble.engine(cfg, where, master, chat, "dense"), scorer, chat, num_examples=HELD_OUT,
                            sampling=assemble.sampling(cfg, temperature), seed=cfg.seed)
     return metrics[f"eval/{env.name}/reward"]
 
 
-def train(variant: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, Any]:
+def train(variant: str, seed: int, gpu: int, *, steps: int, folder: Path, device: str,
+          change: Mapping[str, Any]) -> dict[str, Any]:
     """One run, in a process of its own. Returns its curves and what its final model reaches."""
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(gpu)
     began = time.monotonic()
     cfg = settings(variant, seed, steps, folder, device, change)
     with (folder / f"{Path(cfg.output_dir).name}.log").open("w") as log, redirect_stdout(log), redirect_stderr(log):
@@ -182,23 +186,32 @@ def main() -> None:
         before = warm_started(folder, args.device, change)
         console.print(f"warm start: {before} in {time.monotonic() - began:.0f} s")
         work = partial(train, steps=args.steps, folder=folder, device=args.device, change=change)
-        context = multiprocessing.get_context("spawn")
+        about = {"date": date.today().isoformat(), "machine": {**machine(), "device": _device(args.device)},
+                 "steps": args.steps, "settings": merged(SETTINGS, change), "before": before}
+        context, gpus = multiprocessing.get_context("spawn"), max(1, torch.cuda.device_count())
         with ProcessPoolExecutor(args.jobs, mp_context=context, max_tasks_per_child=1) as pool:
-            waiting = [pool.submit(work, name, seed) for seed in range(args.seeds) for name in args.only]
+            jobs = [(name, seed) for seed in range(args.seeds) for name in args.only]
+            waiting = [pool.submit(work, name, seed, i % gpus) for i, (name, seed) in enumerate(jobs)]
             for done in as_completed(waiting):
                 runs.append(done.result())
                 last = runs[-1]
                 console.print(f"{len(runs)} of {len(waiting)}: {last['variant']}, seed {last['seed']}, "
                               f"{last['seconds']} s, {last['after']}")
-    runs.sort(key=lambda r: (list(VARIANTS).index(r["variant"]), r["seed"]))
-    args.out.mkdir(parents=True, exist_ok=True)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() and args.device != "cpu" else "cpu"
-    record = {"date": date.today().isoformat(), "machine": {**machine(), "device": device}, "steps": args.steps,
-              "settings": merged(SETTINGS, change), "seconds": round(time.monotonic() - began), "before": before,
-              "runs": runs}
-    (args.out / "curves.json").write_text(json.dumps(record) + "\n")
+                store(args.out, about, runs, time.monotonic() - began)     # a stopped command keeps what it has
     show(console, runs)
     console.print(f"{args.out / 'curves.json'}, {time.monotonic() - began:.0f} s")
+
+
+def store(folder: Path, about: dict[str, Any], runs: list[dict[str, Any]], seconds: float) -> None:
+    """Write the finished runs as `folder/curves.json`, sorted by variant and seed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runs.sort(key=lambda one: (list(VARIANTS).index(one["variant"]), one["seed"]))
+    (folder / "curves.json").write_text(json.dumps({**about, "seconds": round(seconds), "runs": runs}) + "\n")
+
+
+def _device(asked: str) -> str:
+    cuda = torch.cuda.is_available() and asked != "cpu"
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else "cpu"
 
 
 if __name__ == "__main__":
