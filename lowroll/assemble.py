@@ -26,7 +26,7 @@ from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.step import LearnSettings
 from lowroll.weights import aligned, scaling
 from lowroll.weights.noise import NoiseSchedule
-from lowroll.weights.publish import quantize_base
+from lowroll.weights.publish import dequantize_base, quantize_base
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -62,11 +62,15 @@ def rollout_format(cfg: RunConfig, where: Place, weights: str | None = None) -> 
 def learner(cfg: RunConfig, where: Place) -> Transformer:
     """The model that learns: all of it, or a fresh adapter on a frozen base that the engine shares (LoRA).
 
+    Of a low-bit folder all of the dequantised weights learn, or LoRA keeps the folder's own tensors as its base.
+
     Its weights are scaled first and its forward is aligned last, when the configuration asks for either.
     """
     model = hf.load(cfg.model, where.device, where.dtype)
     if any(linear.adapter is not None for _, linear in model.linears()):
         raise ValueError(f"model: {cfg.model} is an adapter folder; merge it into its base before training on")
+    if not cfg.train.lora:
+        dequantize_base(model)
     if cfg.train.uaq_scale is not None:
         scaling.scale(model, cfg.train.uaq_scale)
     if cfg.train.lora:

@@ -35,15 +35,28 @@ def capture(model: Transformer, optimizer: Optimizer) -> tuple[Tensors, dict[str
 @torch.no_grad()
 def restore(model: Transformer, optimizer: Optimizer, tensors: Mapping[str, Mapping[str, Tensor]],
             state: Mapping[str, Any]) -> None:
-    """Put back what `capture` gave, bitwise and in place.
+    """Put back what `capture` gave, bitwise and in place. ValueError, before anything changes, as `check` says."""
+    check(model, tensors["model"], state)
+    optimizer.restore(tensors["optimizer"], state["optimizer"])
+    put_weights(model, tensors["model"], state)
 
-    An aligned model's codes are made anew. Raises ValueError, before anything changes, that names the first parameter
-    that is missing, unknown or mis-shaped, or says that the weights were scaled otherwise than the model is.
-    """
+
+@torch.no_grad()
+def put_weights(model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Put back the trained weights alone. An aligned model's codes are made anew. ValueError as `check` says."""
+    check(model, saved, state)
+    for name, param in model.trainable_parameters().items():
+        param.copy_(saved[name])
+    aligned.refresh(model)
+
+
+def check(model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """ValueError that names the first parameter that is missing, unknown or mis-shaped, or says that the weights were
+    scaled otherwise than the model is."""
     if state.get("uaq_scale") != scaling.applied(model):
         raise ValueError(f"model state: uaq_scale: the saved weights carry {state.get('uaq_scale')}, and the model "
                          f"{scaling.applied(model)}")
-    params, saved = model.trainable_parameters(), tensors["model"]
+    params = model.trainable_parameters()
     if odd := sorted(params.keys() ^ saved.keys()):
         raise ValueError(f"model state: {odd[0]} is {'missing' if odd[0] in params else 'unknown'} "
                          f"({len(odd)} such names)")
@@ -51,7 +64,3 @@ def restore(model: Transformer, optimizer: Optimizer, tensors: Mapping[str, Mapp
         if saved[name].shape != param.shape or saved[name].dtype != param.dtype:
             raise ValueError(f"model state: {name} is {saved[name].dtype} {list(saved[name].shape)}, expected "
                              f"{param.dtype} {list(param.shape)}")
-    optimizer.restore(tensors["optimizer"], state["optimizer"])
-    for name, param in params.items():
-        param.copy_(saved[name])
-    aligned.refresh(model)
