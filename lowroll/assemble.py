@@ -22,6 +22,7 @@ from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import Sampling, Settings
 from lowroll.quant.formats import get_format
+from lowroll.trainer.critic import Critic, CriticSettings
 from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.step import LearnSettings
 from lowroll.weights import aligned, scaling
@@ -160,10 +161,29 @@ def learn_settings(cfg: RunConfig) -> LearnSettings:
 
 
 def optim_settings(cfg: RunConfig) -> OptimSettings:
+    """The policy's; its schedule spans the steps in which it learns, those after a critic's warm-up."""
     train = cfg.train
-    return OptimSettings(train.learning_rate, train.lr_scheduler_type, train.warmup_steps, train.max_steps,
+    steps = train.max_steps - (cfg.critic.warmup_steps if cfg.algorithm == "ppo" else 0)
+    return OptimSettings(train.learning_rate, train.lr_scheduler_type, train.warmup_steps, steps,
                          train.min_lr_ratio, train.weight_decay, train.betas, train.eps, train.max_grad_norm,
                          train.optimizer)
+
+
+def critic(cfg: RunConfig, where: Place, chat: ChatTokenizer) -> Critic | None:
+    """PPO's critic, with a head of zeros on the model that its section names; None for any other algorithm."""
+    if cfg.algorithm != "ppo":
+        return None
+    mine, train = cfg.critic, cfg.train
+    body = hf.load(mine.model or cfg.model, where.device, where.dtype)
+    if any(linear.adapter is not None for _, linear in body.linears()):
+        raise ValueError(f"critic.model: {mine.model} is an adapter folder; merge it into its base first")
+    if mine.model is not None and tokenizer(mine.model).tokenizer.get_vocab() != chat.tokenizer.get_vocab():
+        raise ValueError(f"critic.model: {mine.model} has another tokenizer than {cfg.model}")
+    dequantize_base(body).activation_checkpointing = train.activation_checkpointing
+    optim = OptimSettings(mine.learning_rate, weight_decay=mine.weight_decay, betas=train.betas, eps=train.eps,
+                          max_grad_norm=mine.max_grad_norm)
+    return Critic(body, optim, CriticSettings(mine.gamma, mine.lam, mine.whiten, mine.value_clip, mine.warmup_steps,
+                                              train.tokens_per_microbatch))
 
 
 def noise_schedule(cfg: RunConfig) -> NoiseSchedule | None:
@@ -187,10 +207,12 @@ def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]
         learned += f", update-aware scaling {cfg.train.uaq_scale:g}"
     noise = "" if cfg.noise is None else (f", noise {cfg.noise.sigma_start:g} to {cfg.noise.sigma_end:g} "
                                           f"({cfg.noise.schedule}, learner {cfg.noise.learner})")
+    critic = "" if cfg.algorithm != "ppo" else (
+        f"; critic {cfg.critic.model or 'of the same model'}, learning rate {cfg.critic.learning_rate:g}")
     return {"title": Path(cfg.output_dir).name,
             "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
             "learning": f"{learned}, {cfg.algorithm}, {cfg.train.optimizer}, {cfg.train.forward} forward, "
-                        f"learning rate {cfg.train.learning_rate:g}",
+                        f"learning rate {cfg.train.learning_rate:g}{critic}",
             "env": ", ".join(env.name or env.id for env in cfg.env),
             "rollout": f"{rollout_format(cfg, where)} weights, {cfg.rollouts_per_example} samples a prompt, "
                        f"at most {cfg.rollout.max_tokens} tokens{noise}",

@@ -25,7 +25,7 @@ from lowroll.model import hf, lora
 from lowroll.model.spec import read_config
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
-from lowroll.trainer.state import put_weights
+from lowroll.trainer.state import restore_weights
 from lowroll.weights.publish import dequantize_base, digest, quantize_base, rollout_copy
 
 KINDS = ("merged", "adapter", "rollout")
@@ -106,7 +106,7 @@ def _learner(cfg: RunConfig, saved: Checkpoint) -> tuple[Transformer, assemble.P
     for where in (replace(first, dtype=dtype) for dtype in dtypes):
         model = assemble.learner(cfg, where)
         if digest(model) == saved.meta["base"]:
-            put_weights(model, saved.tensors["model"], saved.state["trainer"])
+            restore_weights(model, saved.tensors["model"], saved.state["trainer"])
             return model, where
     raise ValueError(f"model: the weights of {cfg.model} are not those that the run began with")
 

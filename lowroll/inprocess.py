@@ -111,7 +111,8 @@ class Session:
                               hidden_matrices(self.model))
         self.trainer = Trainer(
             self.model, optimizer, assemble.learn_settings(cfg), channel, self._publish,
-            reference=assemble.reference(cfg, self.where), save_offending=self._save_offending, deadline_s=60.0)
+            reference=assemble.reference(cfg, self.where), critic=assemble.critic(cfg, self.where, self.chat),
+            save_offending=self._save_offending, deadline_s=60.0)
         self.store = Store(self.folder / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.recorder = Recorder(self.folder)
         self.watch_weights = (WeightWatch(self.model, self.engine.model)

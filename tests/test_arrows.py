@@ -32,9 +32,12 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "transport": ({"types", "config"}, set()),
     "metrics": (set(), {"rich", "matplotlib"}),
     "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
-    "trainer": ({"model", "weights", "objectives", "transport", "checkpoint", "metrics", "types"}, {"torch"}),
+    # trainer -> advantages: with a critic, advantages are made of the learner's own values
+    "trainer": ({"model", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics", "types"},
+                {"torch"}),
 }
-COMPOSITION = {"assemble", "inprocess", "evaluate", "supervised", "demo", "export", "cli"}     # no room knows them
+# no room knows them
+COMPOSITION = {"assemble", "inprocess", "evaluate", "diagnose", "supervised", "demo", "export", "cli"}
 TORCH_FREE = ("engine/scheduler.py", "engine/request.py", "kv/pages.py")
 LIGHT = ("types", "config", "advantages", "envs", "transport", "metrics", "orchestrator", "cli.main",
          "engine.scheduler", "engine.request", "kv.pages")

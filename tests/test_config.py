@@ -94,7 +94,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("model: m\nenv: []\n", [], ["run.yaml:2: env: must not be empty"]),
     # values
     ("model: m\nalgorithm: grop\n", [],
-     ["run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, got 'grop' "
+     ["run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, ppo, got 'grop' "
       "(did you mean grpo?)"]),
     ("model: m\ncorrection: sprase\n", [],
      ["run.yaml:2: correction: must be one of auto, none, is, decoupled, tis, acr, tbpo, sparse, aipo, reweight, got "
@@ -268,6 +268,8 @@ def test_from_mapping_checks_the_same_things() -> None:
     ("dapo", "int8", ("acr", 0.2, 0.28, "token-mean", "grpo", True)),
     ("gspo", "int8", ("tis", 3e-4, 4e-4, "seq-mean-token-mean", "grpo", False)),
     ("gspo", "dense", ("none", 3e-4, 4e-4, "seq-mean-token-mean", "grpo", False)),
+    ("ppo", "int8", ("acr", 0.2, 0.2, "token-mean", "gae", False)),
+    ("ppo", "dense", ("none", 0.2, 0.2, "token-mean", "gae", False)),
 ])
 def test_what_auto_and_null_become(algorithm: str, weights: str, expected: tuple[object, ...]) -> None:
     cfg = from_mapping({"model": "m", "algorithm": algorithm, "rollout": {"weights": weights}})
@@ -275,9 +277,9 @@ def test_what_auto_and_null_become(algorithm: str, weights: str, expected: tuple
             cfg.dapo.dynamic_sampling) == expected
     assert cfg.notes[0].startswith(f"correction: {expected[0]}, because")
     chosen = {"eps_low": 0.1, "eps_high": 0.3, "reduce": "token-mean"}
-    own = from_mapping({"model": "m", "algorithm": algorithm, "loss": chosen, "dapo": {"dynamic_sampling": True},
-                        "correction": "none"})
-    assert own.correction == "none" and own.dapo.dynamic_sampling is True
+    own = from_mapping({"model": "m", "algorithm": algorithm, "loss": chosen, "correction": "none",
+                        "dapo": {"dynamic_sampling": algorithm != "ppo"}})
+    assert own.correction == "none" and own.dapo.dynamic_sampling is (algorithm != "ppo")
     assert {name: getattr(own.loss, name) for name in chosen} == chosen
 
 

@@ -513,7 +513,7 @@ def test_bad_segments_are_named(segments):
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match="algorithm: unknown 'ppo'"):
-        select("ppo")
+    with pytest.raises(ValueError, match="algorithm: unknown 'a2c'"):
+        select("a2c")
     with pytest.raises(ValueError, match="correction: unknown 'mis'"):
         select("grpo", "mis")

@@ -593,7 +593,7 @@ def test_temperature_schedule(shape, expected):
     ({"rollouts_per_example": 1}, "rollouts_per_example: expected at least 2"),
     ({"sampling": Sampling(temperature=0.0)}, "sampling.temperature: expected above 0"),
     ({"sampling": Sampling(temperature=math.nan)}, "sampling.temperature"),
-    ({"advantage": "gae"}, "advantage: expected one of .*'rloo'.*, got 'gae'"),
+    ({"advantage": "vtrace"}, "advantage: expected one of .*'rloo'.*, got 'vtrace'"),
     ({"max_error_rate": 1.0}, "max_error_rate"),
     ({"overlong_max": 5}, "overlong_cache: overlong_max and overlong_cache go together"),
     ({"overlong_max": 5, "overlong_cache": 6}, "overlong_cache: expected in 1..overlong_max=5, got 6"),

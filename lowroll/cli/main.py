@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "try a model at the terminal",
     "quantize": "write a dense model as a low-bit folder",
     "export": "write a run's checkpoint as a model folder: merged, adapter or the rollouts' exact policy",
+    "diagnose": "say how much of the mismatch comes from weights, kernels, KV and staleness",
     "report": "write a run's page of plots",
     "demo": "build a tiny model and train it, in a few minutes and without a GPU",
 }

@@ -7,7 +7,8 @@ sequence, so the corrections that bound single tokens (`is`, `acr`, `sparse`, `r
 TBPO brings bounds of its own, AIPO has none: they take the algorithm's advantages and its average.
 
 Defaults: GRPO, Dr. GRPO and RLOO clip at 0.2; DAPO clips higher (0.28) and averages over tokens (arXiv 2503.14476);
-GSPO clips the sequence ratio at 3e-4 / 4e-4 (arXiv 2507.18071). The corrections are those of QuRL (Eq. 3-9), QaRL
+GSPO clips the sequence ratio at 3e-4 / 4e-4 (arXiv 2507.18071); PPO has a critic in the place of the group, clips at
+0.2 and averages over tokens (verl, which QuRL's runs use). The corrections are those of QuRL (Eq. 3-9), QaRL
 (TBPO), Sparse-RL, AIPO (arXiv 2505.24034) and verl (`reweight`). The tables
 of `lowroll.advantages` and `lowroll.objectives` say the same; a test holds them together.
 """
@@ -34,6 +35,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "rloo": Algorithm("rloo", 0.2, 0.2, "seq-mean-token-sum"),
     "dapo": Algorithm("grpo", 0.2, 0.28, "token-mean", dynamic_sampling=True),
     "gspo": Algorithm("grpo", 3e-4, 4e-4, "seq-mean-token-mean"),
+    "ppo": Algorithm("gae", 0.2, 0.2, "token-mean"),
 }
 
 DENSE = ("dense", "bf16", "fp32")          # rollout weights that are plain floating point

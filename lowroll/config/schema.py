@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Strict, 
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.algorithms import ALGORITHMS, DENSE, bounds, choose_correction
+from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
 from lowroll.config.section import (
@@ -194,10 +195,11 @@ class RunConfig(Section):
     batch_size: Count = 64                                 # rollouts a step
     rollouts_per_example: Count = 8                        # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo"] = "grpo"
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted"] | None = None   # null: the algorithm's
+    algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = "grpo"
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted", "gae"] | None = None   # null: the algorithm's
     correction: Literal["auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "reweight"] = "auto"
     loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()                  # read by ppo alone
     dapo: DapoConfig = DapoConfig()
     filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()
     train: TrainConfig = TrainConfig()
@@ -290,6 +292,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
         yield ((("rollout", "temp_scheduler"), ("rollout", "temperature")),
                "set either rollout.temperature or rollout.temp_scheduler, not both")
     yield from loss_problems(cfg.algorithm, _correction(cfg)[0], cfg.loss)
+    yield from critic_problems(cfg.algorithm, cfg.advantage, cfg.dapo.dynamic_sampling, cfg.critic, cfg.train.max_steps)
     if cfg.noise is not None and cfg.noise.schedule == "exponential" and (
             (cfg.noise.sigma_start > 0) != (cfg.noise.sigma_end > 0)):
         yield ((("noise", "sigma_end"), ("noise", "sigma_start")),
@@ -352,10 +355,11 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
     if rollout.weights in DENSE and not truncated and not noisy and cfg.correction not in ("none", "tbpo", "aipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
-    if cfg.rollouts_per_example == 1:
+    if cfg.rollouts_per_example == 1 and cfg.algorithm != "ppo":
         yield ("warning: rollouts_per_example 1: a group of one has no baseline, every advantage is 0 and nothing is "
                "learnt")
     if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
         yield (f"train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; "
                f"{cfg.correction} then acts as a capped weight")
     yield from loss_notes(cfg.correction, cfg.loss)
+    yield from critic_notes(cfg.algorithm, cfg.critic)

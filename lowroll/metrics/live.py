@@ -81,6 +81,8 @@ class LiveView:
                  f"gen {_number(record.get('perf/generate_tokens_per_second'), '.0f')} tok/s",
                  f"learn {_number(record.get('perf/learn_tokens_per_second'), '.0f')} tok/s"]
         parts += [f"{name} {_number(record.get(f'time/{name}'), '.2f')}s" for name in _PHASES]
+        if "critic/loss" in record:
+            parts.append(f"critic {_number(record.get('critic/explained_variance'), '.2f')}")
         evals = [f"{name} {_number(value, '.3f')}" for name, value in record.items()
                  if name.startswith("eval/") and name.endswith("/reward")]
         return "  ".join([*parts, *evals, f"eta {self._eta()}"])
@@ -116,6 +118,11 @@ class LiveView:
 
         reward = cell("reward", record.get("reward/mean"), ".3f")
         reward.append(f" {sparkline(self._rewards, 16)}", "green")
+        critic = [
+            [cell("value", record.get("critic/value_mean"), ".3f"),
+             cell("return", record.get("critic/return_mean"), ".3f"),
+             cell("explained variance", record.get("critic/explained_variance"), ".2f"),
+             cell("critic loss", record.get("critic/loss"), ".3g")]] if "critic/loss" in record else []
         return [
             [reward, cell("kl to behaviour", _kl(record), ".1e"), cell("entropy", _entropy(record), ".3f"),
              cell("grad norm", record.get("optim/grad_norm"), ".3g")],
@@ -127,6 +134,7 @@ class LiveView:
              cell("learn", record.get("perf/learn_tokens_per_second"), ".0f", " tok/s"),
              cell("step", record.get("time/step"), ".2f", " s"),
              Text(" ".join(f"{phase} {_number(record.get(f'time/{phase}'), '.2f')}s" for phase in _PHASES), "dim")],
+            *critic,
         ]
 
 

@@ -130,6 +130,10 @@ METRICS: tuple[Metric, ...] = (
     _M("critic/clip_fraction", "fraction", "tokens whose clipped error was the larger one: no gradient"),
     _M("critic/value_mean", "reward", "mean value", "follows critic/return_mean"),
     _M("critic/return_mean", "reward", "mean return, advantage plus value, before whitening"),
+    _M("critic/explained_variance", "", "1 - Var(G - V) / Var(G), returns G and values V of before the step; absent "
+       "where all returns are equal", "rises towards 1; at 0 the critic knows no more than a constant"),
+    _M("critic/grad_norm", "", "the critic's gradient norm before clipping", "stable"),
+    _M("critic/skipped", "updates", "the critic's updates skipped because loss or gradient was not finite", "0"),
 
     _M("optim/lr", "", "learning rate of the update"),
     _M("optim/grad_norm", "", "gradient norm before clipping", "stable; a spike deserves a look"),

@@ -97,6 +97,7 @@ def _headline(records: Sequence[Record]) -> str:
         change(name, f"held out: {name.split('/')[1]}")
     single("mismatch/kl_k3", "mismatch KL", "{:.1e}", hint="median, nats")
     single("mismatch/ess", "effective sample size", "{:.3f}", min, "lowest")
+    change("critic/explained_variance", "critic: explained variance")
     single("perf/generate_tokens_per_second", "generation", "{:,.0f} tok/s")
     single("perf/learn_tokens_per_second", "learning", "{:,.0f} tok/s")
     single("rollout/tokens", "tokens generated", "{:,.0f}", sum, "in all")

@@ -17,6 +17,7 @@ from lowroll.objectives.gspo import gspo
 from lowroll.objectives.kl import penalty
 from lowroll.objectives.mismatch import mismatch
 from lowroll.objectives.naive_is import naive_is
+from lowroll.objectives.ppo import ppo
 from lowroll.objectives.reduce import Counts, count
 from lowroll.objectives.rloo import rloo
 from lowroll.objectives.sparse import sparse
@@ -27,6 +28,6 @@ from lowroll.objectives.value import value_loss
 
 __all__ = [
     "ALGORITHMS", "CORRECTIONS", "TABLE", "Counts", "Objective", "Verdict", "acr", "aipo", "count", "dapo", "decoupled",
-    "dr_grpo", "grpo", "gspo", "mismatch", "naive_is", "penalty", "reweight", "rloo", "select", "sparse", "tbpo", "tis",
-    "value_loss",
+    "dr_grpo", "grpo", "gspo", "mismatch", "naive_is", "penalty", "ppo", "reweight", "rloo", "select", "sparse", "tbpo",
+    "tis", "value_loss",
 ]

@@ -25,6 +25,7 @@ from lowroll.objectives.dr_grpo import dr_grpo
 from lowroll.objectives.grpo import grpo
 from lowroll.objectives.gspo import gspo
 from lowroll.objectives.naive_is import naive_is
+from lowroll.objectives.ppo import ppo
 from lowroll.objectives.reduce import Counts, count
 from lowroll.objectives.rloo import rloo
 from lowroll.objectives.sparse import judge_sparse, sparse
@@ -136,6 +137,7 @@ TABLE: dict[str, Objective] = {entry.name: entry for entry in (
     _entry("rloo", rloo, f"{_CLIP}, sum over each sequence", "arXiv 2402.14740"),
     _entry("dapo", dapo, f"{_CLIP}, eh > el, mean over tokens", "arXiv 2503.14476 eq. 8"),
     _entry("gspo", gspo, "min(s A, clip(s, 1-el, 1+eh) A), s = exp(mean log R)", "arXiv 2507.18071"),
+    _entry("ppo", ppo, f"{_CLIP}, A a token's, mean over tokens", "arXiv 1707.06347 eq. 7, 1506.02438"),
     _entry("none", grpo, f"{_CLIP} on the sampler's tokens: the mismatch is ignored", "QuRL eq. 1"),
     _entry("is", naive_is, "min(rho A, clip(rho, 1-el, 1+eh) A)", "QuRL eq. 3", proximal=False, behavior=True),
     _entry("decoupled", decoupled, f"w {_CLIP}", "QuRL eq. 4, arXiv 2110.00641", behavior=True),
@@ -151,7 +153,7 @@ TABLE: dict[str, Objective] = {entry.name: entry for entry in (
            behavior=True, judge=judge),
 )}
 
-ALGORITHMS = ("grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo")
+ALGORITHMS = ("grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo", "ppo")
 CORRECTIONS = ("none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "reweight")
 
 OWN_BOUNDS = ("tbpo", "aipo")              # corrections that do not take the algorithm's clip
