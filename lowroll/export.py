@@ -92,7 +92,8 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     elif kind == "merged":
         form = _format_of(_save_merged(model, out, source))
     else:
-        form = assemble.rollout_format(cfg, where)
+        fallen_to = (saved.state.get("guard") or {}).get("weights")       # by the guard, else the run's own format
+        form = assemble.rollout_format(cfg, where, fallen_to)
         dtype = getattr(get_format(form), "dtype", where.dtype)
         _save_rollout(rollout_copy(model, form, dtype), out, source)
     return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step)

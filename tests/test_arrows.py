@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
     "trainer": ({"model", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics", "types"},
-                {"torch"}),
+                {"torch", "bitsandbytes"}),
 }
 # no room knows them
 COMPOSITION = {"assemble", "inprocess", "evaluate", "diagnose", "supervised", "demo", "export", "cli"}

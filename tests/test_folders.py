@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from test_guard import ALWAYS
 from test_run import model as run_model  # noqa: F401  (a fixture)
 from test_run import settings, train
 from tiny import hf_folder
@@ -401,6 +402,9 @@ RUNS = {
     "mxfp4_floor": {"rollout": {"weights": "mxfp4_floor"}},
     "bf16": {"rollout": {"weights": "bf16"}},
     "lora nvfp4, scaled": {"rollout": {"weights": "nvfp4"}, "train": {"lora": True, "lora_rank": 4, "uaq_scale": 1.5}},
+    "guard": {"rollout": {"weights": "int4"}, "guard": {**ALWAYS, "action": "fallback"}},
+    "lora, guard": {"rollout": {"weights": "int4"}, "guard": {**ALWAYS, "action": "fallback"},
+                    "train": {"lora": True, "lora_rank": 4}},
     "lora int4": {"rollout": {"weights": "int4"}, "train": {"lora": True, "lora_rank": 4}},
 }
 
@@ -409,11 +413,11 @@ RUNS = {
 def test_an_exported_rollout_policy_is_the_engines(case: str, run_model: Path, tmp_path: Path) -> None:  # noqa: F811
     """P10: the same digest, tokens and log-probs bit for bit as the run's engine; and the earlier step's too."""
     changes = RUNS[case]
-    weights = changes["rollout"]["weights"]
     tree = settings(run_model, tmp_path / "run", **{**changes, "train": {"max_steps": 2, **changes.get("train", {})}})
     with ExitStack() as stack:
         session = run_session(tree, stack)
-        done = export_run(tmp_path / "run", tmp_path / "out", "rollout")
+        done, weights = export_run(tmp_path / "run", tmp_path / "out", "rollout"), session.engine.behavior.weights
+        assert (weights == changes["rollout"]["weights"]) == ("guard" not in case)
         assert (done.step, done.format) == (2, weights)
         engine = lowroll.Engine(done.folder, weights=weights, device="cpu", cache_tokens=1024)
         assert engine.behavior.policy[0].digest == session.engine.behavior.policy[0].digest
@@ -422,7 +426,7 @@ def test_an_exported_rollout_policy_is_the_engines(case: str, run_model: Path, t
             for a, b in zip(mine.rollouts, theirs.rollouts, strict=True):
                 assert a.token_ids == b.token_ids and a.logprobs == b.logprobs
     export_run(tmp_path / "run", tmp_path / "first", "rollout", step=1)
-    first = lowroll.Engine(tmp_path / "first", weights=weights, device="cpu", cache_tokens=64)
+    first = lowroll.Engine(tmp_path / "first", weights=changes["rollout"]["weights"], device="cpu", cache_tokens=64)
     logged = read_rollouts(tmp_path / "run" / "rollouts" / "step_000002.jsonl").samples[0].rollout.behavior
     assert first.behavior.policy[0].digest == logged.policy[0].digest
 

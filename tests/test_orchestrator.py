@@ -582,7 +582,8 @@ def test_temperature_schedule(shape, expected):
     assert {step: schedule(step) for step in expected} == pytest.approx(expected, abs=1e-10)
     assert TemperatureSchedule(1.0, 0.6, 1, shape)(0) == 0.6
     orchestrator = build(Settings(8, 4, temperature_schedule=schedule, sampling=Sampling(max_tokens=3)))
-    batch = orchestrator.step(5)
+    assert orchestrator.settings.temperature(1) == 1.0 and orchestrator.settings.temperature(11) == 0.6
+    batch = orchestrator.step(6)
     assert batch.temperature == pytest.approx(0.8)
     assert orchestrator.engine.asked[0][0].temperature == batch.temperature
 

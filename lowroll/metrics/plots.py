@@ -54,7 +54,8 @@ PLOTS: tuple[Plot, ...] = (
          (Line("mismatch/ess", "tokens"), Line("mismatch/ess_sequence", "sequences"))),
     Plot("Response length", "and the share of responses cut by the token limit",
          (Line("rollout/length_mean", "mean"), Line("rollout/length_p50", "median"),
-          Line("rollout/length_p95", "95th percentile"), Line("rollout/truncated_fraction", "cut", right=True)),
+          Line("rollout/length_p95", "95th percentile"), Line("rollout/max_tokens", "limit"),
+          Line("rollout/truncated_fraction", "cut", right=True)),
          "tokens", "fraction cut"),
     Plot("Groups without signal", "scores all equal, and groups that solved all or none",
          (Line("reward/zero_std_fraction", "all equal"), Line("reward/solved_all_fraction", "all right"),
@@ -97,6 +98,14 @@ def reward_plot(records: Sequence[Record]) -> Plot:
     lines += [Line(name, f"held out: {name.split('/')[1]}", points=True) for name in evals]
     return Plot("Reward", "mean raw score of the rollouts, with one standard deviation, and on held-out prompts",
                 tuple(lines), "reward", bottom=None)
+
+
+def length_plot(records: Sequence[Record]) -> Plot:
+    """The mismatch of short and of long responses: the longest eight classes of lengths."""
+    found = sorted({int(match[1]) for record in records for name in record
+                    if (match := re.fullmatch(r"mismatch/length_([0-9]+)/kl_k3", name))})
+    return Plot("Mismatch by length", "KL of the responses of at most so many tokens, and more than half of that",
+                tuple(Line(f"mismatch/length_{length}/kl_k3", f"{length}") for length in found[-8:]), "nats", log=True)
 
 
 def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[float]]:

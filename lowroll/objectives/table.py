@@ -2,7 +2,7 @@
 
 An algorithm says which bounds and which reduction; a correction says what is done about the sampler's mismatch.
 `select("dapo", "acr")` is the function of ACR with the bounds and the reduction of DAPO. TBPO brings bounds of its own
-and AIPO has none: they take the reduction alone.
+and AIPO and IPO have none: they take the reduction alone.
 """
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from lowroll.objectives.decoupled import decoupled
 from lowroll.objectives.dr_grpo import dr_grpo
 from lowroll.objectives.grpo import grpo
 from lowroll.objectives.gspo import gspo
+from lowroll.objectives.ipo import ipo
 from lowroll.objectives.naive_is import naive_is
 from lowroll.objectives.ppo import ppo
 from lowroll.objectives.reduce import Counts, count
@@ -149,14 +150,16 @@ TABLE: dict[str, Objective] = {entry.name: entry for entry in (
            judge=judge_sparse),
     _entry("aipo", aipo, "keep sg[rho (adv_tau A + teacher_tau (teacher - learner) - kl_tau log rho)] log pi",
            "arXiv 2505.24034, Surogate", proximal=False, behavior=True),
+    _entry("ipo", ipo, "keep A sg[min(rho, ratio_cap)] log pi - kl_tau (log rho)^2, keep where |pi - b| <= width",
+           "Surogate, prime-rl", proximal=False, behavior=True),
     _entry("reweight", reweight, f"keep v {_CLIP}, v from w, keep by rules on w", "verl, rollout correction",
            behavior=True, judge=judge),
 )}
 
 ALGORITHMS = ("grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo", "ppo")
-CORRECTIONS = ("none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "reweight")
+CORRECTIONS = ("none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "ipo", "reweight")
 
-OWN_BOUNDS = ("tbpo", "aipo")              # corrections that do not take the algorithm's clip
+OWN_BOUNDS = ("tbpo", "aipo", "ipo")       # corrections that do not take the algorithm's clip
 
 
 def select(algorithm: str, correction: str = "none") -> Objective:

@@ -83,8 +83,10 @@ class Settings:
         return self.batch_size // self.rollouts_per_example
 
     def temperature(self, step: int) -> float:
-        """The sampling temperature of a step."""
-        return self.sampling.temperature if self.temperature_schedule is None else self.temperature_schedule(step)
+        """The sampling temperature of a step, counted from 1: the first has the schedule's start, the last its end."""
+        if self.temperature_schedule is None:
+            return self.sampling.temperature
+        return self.temperature_schedule(max(0, step - 1))
 
 
 def _require(holds: bool, name: str, expected: str, value: object) -> None:

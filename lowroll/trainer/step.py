@@ -38,7 +38,7 @@ from lowroll.model import lora
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import Counts, Objective, mismatch, penalty
+from lowroll.objectives import Counts, Objective, by_length, mismatch, penalty
 from lowroll.objectives.reduce import masked_mean
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
@@ -76,9 +76,11 @@ class LearnSettings:
         if unknown := self.options.keys() - self.objective.options.keys():
             raise ValueError(f"options: objective {self.objective.name} has no {min(unknown)}; it has "
                              f"{', '.join(self.objective.options)}")
-        if self.options.get("teacher_tau"):
-            raise ValueError(f"teacher_tau: {self.options['teacher_tau']} needs a teacher's log-probs, and the trainer "
-                             "has no teacher")
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the objective reads a teacher's log-probs."""
+        return bool(self.options.get("teacher_tau"))
 
     @property
     def normalizes(self) -> bool:
@@ -136,11 +138,13 @@ class Forward:
 
 
 def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: LearnSettings,
-          reference: Transformer | None = None, critic: Critic | None = None) -> dict[str, float]:
+          reference: Transformer | None = None, critic: Critic | None = None,
+          teacher: Transformer | None = None) -> dict[str, float]:
     """Update the model from a batch and return its metrics (names as in `lowroll.metrics.names`).
 
     `reference` is the frozen model of the KL term; None with a LoRA model means the model with its adapter off.
     With a `critic`, which is updated too, rewards become token advantages; without, samples bring their own.
+    `teacher` is the frozen model of AIPO's teacher_tau.
     Raises ValueError, before anything changes, for a batch that cannot be learned from, and TrainingDiverged.
     """
     samples = batch.samples
@@ -149,6 +153,10 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
         raise ValueError(f"temperature: must be finite and above 0 to learn from, is {batch.temperature}")
     if settings.kl_coef and reference is None and all(linear.adapter is None for _, linear in model.linears()):
         raise ValueError("reference: kl_coef needs a frozen reference model, or a LoRA model whose base is one")
+    if settings.has_teacher:
+        if teacher is None:
+            raise ValueError(f"teacher: teacher_tau {settings.options['teacher_tau']} needs a teacher model")
+        check(samples, teacher.spec.vocab_size, teacher.spec.max_position)
     forward = Forward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature)
     minibatches = split_groups([s.group for s in samples], settings.minibatches)
     heard = [i for i, s in enumerate(samples) if any(s.loss_mask)]
@@ -160,13 +168,17 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
         with contextlib.nullcontext(reference) if reference is not None else _base_policy(model) as frozen:
             frozen_lp = replace(forward, model=frozen).run(heard).log_probs
 
+    teacher_lp = None
+    if settings.has_teacher and teacher is not None:
+        teacher_lp = replace(forward, model=teacher).run(heard).log_probs
+
     judged = None if critic is None else critic.judge(samples, heard)
     learning = None if critic is not None and critic.warming_up else optimizer
     records, rate = [], 0.0 if learning is None else learning.begin_step()
     if critic is not None:
         critic.optimizer.begin_step()
     for minibatch in minibatches:
-        record, trace = _update(forward, minibatch, learning, settings, proximal, frozen_lp,
+        record, trace = _update(forward, minibatch, learning, settings, proximal, frozen_lp, teacher_lp,
                                 None if judged is None else judged.advantages)
         if critic is not None and judged is not None:
             record |= critic.update(samples, minibatch, judged)
@@ -176,8 +188,9 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
     if heard:
         packed = forward.collate(heard)
         before = trace.log_probs if proximal is None else proximal
-        metrics |= mismatch(learner=gather(before, packed), behavior=packed.behavior_N, mask=packed.mask_N,
-                            segments=packed.segments_N)
+        policies = {"learner": gather(before, packed), "behavior": packed.behavior_N, "mask": packed.mask_N,
+                    "segments": packed.segments_N}
+        metrics |= mismatch(**policies) | by_length(**policies)
     return metrics
 
 
@@ -198,7 +211,7 @@ def _base_policy(model: Transformer) -> Iterator[Transformer]:
 
 
 def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer | None, settings: LearnSettings,
-            proximal: PerToken | None, reference: PerToken | None,
+            proximal: PerToken | None, reference: PerToken | None, teacher: PerToken | None,
             advantages: PerToken | None) -> tuple[dict[str, float], Trace]:
     """One optimizer update (none without an optimizer) from the samples of a minibatch; returns its statistics and
     what the learner said. `advantages` of the tokens take the place of those of the samples."""
@@ -222,6 +235,7 @@ def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer | N
         proximal_N = learner_N.detach() if proximal is None else gather(proximal, packed)
         J, statistics = settings.objective(
             learner=learner_N, proximal=proximal_N, behavior=packed.behavior_N,
+            teacher=None if teacher is None else gather(teacher, packed),
             advantages=packed.advantages_N if advantages is None else gather(advantages, packed),
             mask=packed.mask_N, segments=packed.segments_N, counts=counts, **settings.options)
         if reference is not None:
