@@ -43,7 +43,7 @@ PRESETS = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "fp8_block": "FP8_BLOCK", "int4
            "w4a8": "W4A8", "nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 Q = "model.layers.0.self_attn.q_proj"
 IDS = torch.randint(2, 67, (20,), generator=torch.Generator().manual_seed(0))
-# transformers dequantises NVFP4 through bfloat16: 2^-9 a weight, 0.02 of the logits' spread of 3.8
+# transformers dequantises NVFP4 through bfloat16: 2^-8 a weight, 0.02 of the logits' spread of 3.8
 EXACT = 1e-4
 BOUND = {"nvfp4": 0.2}
 
