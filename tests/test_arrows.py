@@ -36,7 +36,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "trainer": ({"model", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics", "types"},
                 {"torch", "bitsandbytes"}),
 }
-COMPOSITION = {"assemble", "inprocess", "evaluate", "diagnose", "supervised", "demo", "cli"}     # no room knows them
+# no room knows them
+COMPOSITION = {"assemble", "inprocess", "evaluate", "diagnose", "supervised", "demo", "export", "cli"}
 TORCH_FREE = ("engine/scheduler.py", "engine/request.py", "kv/pages.py")
 LIGHT = ("types", "config", "advantages", "envs", "transport", "metrics", "orchestrator", "cli.main",
          "engine.scheduler", "engine.request", "kv.pages")
