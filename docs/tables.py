@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -117,6 +118,47 @@ def measured() -> str:
     return "\n".join(parts) or "Nothing is stored in bench/baselines/: run `make bench`.\n"
 
 
+def curves() -> str:
+    """What `python -m bench.curves` stored: a line a variant, means over the seeds with their range."""
+    record = json.loads((RESULTS / "curves.json").read_text())
+    rows = []
+    for variant in dict.fromkeys(run["variant"] for run in record["runs"]):
+        own = [run for run in record["runs"] if run["variant"] == variant]
+        last = {name: [_mean(run["curves"][name][-10:]) for run in own]
+                for name in ("reward/mean", "mismatch/kl_k3", "policy/entropy")}
+        rows.append((variant, _range(last["reward/mean"]), _range([run["after"]["sampled"] for run in own]),
+                     f"{_mean([_mean(run['curves']['mismatch/kl_k3'][:10]) for run in own]):.1e}",
+                     f"{_mean(last['mismatch/kl_k3']):.1e}",
+                     f"{max(value for run in own for value in run['curves']['mismatch/weight_max']):.1f}",
+                     f"{_mean(last['policy/entropy']):.3f}"))
+    machine = record["machine"]
+    head = (f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps, "
+            f"{len({run['seed'] for run in record['runs']})} seeds, {record['seconds']} s for all runs. Held-out reward of "
+            f"the warm-started model: {record['before']['sampled']:.3f}.")
+    return head + "\n\n" + table(("variant", "reward, last 10 steps", "held out, dense weights", "KL, first 10 steps",
+                                  "KL, last 10", "largest weight", "entropy, last 10"), rows)
+
+
+def prices() -> str:
+    """What `python -m bench.formats` stored."""
+    record = json.loads((RESULTS / "formats.json").read_text())
+    machine, dense = record["machine"], record["rows"][0]["tokens_per_second"]
+    head = f"{record['date']}, {machine['cpu']}, {machine['threads']} thread, torch {machine['torch']}."
+    return head + "\n\n" + table(
+        ("format", "bits a weight", "weight error", "KL, nats a token", "CPU tokens/s", "of fp32", "checkpoint bytes"),
+        [(f"`{row['format']}`", f"{row['bits']:g}", f"{row['error']:.4f}", f"{row['kl']:.1e}",
+          f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second'] / dense:.2f}x",
+          "-" if row["bytes"] is None else f"{row['bytes']:,}") for row in record["rows"]])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{_mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
 def _comparison(row: dict[str, object]) -> tuple[str, ...]:
     ours, peer, ratio = (float(str(row[key])) for key in ("ours", "peer", "ratio"))
     spread = row.get("spread")
@@ -130,7 +172,7 @@ def _number(value: float) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {part.__name__: part for part in (
-    metrics, objectives, algorithms, auto, formats, environments, commands, measured)}
+    metrics, objectives, algorithms, auto, formats, environments, commands, measured, curves, prices)}
 
 if __name__ == "__main__":
     main()

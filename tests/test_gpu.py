@@ -263,7 +263,7 @@ def test_prefill_scores_are_those_of_the_cpu(folder: Path, weights: str) -> None
     torch.testing.assert_close(got, want, atol=1e-3, rtol=0)
     assert here.pool.num_used == 0
     if weights == "fp32":
-        learner = torch.cat(lowroll.score(hf.load(folder, "cuda"), sequences, prompts, 0.8)).cpu()
+        learner = torch.cat(lowroll.score(hf.load(folder, "cuda", torch.float32), sequences, prompts, 0.8)).cpu()
         torch.testing.assert_close(got, learner, atol=1e-3, rtol=0)
 
 
