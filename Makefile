@@ -22,7 +22,7 @@ test: $(STAMP)
 # torch, and lowroll must not depend on it. torchvision from PyPI is not built for this torch and breaks the import of
 # transformers; triton is a gigabyte that the CPU does not use.
 test-vllm: $(STAMP) $(VLLM)/.installed
-	LOWROLL_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest tests/vllm -s
+	LOWROLL_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest tests/foreign -s -rs
 
 $(VLLM)/.installed:
 	python3 -m venv $(VLLM)
