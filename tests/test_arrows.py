@@ -34,7 +34,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
     "trainer": ({"model", "weights", "objectives", "transport", "checkpoint", "metrics", "types"}, {"torch"}),
 }
-COMPOSITION = {"assemble", "calibration", "inprocess", "evaluate", "supervised", "demo", "cli"}     # no room knows them
+# no room knows them
+COMPOSITION = {"assemble", "calibration", "inprocess", "evaluate", "diagnose", "supervised", "demo", "cli"}
 TORCH_FREE = ("engine/scheduler.py", "engine/request.py", "kv/pages.py")
 LIGHT = ("types", "config", "advantages", "envs", "transport", "metrics", "orchestrator", "cli.main",
          "engine.scheduler", "engine.request", "kv.pages")

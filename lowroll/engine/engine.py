@@ -8,13 +8,14 @@ One thread calls everything.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowroll.engine.request import validate
 from lowroll.engine.runner import Runner
@@ -127,6 +128,27 @@ class Engine:
         for sequence, token, logprob in drawn:
             self.scheduler.commit(sequence, token, logprob)
         return self.scheduler.finished()
+
+    def score(self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float = 1.0,
+              ) -> list[Tensor]:
+        """Log-probs of each sequence's response under the engine's weights and kernels, prefilled; as `lowroll.score`.
+
+        Rollouts in flight are not disturbed. ValueError names a sequence that does not fit, OutOfPages says that the
+        cache is full of others.
+        """
+        scores = []
+        for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
+            if not 1 <= prompt_len < len(ids) or len(ids) > self.spec.max_position:
+                raise ValueError(f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be scored in "
+                                 f"a context of {self.spec.max_position}")
+            if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
+                raise ValueError(f"sequences[{i}]: an id is outside the vocabulary of {self.spec.vocab_size}")
+            pages = self.pool.allocate(-(-len(ids) // self.pool.page_size))
+            try:
+                scores.append(self.runner.score(ids, prompt_len, pages, temperature).cpu())
+            finally:
+                self.pool.free(pages)
+        return scores
 
     def abort(self, handle: int) -> bool:
         """End a request now; its group comes back with finish reason "abort". False if it had ended."""

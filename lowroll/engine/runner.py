@@ -1,6 +1,8 @@
 """Runs a plan on the model: page copies, one forward pass over all of its tokens, one draw for every row that needs it.
 
-Legend: T tokens of the step, D hidden size, V vocabulary, B rows that draw a token.
+`score` prefills a sequence for its log-probs alone.
+
+Legend: T tokens of the step, D hidden size, V vocabulary, B rows that draw a token, C rows of a piece.
 """
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from torch import Tensor
 from lowroll.engine.sampler import SamplingBatch, require_finite, sample
 from lowroll.engine.scheduler import Plan, Sequence
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention
+from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
+
+SCORE_ROWS = 256           # rows whose logits exist at a time while a sequence is scored
 
 
 class Runner:
@@ -45,6 +50,17 @@ class Runner:
         logprobs = logprobs_B.tolist()
         require_finite(logprobs)
         return list(zip(sequences, tokens_B.tolist(), logprobs, strict=True))
+
+    @torch.inference_mode()
+    def score(self, ids: list[int], prompt_len: int, pages: list[int], temperature: float) -> Tensor:
+        """Log-probs [response tokens], float32, of a sequence that is prefilled in one piece into `pages`."""
+        attend = PagedAttention(self.cache, [], [Chunk(0, len(ids), pages)], [])
+        ids_T = torch.tensor(ids, device=self.model.device)
+        hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)
+        rows = [log_probs(self.model.logits(hidden_CD), temperature).gather(1, targets_C[:, None])[:, 0]
+                for hidden_CD, targets_C in zip(hidden_TD[prompt_len - 1:-1].split(SCORE_ROWS),
+                                                ids_T[prompt_len:].split(SCORE_ROWS), strict=True)]
+        return torch.cat(rows)
 
     def _forward(self, plan: Plan) -> tuple[Tensor, list[int]]:
         """Hidden states of the step's tokens, and for each prefill chunk the row of its last token."""

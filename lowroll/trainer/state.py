@@ -40,10 +40,26 @@ def restore(model: Transformer, optimizer: Optimizer, tensors: Mapping[str, Mapp
     An aligned model's codes are made anew. Raises ValueError, before anything changes, that names the first parameter
     that is missing, unknown or mis-shaped, or says that the weights were scaled otherwise than the model is.
     """
+    saved = tensors["model"]
+    _check(model, saved, state)
+    optimizer.restore(tensors["optimizer"], state["optimizer"])
+    restore_weights(model, saved, state)
+
+
+@torch.no_grad()
+def restore_weights(model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """The half of `restore` that is the model's: its trainable parameters, and an aligned model's codes."""
+    _check(model, saved, state)
+    for name, param in model.trainable_parameters().items():
+        param.copy_(saved[name])
+    aligned.refresh(model)
+
+
+def _check(model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     if state.get("uaq_scale") != scaling.applied(model):
         raise ValueError(f"model state: uaq_scale: the saved weights carry {state.get('uaq_scale')}, and the model "
                          f"{scaling.applied(model)}")
-    params, saved = model.trainable_parameters(), tensors["model"]
+    params = model.trainable_parameters()
     if odd := sorted(params.keys() ^ saved.keys()):
         raise ValueError(f"model state: {odd[0]} is {'missing' if odd[0] in params else 'unknown'} "
                          f"({len(odd)} such names)")
@@ -51,7 +67,3 @@ def restore(model: Transformer, optimizer: Optimizer, tensors: Mapping[str, Mapp
         if saved[name].shape != param.shape or saved[name].dtype != param.dtype:
             raise ValueError(f"model state: {name} is {saved[name].dtype} {list(saved[name].shape)}, expected "
                              f"{param.dtype} {list(param.shape)}")
-    optimizer.restore(tensors["optimizer"], state["optimizer"])
-    for name, param in params.items():
-        param.copy_(saved[name])
-    aligned.refresh(model)

@@ -11,6 +11,9 @@ where the engine multiplies a large matrix from a packed copy (`quant.dense`).
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from lowroll.model.linear import Linear
@@ -34,6 +37,19 @@ def refresh(model: Transformer) -> None:
     for name, linear in model.linears():
         if linear.aligned is not None and linear.aligned is not linear.weight:
             linear.aligned.copy_(_quantize(name, linear, linear.aligned.format))
+
+
+@contextmanager
+def suspended(model: Transformer) -> Iterator[Transformer]:
+    """The dense forward of an aligned model inside the block; the codes are kept."""
+    before = [(linear, linear.aligned) for _, linear in model.linears()]
+    for linear, _ in before:
+        linear.aligned = None
+    try:
+        yield model
+    finally:
+        for linear, codes in before:
+            linear.aligned = codes
 
 
 def _quantize(name: str, linear: Linear, format: str) -> QTensor:

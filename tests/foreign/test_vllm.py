@@ -86,7 +86,8 @@ def with_adapter(folder: Path) -> Transformer:
     return model
 
 
-def by_vllm(table: Table, folder: Path, work: Path, dtype: str = "float32", adapter: Path | None = None) -> list[Tensor]:
+def by_vllm(table: Table, folder: Path, work: Path, dtype: str = "float32",
+            adapter: Path | None = None) -> list[Tensor]:
     """vLLM's log-probs of SEQUENCES. Skips, in vLLM's words, when it has no kernel for the folder here."""
     order, answer = work / "order.json", work / "answer.json"
     order.write_text(json.dumps({"folder": str(folder), "dtype": dtype, "sequences": SEQUENCES, "rank": 8,
@@ -137,4 +138,5 @@ def test_merged(table: Table, dense: Path, tmp_path: Path) -> None:
 
 def test_adapter(table: Table, dense: Path, tmp_path: Path) -> None:
     adapter = lora.save(with_adapter(dense), tmp_path / "adapter", base=str(dense))
-    compare(table, "adapter", by_engine(adapter, "fp32"), by_vllm(table, dense, tmp_path, adapter=adapter), EXACT, dense)
+    theirs = by_vllm(table, dense, tmp_path, adapter=adapter)
+    compare(table, "adapter", by_engine(adapter, "fp32"), theirs, EXACT, dense)
