@@ -66,6 +66,19 @@ def algorithms() -> str:
                    "yes" if a.dynamic_sampling else "no") for name, a in ALGORITHMS.items()])
 
 
+def auto() -> str:
+    from lowroll.config import from_mapping
+    from lowroll.config.auto import AUTO
+    rows = []
+    for row in AUTO:
+        options = from_mapping({"model": "m", **row.example}).objective_options
+        shown = ", ".join(f"{name} {options[name]:g}" for name in ("eps_low", "eps_high", "eps_negative", "cap", "veto")
+                          if options.get(name) is not None)
+        under = "" if row.gspo == row.correction else f" (`{row.gspo}` under gspo)"
+        rows.append((row.price, row.forward, f"`{row.correction}`{under}", shown, row.source))
+    return table(("rollouts", "learner's forward", "correction", "thresholds (grpo)", "source"), rows)
+
+
 def formats() -> str:
     from lowroll.quant.formats import formats as known
     return table(("format", "what it is"), [(f"`{name}`", text) for name, text in known().items()])
@@ -117,7 +130,7 @@ def _number(value: float) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {part.__name__: part for part in (
-    metrics, objectives, algorithms, formats, environments, commands, measured)}
+    metrics, objectives, algorithms, auto, formats, environments, commands, measured)}
 
 if __name__ == "__main__":
     main()

@@ -22,6 +22,8 @@ from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import Sampling, Settings
 from lowroll.quant.formats import get_format
+from lowroll.trainer.critic import Critic, CriticSettings
+from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.step import LearnSettings
 from lowroll.weights import aligned, scaling
@@ -102,9 +104,9 @@ def environments(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environmen
     return dict(zip(names, made, strict=True))
 
 
-def scorer(cfg: RunConfig) -> ScorerPool:
-    """The scoring workers of every environment of the run, the evaluation's included."""
-    specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in (*cfg.env, *(cfg.eval.env or ()))}
+def scorer(cfg: RunConfig, envs: tuple[EnvConfig, ...]) -> ScorerPool:
+    """Scoring workers for these environments. Training and evaluation may use one name with different arguments."""
+    specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in envs}
     return ScorerPool(specs, cfg.score.workers, cfg.score.time_limit, cfg.score.memory_limit_mb)
 
 
@@ -126,6 +128,15 @@ def longest_prompt(cfg: RunConfig, model: Transformer) -> int:
         raise ValueError(f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in the context of "
                          f"{model.spec.max_position} tokens")
     return room
+
+
+def check_stages(cfg: RunConfig, model: Transformer) -> None:
+    """ValueError when a stage of the run has no room for a prompt beside its longest response."""
+    for stage in cfg.stages:
+        try:
+            longest_prompt(cfg.at(stage.step), model)
+        except ValueError as error:
+            raise ValueError(f"the stage that begins at step {stage.step}: {error}") from None
 
 
 def orchestrator_settings(cfg: RunConfig, model: Transformer) -> Settings:
@@ -155,11 +166,37 @@ def learn_settings(cfg: RunConfig) -> LearnSettings:
                          logprob_chunk=train.logprob_chunk)
 
 
+def guard(cfg: RunConfig) -> Guard | None:
+    """The watch over the mismatch. Under LoRA a wider format than the base's would only round the base again, so a
+    fallback leads to dense rollouts at once."""
+    return None if cfg.guard is None else Guard(GuardSettings(**cfg.guard.model_dump()), cfg.rollout.weights,
+                                                to_dense=cfg.train.lora)
+
+
 def optim_settings(cfg: RunConfig) -> OptimSettings:
+    """The policy's; its schedule spans the steps in which it learns, those after a critic's warm-up."""
     train = cfg.train
-    return OptimSettings(train.learning_rate, train.lr_scheduler_type, train.warmup_steps, train.max_steps,
+    steps = train.max_steps - (cfg.critic.warmup_steps if cfg.algorithm == "ppo" else 0)
+    return OptimSettings(train.learning_rate, train.lr_scheduler_type, train.warmup_steps, steps,
                          train.min_lr_ratio, train.weight_decay, train.betas, train.eps, train.max_grad_norm,
                          train.optimizer)
+
+
+def critic(cfg: RunConfig, where: Place, chat: ChatTokenizer) -> Critic | None:
+    """PPO's critic, with a head of zeros on the model that its section names; None for any other algorithm."""
+    if cfg.algorithm != "ppo":
+        return None
+    mine, train = cfg.critic, cfg.train
+    body = hf.load(mine.model or cfg.model, where.device, where.dtype)
+    if any(linear.adapter is not None for _, linear in body.linears()):
+        raise ValueError(f"critic.model: {mine.model} is an adapter folder; merge it into its base first")
+    if mine.model is not None and tokenizer(mine.model).tokenizer.get_vocab() != chat.tokenizer.get_vocab():
+        raise ValueError(f"critic.model: {mine.model} has another tokenizer than {cfg.model}")
+    body.activation_checkpointing = train.activation_checkpointing
+    optim = OptimSettings(mine.learning_rate, weight_decay=mine.weight_decay, betas=train.betas, eps=train.eps,
+                          max_grad_norm=mine.max_grad_norm)
+    return Critic(body, optim, CriticSettings(mine.gamma, mine.lam, mine.whiten, mine.value_clip, mine.warmup_steps,
+                                              train.tokens_per_microbatch))
 
 
 def noise_schedule(cfg: RunConfig) -> NoiseSchedule | None:
@@ -175,6 +212,17 @@ def reference(cfg: RunConfig, where: Place) -> Transformer | None:
     return hf.load(cfg.model, where.device, where.dtype).requires_grad_(False)
 
 
+def teacher(cfg: RunConfig, where: Place, chat: ChatTokenizer) -> Transformer | None:
+    """The frozen model of AIPO's teacher_tau. ValueError when its tokens are not those of the run's model."""
+    if cfg.train.teacher is None or not (cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau):
+        return None
+    theirs = load_tokenizer(hf.resolve(cfg.train.teacher))
+    if theirs.get_vocab() != chat.tokenizer.get_vocab():
+        raise ValueError(f"train.teacher: the vocabulary of {cfg.train.teacher} is not that of {cfg.model}, so its "
+                         "log-probs would be of other words")
+    return hf.load(cfg.train.teacher, where.device, where.dtype).requires_grad_(False)
+
+
 def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]:
     """The run in words, for the report's header."""
     spec = model.spec
@@ -183,12 +231,15 @@ def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]
         learned += f", update-aware scaling {cfg.train.uaq_scale:g}"
     noise = "" if cfg.noise is None else (f", noise {cfg.noise.sigma_start:g} to {cfg.noise.sigma_end:g} "
                                           f"({cfg.noise.schedule}, learner {cfg.noise.learner})")
+    stages = "".join(f", {cfg.at(stage.step).rollout.max_tokens} from step {stage.step}" for stage in cfg.stages)
+    critic = "" if cfg.algorithm != "ppo" else (
+        f"; critic {cfg.critic.model or 'of the same model'}, learning rate {cfg.critic.learning_rate:g}")
     return {"title": Path(cfg.output_dir).name,
             "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
             "learning": f"{learned}, {cfg.algorithm}, {cfg.train.optimizer}, {cfg.train.forward} forward, "
-                        f"learning rate {cfg.train.learning_rate:g}",
+                        f"learning rate {cfg.train.learning_rate:g}{critic}",
             "env": ", ".join(env.name or env.id for env in cfg.env),
             "rollout": f"{rollout_format(cfg, where)} weights, {cfg.rollouts_per_example} samples a prompt, "
-                       f"at most {cfg.rollout.max_tokens} tokens{noise}",
+                       f"at most {cfg.rollout.max_tokens} tokens{stages}{noise}",
             "correction": "; ".join((cfg.correction, *(n for n in cfg.notes if n.startswith("correction:")))),
             "device": f"{where.device}, {str(where.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"}

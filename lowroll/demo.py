@@ -33,6 +33,7 @@ from lowroll.orchestrator.evaluate import evaluate
 from lowroll.supervised import warm_start
 from lowroll.types import Request
 
+MARK = ".lowroll-demo"          # the file that says that a folder is the demo's, to be replaced
 MIN_GAIN = 0.15
 HELD_OUT = 256
 
@@ -102,7 +103,7 @@ def held_out(cfg: RunConfig, model: Path, weights: str, temperature: float = 1.0
     where, chat = assemble.place(cfg), assemble.tokenizer(model)
     master = hf.load(model, where.device, where.dtype)
     env, = assemble.environments(cfg.env, cfg.seed).values()
-    with assemble.scorer(cfg) as scorer, phases() as on_phase:
+    with assemble.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
         metrics = evaluate(env, assemble.engine(cfg, where, master, chat, weights), scorer, chat,
                            num_examples=HELD_OUT, sampling=assemble.sampling(cfg, temperature), seed=cfg.seed,
                            on_phase=on_phase)
@@ -134,15 +135,16 @@ def _tokens_per_second(engine: Engine, requests: list[Request]) -> float:
 
 
 def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") -> int:
-    """Run the demo; returns the exit code. The folder of an earlier demo is replaced."""
+    """Run the demo; returns the exit code. An earlier demo in the folder is replaced.
+
+    ValueError when the folder holds anything else: it is not the demo's to delete.
+    """
     # One thread: a model this small gains a third from a second one, and loses most of its speed to it when another
     # process wants the core (docs/LOG.md).
     torch.set_num_threads(1)
     console, began = Console(), time.monotonic()
     folder = Path(output_dir)
-    if (folder / "model").is_dir() or (folder / "run").is_dir():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    _clear(folder)
     cfg = settings(folder, seed, device)
     untrained = build_model(folder / "untrained", seed)
     console.print(f"[bold]1[/] built {untrained}: {hf.load(untrained).spec.num_parameters / 1e6:.2f} M parameters, "
@@ -153,6 +155,9 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     console.print(f"[bold]3[/] held-out reward before: {before['int8']:.3f}; {cfg.train.max_steps} steps of GRPO with "
                   f"INT8 rollouts and ACR")
     result = run(cfg)
+    if result.interrupted:
+        console.print("interrupted: nothing is measured")
+        return 130
     after = _rewards(cfg, result.folder / "final")
     console.print("[bold]4[/] measuring the engines")
     speed = engine_speed(cfg, result.folder / "final", ("int8", "fp32"))
@@ -162,6 +167,17 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     console.print(f"the held-out reward rose by {gain:.3f} (at least {MIN_GAIN} is required) "
                   f"in {time.monotonic() - began:.0f} s")
     return 0 if gain >= MIN_GAIN else 1
+
+
+def _clear(folder: Path) -> None:
+    """An empty folder that is marked as the demo's."""
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / MARK).is_file():
+            raise ValueError(f"output_dir: {folder} is not empty and holds no earlier demo; remove it, or name another "
+                             "folder")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
 
 
 def _rewards(cfg: RunConfig, model: Path) -> dict[str, float]:

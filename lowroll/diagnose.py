@@ -181,7 +181,7 @@ def _checkpoints(run: Path | None) -> tuple[Checkpoint | None, Checkpoint | None
     """The checkpoint whose weights the engine holds, and a newer one: the last two, or the last and None."""
     store = Store((run or Path()) / "checkpoints")
     steps = store.steps() if run is not None else []
-    saved = [store.load(step) for step in steps[-2:]]
+    saved = [store.load(step, only=("model",)) for step in steps[-2:]]
     return (saved[0] if saved else None), (saved[1] if len(saved) > 1 else None)
 
 

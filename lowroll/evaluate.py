@@ -16,13 +16,15 @@ def evaluate(cfg: RunConfig, weights: Sequence[str]) -> list[dict[str, Any]]:
     """One row an environment and format: reward, pass@1, avg@k, pass@k, mean length, tokens a second.
 
     `weights` are formats; "dense" is the run's own dtype. The formats see the same prompts and the same seeds.
+    A run with stages is evaluated at the lengths of its last one.
     """
-    cfg = cfg.resolved()
+    cfg = cfg.resolved().at(cfg.train.max_steps)
     where, chat = assemble.place(cfg), assemble.tokenizer(cfg.model)
     model = hf.load(cfg.model, where.device, where.dtype)
-    envs = assemble.environments(cfg.eval.env or cfg.env, cfg.seed)
+    chosen = cfg.eval.env or cfg.env
+    envs = assemble.environments(chosen, cfg.seed)
     rows = []
-    with assemble.scorer(cfg) as scorer, phases() as on_phase:
+    with assemble.scorer(cfg, chosen) as scorer, phases() as on_phase:
         for name in weights:
             engine = assemble.engine(cfg, where, model, chat, name)
             for env in envs.values():

@@ -10,14 +10,15 @@ learner's and the orchestrator's, in one commit, so a resumed run repeats the un
 """
 from __future__ import annotations
 
+import gc
 import logging
 import resource
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,20 +36,27 @@ from lowroll.metrics.record import Record, Recorder, read, write_about
 from lowroll.model import hf, lora
 from lowroll.orchestrator.evaluate import evaluate
 from lowroll.orchestrator.loop import Orchestrator
+from lowroll.trainer.guard import rescale
 from lowroll.trainer.loop import Trainer
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
+from lowroll.trainer.probe import probe
 from lowroll.transport.memory import MemoryRolloutChannel
 from lowroll.transport.rollout_log import truncate_rollouts, write_rollouts
 from lowroll.types import Batch
+from lowroll.weights.aligned import realign
 from lowroll.weights.noise import share
 from lowroll.weights.publish import digest
-from lowroll.weights.watch import WeightWatch
+from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
 
-# Settings that may differ between a run and its resumption: they do not change what is computed in a step.
-MAY_CHANGE = ("output_dir", "ckpt", "score", "eval", "rollout.max_batch", "rollout.cache_tokens")
+# Settings that may differ between a run and its resumption: they do not change what is computed in a step (the guard
+# decides after one, about those that follow).
+MAY_CHANGE = ("output_dir", "ckpt", "score", "eval", "guard", "force", "rollout.max_batch", "rollout.cache_tokens")
+
+MOST_SILENT = 0.5                  # share of tokens, or of sequences, that an objective may silence before any update
+MAX_WIDENED = 4
 
 
 @dataclass(frozen=True)
@@ -94,14 +102,18 @@ class Session:
 
     def __init__(self, cfg: RunConfig, stack: ExitStack) -> None:
         self.cfg, self.folder = cfg, Path(cfg.output_dir)
+        self.stage = cfg                  # the settings of the current step
         self.where = assemble.place(cfg)
         self.model = assemble.learner(cfg, self.where)
         self.base_digest = digest(self.model)
+        assemble.check_stages(cfg, self.model)
         self.chat = assemble.tokenizer(cfg.model)
         self.engine = assemble.engine(cfg, self.where, self.model, self.chat)
         self.envs = assemble.environments(cfg.env, cfg.seed)
         self.eval_envs = assemble.environments(cfg.eval.env, cfg.seed) if cfg.eval.env else self.envs
-        self.scorer = stack.enter_context(assemble.scorer(cfg))
+        self.scorer = stack.enter_context(assemble.scorer(cfg, cfg.env))
+        self.eval_scorer = (stack.enter_context(assemble.scorer(cfg, cfg.eval.env))
+                            if cfg.eval.env and cfg.eval.interval else self.scorer)
         channel = MemoryRolloutChannel()
         self.orchestrator = Orchestrator(
             assemble.orchestrator_settings(cfg, self.model), self.envs, self.engine, self.scorer, self.chat, channel,
@@ -111,16 +123,21 @@ class Session:
                               hidden_matrices(self.model))
         self.trainer = Trainer(
             self.model, optimizer, assemble.learn_settings(cfg), channel, self._publish,
-            reference=assemble.reference(cfg, self.where), save_offending=self._save_offending, deadline_s=60.0)
+            reference=assemble.reference(cfg, self.where), critic=assemble.critic(cfg, self.where, self.chat),
+            teacher=assemble.teacher(cfg, self.where, self.chat),
+            save_offending=self._save_offending, before_first=self._first_look, deadline_s=60.0)
         self.store = Store(self.folder / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.recorder = Recorder(self.folder)
-        self.watch_weights = (WeightWatch(self.model, self.engine.model)
-                              if cfg.train.weight_metrics and not cfg.train.lora else None)
+        self.watch_weights = self._weight_watch()
+        self.guard = assemble.guard(cfg)
+        self.widened = 0                  # doublings of the exponent of what `correction: auto` chose
+        self.on_note: Callable[[str], object] = log.info
         self._saved_at = 0
+        self._saving_s: dict[str, float] = {}      # time/checkpoint, for the next record
 
     def watch(self, view: LiveView) -> None:
         """Report progress within a step to a live view."""
-        self.orchestrator.on_phase = view.phase
+        self.orchestrator.on_phase, self.on_note = view.phase, view.note
 
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""
@@ -129,13 +146,22 @@ class Session:
         return 1
 
     def resume(self) -> int:
-        """Continue from the newest undamaged checkpoint. Returns the next step; ValueError when it is another run's."""
-        saved = self.store.load()
+        """Continue from the newest undamaged checkpoint. Returns the next step; ValueError when it is another run's.
+
+        A run that ended before its first checkpoint begins again.
+        """
+        try:
+            saved = self.store.load()
+        except FileNotFoundError:
+            return self._begin_again()
         _refuse_changes(yaml.safe_load(saved.meta["config"]), self.cfg)
         if saved.meta["base"] != self.base_digest:
             raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
         self.trainer.restore(saved.tensors, saved.state["trainer"])
+        self._enter(saved.step)
         self.orchestrator.restore(saved.state["orchestrator"])
+        self.widened = saved.state.get("widened", 0)
+        self._restore_guard(saved.state.get("guard"))
         self._publish(self.trainer.version)
         for later_gone in (self.recorder.truncate, partial(truncate_rollouts, self.folder / "rollouts"),
                            self.store.truncate):
@@ -144,21 +170,33 @@ class Session:
         log.info("resumed after step %d", saved.step)
         return saved.step + 1
 
+    def _begin_again(self) -> int:
+        _refuse_changes(yaml.safe_load((self.folder / "config.yaml").read_text()), self.cfg)
+        self.recorder.truncate(0)
+        truncate_rollouts(self.folder / "rollouts", 0)
+        log.warning("the run ended before its first checkpoint; it begins again with step 1")
+        return self.begin()
+
     def step(self, step: int) -> Record:
-        """One training step, its record and, when due, its evaluation and checkpoint."""
+        """One training step, its record and, when due, its evaluation and checkpoint.
+
+        The record comes first: a process that dies between the two makes the step again, and none is left out.
+        """
         began = time.monotonic()
+        stage = self._enter(step)
         batch = self.orchestrator.step(step, self.trainer.version)
         sigma = {} if self.noise is None else {"rollout/noise_sigma": self.noise.sigma(self.trainer.version)}
-        metrics = batch.stats | sigma | self.trainer.step()
+        metrics = batch.stats | stage | sigma | self.trainer.step()
+        metrics |= self._watch_over(metrics)
         if self.cfg.eval.interval and step % self.cfg.eval.interval == 0:
             metrics |= self.evaluate()
-        metrics |= self._performance(batch, metrics)
-        checkpoint_began = time.monotonic()
+        metrics |= self._performance(batch, metrics) | self._saving_s
+        metrics["time/step"] = time.monotonic() - began + sum(self._saving_s.values())
+        self._saving_s = {}
+        record = self.recorder.write(step, metrics)
         if step % self.cfg.ckpt.interval == 0:
             self.checkpoint(step)
-            metrics["time/checkpoint"] = time.monotonic() - checkpoint_began
-        metrics["time/step"] = time.monotonic() - began
-        return self.recorder.write(step, metrics)
+        return record
 
     def evaluate(self) -> dict[str, float]:
         """`eval/*` of the current policy in the rollout precision, without noise, on the test splits."""
@@ -168,9 +206,9 @@ class Session:
             self.engine.adopt(self.model, self.trainer.version)
         metrics: dict[str, float] = {}
         for env in self.eval_envs.values():
-            metrics |= evaluate(env, self.engine, self.scorer, self.chat, num_examples=cfg.num_examples,
+            metrics |= evaluate(env, self.engine, self.eval_scorer, self.chat, num_examples=cfg.num_examples,
                                 rollouts_per_example=cfg.rollouts_per_example,
-                                sampling=assemble.sampling(self.cfg, cfg.temperature), seed=self.cfg.seed,
+                                sampling=assemble.sampling(self.stage, cfg.temperature), seed=self.cfg.seed,
                                 max_prompt_tokens=self.orchestrator.settings.max_prompt_tokens)
         if noisy:
             self._adopt(self.trainer.version)
@@ -180,10 +218,12 @@ class Session:
         """Both halves of the run after `step`, in one atomic folder."""
         if self._saved_at == step:
             return
+        began = time.monotonic()
         tensors, trainer = self.trainer.state()
-        self.store.save(step, tensors, {"trainer": trainer, "orchestrator": self.orchestrator.state()},
+        self.store.save(step, tensors, {"trainer": trainer, "orchestrator": self.orchestrator.state(),
+                                         "guard": self.guard and self.guard.state(), "widened": self.widened},
                         {"config": self.cfg.dump(), "base": self.base_digest})
-        self._saved_at = step
+        self._saved_at, self._saving_s = step, {"time/checkpoint": time.monotonic() - began}
 
     def finish(self) -> None:
         """The last checkpoint, and the trained model (or adapter) as a Hugging Face folder."""
@@ -197,6 +237,18 @@ class Session:
         else:
             hf.save(self.model, final, tokenizer_from=source)
 
+    def _enter(self, step: int) -> dict[str, float]:
+        """Go over to the settings of the step's stage; returns its metrics, none in a run without stages."""
+        if not self.cfg.stages:
+            return {}
+        self.stage = self.cfg.at(step)
+        self.orchestrator.enter(assemble.orchestrator_settings(self.stage, self.model))
+        length = self.stage.objective_options["max_length"]
+        self.trainer.settings = replace(self.trainer.settings,
+                                        options={**self.trainer.settings.options, "max_length": length})
+        return {"rollout/stage": 1.0 + sum(stage.step <= step for stage in self.cfg.stages),
+                "rollout/max_tokens": float(self.stage.rollout.max_tokens)}
+
     def _publish(self, version: int) -> dict[str, float]:
         self._adopt(version)
         return {} if self.watch_weights is None else self.watch_weights.measure()
@@ -207,6 +259,77 @@ class Session:
         self.engine.adopt(self.model, version, noise)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, noise)
+
+    def _first_look(self, batch: Batch) -> dict[str, float]:
+        """The mismatch before the first update, against the objective's thresholds; those of `auto` are widened."""
+        first = probe(self.model, batch, self.trainer.settings)
+        if first is None:
+            return {}
+        silent = first.silent(self.trainer.settings.options)
+        for line in first.findings(self.trainer.settings.options):
+            self.on_note(line)
+        while max(silent.values()) > MOST_SILENT and self.cfg.chosen_options and self.widened < MAX_WIDENED:
+            self.widened += 1
+            self._set_options()
+            silent = first.silent(self.trainer.settings.options)
+        if self.widened:
+            chosen = ", ".join(f"{name} {self.trainer.settings.options[name]:.3g}" for name in self.cfg.chosen_options)
+            log.warning("the mismatch silences over half of the batch: %s in the place of what auto chose", chosen)
+        if max(silent.values()) > MOST_SILENT:
+            log.warning("correction %s silences %.0f %% of the tokens and %.0f %% of the sequences before the first "
+                        "update: its thresholds are narrower than the mismatch of the rollouts", self.cfg.correction,
+                        *(100 * share for share in silent.values()))
+        return first.spread | silent
+
+    def _restore_guard(self, state: Mapping[str, Any] | None) -> None:
+        """Go on with the bounds and the format of a checkpoint. ValueError when there is no guard to hold them."""
+        if self.guard is None and state and (state["fallbacks"] or state["tightened"]):
+            raise ValueError(f"guard: the run went on with {state['weights']} rollouts and bounds tightened "
+                             f"{state['tightened']} times; keep a guard section (action: warn leaves it so)")
+        if self.guard is not None and state:
+            self.guard.restore(state)
+            if self.guard.fallbacks:
+                self._change_format(self.guard.weights)
+        self._set_options()
+
+    def _watch_over(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The guard's look at a step; what it decides holds from the next one on."""
+        if self.guard is None:
+            return {}
+        before = (self.guard.tightened, self.guard.weights)
+        values, told = self.guard.look(metrics)
+        for line in told:
+            log.warning("guard: step %d: %s", self.trainer.last_step, line)
+        if before[0] != self.guard.tightened:
+            self._set_options()
+        if before[1] != self.guard.weights:
+            self._change_format(self.guard.weights)
+            self._adopt(self.trainer.version)
+        return values
+
+    def _set_options(self) -> None:
+        """The objective's options as the configuration, the first look and the guard want them."""
+        options = self.stage.objective_options
+        if self.widened:
+            options = rescale(options, 2.0**self.widened, self.cfg.chosen_options)
+        if self.guard is not None and self.guard.tightened:
+            options = rescale(options, self.guard.settings.factor**self.guard.tightened)
+        self.trainer.settings = replace(self.trainer.settings, options=options)
+
+    def _change_format(self, weights: str) -> None:
+        """Another engine in the place of the old one, which is gone before the new one takes its memory."""
+        if self.cfg.train.forward == "aligned":
+            realign(self.model, assemble.rollout_format(self.cfg, self.where, weights))
+        del self.engine, self.orchestrator.engine, self.watch_weights
+        gc.collect()                        # the engine and its scheduler hold each other
+        self.engine = assemble.engine(self.cfg, self.where, self.model, self.chat, weights)
+        self.orchestrator.engine = self.engine
+        self.watch_weights = self._weight_watch()
+
+    def _weight_watch(self) -> WeightWatch | AdapterWatch | None:
+        if not self.cfg.train.weight_metrics:
+            return None
+        return AdapterWatch(self.model) if self.cfg.train.lora else WeightWatch(self.model, self.engine.model)
 
     def _save_offending(self, batch: Batch) -> None:
         path = write_rollouts(self.folder / "offending", batch)

@@ -35,20 +35,23 @@ def test_length_weighted_by_hand():
     assert length_weighted([1, 0, 0, 1], [7] * 4) == pytest.approx(grpo_no_std([1, 0, 0, 1]))
 
 
-@pytest.mark.parametrize("name", advantages.TABLE)
+COMPARING = ["grpo", "grpo_no_std", "rloo", "length_weighted"]       # the estimators with a baseline of the group's
+
+
+@pytest.mark.parametrize("name", COMPARING)
 def test_equal_rewards_give_exactly_zero(name):
     # .1 + .1 + .1 != .3 in binary: a naive mean would leave a rest, which the std would blow up
     for reward in (.1, 1 / 3, -.7, 0.0, 1e300):
         assert advantages.TABLE[name]([reward] * 3, [10, 20, 30]) == [0.0] * 3
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_no_std", "rloo", "length_weighted"])
+@pytest.mark.parametrize("name", COMPARING)
 def test_a_single_rollout_keeps_its_reward(name):
     assert advantages.TABLE[name]([.7], [10]) == [.7]
     assert advantages.TABLE[name]([None], [10]) == [0.0]
 
 
-@pytest.mark.parametrize("name", advantages.TABLE)
+@pytest.mark.parametrize("name", COMPARING)
 def test_failed_scores_leave_the_statistics(name):
     estimate = advantages.TABLE[name]
     with_errors = estimate([None, 1.0, 0.0, None, .5], [9, 10, 20, 9, 30])
@@ -56,6 +59,12 @@ def test_failed_scores_leave_the_statistics(name):
     assert with_errors == [0.0, a, b, 0.0, c]
     assert estimate([None, 1.0, None], [1, 2, 3]) == [0.0] * 3
     assert estimate([None, None], [1, 2]) == [0.0] * 2
+
+
+def test_gae_leaves_the_baseline_to_the_critic():
+    assert advantages.TABLE["gae"]([.7, None, 0.0, .7], None) == [.7, 0.0, 0.0, .7]
+    assert advantages.TABLE["gae"]([-2], [10]) == [-2.0]
+    assert {*COMPARING, "gae"} == set(advantages.TABLE)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=12).filter(lambda r: max(r) - min(r) > 1e-3))

@@ -32,7 +32,9 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "transport": ({"types", "config"}, set()),
     "metrics": (set(), {"rich", "matplotlib"}),
     "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
-    "trainer": ({"model", "weights", "objectives", "transport", "checkpoint", "metrics", "types"}, {"torch"}),
+    # trainer -> advantages: with a critic, advantages are made of the learner's own values
+    "trainer": ({"model", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics", "types"},
+                {"torch", "bitsandbytes"}),
 }
 # no room knows them
 COMPOSITION = {"assemble", "calibration", "inprocess", "evaluate", "diagnose", "supervised", "demo", "cli"}

@@ -223,3 +223,22 @@ def test_report_and_demo(module: Callable[..., types.ModuleType], tmp_path: Path
     assert capsys.readouterr().err == f"error: {tmp_path}/gone: no such run folder\n"
     module("lowroll.demo", main=lambda **options: int(options == {"output_dir": "d", "seed": 4, "device": "cpu"}))
     assert main(["demo", "--output-dir", "d", "--seed", "4", "--device", "cpu"]) == 1
+
+
+def test_the_demo_deletes_no_folder_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from lowroll import demo
+    mine = tmp_path / "model" / "weights.bin"
+    mine.parent.mkdir()
+    mine.write_text("precious")
+    with pytest.raises(ValueError, match="not empty and holds no earlier demo"):
+        demo.main(str(tmp_path))
+    assert mine.read_text() == "precious"
+    monkeypatch.setattr(demo, "warm_start", lambda *_: {"sft/loss": 1.0})
+    monkeypatch.setattr(demo, "_rewards", lambda *_: {"int8": 0.5})
+    monkeypatch.setattr(demo, "run", lambda cfg: SimpleNamespace(interrupted=True, folder=tmp_path))
+    monkeypatch.setattr(demo, "CONFIG", {**demo.CONFIG, "hidden_size": 16, "intermediate_size": 16,
+                                         "num_hidden_layers": 1, "head_dim": 8})
+    for _ in range(2):                           # the second replaces the first; an interrupted run measures nothing
+        assert demo.main(str(tmp_path / "demo")) == 130

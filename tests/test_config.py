@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from lowroll.config import ConfigError, RunConfig, from_mapping, load
 from lowroll.config.algorithms import ALGORITHMS
+from lowroll.config.auto import AUTO, Rollouts, Row, choose_correction
 from lowroll.config.document import ConfigDumper, parse, resolve_plain
 
 ROOT = Path(__file__).parent.parent
@@ -94,14 +95,14 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("model: m\nenv: []\n", [], ["run.yaml:2: env: must not be empty"]),
     # values
     ("model: m\nalgorithm: grop\n", [],
-     ["run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, got 'grop' "
+     ["run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, ppo, got 'grop' "
       "(did you mean grpo?)"]),
     ("model: m\ncorrection: sprase\n", [],
-     ["run.yaml:2: correction: must be one of auto, none, is, decoupled, tis, acr, tbpo, sparse, aipo, reweight, got "
-      "'sprase' (did you mean sparse?)"]),
+     ["run.yaml:2: correction: must be one of auto, none, is, decoupled, tis, acr, tbpo, sparse, aipo, ipo, "
+      "reweight, got 'sprase' (did you mean sparse?)"]),
     ("model: m\nloss:\n  aipo: {tau: 1}\n", [], ["run.yaml:3: loss.aipo.tau: unknown key (did you mean kl_tau?)"]),
-    ("model: m\nloss:\n  aipo: {teacher_tau: 0.5}\n", [],
-     ["run.yaml:3: loss.aipo.teacher_tau: a run has no teacher model; only 0.0 works"]),
+    ("model: m\ncorrection: aipo\nloss:\n  aipo: {teacher_tau: 0.5}\n", [],
+     ["run.yaml:4: loss.aipo.teacher_tau: needs train.teacher, the model whose log-probs it pulls to"]),
     ("model: m\nloss:\n  aipo: {mode: mask,\n    geo_mask_low: 11}\n", [],
      ["run.yaml:4: loss.aipo.geo_mask_low: geo_mask_low (11) is more than geo_mask_high (10)"]),
     ("model: m\nloss:\n  sparse: {token_rs: [1.5, 0.5]}\n", [],
@@ -266,8 +267,10 @@ def test_from_mapping_checks_the_same_things() -> None:
     ("dr_grpo", "int8", ("acr", 0.2, 0.2, "constant", "grpo_no_std", False)),
     ("rloo", "int8", ("acr", 0.2, 0.2, "seq-mean-token-sum", "rloo", False)),
     ("dapo", "int8", ("acr", 0.2, 0.28, "token-mean", "grpo", True)),
-    ("gspo", "int8", ("tis", 3e-4, 4e-4, "seq-mean-token-mean", "grpo", False)),
+    ("gspo", "int8", ("tbpo", 3e-4, 4e-4, "seq-mean-token-mean", "grpo", False)),
     ("gspo", "dense", ("none", 3e-4, 4e-4, "seq-mean-token-mean", "grpo", False)),
+    ("ppo", "int8", ("acr", 0.2, 0.2, "token-mean", "gae", False)),
+    ("ppo", "dense", ("none", 0.2, 0.2, "token-mean", "gae", False)),
 ])
 def test_what_auto_and_null_become(algorithm: str, weights: str, expected: tuple[object, ...]) -> None:
     cfg = from_mapping({"model": "m", "algorithm": algorithm, "rollout": {"weights": weights}})
@@ -275,9 +278,9 @@ def test_what_auto_and_null_become(algorithm: str, weights: str, expected: tuple
             cfg.dapo.dynamic_sampling) == expected
     assert cfg.notes[0].startswith(f"correction: {expected[0]}, because")
     chosen = {"eps_low": 0.1, "eps_high": 0.3, "reduce": "token-mean"}
-    own = from_mapping({"model": "m", "algorithm": algorithm, "loss": chosen, "dapo": {"dynamic_sampling": True},
-                        "correction": "none"})
-    assert own.correction == "none" and own.dapo.dynamic_sampling is True
+    own = from_mapping({"model": "m", "algorithm": algorithm, "loss": chosen, "correction": "none", "force": True,
+                        "dapo": {"dynamic_sampling": algorithm != "ppo"}})
+    assert own.correction == "none" and own.dapo.dynamic_sampling is (algorithm != "ppo")
     assert {name: getattr(own.loss, name) for name in chosen} == chosen
 
 
@@ -299,13 +302,64 @@ def test_auto_under_an_aligned_forward(algorithm: str, weights: str, expected: s
             from_mapping(tree | {"loss": {"dual_clip": 3.0}})
 
 
+@pytest.mark.parametrize("row", AUTO, ids=lambda row: f"{row.price}, {row.forward}")
+def test_the_table_of_auto_is_what_auto_does(row: Row) -> None:
+    for algorithm in ALGORITHMS:
+        tree = {"model": "m", "algorithm": algorithm, **row.example}
+        cfg = from_mapping(tree)
+        assert cfg.correction == (row.gspo if algorithm == "gspo" else row.correction)
+        assert row.reason in cfg.notes[0] and cfg.notes[0].startswith(f"correction: {cfg.correction}, because")
+        assert not any(note.startswith("warning") for note in cfg.notes)
+        chosen = row.sets if cfg.correction == row.correction else {}
+        assert cfg.chosen_options == tuple(chosen) and chosen.items() <= cfg.objective_options.items()
+        again = from_mapping(yaml.safe_load(cfg.dump()))
+        assert again.dump() == cfg.dump() and again.chosen_options == ()
+
+
+@pytest.mark.parametrize(("rollouts", "expected"), [
+    (Rollouts("dense"), "none"), (Rollouts("bf16", aligned=True), "none"), (Rollouts("fp32", lora=True), "none"),
+    (Rollouts("dense", noisy=True), "acr"), (Rollouts("nvfp4", noisy=True, lora=True), "acr"),
+    (Rollouts("int4", noisy=True, aligned=True), "tbpo"), (Rollouts("int4", lora=True, aligned=True), "tbpo"),
+    (Rollouts("fp8", lora=True), "tis"), (Rollouts("fp8"), "acr"),
+    (Rollouts("dense", ("top_k 5",)), "reweight"), (Rollouts("int8", ("min_p 0.1",), True, True, True), "reweight"),
+])
+def test_the_first_row_that_applies(rollouts: Rollouts, expected: str) -> None:
+    assert choose_correction("dapo", rollouts)[0] == expected
+    assert rollouts.words in choose_correction("dapo", rollouts)[1]
+
+
+def test_a_threshold_that_is_written_is_not_chosen() -> None:
+    tree = {"model": "m", "rollout": {"top_p": 0.9}}
+    assert from_mapping(tree).loss.reweight.veto == 1e-4
+    for veto in (None, 1e-6):
+        cfg = from_mapping({**tree, "loss": {"reweight": {"veto": veto}}})
+        assert cfg.loss.reweight.veto == veto and cfg.chosen_options == ()
+
+
+@pytest.mark.parametrize("correction", ["none", "is"])
+def test_what_is_known_to_collapse_needs_force(correction: str) -> None:
+    for weights in ("int8", "fp8", "nvfp4"):
+        tree: dict[str, object] = {"model": "m", "correction": correction, "rollout": {"weights": weights}}
+        with pytest.raises(ConfigError, match=rf"^config: correction: {correction} with {weights} rollouts is known to "
+                                              r"collapse \(QuRL's .*\); write auto, or force: true"):
+            from_mapping(tree)
+        assert from_mapping(tree | {"force": True}).correction == correction
+        for train in ({"lora": True}, {"forward": "aligned"}):
+            assert from_mapping(tree | {"train": train}).correction == correction
+    assert from_mapping({"model": "m", "correction": correction, "rollout": {"weights": "bf16"}})
+
+
 def test_warnings_for_what_rarely_is_meant() -> None:
     def warnings(**tree: object) -> list[str]:
         return [note for note in from_mapping({"model": "m"} | tree).notes if note.startswith("warning")]
     assert warnings() == []
-    assert "top_p 0.9, top_k 5" in warnings(rollout={"weights": "dense", "top_p": 0.9, "top_k": 5})[0]
+    assert "top_p 0.9, top_k 5" in warnings(rollout={"weights": "dense", "top_p": 0.9, "top_k": 5},
+                                                  correction="none")[0]
     assert warnings(rollout={"weights": "int8", "top_p": 0.9}) == []
-    assert "not corrected" in warnings(correction="none")[0]
+    assert "not corrected" in warnings(correction="none", force=True)[0]
+    assert "nothing caps the weights" in warnings(correction="decoupled")[0]
+    assert "saw it drift and collapse" in warnings(algorithm="gspo", correction="tis")[0]
+    assert warnings(algorithm="gspo") == []
     assert "nothing is learnt" in warnings(rollouts_per_example=1)[0]
 
 
@@ -315,7 +369,7 @@ def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:
     assert {name: algorithm.advantage for name, algorithm in ALGORITHMS.items()} == advantages.BY_ALGORITHM
     for algorithm in ALGORITHMS:
         for correction in CORRECTIONS:
-            tree = {"model": "m", "algorithm": algorithm, "correction": correction}
+            tree = {"model": "m", "algorithm": algorithm, "correction": correction, "force": True}
             try:
                 options = select(algorithm, correction).options
             except ValueError:
@@ -341,6 +395,7 @@ def test_the_choices_are_those_of_the_objectives() -> None:
 @pytest.mark.parametrize(("correction", "loss", "expected"), [
     ("sparse", {"sparse": {"token_rs": [0.5, 1.5], "xi_cap": 1.5}}, {"token_rs": (0.5, 1.5), "xi_cap": 1.5}),
     ("aipo", {"aipo": {"kl_tau": 0.1}}, {"kl_tau": 0.1, "token_mask_high": 8.0}),
+    ("ipo", {"ipo": {"signed": True, "width": 0.1}}, {"signed": True, "width": 0.1, "kl_tau": 1e-3}),
     ("tbpo", {"tbpo": {"eps_negative": 1e-3}, "cap": 3}, {"eps_negative": 1e-3, "cap": 3.0, "eps_high": 4e-4}),
     ("reweight", {"reweight": {"reject": {"token_k1": [0.5, 2], "seq_max_k2": 3}}},
      {"reject": {"token_k1": (0.5, 2.0), "seq_max_k2": 3.0}, "cap": 2.0}),
@@ -355,6 +410,15 @@ def test_a_corrections_own_section_reaches_its_objective(write: Callable[[str], 
     assert load(write(cfg.dump())).objective_options == options
     other = from_mapping({"model": "m", "correction": "acr", "loss": loss})
     assert f"loss.{correction}: no effect, the correction is acr" in other.notes
+
+
+def test_a_teacher_goes_with_a_teacher_tau() -> None:
+    loss = {"aipo": {"teacher_tau": 0.5}}
+    cfg = from_mapping({"model": "m", "correction": "aipo", "loss": loss, "train": {"teacher": "t"}})
+    assert cfg.objective_options["teacher_tau"] == 0.5 and not any("train.teacher" in note for note in cfg.notes)
+    for idle in ({"correction": "acr", "loss": loss}, {"correction": "aipo"}):
+        assert any(note.startswith("train.teacher: no effect")
+                   for note in from_mapping({"model": "m", "train": {"teacher": "t"}, **idle}).notes)
 
 
 def test_dump_loads_to_the_same_tree(write: Callable[[str], Path]) -> None:

@@ -203,8 +203,17 @@ def test_all_keys_together(three: Callable[..., RunConfig]) -> None:
     assert (cfg.eval.interval, cfg.eval.num_examples, cfg.eval.env and cfg.eval.env[0].id) == (100, 64, "reverse-text")
     told = "\n".join(cfg.notes)
     for expected in ("no max_steps in either file", "sampling.max_tokens is not set: 1024", "nothing is learnt",
-                     "ckpt.interval is not set: 50", "adamw_8bit"):
+                     "ckpt.interval is not set: 50"):
         assert expected in told
+    assert cfg.train.optimizer == "adamw8bit"
+    assert three().train.optimizer == "adamw"
+
+
+def test_the_teacher_is_an_override(three: Callable[..., RunConfig]) -> None:
+    train = TRAIN.replace("teacher_tau: 0.0", "teacher_tau: 0.5") if "teacher_tau" in TRAIN else (
+        TRAIN.replace("kl_tau: 0.0", "teacher_tau: 0.5"))
+    cfg = three(train=train, overrides=["train.teacher=some/teacher"])
+    assert cfg.loss.aipo.teacher_tau == 0.5 and cfg.train.teacher == "some/teacher"
 
 
 def test_the_noise_scheduler_is_our_noise(three: Callable[..., RunConfig]) -> None:
@@ -243,7 +252,7 @@ REFUSED: list[tuple[str, str, str, list[str]]] = [
     ("train", "ratio_type: token", "ratio_type: tokens",
      ["train.yaml:23: loss.ratio_type: must be one of token, sequence, got 'tokens' (did you mean token?)"]),
     ("train", "kl_tau: 0.0", "teacher_tau: 0.1",
-     ["train.yaml:24: loss.teacher_tau: a run has no teacher model; only 0.0 works"]),
+     ["train.yaml:24: loss.teacher_tau: needs train.teacher, the model whose log-probs it pulls to"]),
     ("train", "kl_tau: 0.0", "mode: truncate", ["train.yaml:24: loss.mode: unknown key"]),
     ("train", "geo_mask_low: 0.1", "geo_mask_low: 20.0",
      ["train.yaml:28: loss.geo_mask_low: geo_mask_low (20) is more than geo_mask_high (10)"]),

@@ -17,7 +17,8 @@ import torch
 import lowroll
 from lowroll import demo
 from lowroll.cli.main import COMMANDS, main
-from lowroll.config import RunConfig, load, load_reference
+from lowroll.config import load, load_reference
+from lowroll.metrics.record import read
 from lowroll.model import hf, lora
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +79,12 @@ def test_the_tour_of_the_readme_runs(clone: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_python_of_the_usage_page_runs(clone: Path, monkeypatch: pytest.MonkeyPatch,
                                            capsys: pytest.CaptureFixture[str]) -> None:
-    validate, merge = blocks(ROOT / "docs/usage.md", "python")
+    price, validate, merge = blocks(ROOT / "docs/usage.md", "python")
+    run_block(price, clone, monkeypatch)
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert set(lines) == set(lowroll.formats())
+    assert lines["int8"].startswith("8.12 bits") and lines["nvfp4"].startswith("4.50 bits")
+    assert float(lines["int8"].split()[-1]) < float(lines["nvfp4"].split()[-1]) < 0.2
     run_block(validate, clone, monkeypatch)
     assert "Validation(env='examples/my_env.py'" in capsys.readouterr().out
 
@@ -124,6 +130,26 @@ def test_the_commands_exist_and_take_these_arguments(page: Path) -> None:
                 parser.parse_intermixed_args(arguments)
 
 
+def test_the_commands_on_cheap_rollouts_run(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the usage page that need the demo's model alone, with few rollouts and two steps."""
+    page = ROOT / "docs/usage.md"
+    monkeypatch.chdir(clone)
+    Path("cheap.yaml").write_text(next(text for text in blocks(page, "yaml") if text.startswith("# cheap.yaml")))
+    small = {"grpo": ["train.max_steps=2", "batch_size=32", "dapo.max_rounds=32", "rollout.cache_tokens=4096",
+                      "score.workers=1"], "eval": ["--n", "4"], "diagnose": ["--n", "4", "rollout.cache_tokens=4096"]}
+    ran, mismatch = set(), {}
+    for _, command, *words in commands_of(page.read_text()):
+        if words[:1] == ["cheap.yaml"] or words[:1] == ["outputs/demo/model"]:
+            assert main([command, *words, *small[command]]) == 0
+            ran.add(command)
+            for folder in (Path(word.removeprefix("output_dir=")) for word in words if word.startswith("output_dir=")):
+                mismatch[folder.name] = read(folder)[0]["mismatch/kl_k3"]
+    assert ran == set(small)
+    assert set(mismatch) == {"dapo", "ppo", "auto", "tis", "int4", "aligned", "scaled", "noise"}
+    assert mismatch["aligned"] < mismatch["int4"] / 100
+    assert mismatch["auto"] == mismatch["tis"]
+
+
 def test_the_reader_of_commands_sees_the_commands() -> None:
     found = {" ".join(words[:2]) for words in commands_of((ROOT / "README.md").read_text())}
     assert {"make demo", "make test", "lowroll grpo", "lowroll report"} <= found
@@ -140,6 +166,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         if anchor:
             heads = re.findall(r"^#+ (.*)$", goal.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}, target
+
+
+def test_the_tests_that_hold_the_numbers_exist() -> None:
+    named = re.findall(r"`(test_\w+)::(test_\w+)`", (ROOT / "docs/algorithms.md").read_text())
+    assert len(named) > 30
+    for module, function in named:
+        assert f"def {function}(" in (ROOT / "tests" / f"{module}.py").read_text(), f"{module}::{function}"
 
 
 def tables() -> ModuleType:
@@ -193,10 +226,10 @@ def test_every_dependency_has_its_reason() -> None:
         assert all(cell.strip() for cell in row.split("|")[2:4]), row
 
 
-# -- examples and recipes -------------------------------------------------------------------------------------------
+# -- examples (the recipes have a file of their own) ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [*EXAMPLES, *RECIPES], ids=name)
+@pytest.mark.parametrize("path", EXAMPLES, ids=name)
 def test_files_load_and_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grpo", str(path), "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("# model ")
@@ -217,35 +250,3 @@ def test_the_three_files_load() -> None:
     cfg = load_reference(*(folder / f"{part}.yaml" for part in ("train", "infer", "orch")),
                          overrides=["rollout.weights=int8"])
     assert (cfg.batch_size, cfg.rollouts_per_example, cfg.rollout.weights) == (128, 16, "int8")
-
-
-def test_every_recipe_is_listed_and_says_where_it_comes_from() -> None:
-    listed = (ROOT / "recipes/README.md").read_text()
-    for path in RECIPES:
-        assert f"]({path.name})" in listed
-        head = "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
-        assert re.search(r"Table \d|section \d|repository|Quick Start", head), path.name
-    assert set(re.findall(r"\]\((\w+\.yaml)\)", listed)) == {path.name for path in RECIPES}
-
-
-# as printed: prompts a step, rollouts a prompt, longest response, learning rate, steps, updates a step, KL coefficient
-PUBLISHED = {
-    "qurl_gsm8k_int8": (256, 8, 512, 1e-5, 15 * (7473 // 256), 256 // 64, 0.0),
-    "qurl_dapo_int8": (512, 16, 3072, 1e-6, 200, 16, 0.0),
-    "qurl_deepscaler_int8": (256, 8, 8192, 1e-6, 800, 4, 1e-3),
-    "surogate_reverse_text": (128 // 16, 16, 128, 2e-4, 40, 1, 0.0),
-    "dapo_aime": (512, 16, 16384 + 4096, 1e-6, 300, 512 * 16 // 512, 0.0),
-    "dr_grpo_math": (128, 8, 3000, 1e-6, 20 * 12000 // 128, 128 * 8 // 128, 0.0),
-    "deepseekmath_grpo": (1024 // 64, 64, 1024, 1e-6, 500, 1, 0.04),
-    "sparse_rl_dense_baseline": (1024 // 8, 8, 4096, 1e-6, 400, 1024 // 256, 1e-4),
-    "qerl_gsm8k_bf16_lora": (128 // 8, 8, 4096, 5e-6, 200, 1, 0.0),
-}
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=name)
-def test_recipes_hold_the_published_numbers(path: Path) -> None:
-    cfg: RunConfig = load(path)
-    assert (cfg.num_groups, cfg.rollouts_per_example, cfg.rollout.max_tokens, cfg.train.learning_rate,
-            cfg.train.max_steps, cfg.train.minibatches, cfg.loss.kl_coef) == PUBLISHED[path.stem]
-    low_bit = cfg.rollout.weights == "int8"
-    assert path.stem.startswith("qurl") == low_bit and (cfg.correction == "acr") == low_bit

@@ -158,6 +158,19 @@ def test_abort_and_wrong_requests_leave_the_others_alone(folder: Path) -> None:
         engine.generate([Request(prompt(3)), Request(prompt(3), n=0)])
 
 
+def test_generate_leaves_queued_requests_to_step(folder: Path) -> None:
+    queued, mine = (Request(prompt(n), max_tokens=tokens, seed=2, ignore_eos=True) for n, tokens in ((7, 3), (5, 8)))
+    engine = engine_of(folder)
+    handle, aborted = engine.add(queued), engine.add(queued)
+    engine.abort(aborted)
+    group, = engine.generate([mine])
+    assert tokens(group) == tokens(engine_of(folder).generate([mine])[0])
+    assert engine.has_work                       # nothing is in flight, and two groups are still to be taken
+    done = dict(engine.step())
+    assert tokens(done[handle]) == tokens(engine_of(folder).generate([queued])[0]) and not engine.has_work
+    assert done[aborted].rollouts[0].finish_reason == "abort"
+
+
 def test_adoption_is_in_place_versioned_and_never_served_from_an_old_prefix(folder: Path, tmp_path: Path) -> None:
     old, new = hf.load(folder), hf.load(hf_folder(tmp_path / "new", seed=9))
     for weights in lowroll.formats():

@@ -63,6 +63,14 @@ def test_bits_are_the_stored_bytes(name: str) -> None:
     assert q.nbytes * 8 / (512 * 4096) == pytest.approx(get_format(name).bits, rel=2e-3)
 
 
+def test_bits_a_weight_by_hand() -> None:
+    """INT4's scales are float32 a group of 128 (4.125 would be bfloat16's); NF4's absmax 32 bits a block of 64."""
+    by_hand = {"int8": 8, "fp8": 8, "fp8_block": 8, "int4": 4 + 32 / 128, "w4a8": 4 + 32 / 128, "nvfp4": 4 + 8 / 16,
+               "int4_asym": 4 + (32 + 4) / 128, "mxfp4": 4 + 8 / 32, "mxfp4_floor": 4 + 8 / 32, "nf4": 4 + 32 / 64,
+               "nf4_dq": 4 + 8 / 64 + 32 / (64 * 256)}
+    assert {name: get_format(name).bits for name in LOW_BIT} == pytest.approx(by_hand, abs=1e-3)
+
+
 # -- vectors computed elsewhere ---------------------------------------------------------------------------------------
 
 def test_fp8_vectors() -> None:
@@ -147,16 +155,18 @@ def test_nvfp4_vector() -> None:
     assert torch.equal(q.dequantize()[:, 16:32], torch.zeros(1, 16))
 
 
-@pytest.mark.parametrize(("head", "even", "packed", "floor", "cut"), [
-    ([7, -5, 1, .3], 128, "c601", 127, [6, -4, 1, .5]),
-    ([6.9, 3.4, -.4], 127, "5709", 127, [6, 3, -.5]),
-    ([.1, -.03, .05], 121, "c705", 121, [.09375, -.03125, .046875]),
-    ([1.75, 1.749], 126, "5600", 125, [1.5, 1.5]),
-    ([1.749, .9], 125, "6700", 125, [1.5, 1]),
-    ([0], 0, "0000", 0, [0])])
-def test_mxfp4_vectors(head: list[float], even: int, packed: str, floor: int, cut: list[float]) -> None:
+@pytest.mark.parametrize(("head", "even", "packed", "values", "floor", "cut"), [
+    ([7, -5, 1, .3], 128, "c601", [8, -4, 1, 0], 127, [6, -4, 1, .5]),
+    ([6.9, 3.4, -.4], 127, "5709", [6, 3, -.5], 127, [6, 3, -.5]),
+    ([.1, -.03, .05], 121, "c705", [.09375, -.03125, .046875], 121, [.09375, -.03125, .046875]),
+    ([1.75, 1.749], 126, "5600", [2, 1.5], 125, [1.5, 1.5]),
+    ([1.749, .9], 125, "6700", [1.5, 1], 125, [1.5, 1]),
+    ([0], 0, "0000", [0], 0, [0])])
+def test_mxfp4_vectors(head: list[float], even: int, packed: str, values: list[float], floor: int,
+                       cut: list[float]) -> None:
     q, q_floor = (lowroll.quantize(padded(head, 32), name) for name in ("mxfp4", "mxfp4_floor"))
     assert q.tensors["weight_scale"].tolist() == [[even]] and raw(q.tensors["weight_packed"])[:4] == packed
+    assert q.dequantize()[0, :len(values)].tolist() == values
     assert q_floor.tensors["weight_scale"].tolist() == [[floor]]
     assert q_floor.dequantize()[0, :len(cut)].tolist() == cut
     assert not q.dequantize()[0, len(head):].any()

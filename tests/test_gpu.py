@@ -227,3 +227,57 @@ def test_a_full_fine_tuning_step_reaches_the_engine(folder: Path) -> None:
     fresh = Engine(master, weights="int8", dtype=torch.float32, cache_tokens=2048)
     assert digest(engine.model) == digest(fresh.model)
     assert rollouts(engine.generate(requests()))[0] == rollouts(fresh.generate(requests()))[0]
+
+
+def test_a_critic_on_a_gpu_judges_and_learns_as_on_the_cpu() -> None:
+    from test_trainer import make_batch, tiny_model
+
+    from lowroll.trainer.critic import Critic
+    from lowroll.trainer.optim import OptimSettings
+
+    batch, seen = make_batch(tiny_model(), groups=8, size=1), []
+    for i, sample in enumerate(batch.samples):
+        sample.reward = float(i % 3 == 0)
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
+        critic = Critic(tiny_model(5).to(device, dtype), OptimSettings(1e-2, eps=1e-3))
+        with torch.no_grad():
+            critic.weight_D.copy_(0.3 * torch.randn(len(critic.weight_D), generator=torch.Generator().manual_seed(5)))
+        judged = critic.judge(batch.samples, range(8))
+        metrics = critic.update(batch.samples, range(8), judged)
+        seen.append((torch.cat([judged.advantages[i].cpu() for i in range(8)]), metrics,
+                     critic.optimizer.masters["head.weight"].detach().cpu()))
+    (A, metrics, head), exact, half = seen
+    assert torch.allclose(exact[0], A, atol=1e-4) and exact[1] == pytest.approx(metrics, rel=1e-3, abs=1e-5)
+    assert torch.allclose(exact[2], head, atol=1e-5)
+    assert half[1]["critic/loss"] == pytest.approx(metrics["critic/loss"], rel=0.1)
+    assert float((half[0] - A).abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_prefill_scores_are_those_of_the_cpu(folder: Path, weights: str) -> None:
+    """The engine's scoring path, and the learner's score of the same tokens where nothing is rounded."""
+    here, there = (Engine(folder, weights=weights, device=device, dtype=torch.float32, cache_tokens=1024)
+                   for device in ("cuda", "cpu"))
+    sequences, prompts = [IDS[:30].tolist(), IDS[30:41].tolist()], [9, 3]
+    got, want = (torch.cat(engine.score(sequences, prompts, 0.8)) for engine in (here, there))
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=0)
+    assert here.pool.num_used == 0
+    if weights == "fp32":
+        learner = torch.cat(lowroll.score(hf.load(folder, "cuda"), sequences, prompts, 0.8)).cpu()
+        torch.testing.assert_close(got, learner, atol=1e-3, rtol=0)
+
+
+def test_8_bit_adamw_is_that_of_the_cpu() -> None:
+    """Two updates; a code that rounds the other way moves a weight by a few per cent of an update."""
+    pytest.importorskip("bitsandbytes")
+    from lowroll.trainer.optim import Optimizer, OptimSettings
+    ends = []
+    for device in ("cuda", "cpu"):
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 80 * 64).reshape(80, 64).to(device))
+        optimizer = Optimizer({"w": p}, OptimSettings(learning_rate=1e-2, optimizer="adamw8bit", weight_decay=0.1))
+        for k in range(2):
+            (p * torch.linspace(-2, 3 + k, p.numel(), device=device).reshape(p.shape)).sum().backward()
+            optimizer.begin_step()
+            optimizer.update()
+        ends.append(p.detach().cpu())
+    torch.testing.assert_close(*ends, atol=1e-3, rtol=0)

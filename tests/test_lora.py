@@ -304,3 +304,11 @@ def test_damaged_and_absent_adapter_files(folders: dict[str, Path], adapter: Pat
         refused(folders["qwen3"], adapter, "adapter_config.json: ")
     config.unlink()
     refused(folders["qwen3"], adapter, "adapter_config.json: no such file")
+
+
+def test_a_relative_base_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_folder(tmp_path / "models" / "base")
+    monkeypatch.chdir(tmp_path)
+    lora.save(lora.attach(hf.load("models/base"), 2, 4.0), "adapter", base="models/base")
+    monkeypatch.chdir(tmp_path / "models")
+    assert lora.base_of(tmp_path / "adapter") == str(tmp_path / "models" / "base")

@@ -19,8 +19,8 @@ from lowroll.metrics.live import LiveView, duration, sparkline
 from lowroll.metrics.record import write_about
 
 ROOT = Path(__file__).resolve().parents[1]
-GROUPS = {"reward", "rollout", "mismatch", "policy", "correction", "critic", "optim", "weights", "sft", "eval", "perf",
-          "time", "record"}
+GROUPS = {"reward", "rollout", "mismatch", "policy", "correction", "critic", "guard", "spread", "optim", "weights",
+          "sft", "eval", "perf", "time", "record"}
 
 
 def test_every_name_is_explained_once() -> None:

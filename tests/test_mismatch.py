@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lowroll.objectives import Counts, mismatch, penalty
+from lowroll.objectives import Counts, by_length, mismatch, penalty, spread
 from lowroll.objectives.kl import ESTIMATORS, k3
 
 torch.set_num_threads(1)
@@ -84,6 +84,8 @@ EXPECTED = {
     "logp_diff_max": math.log(1.5), "prob_diff_mean": .0528571429, "prob_diff_max": .1, "ess": .9611347638,
     "ess_sequence": .9936794076, "chi2_token": .2103571429, "chi2_sequence": .5040125,
     "geo_ratio_mean": (1.0400419115 + 1.0718733737) / 2, "ppl_ratio": .9472228677, "pearson": .9425542565,
+    "ppl_learner": ((.45 * .5 * .8) ** (-1 / 3) + (.66 * .24 * .3 * .5) ** (-1 / 4)) / 2,
+    "ppl_sampler": ((.5 * .4 * .8) ** (-1 / 3) + (.6 * .3 * .2 * .5) ** (-1 / 4)) / 2,
 }
 
 
@@ -115,7 +117,9 @@ def test_no_mismatch():
     lp = f64(LEARNER).log()
     got = mismatch(learner=lp, behavior=lp, mask=torch.tensor(MASK))
     ones = {"weight_max", "weight_min", "ess", "ess_sequence", "geo_ratio_mean", "ppl_ratio", "pearson"}
-    assert got == {f"mismatch/{name}": pytest.approx(float(name in ones), abs=1e-12) for name in EXPECTED}
+    same = dict.fromkeys(("ppl_learner", "ppl_sampler"), EXPECTED["ppl_learner"])
+    assert got == {f"mismatch/{name}": pytest.approx(same.get(name, float(name in ones)), abs=1e-12)
+                   for name in EXPECTED}
 
 
 def test_unusable_tokens_are_left_out():
@@ -126,3 +130,29 @@ def test_unusable_tokens_are_left_out():
     assert mismatch(learner=learner, behavior=behavior, mask=torch.zeros(2, 4)) == {}
     constant = mismatch(learner=f64([[-.3] * 3]), behavior=f64([[-.1, -.2, -.3]]), mask=torch.ones(1, 3))
     assert "mismatch/pearson" not in constant and len(constant) == len(EXPECTED) - 1
+
+
+def test_the_spread_by_hand():
+    ratio = f64([[.1, .3, 0, 9], [-.2, .2, 0, 0], [9, 9, 9, 9]])          # l - b; means .1333 and 0; the rest masked
+    got = spread(learner=ratio - 1, behavior=f64([[-1.] * 4] * 3), mask=torch.tensor([[1, 1, 1, 0], [1] * 4, [0] * 4]))
+    tokens = [.1, .3, 0, -.2, .2, 0, 0]
+    mean = sum(tokens) / 7
+    assert got == {"spread/token_std": pytest.approx((sum((x - mean) ** 2 for x in tokens) / 7) ** .5),
+                   "spread/token_p99": pytest.approx(.3), "spread/sequence_std": pytest.approx(.4 / 6),
+                   "spread/sequence_p99": pytest.approx(.4 / 3)}
+    assert spread(learner=ratio, behavior=ratio, mask=torch.zeros(3, 4)) == {}
+
+
+def test_every_class_of_lengths_is_the_mismatch_of_its_own_responses():
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1, 3, 4, 5, 8, 9, 16, 17]
+    learner, behavior = (torch.rand(8, 17, generator=generator, dtype=torch.float64).log() for _ in range(2))
+    mask = torch.arange(17) < torch.tensor(lengths)[:, None]
+    got = by_length(learner=learner, behavior=behavior, mask=mask)
+    classes = {4: [0, 1, 2], 8: [3, 4], 16: [5, 6], 32: [7]}
+    assert len(got) == 4 * len(classes)
+    for tokens, rows in classes.items():
+        own = mismatch(learner=learner[rows], behavior=behavior[rows], mask=mask[rows])
+        for name in ("kl_k1", "kl_k3", "logp_diff_max", "ess"):
+            assert got[f"mismatch/length_{tokens}/{name}"] == pytest.approx(own[f"mismatch/{name}"], rel=1e-12)
+    assert by_length(learner=learner, behavior=behavior, mask=torch.zeros(8, 17)) == {}

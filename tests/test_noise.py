@@ -114,6 +114,15 @@ def test_a_draw_depends_on_seed_version_and_norm_alone() -> None:
     assert float(long.std()) == pytest.approx(0.05, rel=0.01) and abs(float(long.mean())) < 5e-4
 
 
+@pytest.mark.parametrize(("sigma", "changed"), [
+    (1e-2, .77), (5.62341e-3, .605), (3.16228e-3, .375), (1.77828e-3, .149), (1e-3, .024), (5e-4, 0), (1e-4, 0)])
+def test_bfloat16_norms_of_size_one_would_lose_small_noise(sigma: float, changed: float) -> None:
+    """algorithms C2, the reason for float32 norms: the share of channels that change, beside 1 in float32."""
+    noisy = 1 + Noise(3, sigma).draw("norm", 400_000)
+    assert float((noisy.bfloat16() != 1).float().mean()) == pytest.approx(changed, abs=.005)
+    assert float((noisy != 1).float().mean()) > .99
+
+
 # -- publication ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -464,7 +464,7 @@ def test_select_combines_an_algorithm_with_a_correction():
     batch = random_batch(6)
     for algorithm in objectives.ALGORITHMS:
         for correction in objectives.CORRECTIONS:
-            if algorithm == "gspo" and correction in ("is", "acr", "sparse", "aipo", "reweight"):
+            if algorithm == "gspo" and correction in ("is", "acr", "sparse", "aipo", "ipo", "reweight"):
                 with pytest.raises(ValueError, match="gspo"):
                     select(algorithm, correction)
                 continue
@@ -513,7 +513,7 @@ def test_bad_segments_are_named(segments):
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match="algorithm: unknown 'ppo'"):
-        select("ppo")
+    with pytest.raises(ValueError, match="algorithm: unknown 'a2c'"):
+        select("a2c")
     with pytest.raises(ValueError, match="correction: unknown 'mis'"):
         select("grpo", "mis")

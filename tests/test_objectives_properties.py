@@ -27,6 +27,8 @@ VARIANTS = {
                       "teacher_tau": .2}),
     "aipo, truncated": ("aipo", {"mode": "truncate", "token_mask_low": .3, "token_mask_high": 1.4, "kl_tau": .1}),
     "aipo, sequence": ("aipo", {"ratio_type": "sequence", "sequence_clip_high": 1.5}),
+    "ipo": ("ipo", {"width": .15, "ratio_cap": 1.3, "kl_tau": .05}),
+    "ipo, signed": ("ipo", {"width": .1, "ratio_cap": 1.2, "signed": True}),
     "reweight": ("reweight", {**WIDE, "cap": 1.5, "reject": {"token_k1": (.4, 3.0), "seq_max_k3": 1.0}}),
     "reweight, sequence": ("reweight", {**WIDE, "weight": "sequence", "cap": 1.5, "normalize": True, "veto": .15,
                                         "reject": {"seq_sum_k1": (.1, 8.0), "seq_mean_k2": .9, "token_k3": 1.2}}),
@@ -38,7 +40,8 @@ VARIANTS = {
 UNREACHED = {     # what a variant's options do not do
     "truncated_fraction": ("sparse", "sparse, dual clip", "aipo", "aipo, sequence", "reweight, bypass"),
     "rejected_fraction": ("sparse, dual clip",),
-    "rejected_sequence_fraction": ("sparse, dual clip", "aipo, truncated", "aipo, sequence"),
+    "rejected_sequence_fraction": ("sparse, dual clip", "aipo, truncated", "aipo, sequence", "ipo",
+                                   "ipo, signed"),
 }
 NORMALISED = {key for key, (_, options) in VARIANTS.items() if options.keys() & {"normalize", "normalize_xi"}}
 
@@ -132,6 +135,14 @@ def token(name, o, lpn, lpo, lpr, lpt, A, t):
         advantage = (o.get("adv_tau", 1) * A[t] + o.get("teacher_tau", 0) * (lpt[t] - lpn[t])
                      - o.get("kl_tau", 0) * logs[t])
         return scale * advantage * lpn[t], scale * advantage
+    if name == "ipo":
+        log_ratio, moved = lpn[t] - lpr[t], math.exp(lpn[t]) - math.exp(lpr[t])
+        far = abs(moved) > o["width"]
+        if o.get("signed"):
+            far = moved > o["width"] if A[t] > 0 else moved < -o["width"]
+        pull = 0.0 if far else A[t] * min(math.exp(log_ratio), o["ratio_cap"])
+        tau = o.get("kl_tau", 1e-3)
+        return pull * lpn[t] - tau * log_ratio ** 2, pull - 2 * tau * log_ratio
     log_w = gap
     R = math.exp(move[t])
     if o.get("bypass"):
@@ -194,7 +205,7 @@ def test_against_the_oracle(variant, mode):
     assert dark <= allowed, "a branch was never taken"
 
 
-@pytest.mark.parametrize("variant", [key for key, (name, _) in VARIANTS.items() if name != "aipo"])
+@pytest.mark.parametrize("variant", [key for key, (name, _) in VARIANTS.items() if name not in ("aipo", "ipo")])
 def test_the_gradient_is_the_slope_of_the_oracle(variant):
     plain = {key: value.tolist() for key, value in batch_of(2).items()}
     _, gradient = oracle(variant, plain, "seq-mean-token-mean")

@@ -11,7 +11,7 @@ import torch
 from test_objectives import f64, random_batch, single
 
 from lowroll import objectives
-from lowroll.objectives import Counts, aipo, count, decoupled, gspo, naive_is, reweight, select, sparse, tbpo, tis
+from lowroll.objectives import Counts, aipo, count, decoupled, gspo, ipo, naive_is, reweight, select, sparse, tbpo, tis
 from lowroll.objectives.correction import RULES
 
 
@@ -205,6 +205,31 @@ def test_aipo_truncated_is_the_truncated_gradient():
     assert 0 < stats["correction/truncated_fraction"] < 1 and stats["correction/rejected_fraction"] == 0
 
 
+# IPO and DPPO on the same sample: probabilities move by -.067, .043, -.557, .823; gradients hold -2 kl_tau log rho
+
+@pytest.mark.parametrize(("A", "options", "seeds", "kept"), [
+    (.5, {}, [.40976538, .55238546, .005, -.0048], 2),
+    (.5, {"signed": True, "width": .1}, [.40976538, .55238546, .0460425, -.0048], 3),
+    (.5, {"kl_tau": 0.0}, [.40936538, .55258546, 0, 0], 2),
+    (.5, {"width": .9}, [.40976538, .55238546, .0460425, .5 * math.exp(2) - .0048], 4),       # 11.02 is cut at e^2
+    (.5, {"width": .9, "ratio_cap": 1.0}, [.40976538, .4998, .0460425, .4952], 4),
+    (.5, {"width": .05}, [.0004, .55238546, .005, -.0048], 1),
+    (-.5, {"signed": True, "width": .1}, [-.40896538, -.55278546, .005, -.5 * math.exp(2) - .0048], 3),
+    (0, {"signed": True, "width": .1}, [.0004, -.0002, .005, -.0048], 3),
+])
+def test_ipo_by_hand(A, options, seeds, kept):
+    inputs = AIPO | {"advantages": f64([[A] * 5])}
+    J, gradient, stats = run(ipo, AIPO_LEARNER, **inputs, **options)
+    assert [4 * g for g in gradient[0]] == pytest.approx([0, *seeds], abs=5e-9)
+    log_ratio = [-.2, .1, -2.5, 2.4]
+    pulls = [s + 2 * options.get("kl_tau", 1e-3) * x for s, x in zip(seeds, log_ratio, strict=True)]
+    value = sum(c * lp for c, lp in zip(pulls, AIPO_LEARNER[0, 1:].tolist(), strict=True))
+    assert 4 * J == pytest.approx(value - options.get("kl_tau", 1e-3) * (.04 + .01 + 6.25 + 5.76), abs=2e-8)
+    assert stats["correction/rejected_fraction"] == (4 - kept) / 4
+    assert stats["correction/truncated_fraction"] == (.25 if kept == 4 and "ratio_cap" not in options
+                                                      else .5 if kept == 4 else .25 if A <= 0 else 0)
+
+
 # The generic correction: w = 2, .5, 1 and 4, .25 (sequence products 1 and 1, geometric means 1 and 1), R = 1, A = 1
 
 W = [[2, .5, 1], [4, .25]]
@@ -347,6 +372,9 @@ def test_identity_limits(seed):
     same(of("reweight", icepop=(0, 1e30)), of("decoupled"))
     same(of("aipo", token_mask_high=math.inf, sequence_mask_high=math.inf, mode="mask"),
          of("aipo", token_mask_high=math.inf, sequence_mask_high=math.inf, mode="truncate"))
+    same(of("ipo", width=math.inf, ratio_cap=math.inf, kl_tau=0.0),
+         of("aipo", token_mask_low=0.0, token_mask_high=math.inf, geo_mask_low=0.0, geo_mask_high=math.inf,
+            sequence_mask_high=math.inf))
     same(of("tbpo", eps_low=.2, eps_high=.3, eps_negative=math.inf, cap=1.0),
          of("gspo", eps_low=.2, eps_high=.3))
     assert not torch.allclose(of("tbpo", eps_low=.2, eps_high=.3, eps_negative=.1, cap=1.0),
@@ -366,6 +394,8 @@ def test_identity_limits(seed):
     batch["lpn"] = batch["lpr"]                      # on policy: the policy gradient, but for the value of J
     reinforce = of("grpo", reduce="token-mean")[1:]
     same(of("aipo")[1:], reinforce)
+    same(of("ipo")[1:], reinforce)
+    same(of("ipo", signed=True)[1:], reinforce)
     same(of("tbpo", reduce="token-mean")[1:], reinforce)
 
 
@@ -399,6 +429,8 @@ def bad(name, **changes):
     ("aipo", {"geo_mask_low": 11}, "geo_mask_low: 11 must lie between 0 and geo_mask_high"),
     ("aipo", {"token_mask_low": math.nan}, "token_mask_low"),
     ("aipo", {"sequence_clip_high": 0}, "sequence_clip_high"),
+    ("ipo", {"width": -.1}, "width: -0.1 must be 0 or more"),
+    ("ipo", {"ratio_cap": 0}, "ratio_cap: 0 must be positive"),
     ("aipo", {"eps_high": .2}, "eps_high: objective aipo has no such option"),
     ("reweight", {"weight": "word"}, "weight: unknown 'word'"),
     ("reweight", {"icepop": (2.0, 1.0)}, "icepop"),

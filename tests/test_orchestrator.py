@@ -582,7 +582,8 @@ def test_temperature_schedule(shape, expected):
     assert {step: schedule(step) for step in expected} == pytest.approx(expected, abs=1e-10)
     assert TemperatureSchedule(1.0, 0.6, 1, shape)(0) == 0.6
     orchestrator = build(Settings(8, 4, temperature_schedule=schedule, sampling=Sampling(max_tokens=3)))
-    batch = orchestrator.step(5)
+    assert orchestrator.settings.temperature(1) == 1.0 and orchestrator.settings.temperature(11) == 0.6
+    batch = orchestrator.step(6)
     assert batch.temperature == pytest.approx(0.8)
     assert orchestrator.engine.asked[0][0].temperature == batch.temperature
 
@@ -593,7 +594,7 @@ def test_temperature_schedule(shape, expected):
     ({"rollouts_per_example": 1}, "rollouts_per_example: expected at least 2"),
     ({"sampling": Sampling(temperature=0.0)}, "sampling.temperature: expected above 0"),
     ({"sampling": Sampling(temperature=math.nan)}, "sampling.temperature"),
-    ({"advantage": "gae"}, "advantage: expected one of .*'rloo'.*, got 'gae'"),
+    ({"advantage": "vtrace"}, "advantage: expected one of .*'rloo'.*, got 'vtrace'"),
     ({"max_error_rate": 1.0}, "max_error_rate"),
     ({"overlong_max": 5}, "overlong_cache: overlong_max and overlong_cache go together"),
     ({"overlong_max": 5, "overlong_cache": 6}, "overlong_cache: expected in 1..overlong_max=5, got 6"),

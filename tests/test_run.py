@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import lowroll
-from lowroll import demo
+from lowroll import assemble, demo
 from lowroll.checkpoint.store import Store
 from lowroll.inprocess import RunResult
 from lowroll.metrics.record import read, reproducible
@@ -109,6 +109,57 @@ def test_resume_falls_back_from_a_damaged_checkpoint(model: Path, tmp_path: Path
     assert "DAMAGED CHECKPOINT" in caplog.text and (tmp_path / "run" / "checkpoints" / "damaged").is_dir()
 
 
+def die(tree: dict[str, Any], at: str) -> None:
+    """Run in a process of its own that kills itself at a fault point."""
+    code = ("import json, sys, lowroll; from lowroll.config import from_mapping; "
+            "lowroll.run(from_mapping(json.loads(sys.argv[1])))")
+    ended = subprocess.run([sys.executable, "-c", code, json.dumps(tree)], timeout=120, capture_output=True,
+                           env={**os.environ, "LOWROLL_FAULT": f"{at}:kill"})
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+
+
+@pytest.mark.parametrize("interval, at", [(1, "store.verified"), (1, "store.tensors_written/model"),
+                                          (50, "store.tensors_written/model")])
+def test_a_killed_run_goes_on_without_a_gap(model: Path, tmp_path: Path, interval: int, at: str) -> None:
+    """Killed behind its first checkpoint, in it, and in the last step of a run that made none before."""
+    tree = settings(model, tmp_path / "whole", train={"max_steps": 3}, ckpt={"interval": interval})
+    whole = fingerprint(train(tree).folder)
+    tree["output_dir"] = str(tmp_path / "killed")
+    die(tree, at)
+    with pytest.raises(ValueError, match="already holds a run"):
+        train(tree)
+    with pytest.raises(ValueError, match=r"seed was 3 and is 4"):
+        train({**tree, "seed": 4}, resume=True)
+    result = train(tree, resume=True)
+    assert [record["step"] for record in result.records] == [1, 2, 3] and fingerprint(result.folder) == whole
+
+
+def test_the_temperature_goes_from_its_start_to_its_end(model: Path, tmp_path: Path) -> None:
+    schedule = {"type": "linear", "start_temperature": 1.2, "end_temperature": 0.6}
+    tree = settings(model, tmp_path / "run", train={"max_steps": 3}, rollout={"temp_scheduler": schedule})
+    assert [r["rollout/temperature"] for r in train(tree).records] == pytest.approx([1.2, 0.9, 0.6])
+
+
+def test_evaluation_may_score_otherwise_than_training_under_the_same_name(model: Path, tmp_path: Path) -> None:
+    def arithmetic(weight: float) -> list[dict[str, Any]]:
+        args = {"format_weight": weight, "template": "{text}", "min_steps": 1, "max_steps": 1}
+        return [{"id": "arithmetic", "args": args}]
+
+    tree = settings(model, tmp_path / "run", train={"max_steps": 1, "warmup_steps": 0}, env=arithmetic(0.0),
+                    eval={"interval": 1, "num_examples": 2, "env": arithmetic(0.5)})
+    session_specs: list[Any] = []
+    original = assemble.ScorerPool
+
+    def watched(specs: Any, *args: Any) -> Any:
+        session_specs.append({name: spec[1]["format_weight"] for name, spec in specs.items()})
+        return original(specs, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "ScorerPool", watched)
+        train(tree)
+    assert session_specs == [{"arithmetic": 0.0}, {"arithmetic": 0.5}]
+
+
 def test_a_run_can_be_lengthened_when_nothing_is_scheduled_over_its_length(model: Path, tmp_path: Path) -> None:
     constant = {"lr_scheduler_type": "constant"}
     whole = train(settings(model, tmp_path / "whole", train={**constant, "max_steps": 4}))
@@ -179,7 +230,7 @@ def test_lora_shares_one_base_and_publishes_an_adapter(model: Path, tmp_path: Pa
 @pytest.mark.parametrize("algorithm,correction", [("dapo", "acr"), ("gspo", "tis"), ("dr_grpo", "decoupled"),
                                                   ("rloo", "tis"), ("grpo_no_std", "is"), ("grpo", "none")])
 def test_every_algorithm_runs(model: Path, tmp_path: Path, algorithm: str, correction: str) -> None:
-    result = train(settings(model, tmp_path / "run", algorithm=algorithm, correction=correction,
+    result = train(settings(model, tmp_path / "run", algorithm=algorithm, correction=correction, force=True,
                             train={"max_steps": 2}, dapo={"overlong_max": 6, "overlong_cache": 2}))
     assert all(r["policy/objective"] is not None and not r["optim/skipped"] for r in result.records)
 
@@ -190,6 +241,7 @@ def test_every_algorithm_runs(model: Path, tmp_path: Path, algorithm: str, corre
     ("grpo", "sparse", {"sparse": {"xi_cap": 1.5, "token_rs": [0.5, 1.5], "normalize_xi": True}}),
     ("grpo_no_std", "aipo", {"reduce": "token-mean", "aipo": {"kl_tau": 0.01, "mode": "truncate"}}),
     ("grpo", "aipo", {"aipo": {"ratio_type": "sequence"}}),
+    ("dapo", "ipo", {"ipo": {"signed": True, "width": 0.1}}),
     ("dapo", "reweight", {"reweight": {"weight": "sequence", "normalize": True, "veto": 1e-4,
                                        "reject": {"token_k1": [0.5, 2.0], "seq_mean_k3": 0.1}}}),
     ("grpo", "reweight", {"reweight": {"bypass": True}}),
@@ -205,6 +257,31 @@ def test_every_correction_runs_and_resumes(model: Path, tmp_path: Path, algorith
     whole = fingerprint(result.folder)
     copy_stopped_after(result.folder, 1, tmp_path / "cut")
     assert fingerprint(train({**tree, "output_dir": str(tmp_path / "cut")}, resume=True).folder) == whole
+
+
+def test_a_run_with_a_teacher_resumes_and_refuses_another_vocabulary(model: Path, tmp_path: Path) -> None:
+    teacher = hf.load(model)
+    with torch.no_grad():
+        for _, linear in teacher.linears():
+            linear.weight.mul_(3)
+    hf.save(teacher, tmp_path / "teacher", tokenizer_from=model)
+    tree = settings(model, tmp_path / "run", correction="aipo", loss={"aipo": {"teacher_tau": 0.5}},
+                    train={"max_steps": 2, "teacher": str(tmp_path / "teacher")})
+    result = train(tree)
+    assert all(record["optim/grad_norm"] > 0 and not record["optim/skipped"] for record in result.records)
+    whole = fingerprint(result.folder)
+    copy_stopped_after(result.folder, 1, tmp_path / "cut")
+    assert fingerprint(train({**tree, "output_dir": str(tmp_path / "cut")}, resume=True).folder) == whole
+    alone = train({**tree, "output_dir": str(tmp_path / "alone"), "loss": {}, "train": {**tree["train"],
+                                                                                      "teacher": None}})
+    assert fingerprint(alone.folder)["final"] != whole["final"]
+
+    other = json.loads((tmp_path / "teacher" / "tokenizer.json").read_text())
+    token = next(iter(other["model"]["vocab"]))
+    other["model"]["vocab"]["another"] = other["model"]["vocab"].pop(token)
+    (tmp_path / "teacher" / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match=r"train\.teacher: the vocabulary of .* is not that of"):
+        train({**tree, "output_dir": str(tmp_path / "other")})
 
 
 def test_refusals_leave_the_folder_alone(model: Path, tmp_path: Path) -> None:

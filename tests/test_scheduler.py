@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lowroll.engine.request import noise_key
 from lowroll.engine.scheduler import Plan, Scheduler
-from lowroll.kv.pages import PagePool, slots
+from lowroll.kv.pages import PagePool, page_keys, slots
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
 
 VOCAB, EOS = 12, 0
@@ -267,6 +267,18 @@ def test_prefix_pages_are_reused_by_equal_weights_only():
         run_all(scheduler, runner)
     # of 8 known tokens 4 are skipped: the last token always runs, on a page of its own
     assert starts == [0, 4, 4, 0, 4, 0, 4] and scheduler.pool.hits == 4
+
+
+def test_a_prompt_that_ran_under_two_behaviours_is_never_served_though_the_first_came_back():
+    pool = PagePool(16, 2)
+    scheduler = Scheduler(pool, behavior=tag(1), max_batch=4, max_prefill_tokens=64, prefill_chunk=2, eos_ids=[EOS])
+    scheduler.add(Request(prompt_ids=[1, 2, 3, 4, 5, 6, 7], max_tokens=2))
+    for version in (1, 2, 1, 1):                                # the second chunk runs under version 2
+        scheduler.adopt(tag(version))
+        plan = scheduler.plan()
+    for sequence in plan.prefills[0].samples:
+        scheduler.commit(sequence, 3, -1.0)
+    assert plan.prefills[0].is_last and pool.match(page_keys([1, 2, 3, 4, 5, 6], 2, scheduler.salt)) == []
 
 
 def test_weights_adopted_in_flight_make_spans_and_no_prefix():

@@ -202,6 +202,7 @@ def test_activation_checkpointing_changes_no_bit_of_the_gradient():
     ("grpo", "sparse", {"veto": 0.75, "xi_cap": 1.5, "token_rs": (0.7, 1.4), "normalize_xi": True}),
     ("grpo_no_std", "aipo", {"reduce": "token-mean", "kl_tau": 0.1, "token_mask_high": 1.5}),
     ("grpo", "aipo", {"ratio_type": "sequence", "mode": "truncate"}),
+    ("grpo_no_std", "ipo", {"signed": True, "width": 0.01, "kl_tau": 0.1}),
     ("dapo", "reweight", {"normalize": True, "weight": "sequence", "reject": {"token_k3": 0.05}}),
     ("grpo", "reweight", {"bypass": True, "reject": {"seq_mean_k2": 0.05}})])
 def test_micro_batches_add_up_to_the_big_batch(algorithm, correction, options):
@@ -331,9 +332,77 @@ def test_aipo_learns_from_its_kl_where_there_is_no_advantage():
     assert_close(optimizer.seen[0], want, atol=2e-6)
 
 
-def test_a_teacher_is_refused_before_any_change():
-    with pytest.raises(ValueError, match="teacher_tau: 0.5 needs a teacher's log-probs"):
-        settings("dapo", "aipo", options={"teacher_tau": 0.5})
+class Spoken(torch.nn.Module):
+    """Stands in for a model whose log-probs of the four response tokens are its parameter."""
+
+    def __init__(self, log_probs):
+        super().__init__()
+        self.spec, self.device = spec_from_config(CONFIG), torch.device("cpu")
+        self.lm_head_weight = torch.nn.Parameter(torch.tensor(log_probs))
+
+    def forward(self, ids_T, pos_T, attend):
+        return ids_T
+
+    def trainable_parameters(self):
+        return dict(self.named_parameters())
+
+    def linears(self):
+        return iter(())
+
+
+A11 = [-1.2, -.8, -3.0, -.1]
+
+
+@pytest.mark.parametrize(("correction", "options", "seeds", "loss"), [
+    ("aipo", {}, [.40936538, .55258546, 0, 0], .2333267048),
+    ("aipo", {"kl_tau": .1}, [.42573999, .54153375, 0, 0], .9441149898 / 4),
+    ("aipo", {"ratio_type": "sequence"}, [.10234134, .10234134, 0, 0], .2046826883 / 4),
+    ("aipo", {"token_mask_high": 12.0}, [.40936538, .55258546, 0, 5.51158819], 1.4844656381 / 4),
+    ("aipo", {"sequence_mask_high": 5.0}, [0, 0, 0, 0], 0),
+    # teacher - learner = .2, -1, 2.5, -.4: rho (A + teacher_tau (teacher - learner)) on the two kept tokens
+    ("aipo", {"teacher_tau": .5}, [.81873075 * .6, 1.10517092 * 0, 0, 0], .81873075 * .6 * 1.2 / 4),
+    ("aipo", {"teacher_tau": 1.0, "adv_tau": 0.0}, [.81873075 * .2, -1.10517092, 0, 0],
+     (.81873075 * .2 * 1.2 - 1.10517092 * .8) / 4),
+    ("ipo", {}, [.40976538, .55238546, .005, -.0048], None),
+    ("ipo", {"signed": True, "width": .1}, [.40976538, .55238546, .0460425, -.0048], None),
+])
+def test_the_rows_of_aipo_through_the_step(monkeypatch, correction, options, seeds, loss):
+    monkeypatch.setattr("lowroll.trainer.step.token_log_probs",
+                        lambda hidden, weight, targets, **more: (weight * 1, torch.zeros_like(weight)))
+    rollout = Rollout([2, 3, 4, 5], [-1, -.9, -.5, -2.5], "stop", BehaviorTag((PolicySpan(0, "d"),), "int8"))
+    sample = Sample(Prompt("p", "e", []), [7], rollout, "", Score(1.0), advantage=.5, loss_mask=[1] * 4)
+    learner, teacher = Spoken(A11), Spoken([-1.0, -1.8, -.5, -.5])
+    optimizer = Probe(learner.trainable_parameters(), OptimSettings())
+    metrics = learn(learner, Batch(1, [sample], 1.0), optimizer,
+                    settings("grpo_no_std", correction, options={"reduce": "token-mean"} | options), teacher=teacher)
+    assert [-4 * g for g in optimizer.seen[0]["lm_head_weight"].tolist()] == pytest.approx(seeds, rel=1e-6, abs=2e-7)
+    if loss is not None:
+        assert metrics["policy/objective"] == pytest.approx(-loss, rel=1e-6, abs=2e-7)
+    if "teacher_tau" in options:
+        with pytest.raises(ValueError, match="teacher: teacher_tau .* needs a teacher model"):
+            learn(learner, Batch(1, [sample], 1.0), optimizer,
+                  settings("grpo_no_std", correction, options={"reduce": "token-mean"} | options))
+
+
+def test_the_teacher_is_another_model_and_stays_as_it_is():
+    """Its log-probs at the sampling temperature, for every token; the group without an advantage learns from it too."""
+    model = tiny_model()
+    batch, teacher = make_batch(model), tiny_model(seed=5)
+    before = {n: p.clone() for n, p in teacher.named_parameters()}
+    J = 0.0
+    for s in batch.samples:
+        lpn, lpr, mask = dense_log_probs(model, s), torch.tensor(s.rollout.logprobs), torch.tensor(s.loss_mask).bool()
+        pull = s.advantage + 0.3 * (dense_log_probs(teacher, s) - lpn).detach()
+        J = J + ((lpn - lpr).detach().exp() * pull * lpn)[mask].sum()
+    want = gradients(model, J / sum(sum(s.loss_mask) for s in batch.samples))
+    optimizer = Probe(model.trainable_parameters(), OptimSettings(learning_rate=1e-2))
+    metrics = learn(model, batch, optimizer, settings("dapo", "aipo", options={"teacher_tau": 0.3}), teacher=teacher)
+    assert metrics["correction/rejected_fraction"] == 0
+    assert_close(optimizer.seen[0], want, atol=2e-6)
+    assert all(torch.equal(p, before[n]) for n, p in teacher.named_parameters())
+    small = tiny_model(vocab_size=8)
+    with pytest.raises(ValueError, match="leaves 0..7"):
+        learn(model, batch, optimizer, settings("dapo", "aipo", options={"teacher_tau": 0.3}), teacher=small)
 
 
 def with_adapter(seed=0, b_scale=0.1):

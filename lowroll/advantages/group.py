@@ -7,9 +7,11 @@ each of its tokens.
     grpo_no_std      A_i = r_i - mean                                   Dr. GRPO, arXiv 2503.20783 sec. 3.2
     rloo             A_i = (r_i - mean) * G / (G-1)                     RLOO, arXiv 2402.14740: the baseline is the
                                                                         mean of the other G-1 rewards
+    gae              A_i = r_i                                          PPO: the critic's values are the baseline, and
+                                                                        the learner takes them off token by token
     length_weighted  A_i = r_i - sum_j r_j len_j / sum_j len_j          the `length_weighted_mean` of Surogate
 
-Rules shared by all of them:
+Rules shared by all of them but `gae`, which compares nothing:
 1. A reward of None (the scorer could not score) leaves the statistics, and its rollout gets 0.0.
 2. Rewards that are all equal give exactly 0.0, whatever the rounding of their mean.
 3. A request for a single rollout (G = 1) has no group: mean 0 and std 1, so A = r (verl's convention).
@@ -67,11 +69,18 @@ def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> l
     return _estimate(rewards, subtract_weighted_mean)
 
 
+def reward(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
+    """The reward itself, 0.0 for None. `lengths` is ignored. ValueError for an empty group or a non-finite reward."""
+    _check(rewards)
+    return [0.0 if r is None else float(r) for r in rewards]
+
+
 TABLE: dict[str, Estimator] = {
     "grpo": grpo,
     "grpo_no_std": grpo_no_std,
     "rloo": rloo,
     "length_weighted": length_weighted,
+    "gae": reward,
 }
 
 BY_ALGORITHM: dict[str, str] = {
@@ -81,6 +90,7 @@ BY_ALGORITHM: dict[str, str] = {
     "rloo": "rloo",
     "dapo": "grpo",
     "gspo": "grpo",
+    "ppo": "gae",
 }
 """Algorithm name -> name of its estimator in TABLE."""
 
@@ -90,13 +100,17 @@ def _centre(scored: list[float]) -> list[float]:
     return [r - mean for r in scored]
 
 
-def _estimate(rewards: Rewards, estimate: Callable[[list[float]], list[float]]) -> list[float]:
-    """Apply `estimate` to the scored rewards under the shared rules and put the results back in place."""
+def _check(rewards: Rewards) -> None:
     if not rewards:
         raise ValueError("rewards: the group is empty")
-    for index, reward in enumerate(rewards):
-        if reward is not None and not math.isfinite(reward):
-            raise ValueError(f"rewards[{index}] = {reward} is not finite (a failed score is None)")
+    for index, r in enumerate(rewards):
+        if r is not None and not math.isfinite(r):
+            raise ValueError(f"rewards[{index}] = {r} is not finite (a failed score is None)")
+
+
+def _estimate(rewards: Rewards, estimate: Callable[[list[float]], list[float]]) -> list[float]:
+    """Apply `estimate` to the scored rewards under the shared rules and put the results back in place."""
+    _check(rewards)
     scored = [float(r) for r in rewards if r is not None]
     if len(rewards) == 1:
         return scored or [0.0]

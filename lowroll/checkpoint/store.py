@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,8 +94,8 @@ class Store:
         self._apply_retention(step)
         return path
 
-    def load(self, step: int | None = None) -> Checkpoint:
-        """The newest verified checkpoint, or checkpoint `step`.
+    def load(self, step: int | None = None, only: Collection[str] | None = None) -> Checkpoint:
+        """The newest verified checkpoint, or checkpoint `step`. only: the tensor files to read; None reads all.
 
         A damaged newest one is moved to `damaged/` with a warning and the one before is tried; when none is left
         DamagedError. A damaged `step` that was asked for by number raises and stays where it is. FileNotFoundError
@@ -103,10 +104,10 @@ class Store:
         if step is not None:
             if step not in self.steps():
                 raise FileNotFoundError(f"{self.folder}: no checkpoint of step {step}, there are {self.steps()}")
-            return self._read(step)
+            return self._read(step, only)
         for candidate in reversed(self.steps()):
             try:
-                return self._read(candidate)
+                return self._read(candidate, only)
             except DamagedError as error:
                 moved = self._quarantine(candidate)
                 log.warning("DAMAGED CHECKPOINT: %s. Moved to %s; falling back to the one before.", error, moved)
@@ -121,13 +122,14 @@ class Store:
             if later > step:
                 self._remove(later)
 
-    def _read(self, step: int) -> Checkpoint:
+    def _read(self, step: int, only: Collection[str] | None = None) -> Checkpoint:
         path = self.folder / _folder_name(step)
         meta = verify_folder(path)
         if meta.get("step") != step or "tensors" not in meta:
             raise DamagedError(f"{path}: its manifest is not that of checkpoint {step}")
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        tensors = {name: _read_tensors(path / f"{name}.safetensors") for name in meta["tensors"]}
+        tensors = {name: _read_tensors(path / f"{name}.safetensors") for name in meta["tensors"]
+                   if only is None or name in only}
         return Checkpoint(step, tensors, state, meta, path)
 
     def _apply_retention(self, newest: int) -> None:

@@ -43,6 +43,7 @@ def settings(arguments: argparse.Namespace) -> RunConfig:
     options: dict[str, object] = {
         "model": arguments.model, "eval.num_examples": arguments.n, "eval.rollouts_per_example": arguments.k,
         "eval.temperature": arguments.temperature, "rollout.max_tokens": arguments.max_tokens,
+        "stages": None if arguments.max_tokens is None else [],      # one length, the one that was asked for
         "eval.env": [{"id": env} for env in arguments.env] if arguments.env else None}
     arguments.settings += [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
     files, overrides = split(arguments.settings)

@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
 def plan(cfg: RunConfig) -> list[str]:
     """What the run will do, in a few lines."""
     rollout, train = cfg.rollout, cfg.train
-    updates, tokens = train.max_steps * train.minibatches, train.max_steps * cfg.batch_size * rollout.max_tokens
+    updates = train.max_steps * train.minibatches
+    tokens = sum(now.batch_size * now.rollout.max_tokens for now in map(cfg.at, range(1, train.max_steps + 1)))
     learned = f"LoRA adapters of rank {train.lora_rank}" if train.lora else "all weights"
     low, high = cfg.loss.eps_low, cfg.loss.eps_high
     clip = "no clip" if low is None or high is None else f"clip {low:g}/{high:g}"
@@ -47,6 +48,8 @@ def plan(cfg: RunConfig) -> list[str]:
         f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights",
         f"{train.max_steps} steps of {cfg.num_groups} prompts x {cfg.rollouts_per_example} rollouts of up to "
         f"{rollout.max_tokens} tokens: at most {tokens:,} tokens generated",
+        *(f"from step {stage.step}: {now.num_groups} prompts x {now.rollouts_per_example} rollouts of up to "
+          f"{now.rollout.max_tokens} tokens" for stage in cfg.stages for now in [cfg.at(stage.step)]),
         f"{updates} updates at learning rate {train.learning_rate:g} ({train.lr_scheduler_type}, "
         f"{train.warmup_steps} steps of warm-up)",
         f"algorithm {cfg.algorithm}, advantages {cfg.advantage}, correction {cfg.correction}, "

@@ -3,11 +3,12 @@
 An *algorithm* says how rewards become advantages and how the token terms are clipped and averaged. A *correction* says
 how the gap between the rollout policy (quantised, maybe truncated) and the learner is paid for. They combine freely:
 `dapo` with `acr` is ACR's token term with DAPO's clip range and DAPO's token mean. GSPO's ratio belongs to a whole
-sequence, so the corrections that bound single tokens (`is`, `acr`, `sparse`, `reweight`, `aipo`) have no form under it.
-TBPO brings bounds of its own, AIPO has none: they take the algorithm's advantages and its average.
+sequence, so the corrections that bound single tokens (`is`, `acr`, `sparse`, `reweight`, `aipo`, `ipo`) have no form
+under it. TBPO brings bounds of its own, AIPO and IPO have none: they take the algorithm's advantages and its average.
 
 Defaults: GRPO, Dr. GRPO and RLOO clip at 0.2; DAPO clips higher (0.28) and averages over tokens (arXiv 2503.14476);
-GSPO clips the sequence ratio at 3e-4 / 4e-4 (arXiv 2507.18071). The corrections are those of QuRL (Eq. 3-9), QaRL
+GSPO clips the sequence ratio at 3e-4 / 4e-4 (arXiv 2507.18071); PPO has a critic in the place of the group, clips at
+0.2 and averages over tokens (verl, which QuRL's runs use). The corrections are those of QuRL (Eq. 3-9), QaRL
 (TBPO), Sparse-RL, AIPO (arXiv 2505.24034) and verl (`reweight`). The tables
 of `lowroll.advantages` and `lowroll.objectives` say the same; a test holds them together.
 """
@@ -34,13 +35,14 @@ ALGORITHMS: dict[str, Algorithm] = {
     "rloo": Algorithm("rloo", 0.2, 0.2, "seq-mean-token-sum"),
     "dapo": Algorithm("grpo", 0.2, 0.28, "token-mean", dynamic_sampling=True),
     "gspo": Algorithm("grpo", 3e-4, 4e-4, "seq-mean-token-mean"),
+    "ppo": Algorithm("gae", 0.2, 0.2, "token-mean"),
 }
 
 DENSE = ("dense", "bf16", "fp32")          # rollout weights that are plain floating point
 CAPPED = ("tis", "acr", "tbpo", "reweight")                      # corrections that read loss.cap
-TOKEN_LEVEL = ("is", "acr", "sparse", "reweight", "aipo")        # corrections that gspo has no form for
-CLIPLESS = ("aipo",)                                             # corrections that replace the clip
-OWN_SECTION = ("tbpo", "sparse", "aipo", "reweight")             # corrections with a section under loss
+TOKEN_LEVEL = ("is", "acr", "sparse", "reweight", "aipo", "ipo")   # corrections that gspo has no form for
+CLIPLESS = ("aipo", "ipo")                                       # corrections that replace the clip
+OWN_SECTION = ("tbpo", "sparse", "aipo", "ipo", "reweight")      # corrections with a section under loss
 
 
 def bounds(algorithm: str, correction: str) -> tuple[float | None, float | None]:
@@ -50,20 +52,3 @@ def bounds(algorithm: str, correction: str) -> tuple[float | None, float | None]
     if correction == "tbpo":
         return 3e-4, 4e-4
     return ALGORITHMS[algorithm].eps_low, ALGORITHMS[algorithm].eps_high
-
-
-def choose_correction(algorithm: str, weights: str, noisy: bool = False, aligned: bool = False) -> tuple[str, str]:
-    """The correction that `auto` stands for, and why, for people.
-
-    noisy: by noise that the learner does not share. aligned: the learner multiplies in the rollouts' arithmetic.
-    """
-    if weights in DENSE and not noisy:
-        return "none", f"the rollouts use {weights} weights, which are the learner's own up to rounding"
-    if aligned and weights not in DENSE:
-        return "tbpo", (f"the rollouts use {weights} weights, and the learner's forward is aligned with them (QaRL, "
-                        "section 3.2)")
-    cause = f"use {weights} weights" + (" and carry noise" if noisy else "")
-    reason = f"the rollouts {cause}, so the learner must pay for the mismatch"
-    if algorithm == "gspo":
-        return "tis", f"{reason} (a capped sequence weight: acr has no form under gspo)"
-    return "acr", f"{reason} (QuRL, Eq. 9)"

@@ -12,7 +12,7 @@ from pydantic import Field, Strict
 
 from lowroll.config.algorithms import CAPPED, CLIPLESS, OWN_SECTION, TOKEN_LEVEL
 from lowroll.config.document import Path
-from lowroll.config.section import NotNegative, Positive, Problem, Section, only
+from lowroll.config.section import NotNegative, Positive, Problem, Section
 
 Bounds = Annotated[tuple[NotNegative, Positive], Strict(False)]
 Rule = Literal["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
@@ -40,7 +40,7 @@ class SurogateLoss(Section):
     ratio_type: Literal["token", "sequence"] = "token"
     kl_tau: NotNegative = 0.0
     adv_tau: NotNegative = 1.0
-    teacher_tau: Annotated[float, only(0.0, 0, why="a run has no teacher model")] = 0.0
+    teacher_tau: NotNegative = 0.0                         # pull to the log-probs of train.teacher
     token_mask_low: NotNegative = 0.125
     token_mask_high: Positive = 8.0
     geo_mask_low: NotNegative = 0.1
@@ -54,6 +54,15 @@ class AipoConfig(SurogateLoss):
     """AIPO. `mode` is what becomes of a token above token_mask_high."""
 
     mode: Literal["mask", "truncate"] = "mask"
+
+
+class IpoConfig(Section):
+    """IPO; DPPO with signed: true and width: 0.1."""
+
+    signed: bool = False                                   # test the side that the advantage pushes to, alone
+    width: NotNegative = 0.2                               # tokens whose probability moved further are masked
+    ratio_cap: Positive = 7.38905609893065                 # e^2
+    kl_tau: NotNegative = 1e-3
 
 
 class ReweightConfig(Section):
@@ -80,6 +89,7 @@ class LossConfig(Section):
     tbpo: TbpoConfig = TbpoConfig()
     sparse: SparseConfig = SparseConfig()
     aipo: AipoConfig = AipoConfig()
+    ipo: IpoConfig = IpoConfig()
     reweight: ReweightConfig = ReweightConfig()
 
     def options(self, algorithm: str, correction: str, max_tokens: int) -> dict[str, Any]:

@@ -3,12 +3,14 @@
     lowroll grpo --train train.yaml --infer infer.yaml --orch orch.yaml      (or one file with the three sections)
 
 What the files mean here:
-1. Where a file is silent its documented default holds, except that checkpoints are made (every 50 steps) and
-   that max_steps is 100 when neither file bounds the run.
+1. Where a file is silent its documented default holds, except that checkpoints are made (every 50 steps), that
+   max_steps is 100 when neither file bounds the run, and that AdamW's moments are in 8 bits only where the file says
+   so (they need the extra `bnb`).
 2. The three processes are one process, on policy (async level 0, which every `max_async_level` allows): hosts, ports,
    transports and memory splits have no effect; `notes` names those that were written.
 3. The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the batch: the same
-   coefficients, token, geometric and sequence masks and denominator. Only a teacher (`teacher_tau`) is missing.
+   coefficients, token, geometric and sequence masks and denominator. The files have no key for the teacher that a
+   `teacher_tau` needs: it is the override `train.teacher`.
 4. An enabled `noise_scheduler` is our `noise` section, exponential, in its program's variant and with clean norms for
    the learner; the final norm takes no noise here.
 5. Rollouts use the learner's own weights, as in the document; `rollout.weights=int8` is one override away (overrides
@@ -157,7 +159,8 @@ def _put(run: Document, source: _File, key: str, target: str) -> None:
 # target key -> where it comes from, for the blame
 _ORIGINS = {
     "rollout.max_tokens": ("orch", "sampling.max_tokens"), "train.tokens_per_microbatch": ("orch", "seq_len"),
-    "train.max_steps": ("orch", "max_steps"), "dtype": ("infer", "dtype"), "output_dir": ("orch", "output_dir"),
+    "train.optimizer": ("train", "optimizer"), "train.max_steps": ("orch", "max_steps"),
+    "dtype": ("infer", "dtype"), "output_dir": ("orch", "output_dir"),
     "eval": ("orch", "eval"), "ckpt.interval": ("orch", "ckpt.interval"), "ckpt.keep_last": ("orch", "ckpt.keep_last"),
     "ckpt.keep_interval": ("orch", "ckpt.keep_interval"),
 }
@@ -220,7 +223,7 @@ def _switches(files: Files) -> Iterator[Setting]:
     if train["recipe"] != "bf16":
         yield "", None, f"warning: recipe {train['recipe']}: FP8 training is not available yet, training runs in dtype"
     if train["optimizer"] == "adamw_8bit" and train.written("optimizer"):
-        yield "", None, "optimizer adamw_8bit: the moments are kept in full precision (adamw)"
+        yield "train.optimizer", "adamw8bit", ""
     level = max(train["max_async_level"] if train.written("max_async_level") else 0, orch["max_async_level"])
     if level > 0:
         yield "", None, f"max_async_level {level}: rollouts always use the newest weights here (level 0)"

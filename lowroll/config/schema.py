@@ -14,8 +14,11 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
-from lowroll.config.algorithms import ALGORITHMS, DENSE, bounds, choose_correction
+from lowroll.config.algorithms import ALGORITHMS, DENSE, bounds
+from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
+from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
+from lowroll.config.guard import GuardConfig
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
 from lowroll.config.section import (
     Count,
@@ -28,6 +31,7 @@ from lowroll.config.section import (
     Text,
     as_list,
 )
+from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 
 
 def _no_kv_policy(value: Any) -> Any:
@@ -107,10 +111,11 @@ class TrainConfig(Section):
                      Strict(False)] = (0.9, 0.999)
     eps: Positive = 1e-8
     max_grad_norm: Positive = 1.0
-    optimizer: Literal["adamw", "muon"] = "adamw"          # muon: for the hidden matrices, adamw for the rest
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"   # 8bit: moments in 8 bits; muon: for hidden matrices
     forward: Literal["dense", "aligned"] = "dense"         # aligned: in the rollout's low-bit arithmetic (QaRL)
+    teacher: Text | None = None                            # the frozen model of loss.aipo.teacher_tau: a folder, hub id
     uaq_scale: Positive | None = None                      # QuRL's update-aware scaling; it uses 1.5
-    weight_metrics: bool = True                            # weights/*, at the price of a copy of the linear weights
+    weight_metrics: bool = True                            # weights/*, at the price of a copy of what is learnt
     activation_checkpointing: bool = False
     logprob_chunk: Count = 1024                            # tokens whose logits exist at a time
     lora: bool = False
@@ -194,19 +199,25 @@ class RunConfig(Section):
     batch_size: Count = 64                                 # rollouts a step
     rollouts_per_example: Count = 8                        # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo"] = "grpo"
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted"] | None = None   # null: the algorithm's
-    correction: Literal["auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "reweight"] = "auto"
+    algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = "grpo"
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted", "gae"] | None = None   # null: the algorithm's
+    correction: Literal["auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "ipo",
+                        "reweight"] = "auto"
+    force: bool = False                                    # run what is known to collapse, to compare with
     loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()                  # read by ppo alone
     dapo: DapoConfig = DapoConfig()
     filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()
     train: TrainConfig = TrainConfig()
+    stages: Annotated[tuple[StageConfig, ...], Strict(False)] = ()   # what changes in the course of the run
     noise: NoiseConfig | None = None
     score: ScoreConfig = ScoreConfig()
+    guard: GuardConfig | None = GuardConfig()              # watches the mismatch; null: nothing does
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
     _notes: tuple[str, ...] = ()
+    _chosen: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -222,9 +233,21 @@ class RunConfig(Section):
         return self._notes
 
     @property
+    def chosen_options(self) -> tuple[str, ...]:
+        """Options of the objective that `correction: auto` chose; the measured mismatch may widen them."""
+        return self._chosen
+
+    @property
     def num_groups(self) -> int:
         """Prompts a step."""
         return self.batch_size // self.rollouts_per_example
+
+    def at(self, step: int) -> RunConfig:
+        """The settings of a step (counted from 1): those of the stages that have begun laid over the run's own."""
+        cfg = self
+        for stage in self.stages:
+            cfg = _enter(cfg, stage) if stage.step <= step else cfg
+        return cfg
 
     @property
     def objective_options(self) -> dict[str, Any]:
@@ -246,6 +269,9 @@ class RunConfig(Section):
         low, high = bounds(self.algorithm, correction)
         loss = {name: value for name, value in (("eps_low", low), ("eps_high", high), ("reduce", default.reduce))
                 if getattr(self.loss, name) is None}
+        chosen = _thresholds(self)
+        if chosen:
+            loss[correction] = getattr(self.loss, correction).model_copy(update=chosen)
         sampling = default.dynamic_sampling if self.dapo.dynamic_sampling is None else self.dapo.dynamic_sampling
         copy = self.model_copy(update={
             "advantage": self.advantage or default.advantage,
@@ -255,8 +281,9 @@ class RunConfig(Section):
             "env": tuple(_named(env) for env in self.env),
             "eval": self.eval.model_copy(update={"env": self.eval.env and tuple(map(_named, self.eval.env))}),
         })
-        chosen = (f"correction: {correction}, because {reason}",) if reason else ()
-        return copy.with_notes(*chosen, *_warnings(copy))
+        copy._chosen = self._chosen or tuple(chosen)
+        because = (f"correction: {correction}, because {reason}",) if reason else ()
+        return copy.with_notes(*because, *_warnings(copy))
 
     def dump(self) -> str:
         """YAML text of the resolved tree; loading it gives the same tree."""
@@ -264,32 +291,58 @@ class RunConfig(Section):
         return yaml.dump(tree, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
+def _rollouts(cfg: RunConfig) -> Rollouts:
+    """What `auto` looks at."""
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    cut = {name: getattr(cfg.rollout, name) for name in off if getattr(cfg.rollout, name) != off[name]}
+    return Rollouts(cfg.rollout.weights, truncated=tuple(f"{name} {value}" for name, value in cut.items()),
+                    noisy=cfg.noise is not None and cfg.noise.learner == "clean",
+                    aligned=cfg.train.forward == "aligned", lora=cfg.train.lora)
+
+
 def _correction(cfg: RunConfig) -> tuple[str, str]:
     """The run's correction, and why when `auto` chose it."""
     if cfg.correction != "auto":
         return cfg.correction, ""
-    return choose_correction(cfg.algorithm, cfg.rollout.weights, aligned=cfg.train.forward == "aligned",
-                             noisy=cfg.noise is not None and cfg.noise.learner == "clean")
+    return choose_correction(cfg.algorithm, _rollouts(cfg))
+
+
+def _thresholds(cfg: RunConfig) -> dict[str, float]:
+    """Options of the correction's own section that `auto` chooses and the file does not."""
+    row = choose_row(_rollouts(cfg))
+    if cfg.correction != "auto" or not row.sets or _correction(cfg)[0] != row.correction:
+        return {}
+    written = getattr(cfg.loss, row.correction).model_fields_set
+    return {name: value for name, value in row.sets.items() if name not in written}
 
 
 def _named(env: EnvConfig) -> EnvConfig:
     return env if env.name is not None else env.model_copy(update={"name": env.id})
 
 
+def _enter(cfg: RunConfig, stage: StageConfig) -> RunConfig:
+    update: dict[str, Any] = {}
+    for section, values in stage.changes().items():
+        update |= {section: getattr(cfg, section).model_copy(update=values)} if section else values
+    return cfg.model_copy(update=update)
+
+
 def _problems(cfg: RunConfig) -> Iterator[Problem]:
     """Settings that cannot work together."""
-    if cfg.batch_size % cfg.rollouts_per_example:
-        yield ((("batch_size",), ("rollouts_per_example",)),
-               f"batch_size ({cfg.batch_size}) is not a multiple of rollouts_per_example ({cfg.rollouts_per_example})")
-    elif cfg.num_groups % cfg.train.minibatches:
-        yield ((("train", "minibatches"), ("batch_size",), ("rollouts_per_example",)),
-               f"the {cfg.num_groups} groups of a batch (batch_size / rollouts_per_example) cannot be split into "
-               f"{cfg.train.minibatches} equal minibatches")
-    yield from _length_problems(cfg)
+    yield from _batch_problems(cfg)
+    yield from _stage_problems(cfg)
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
         yield ((("rollout", "temp_scheduler"), ("rollout", "temperature")),
                "set either rollout.temperature or rollout.temp_scheduler, not both")
     yield from loss_problems(cfg.algorithm, _correction(cfg)[0], cfg.loss)
+    if not cfg.force and (collapse := known_collapse(cfg.correction, _rollouts(cfg))):
+        yield ((("correction",), ("rollout", "weights")),
+               f"{cfg.correction} with {cfg.rollout.weights} rollouts is known to collapse ({collapse.seen}); write "
+               "auto, or force: true to compare with it")
+    if _correction(cfg)[0] == "aipo" and cfg.loss.aipo.teacher_tau and cfg.train.teacher is None:
+        yield ((("loss", "aipo", "teacher_tau"), ("train", "teacher")),
+               "needs train.teacher, the model whose log-probs it pulls to")
+    yield from critic_problems(cfg.algorithm, cfg.advantage, cfg.dapo.dynamic_sampling, cfg.critic, cfg.train.max_steps)
     if cfg.noise is not None and cfg.noise.schedule == "exponential" and (
             (cfg.noise.sigma_start > 0) != (cfg.noise.sigma_end > 0)):
         yield ((("noise", "sigma_end"), ("noise", "sigma_start")),
@@ -307,6 +360,29 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
                 yield (((*path, index, "name"), (*path, index, "id")),
                        f"two environments are called {name!r}; give one another name")
             seen.add(name)
+
+
+def _batch_problems(cfg: RunConfig) -> Iterator[Problem]:
+    if cfg.batch_size % cfg.rollouts_per_example:
+        yield ((("batch_size",), ("rollouts_per_example",)),
+               f"batch_size ({cfg.batch_size}) is not a multiple of rollouts_per_example ({cfg.rollouts_per_example})")
+    elif cfg.num_groups % cfg.train.minibatches:
+        yield ((("train", "minibatches"), ("batch_size",), ("rollouts_per_example",)),
+               f"the {cfg.num_groups} groups of a batch (batch_size / rollouts_per_example) cannot be split into "
+               f"{cfg.train.minibatches} equal minibatches")
+    yield from _length_problems(cfg)
+
+
+def _stage_problems(cfg: RunConfig) -> Iterator[Problem]:
+    """What is wrong with the stages, and with the run's settings as they are in each of them."""
+    yield from order_problems(cfg.stages, cfg.dapo.overlong_max)
+    known, now = [message for _, message in _batch_problems(cfg)], cfg
+    for i, stage in enumerate(cfg.stages):
+        now = _enter(now, stage)
+        for keys, message in _batch_problems(now):
+            if message not in known:
+                yield blame(i, (keys, message))
+                known.append(message)
 
 
 def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
@@ -334,28 +410,35 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
 
 def _warnings(cfg: RunConfig) -> Iterator[str]:
     """Settings that work, but rarely as meant. `cfg` is resolved."""
-    rollout = cfg.rollout
-    truncated = [f"{name} {getattr(rollout, name)}" for name, off in
-                 (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0))
-                 if getattr(rollout, name) != off]
-    if truncated and cfg.correction == "none":
-        yield (f"warning: {', '.join(truncated)}: the rollouts are drawn from another distribution than the learner's, "
-               "and correction none does not pay for it")
-    if rollout.weights not in DENSE and cfg.correction in ("none", "is"):
+    rollout, price = cfg.rollout, _rollouts(cfg)
+    if price.truncated and cfg.correction == "none":
+        yield (f"warning: {', '.join(price.truncated)}: the rollouts are drawn from another distribution than the "
+               "learner's, and correction none does not pay for it")
+    if price.low_bit and cfg.correction in ("none", "is"):
         yield (f"warning: {rollout.weights} rollouts with correction {cfg.correction}: the mismatch with the learner "
                "is not corrected; good for comparison only")
-    noisy = cfg.noise is not None and cfg.noise.learner == "clean"
-    if noisy and cfg.correction == "none":
+    if price.low_bit and cfg.correction == "decoupled":
+        yield (f"warning: {rollout.weights} rollouts with correction decoupled: nothing caps the weights, and QuRL "
+               "(Fig. 3) saw them reach 1e5; tis and acr cap them")
+    if price.low_bit and not price.lora and cfg.algorithm == "gspo" and cfg.correction in ("tis", "decoupled"):
+        yield (f"warning: gspo on {rollout.weights} rollouts: QaRL (Fig. 8) saw it drift and collapse; correction tbpo "
+               "is its mended form")
+    if price.noisy and cfg.correction == "none":
         yield ("warning: noise with correction none: rollouts of the noisy policy are learnt from as if they were the "
                "learner's own (QeRL's setting)")
     if cfg.train.forward == "aligned" and rollout.weights in DENSE:
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
-    if rollout.weights in DENSE and not truncated and not noisy and cfg.correction not in ("none", "tbpo", "aipo"):
+    faithful = not (price.low_bit or price.truncated or price.noisy)
+    if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
-    if cfg.rollouts_per_example == 1:
+    if cfg.rollouts_per_example == 1 and cfg.algorithm != "ppo":
         yield ("warning: rollouts_per_example 1: a group of one has no baseline, every advantage is 0 and nothing is "
                "learnt")
     if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
         yield (f"train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; "
                f"{cfg.correction} then acts as a capped weight")
+    if cfg.train.teacher is not None and not (cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau):
+        yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
     yield from loss_notes(cfg.correction, cfg.loss)
+    yield from stage_notes(cfg.stages, cfg.train.max_steps)
+    yield from critic_notes(cfg.algorithm, cfg.critic)

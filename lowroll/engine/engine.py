@@ -93,22 +93,24 @@ class Engine:
                  on_progress: Callable[[int, int], None] | None = None) -> list[Group]:
         """The groups of all requests, in their order. Checks every request before it starts any.
 
-        on_progress(done, total) counts finished requests. ValueError names the request and the field.
+        Requests that `add` queued go on meanwhile; their groups wait for `step`. on_progress(done, total) counts the
+        finished ones of this call. ValueError names the request and the field.
         """
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
         handles = [self.scheduler.add(request) for request in requests]
-        done: dict[int, Group] = {}
+        mine, done = frozenset(handles), dict[int, Group]()
         try:
             while len(done) < len(handles):
-                for handle, group in self.step():
+                self._advance()
+                for handle, group in self.scheduler.finished(mine):
                     done[handle] = group
                     if on_progress is not None:
                         on_progress(len(done), len(handles))
         except BaseException:
             for handle in handles:
                 self.abort(handle)
-            self.scheduler.finished()
+            self.scheduler.finished(mine)
             raise
         return [done[handle] for handle in handles]
 
@@ -119,6 +121,10 @@ class Engine:
 
     def step(self) -> list[tuple[int, Group]]:
         """One step for everything in flight: plan, run, commit. Returns the requests that ended, by handle."""
+        self._advance()
+        return self.scheduler.finished()
+
+    def _advance(self) -> None:
         plan = self.scheduler.plan()
         try:
             drawn = self.runner.run(plan)
@@ -127,7 +133,6 @@ class Engine:
             raise
         for sequence, token, logprob in drawn:
             self.scheduler.commit(sequence, token, logprob)
-        return self.scheduler.finished()
 
     def score(self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float = 1.0,
               ) -> list[Tensor]:
@@ -156,7 +161,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether `step` has something to do or to return."""
+        return self.scheduler.has_work or self.scheduler.has_finished
 
     # -- weights ------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 
 from lowroll.engine.request import noise_key, sampler_settings
@@ -161,6 +161,11 @@ class Scheduler:
         return bool(self._groups)
 
     @property
+    def has_finished(self) -> bool:
+        """Whether `finished` has something to return."""
+        return bool(self._finished)
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -171,6 +176,9 @@ class Scheduler:
         self.behavior = behavior
         self.policy = behavior.policy[-1]
         self.salt = behavior_salt(behavior)
+        for group in self._groups.values():
+            if group.salt != self.salt:
+                group.salt = b""                            # a prompt of two behaviours, also if the first returns
 
     def add(self, request: Request) -> int:
         """Queue a request that `validate` accepted. Returns the handle that `finished` and `abort` use."""
@@ -201,9 +209,12 @@ class Scheduler:
         for handle in list(self._groups):
             self.abort(handle)
 
-    def finished(self) -> list[tuple[int, Group]]:
-        """(handle, group) of the requests completed since the last call, in order of completion."""
-        groups, self._finished = self._finished, []
+    def finished(self, handles: Container[int] | None = None) -> list[tuple[int, Group]]:
+        """(handle, group) of the completed requests not returned yet, in order of completion; only those of `handles`
+        when given."""
+        groups = [(handle, group) for handle, group in self._finished if handles is None or handle in handles]
+        self._finished = [(handle, group) for handle, group in self._finished
+                          if handles is not None and handle not in handles]
         return groups
 
     def plan(self) -> Plan:

@@ -58,6 +58,10 @@ class LiveView:
         """`done` of `total` units of phase `name` of the current step are finished."""
         self._phase = (name, done, total)
 
+    def note(self, text: str) -> None:
+        """Say something once, above the panel."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def step(self, record: Mapping[str, Any]) -> None:
         """A step is finished; `record` is what the Recorder returned."""
         self._record = record
@@ -81,9 +85,11 @@ class LiveView:
                  f"gen {_number(record.get('perf/generate_tokens_per_second'), '.0f')} tok/s",
                  f"learn {_number(record.get('perf/learn_tokens_per_second'), '.0f')} tok/s"]
         parts += [f"{name} {_number(record.get(f'time/{name}'), '.2f')}s" for name in _PHASES]
+        if "critic/loss" in record:
+            parts.append(f"critic {_number(record.get('critic/explained_variance'), '.2f')}")
         evals = [f"{name} {_number(value, '.3f')}" for name, value in record.items()
                  if name.startswith("eval/") and name.endswith("/reward")]
-        return "  ".join([*parts, *evals, f"eta {self._eta()}"])
+        return "  ".join([*parts, *evals, *guard_words(record), f"eta {self._eta()}"])
 
     def _eta(self) -> str:
         if not self._seconds:
@@ -107,6 +113,8 @@ class LiveView:
         progress.add_row(f"step {step}/{self.total_steps}", ProgressBar(self.total_steps, step, complete_style="cyan"))
         progress.add_row(f"{name or 'step'} {done}/{total}" if total else name,
                          ProgressBar(max(total, 1), done, complete_style="cyan"))
+        if words := guard_words(record):
+            progress.add_row("", Text(", ".join(words), "yellow"))
         return Panel(Group(progress, Text(), grid), title=Text(self.title, style="bold"),
                      subtitle=Text(f"elapsed {elapsed}  eta {self._eta()}"))
 
@@ -116,6 +124,11 @@ class LiveView:
 
         reward = cell("reward", record.get("reward/mean"), ".3f")
         reward.append(f" {sparkline(self._rewards, 16)}", "green")
+        critic = [
+            [cell("value", record.get("critic/value_mean"), ".3f"),
+             cell("return", record.get("critic/return_mean"), ".3f"),
+             cell("explained variance", record.get("critic/explained_variance"), ".2f"),
+             cell("critic loss", record.get("critic/loss"), ".3g")]] if "critic/loss" in record else []
         return [
             [reward, cell("kl to behaviour", _kl(record), ".1e"), cell("entropy", _entropy(record), ".3f"),
              cell("grad norm", record.get("optim/grad_norm"), ".3g")],
@@ -127,7 +140,15 @@ class LiveView:
              cell("learn", record.get("perf/learn_tokens_per_second"), ".0f", " tok/s"),
              cell("step", record.get("time/step"), ".2f", " s"),
              Text(" ".join(f"{phase} {_number(record.get(f'time/{phase}'), '.2f')}s" for phase in _PHASES), "dim")],
+            *critic,
         ]
+
+
+def guard_words(record: Mapping[str, Any]) -> list[str]:
+    """The guard's alarms of a step, and what it has done so far, each in two words."""
+    rung = [name for name, value in record.items() if name.startswith("guard/") and value]
+    done = {"guard/tightened": "tightened", "guard/fallbacks": "fell back"}
+    return [f"{done[name]} {record[name]:.0f}x" if name in done else name.replace("/", ": ") for name in rung]
 
 
 def sparkline(values: deque[float] | list[float], width: int) -> str:

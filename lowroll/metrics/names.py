@@ -1,7 +1,8 @@
 """Every metric of a run: name, unit, meaning, what to expect of it, where its formula comes from.
 
 A name that is not in this table cannot be recorded. `<env>`, `<metric>` and `<filter>` stand for a name that a run
-brings along. Notation: pi the learner, pi_old the learner that the rollouts are compared with, b the behaviour policy
+brings along, `<tokens>` for a power of two.
+Notation: pi the learner, pi_old the learner that the rollouts are compared with, b the behaviour policy
 that drew the tokens, A the advantage; R = pi / pi_old, w = pi_old / b, C the cap; means are over response tokens unless
 a sequence is named.
 `time/*` and `perf/*` say how fast it went and differ between two runs of one seed; everything else is reproducible.
@@ -13,7 +14,8 @@ import difflib
 import re
 from dataclasses import dataclass
 
-_PLACES = {"<env>": r"[^/<>]+", "<filter>": r"[^/<>]+", "<metric>": r"[^<>]+"}      # what may stand for them
+# what may stand for a name in brackets
+_PLACES = {"<tokens>": r"[0-9]+", "<env>": r"[^/<>]+", "<filter>": r"[^/<>]+", "<metric>": r"[^<>]+"}
 _TIMINGS = ("time/", "perf/")
 _QURL = "QuRL Eq. 3-9"
 _PPO = "PPO, arXiv 1707.06347"
@@ -76,6 +78,8 @@ METRICS: tuple[Metric, ...] = (
     _M("rollout/policy_version", "version", "newest policy version that drew a token of the step"),
     _M("rollout/staleness", "versions", "learner's version minus the oldest version that drew a token",
        "0 in a synchronous run"),
+    _M("rollout/stage", "", "the run's stage, from 1 on; only in a run with stages", "rises at the steps of `stages`"),
+    _M("rollout/max_tokens", "tokens", "the token limit of the stage"),
     _M("rollout/noise_sigma", "", "standard deviation of the noise on the engine's norms", "follows its schedule",
        "QeRL Eq. 8"),
     _M("rollout/entropy_estimate", "nats", "minus the mean log-prob of the drawn tokens"),
@@ -98,7 +102,23 @@ METRICS: tuple[Metric, ...] = (
     _M("mismatch/chi2_sequence", "", "the same with the product of w over a sequence"),
     _M("mismatch/geo_ratio_mean", "", "mean over sequences of exp(mean ln w)", "near 1"),
     _M("mismatch/ppl_ratio", "", "mean over sequences of the learner's perplexity over the sampler's", "near 1"),
+    _M("mismatch/ppl_learner", "", "mean over sequences of exp(-mean ln pi_old)"),
+    _M("mismatch/ppl_sampler", "", "mean over sequences of exp(-mean ln b)"),
     _M("mismatch/pearson", "", "correlation of pi_old and b over tokens", "near 1"),
+    _M("mismatch/length_<tokens>/kl_k1", "nats", "kl_k1 of the responses of at most so many tokens and more than half "
+       "of that (the shortest class: at most 4)", "the same for all lengths", _K),
+    _M("mismatch/length_<tokens>/kl_k3", "nats", "kl_k3 of these responses", "the same for all lengths", _K),
+    _M("mismatch/length_<tokens>/logp_diff_max", "nats", "logp_diff_max of these responses"),
+    _M("mismatch/length_<tokens>/ess", "fraction", "ess of these responses", "near 1", "Kish 1965"),
+
+    _M("spread/token_std", "nats", "before the first update: standard deviation of ln pi_old - ln b over tokens"),
+    _M("spread/token_p99", "nats", "before the first update: 99th percentile of its size"),
+    _M("spread/sequence_std", "nats", "before the first update: standard deviation over sequences of its mean",
+       "far above a band such as 3e-4 where the band is meant to bound this mismatch"),
+    _M("spread/sequence_p99", "nats", "before the first update: 99th percentile of the size of these means"),
+    _M("spread/silent_fraction", "fraction", "tokens that the objective's masks, rejections and clips would silence "
+       "before any update", "small; above one half the run warns, or widens what `auto` chose"),
+    _M("spread/silent_sequence_fraction", "fraction", "sequences that it would silence as a whole", "as above"),
 
     _M("policy/objective", "", "the objective J that the update maximised"),
     _M("policy/ratio_mean", "", "mean R", "near 1; exactly 1 with one update a batch", _PPO),
@@ -126,10 +146,23 @@ METRICS: tuple[Metric, ...] = (
        "about .07 with a compressed cache; near 0 with low-bit weights", "Sparse-RL"),
     _M("correction/dropped_tokens", "tokens", "tokens left out because their recorded log-prob was not finite", "0"),
 
+    _M("guard/ess", "alarm", "1 where mismatch/ess is below guard.ess_below", "0"),
+    _M("guard/kl", "alarm", "1 where the moving average of mismatch/kl_k3 has outgrown its first steps", "0",
+       "QuRL Fig. 3"),
+    _M("guard/rejected", "alarm", "1 where more than guard.rejected_above is rejected", "0"),
+    _M("guard/ratio", "alarm", "1 where mismatch/weight_max is above guard.ratio_above", "0"),
+    _M("guard/nonfinite", "alarm", "1 where the mismatch or an update was not finite", "0"),
+    _M("guard/tightened", "times", "how often the guard has tightened the objective's bounds so far", "0"),
+    _M("guard/fallbacks", "times", "how often the guard has given the rollouts a wider format so far", "0"),
+
     _M("critic/loss", "", "the critic's clipped squared error to the returns, halved", "falls", "arXiv 2005.12729"),
     _M("critic/clip_fraction", "fraction", "tokens whose clipped error was the larger one: no gradient"),
     _M("critic/value_mean", "reward", "mean value", "follows critic/return_mean"),
     _M("critic/return_mean", "reward", "mean return, advantage plus value, before whitening"),
+    _M("critic/explained_variance", "", "1 - Var(G - V) / Var(G), returns G and values V of before the step; absent "
+       "where all returns are equal", "rises towards 1; at 0 the critic knows no more than a constant"),
+    _M("critic/grad_norm", "", "the critic's gradient norm before clipping", "stable"),
+    _M("critic/skipped", "updates", "the critic's updates skipped because loss or gradient was not finite", "0"),
 
     _M("optim/lr", "", "learning rate of the update"),
     _M("optim/grad_norm", "", "gradient norm before clipping", "stable; a spike deserves a look"),
@@ -163,7 +196,7 @@ METRICS: tuple[Metric, ...] = (
     _M("time/score", "s", "scoring"),
     _M("time/learn", "s", "forward, backward and update"),
     _M("time/publish", "s", "handing the new weights to the engine, quantisation included"),
-    _M("time/checkpoint", "s", "writing and verifying a checkpoint"),
+    _M("time/checkpoint", "s", "writing and verifying the checkpoint of the step before"),
     _M("time/eval", "s", "evaluation"),
     _M("time/other", "s", "what is left of the step"),
 

@@ -54,7 +54,8 @@ PLOTS: tuple[Plot, ...] = (
          (Line("mismatch/ess", "tokens"), Line("mismatch/ess_sequence", "sequences"))),
     Plot("Response length", "and the share of responses cut by the token limit",
          (Line("rollout/length_mean", "mean"), Line("rollout/length_p50", "median"),
-          Line("rollout/length_p95", "95th percentile"), Line("rollout/truncated_fraction", "cut", right=True)),
+          Line("rollout/length_p95", "95th percentile"), Line("rollout/max_tokens", "limit"),
+          Line("rollout/truncated_fraction", "cut", right=True)),
          "tokens", "fraction cut"),
     Plot("Groups without signal", "scores all equal, and groups that solved all or none",
          (Line("reward/zero_std_fraction", "all equal"), Line("reward/solved_all_fraction", "all right"),
@@ -63,6 +64,11 @@ PLOTS: tuple[Plot, ...] = (
          (Line("policy/clip_fraction_high", "clipped above"), Line("policy/clip_fraction_low", "clipped below"),
           Line("policy/dual_clip_fraction", "dual clip"), Line("correction/truncated_fraction", "weight over the cap"),
           Line("correction/acr_extended_fraction", "ACR extended")), "fraction"),
+    Plot("Critic", "mean value and mean return, and how much of the returns' variance the values explain",
+         (Line("critic/value_mean", "value"), Line("critic/return_mean", "return"),
+          Line("critic/explained_variance", "explained variance", right=True)), "reward", "explained", bottom=None),
+    Plot("Critic's loss", "squared error to the returns, and the share of tokens that its clip holds",
+         (Line("critic/loss", "loss"), Line("critic/clip_fraction", "clipped", right=True)), "loss", "fraction"),
     Plot("Weights", "the step's update beside the rounding of the rollout's format, and the codes that it flipped",
          (Line("weights/normalized_update", "update"), Line("weights/normalized_quant_error", "rounding"),
           Line("weights/codes_flipped_fraction", "codes flipped")), "share", log=True),
@@ -92,6 +98,14 @@ def reward_plot(records: Sequence[Record]) -> Plot:
     lines += [Line(name, f"held out: {name.split('/')[1]}", points=True) for name in evals]
     return Plot("Reward", "mean raw score of the rollouts, with one standard deviation, and on held-out prompts",
                 tuple(lines), "reward", bottom=None)
+
+
+def length_plot(records: Sequence[Record]) -> Plot:
+    """The mismatch of short and of long responses: the longest eight classes of lengths."""
+    found = sorted({int(match[1]) for record in records for name in record
+                    if (match := re.fullmatch(r"mismatch/length_([0-9]+)/kl_k3", name))})
+    return Plot("Mismatch by length", "KL of the responses of at most so many tokens, and more than half of that",
+                tuple(Line(f"mismatch/length_{length}/kl_k3", f"{length}") for length in found[-8:]), "nats", log=True)
 
 
 def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[float]]:

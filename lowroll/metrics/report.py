@@ -15,15 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowroll.metrics.live import duration
+from lowroll.metrics.live import duration, guard_words
 from lowroll.metrics.names import METRICS, find
-from lowroll.metrics.plots import PLOTS, Plot, draw, present, reward_plot, series
+from lowroll.metrics.plots import PLOTS, Plot, draw, length_plot, present, reward_plot, series
 from lowroll.metrics.record import ABOUT_FILE, read
 
 Record = dict[str, Any]
 REPORT_FILE = "report.html"
 _MAX_TEXT = 1200
 _MAX_CONFIG = 20_000
+_MAX_EVENTS = 40
 _HEADER = ("model", "env", "algorithm", "rollout", "correction", "device", "started", "versions", "machine")
 
 
@@ -38,8 +39,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     records = read(run_dir)
     notes: list[str] = [] if records else ["no metrics yet: metrics.jsonl is absent or empty"]
     about = _read_about(run_dir, notes)
-    body = [_header(run_dir, about, records), _headline(records), _plots(records, notes), _samples(run_dir, notes),
-            _config(run_dir, notes), _glossary(records, notes), _notes(notes)]
+    body = [_header(run_dir, about, records), _headline(records), _plots(records, notes), _guard(records),
+            _samples(run_dir, notes), _config(run_dir, notes), _glossary(records, notes), _notes(notes)]
     out = Path(out) if out is not None else run_dir / REPORT_FILE
     out.parent.mkdir(parents=True, exist_ok=True)
     tmp = out.with_name(f".tmp-{out.name}")
@@ -97,6 +98,8 @@ def _headline(records: Sequence[Record]) -> str:
         change(name, f"held out: {name.split('/')[1]}")
     single("mismatch/kl_k3", "mismatch KL", "{:.1e}", hint="median, nats")
     single("mismatch/ess", "effective sample size", "{:.3f}", min, "lowest")
+    single("spread/sequence_std", "spread before learning", "{:.1e}", hint="nats, std over sequences")
+    change("critic/explained_variance", "critic: explained variance")
     single("perf/generate_tokens_per_second", "generation", "{:,.0f} tok/s")
     single("perf/learn_tokens_per_second", "learning", "{:,.0f} tok/s")
     single("rollout/tokens", "tokens generated", "{:,.0f}", sum, "in all")
@@ -111,7 +114,7 @@ def _headline(records: Sequence[Record]) -> str:
 
 def _plots(records: Sequence[Record], notes: list[str]) -> str:
     figures, absent = [], []
-    for plot in (reward_plot(records), *PLOTS):
+    for plot in (reward_plot(records), *PLOTS, length_plot(records)):
         if present(records, plot):
             figures.append(_figure(records, plot))
         else:
@@ -124,6 +127,18 @@ def _plots(records: Sequence[Record], notes: list[str]) -> str:
 def _figure(records: Sequence[Record], plot: Plot) -> str:
     return (f"<figure><figcaption><b>{html.escape(plot.title)}</b> {html.escape(plot.caption)}</figcaption>"
             f"{draw(records, plot)}</figure>")
+
+
+def _guard(records: Sequence[Record]) -> str:
+    """Every step in which the guard's alarms or its measures are not those of the step before."""
+    rows, before = [], list[str]()
+    for record in records:
+        words = guard_words(record)
+        if words != before:
+            rows.append(f"<tr><th>step {record['step']}</th><td>{html.escape(', '.join(words) or 'quiet')}</td></tr>")
+        before = words
+    more = f"<p>and {len(rows) - _MAX_EVENTS} more changes</p>" if len(rows) > _MAX_EVENTS else ""
+    return f"<section><h2>Guard</h2><table>{''.join(rows[:_MAX_EVENTS])}</table>{more}</section>" if rows else ""
 
 
 def _samples(run_dir: Path, notes: list[str]) -> str:

@@ -121,6 +121,8 @@ def save(model: Transformer, folder: str | Path, base: str = "", tokenizer_from:
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
     if not adapters:
         raise ValueError("the model has no adapter to save")
+    if base and Path(base).is_dir():          # a relative path would mean another folder, or a hub id, elsewhere
+        base = str(Path(base).resolve())
     parts = {part for _, linear in model.linears() if linear.adapter for part in linear.adapter.a}
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": adapters[0].rank, "lora_alpha": adapters[0].alpha,
               "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,

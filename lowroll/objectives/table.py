@@ -2,7 +2,7 @@
 
 An algorithm says which bounds and which reduction; a correction says what is done about the sampler's mismatch.
 `select("dapo", "acr")` is the function of ACR with the bounds and the reduction of DAPO. TBPO brings bounds of its own
-and AIPO has none: they take the reduction alone.
+and AIPO and IPO have none: they take the reduction alone.
 """
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from lowroll.objectives.decoupled import decoupled
 from lowroll.objectives.dr_grpo import dr_grpo
 from lowroll.objectives.grpo import grpo
 from lowroll.objectives.gspo import gspo
+from lowroll.objectives.ipo import ipo
 from lowroll.objectives.naive_is import naive_is
+from lowroll.objectives.ppo import ppo
 from lowroll.objectives.reduce import Counts, count
 from lowroll.objectives.rloo import rloo
 from lowroll.objectives.sparse import judge_sparse, sparse
@@ -136,6 +138,7 @@ TABLE: dict[str, Objective] = {entry.name: entry for entry in (
     _entry("rloo", rloo, f"{_CLIP}, sum over each sequence", "arXiv 2402.14740"),
     _entry("dapo", dapo, f"{_CLIP}, eh > el, mean over tokens", "arXiv 2503.14476 eq. 8"),
     _entry("gspo", gspo, "min(s A, clip(s, 1-el, 1+eh) A), s = exp(mean log R)", "arXiv 2507.18071"),
+    _entry("ppo", ppo, f"{_CLIP}, A a token's, mean over tokens", "arXiv 1707.06347 eq. 7, 1506.02438"),
     _entry("none", grpo, f"{_CLIP} on the sampler's tokens: the mismatch is ignored", "QuRL eq. 1"),
     _entry("is", naive_is, "min(rho A, clip(rho, 1-el, 1+eh) A)", "QuRL eq. 3", proximal=False, behavior=True),
     _entry("decoupled", decoupled, f"w {_CLIP}", "QuRL eq. 4, arXiv 2110.00641", behavior=True),
@@ -147,14 +150,16 @@ TABLE: dict[str, Objective] = {entry.name: entry for entry in (
            judge=judge_sparse),
     _entry("aipo", aipo, "keep sg[rho (adv_tau A + teacher_tau (teacher - learner) - kl_tau log rho)] log pi",
            "arXiv 2505.24034, Surogate", proximal=False, behavior=True),
+    _entry("ipo", ipo, "keep A sg[min(rho, ratio_cap)] log pi - kl_tau (log rho)^2, keep where |pi - b| <= width",
+           "Surogate, prime-rl", proximal=False, behavior=True),
     _entry("reweight", reweight, f"keep v {_CLIP}, v from w, keep by rules on w", "verl, rollout correction",
            behavior=True, judge=judge),
 )}
 
-ALGORITHMS = ("grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo")
-CORRECTIONS = ("none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "reweight")
+ALGORITHMS = ("grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo", "ppo")
+CORRECTIONS = ("none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "ipo", "reweight")
 
-OWN_BOUNDS = ("tbpo", "aipo")              # corrections that do not take the algorithm's clip
+OWN_BOUNDS = ("tbpo", "aipo", "ipo")       # corrections that do not take the algorithm's clip
 
 
 def select(algorithm: str, correction: str = "none") -> Objective:

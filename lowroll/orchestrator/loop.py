@@ -75,6 +75,10 @@ class Orchestrator:
         self.ledger = Ledger(cursors=dict.fromkeys(envs, 0))
         self.errors = ErrorWindow(settings.max_error_rate, settings.error_window, settings.batch_size)
 
+    def enter(self, settings: Settings) -> None:
+        """Go on with other settings from the next step on. What was drawn so far stays drawn."""
+        self.settings = self.source.settings = settings
+
     def step(self, step: int, version: int | None = None) -> Batch:
         """Make the batch of a step and send it. `version`: the learner's, checked against every rollout when given.
 

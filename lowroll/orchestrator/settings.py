@@ -37,7 +37,7 @@ class Settings:
     temperature_schedule: TemperatureSchedule | None = None    # takes the place of sampling.temperature
     seed: int = 0
     env_weights: Mapping[str, float] = field(default_factory=dict)   # share of draws; an absent one counts 1
-    advantage: str = "grpo"                        # a name of lowroll.advantages.TABLE
+    advantage: str = "grpo"                        # a name of lowroll.advantages.TABLE; gae: a critic's
     max_prompt_tokens: int | None = None           # longer prompts are passed over and counted
     dynamic_sampling: bool = False                 # DAPO: learn from groups with differing rewards only
     max_rounds: int = 8                            # rounds of generation that a step may spend on it
@@ -54,8 +54,8 @@ class Settings:
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         _require(self.canary_interval is None or self.canary_interval >= 1, "canary_interval", "at least 1",
                  self.canary_interval)
-        _require(self.rollouts_per_example >= 2, "rollouts_per_example", "at least 2 (a group of one has no baseline)",
-                 self.rollouts_per_example)
+        _require(self.rollouts_per_example >= (1 if self.advantage == "gae" else 2), "rollouts_per_example",
+                 "at least 2 (a group of one has no baseline)", self.rollouts_per_example)
         _require(self.batch_size % self.rollouts_per_example == 0, "batch_size",
                  f"a multiple of rollouts_per_example={self.rollouts_per_example}", self.batch_size)
         _require(self.advantage in TABLE, "advantage", f"one of {sorted(TABLE)}", repr(self.advantage))
@@ -83,8 +83,10 @@ class Settings:
         return self.batch_size // self.rollouts_per_example
 
     def temperature(self, step: int) -> float:
-        """The sampling temperature of a step."""
-        return self.sampling.temperature if self.temperature_schedule is None else self.temperature_schedule(step)
+        """The sampling temperature of a step, counted from 1: the first has the schedule's start, the last its end."""
+        if self.temperature_schedule is None:
+            return self.sampling.temperature
+        return self.temperature_schedule(max(0, step - 1))
 
 
 def _require(holds: bool, name: str, expected: str, value: object) -> None:

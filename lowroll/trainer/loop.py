@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowroll.model.transformer import Transformer
 from lowroll.trainer import state as states
+from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import num_fed
 from lowroll.trainer.step import LearnSettings, TrainingDiverged, learn
@@ -25,20 +26,28 @@ class Trainer:
     """Learns from the batches of a channel.
 
     `publish(version)` hands the new weights to the engine, and may return metrics of it. `save_offending(batch)` keeps
-    a batch whose update was not finite, for people to look at. `reference` is the frozen model of a KL term (None with
-    LoRA: the adapter off).
+    a batch whose update was not finite, for people to look at. `before_first(batch)` sees the first batch of a run
+    before anything is learnt from it, and returns metrics. `reference` is the frozen model of a KL term (None with
+    LoRA: the adapter off), `critic` PPO's, `teacher` the frozen model of AIPO's
+    teacher_tau.
     """
 
     def __init__(self, model: Transformer, optimizer: Optimizer, settings: LearnSettings, channel: RolloutChannel,
                  publish: Callable[[int], Mapping[str, float] | None], *, reference: Transformer | None = None,
-                 save_offending: Callable[[Batch], object] | None = None, deadline_s: float = 3600.0) -> None:
+                 critic: Critic | None = None, teacher: Transformer | None = None,
+                 save_offending: Callable[[Batch], object] | None = None,
+                 before_first: Callable[[Batch], Mapping[str, float]] | None = None,
+                 deadline_s: float = 3600.0) -> None:
         self.model = model
         self.optimizer = optimizer
         self.settings = settings
         self.channel = channel
         self.publish = publish
         self.reference = reference
+        self.critic = critic
+        self.teacher = teacher
         self.save_offending = save_offending
+        self.before_first = before_first
         self.deadline_s = deadline_s
         self.version = 0
         self.last_step: int | None = None
@@ -48,7 +57,8 @@ class Trainer:
         batch = self.channel.receive(self.deadline_s)
         self._refuse_replay(batch)
         started = time.monotonic()
-        metrics = self._learn(batch)
+        first = self.before_first(batch) if self.before_first is not None and self.last_step is None else {}
+        metrics = {**first, **self._learn(batch)}
         learned = time.monotonic()
         self.last_step = batch.step
         self.version += 1
@@ -60,21 +70,22 @@ class Trainer:
 
     def state(self) -> tuple[states.Tensors, dict[str, Any]]:
         """What `restore` needs to go on bitwise: tensors by file and name, and JSON data."""
-        tensors, state = states.capture(self.model, self.optimizer)
+        tensors, state = states.capture(self.model, self.optimizer, self.critic)
         return tensors, state | {"version": self.version, "last_step": self.last_step}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Put back what `state` gave. The caller publishes `version` to the engine afterwards."""
-        states.restore(self.model, self.optimizer, tensors, state)
+        states.restore(self.model, self.optimizer, tensors, state, self.critic)
         self.version, self.last_step = state["version"], state["last_step"]
 
     def _learn(self, batch: Batch) -> dict[str, float]:
         try:
-            metrics = learn(self.model, batch, self.optimizer, self.settings, self.reference)
+            metrics = learn(self.model, batch, self.optimizer, self.settings, self.reference, self.critic,
+                            self.teacher)
         except TrainingDiverged:
             self._keep(batch)
             raise
-        if metrics["optim/skipped"]:
+        if metrics["optim/skipped"] or metrics.get("critic/skipped"):
             self._keep(batch)
         return metrics
 

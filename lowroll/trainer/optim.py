@@ -4,8 +4,8 @@ AdamW (Loshchilov & Hutter 2019, algorithm 2), with g the clipped gradient:
     m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2        mh = m / (1-b1^t)        vh = v / (1-b2^t)
     p <- p - lr * wd * p - lr * mh / (sqrt(vh) + eps)
 Only matrices decay; norms and biases do not. With `optimizer: muon` the hidden matrices go to Muon (`trainer.muon`) and
-the rest stays here, at the same rate. Clipping scales all gradients by min(1, max_norm / norm), with norm the
-2-norm over every parameter (Pascanu et al. 2013).
+the rest stays here, at the same rate; `adamw8bit` keeps m and v in 8 bits (`trainer.adamw8bit`). Clipping scales all
+gradients by min(1, max_norm / norm), with norm the 2-norm over every parameter (Pascanu et al. 2013).
 
 A bfloat16 parameter keeps 8 bits of mantissa, so an update of 1e-5 of its size would round away: such parameters get
 a float32 master here, gradients are accumulated in float32 on it, and the parameter is its rounding.
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import Muon
 
-MOMENTS = ("exp_avg", "exp_avg_sq")      # of AdamW
-MOMENTUM = ("momentum",)                 # of Muon
+OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class OptimSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0        # None: measured, not clipped
-    optimizer: str = "adamw"                 # or muon
+    optimizer: str = "adamw"                 # or adamw8bit, muon
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in DECAYS:
             raise ValueError(f"lr_scheduler_type: {self.lr_scheduler_type!r} is none of {', '.join(DECAYS)}")
-        if self.optimizer not in ("adamw", "muon"):
-            raise ValueError(f"optimizer: {self.optimizer!r} is none of adamw, muon")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer: {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
         for name in ("learning_rate", "warmup_steps", "total_steps", "min_lr_ratio", "weight_decay", "eps"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -104,9 +104,15 @@ class Optimizer:
         self.others = {name: m for name, m in self.masters.items() if name not in rows}
         groups = [{"params": [m for m in self.others.values() if (m.ndim >= 2) == decays],
                    "weight_decay": settings.weight_decay if decays else 0.0} for decays in (True, False)]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]] or [{"params": []}],
-                                       lr=settings.learning_rate, betas=settings.betas, eps=settings.eps)
+        groups = [g for g in groups if g["params"]] or [{"params": []}]
+        make = adamw8bit.make if self.in_8_bits else torch.optim.AdamW
+        self.adamw: Any = make(groups, settings.learning_rate, settings.betas, settings.eps)
         self.rate = settings.learning_rate
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether AdamW's moments are."""
+        return self.settings.optimizer == "adamw8bit"
 
     def begin_step(self) -> float:
         """Set the learning rate that all updates of this training step share; returns it."""
@@ -148,6 +154,9 @@ class Optimizer:
         """2-norm of AdamW's last update, its weight decay left out; from the moments, so no copy."""
         if not self.others:
             return 0.0
+        if self.in_8_bits:
+            moved, self.adamw.moved = self.adamw.moved, 0.0
+            return math.sqrt(moved)
         b1, b2 = (1 - beta ** self.num_updates for beta in self.settings.betas)
         rate, norms = self.adamw.param_groups[0]["lr"], []
         for moments in (self.adamw.state[master] for master in self.others.values()):
@@ -164,9 +173,8 @@ class Optimizer:
         """Moments (and float32 masters) by parameter name, and the counters. The tensors are live, not copies."""
         tensors = {f"{name}.master": m.detach() for name, m in self.masters.items() if m is not self.params[name]}
         for name, master in self.others.items():
-            for moment in MOMENTS:
-                if master in self.adamw.state:
-                    tensors[f"{name}.{moment}"] = self.adamw.state[master][moment]
+            if master in self.adamw.state:
+                tensors |= {f"{name}.{kind}": self.adamw.state[master][kind] for kind in self._moments(name)}
         tensors |= {f"{name}.momentum": momentum for name, momentum in self.muon.momentum.items()}
         return tensors, {"num_steps": self.num_steps, "num_updates": self.num_updates,
                          "refused_in_a_row": self.refused_in_a_row}
@@ -174,17 +182,16 @@ class Optimizer:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Put back what `state()` gave, bitwise. Raises ValueError, before any change, when names or shapes differ."""
-        kinds = {name: (MOMENTS if name in self.others else MOMENTUM) if state["num_updates"] else ()
-                 for name in self.masters}
-        expected = {f"{name}.{kind}": m for name, m in self.masters.items()
-                    for kind in [*kinds[name], *(["master"] if m is not self.params[name] else [])]}
+        kinds = {name: self._moments(name) if state["num_updates"] else {} for name in self.masters}
+        expected = {f"{name}.{kind}": like for name, m in self.masters.items() for kind, like in
+                    (kinds[name] | ({} if m is self.params[name] else {"master": (m.shape, m.dtype)})).items()}
         if odd := sorted(expected.keys() ^ tensors.keys()):
             raise ValueError(f"optimizer state: {odd[0]} is {'missing' if odd[0] in expected else 'unknown'} "
                              f"({len(odd)} such names)")
-        for key, like in expected.items():
-            if tensors[key].shape != like.shape or tensors[key].dtype != like.dtype:
+        for key, (shape, dtype) in expected.items():
+            if tensors[key].shape != shape or tensors[key].dtype != dtype:
                 raise ValueError(f"optimizer state: {key} is {tensors[key].dtype} {list(tensors[key].shape)}, "
-                                 f"expected {like.dtype} {list(like.shape)}")
+                                 f"expected {dtype} {list(shape)}")
         self.num_steps = state["num_steps"]
         self.num_updates = state["num_updates"]
         self.refused_in_a_row = state["refused_in_a_row"]
@@ -196,8 +203,19 @@ class Optimizer:
             saved = {kind: tensors[f"{name}.{kind}"].to(master.device, copy=True) for kind in kinds[name]}
             if name not in self.others:
                 self.muon.momentum.update((name, momentum) for momentum in saved.values())
+            elif saved and self.in_8_bits:
+                adamw8bit.revive(self.adamw, master, saved, self.num_updates)
             elif saved:
                 self.adamw.state[master] = {"step": torch.tensor(float(self.num_updates))} | saved
+
+    def _moments(self, name: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Names, shapes and dtypes of what is kept of a parameter between updates."""
+        master = self.masters[name]
+        if name not in self.others:
+            return {"momentum": (master.shape, master.dtype)}
+        if self.in_8_bits:
+            return adamw8bit.moments(master)
+        return dict.fromkeys(("exp_avg", "exp_avg_sq"), (master.shape, master.dtype))
 
 
 def _master(param: nn.Parameter) -> Tensor:

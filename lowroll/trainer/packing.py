@@ -21,6 +21,8 @@ from torch import Tensor
 
 from lowroll.types import MicroBatch, Sample
 
+PerToken = dict[int, Tensor]       # sample index -> float32 [tokens of its response], detached
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -129,3 +131,8 @@ def collate(samples: Sequence[Sample], indices: Sequence[int], device: torch.dev
         behavior_N=real([p for s in chosen for p in s.rollout.logprobs]),
         advantages_N=real([s.advantage for s, n in zip(chosen, responses, strict=True) for _ in range(n)]),
     )
+
+
+def gather(values: PerToken, packed: Packed) -> Tensor:
+    """The values of the packed samples, end to end, [N]."""
+    return torch.cat([values[i] for i in packed.samples])

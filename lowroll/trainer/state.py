@@ -2,6 +2,7 @@
 
     tensors["model"]       every trainable parameter by name (LoRA: the adapter; the base is the model folder)
     tensors["optimizer"]   AdamW's moments, Muon's momentum, and float32 masters of low-precision parameters
+    tensors["critic"], tensors["critic_optimizer"], state["critic"]     the same of PPO's critic, all of its weights
     state["optimizer"]     training steps, updates applied, updates refused in a row
     state["version"]       policy version that the learner holds
     state["last_step"]     the last batch consumed: an older one is refused
@@ -19,22 +20,29 @@ import torch
 from torch import Tensor
 
 from lowroll.model.transformer import Transformer
+from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.weights import aligned, scaling
 
 Tensors = dict[str, dict[str, Tensor]]
 
 
-def capture(model: Transformer, optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
-    """The state of model and optimizer. The tensors are the live ones: write them before the next step."""
+def capture(model: Transformer, optimizer: Optimizer,
+            critic: Critic | None = None) -> tuple[Tensors, dict[str, Any]]:
+    """The state of model, optimizer and critic. The tensors are the live ones: write them before the next step."""
     moments, counters = optimizer.state()
     weights = {name: p.detach() for name, p in model.trainable_parameters().items()}
-    return {"model": weights, "optimizer": moments}, {"optimizer": counters, "uaq_scale": scaling.applied(model)}
+    tensors, state = {"model": weights, "optimizer": moments}, {"optimizer": counters,
+                                                                "uaq_scale": scaling.applied(model)}
+    if critic is None:
+        return tensors, state
+    more, steps = critic.state()
+    return tensors | more, state | {"critic": steps}
 
 
 @torch.no_grad()
 def restore(model: Transformer, optimizer: Optimizer, tensors: Mapping[str, Mapping[str, Tensor]],
-            state: Mapping[str, Any]) -> None:
+            state: Mapping[str, Any], critic: Critic | None = None) -> None:
     """Put back what `capture` gave, bitwise and in place.
 
     An aligned model's codes are made anew. Raises ValueError, before anything changes, that names the first parameter
@@ -42,6 +50,10 @@ def restore(model: Transformer, optimizer: Optimizer, tensors: Mapping[str, Mapp
     """
     saved = tensors["model"]
     _check(model, saved, state)
+    if (critic is None) != ("critic" not in state):
+        raise ValueError(f"critic state: {'missing' if critic is not None else 'there, but the run has no critic'}")
+    if critic is not None:
+        critic.restore(tensors, state["critic"])
     optimizer.restore(tensors["optimizer"], state["optimizer"])
     restore_weights(model, saved, state)
 

@@ -14,10 +14,12 @@ recorded, lpref the frozen reference; all at the sampling temperature. What diff
    for the whole batch before its first update.
 3. A sequence whose advantage is 0 has no gradient unless there is a KL term (or the objective has one of its own), so
    it is run forward only: the gradient is the same, and the statistics still cover every token.
-4. Where the objective rejects tokens for their mismatch, the KL term leaves them out too; denominators keep them.
-5. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
+4. With a critic (PPO) every token has an advantage of its own, made of the critic's values before the first update;
+   while the critic warms up, the policy is measured and not updated.
+5. Where the objective rejects tokens for their mismatch, the KL term leaves them out too; denominators keep them.
+6. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
    a row raises TrainingDiverged.
-5. An aligned learner quantises its weights once an update, right after it.
+7. An aligned learner quantises its weights once an update, right after it.
 
 T: tokens fed, N: response tokens.
 """
@@ -36,16 +38,17 @@ from lowroll.model import lora
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import Counts, Objective, mismatch, penalty
+from lowroll.objectives import Counts, Objective, by_length, mismatch, penalty
 from lowroll.objectives.reduce import masked_mean
+from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
-from lowroll.trainer.packing import Packed, check, collate, first_fit, num_fed, split_groups
+from lowroll.trainer.packing import Packed, PerToken, check, collate, first_fit, gather, num_fed, split_groups
 from lowroll.types import Batch, RunFailed, Sample
 from lowroll.weights import aligned, noise
 
 MAX_REFUSALS = 3                   # non-finite updates in a row that end the run
 
-LogProbs = dict[int, Tensor]       # sample index -> float32 [tokens of its response], detached
+STILL = {"optim/grad_norm": 0.0, "optim/update_norm": 0.0, "optim/skipped": 0.0}      # of a policy that does not learn
 
 
 class TrainingDiverged(RunFailed):
@@ -73,9 +76,11 @@ class LearnSettings:
         if unknown := self.options.keys() - self.objective.options.keys():
             raise ValueError(f"options: objective {self.objective.name} has no {min(unknown)}; it has "
                              f"{', '.join(self.objective.options)}")
-        if self.options.get("teacher_tau"):
-            raise ValueError(f"teacher_tau: {self.options['teacher_tau']} needs a teacher's log-probs, and the trainer "
-                             "has no teacher")
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the objective reads a teacher's log-probs."""
+        return bool(self.options.get("teacher_tau"))
 
     @property
     def normalizes(self) -> bool:
@@ -92,8 +97,8 @@ class LearnSettings:
 class Trace:
     """Detached learner log-probs and entropies of the sequences that went through the model."""
 
-    log_probs: LogProbs = field(default_factory=dict)
-    entropy: LogProbs = field(default_factory=dict)
+    log_probs: PerToken = field(default_factory=dict)
+    entropy: PerToken = field(default_factory=dict)
 
     def __or__(self, other: Trace) -> Trace:
         return Trace(self.log_probs | other.log_probs, self.entropy | other.entropy)
@@ -132,16 +137,14 @@ class Forward:
         return collate(self.samples, indices, self.model.device)
 
 
-def gather(values: LogProbs, packed: Packed) -> Tensor:
-    """The values of the packed samples, end to end, [N]."""
-    return torch.cat([values[i] for i in packed.samples])
-
-
 def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: LearnSettings,
-          reference: Transformer | None = None) -> dict[str, float]:
+          reference: Transformer | None = None, critic: Critic | None = None,
+          teacher: Transformer | None = None) -> dict[str, float]:
     """Update the model from a batch and return its metrics (names as in `lowroll.metrics.names`).
 
     `reference` is the frozen model of the KL term; None with a LoRA model means the model with its adapter off.
+    With a `critic`, which is updated too, rewards become token advantages; without, samples bring their own.
+    `teacher` is the frozen model of AIPO's teacher_tau.
     Raises ValueError, before anything changes, for a batch that cannot be learned from, and TrainingDiverged.
     """
     samples = batch.samples
@@ -150,6 +153,10 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
         raise ValueError(f"temperature: must be finite and above 0 to learn from, is {batch.temperature}")
     if settings.kl_coef and reference is None and all(linear.adapter is None for _, linear in model.linears()):
         raise ValueError("reference: kl_coef needs a frozen reference model, or a LoRA model whose base is one")
+    if settings.has_teacher:
+        if teacher is None:
+            raise ValueError(f"teacher: teacher_tau {settings.options['teacher_tau']} needs a teacher model")
+        check(samples, teacher.spec.vocab_size, teacher.spec.max_position)
     forward = Forward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature)
     minibatches = split_groups([s.group for s in samples], settings.minibatches)
     heard = [i for i, s in enumerate(samples) if any(s.loss_mask)]
@@ -161,20 +168,39 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
         with contextlib.nullcontext(reference) if reference is not None else _base_policy(model) as frozen:
             frozen_lp = replace(forward, model=frozen).run(heard).log_probs
 
-    records, rate = [], optimizer.begin_step()
+    teacher_lp = None
+    if settings.has_teacher and teacher is not None:
+        teacher_lp = replace(forward, model=teacher).run(heard).log_probs
+
+    judged = None if critic is None else critic.judge(samples, heard)
+    learning = None if critic is not None and critic.warming_up else optimizer
+    records, rate = [], 0.0 if learning is None else learning.begin_step()
+    if critic is not None:
+        critic.optimizer.begin_step()
     for minibatch in minibatches:
-        record, trace = _update(forward, minibatch, optimizer, settings, proximal, frozen_lp)
+        record, trace = _update(forward, minibatch, learning, settings, proximal, frozen_lp, teacher_lp,
+                                None if judged is None else judged.advantages)
+        if critic is not None and judged is not None:
+            record |= critic.update(samples, minibatch, judged)
         records.append(record)
-        if optimizer.refused_in_a_row >= MAX_REFUSALS:
-            raise TrainingDiverged(f"step {batch.step}: objective {record['policy/objective']}, gradient norm "
-                                   f"{record['optim/grad_norm']}; {MAX_REFUSALS} updates in a row were not finite")
-    metrics = _merge(records) | {"optim/lr": rate}
+        _refuse_divergence(batch.step, record, optimizer, critic)
+    metrics = _merge(records) | {"optim/lr": rate} | ({} if judged is None else judged.metrics)
     if heard:
         packed = forward.collate(heard)
         before = trace.log_probs if proximal is None else proximal
-        metrics |= mismatch(learner=gather(before, packed), behavior=packed.behavior_N, mask=packed.mask_N,
-                            segments=packed.segments_N)
+        policies = {"learner": gather(before, packed), "behavior": packed.behavior_N, "mask": packed.mask_N,
+                    "segments": packed.segments_N}
+        metrics |= mismatch(**policies) | by_length(**policies)
     return metrics
+
+
+def _refuse_divergence(step: int, record: Mapping[str, float], optimizer: Optimizer, critic: Critic | None) -> None:
+    if optimizer.refused_in_a_row >= MAX_REFUSALS:
+        raise TrainingDiverged(f"step {step}: objective {record['policy/objective']}, gradient norm "
+                               f"{record['optim/grad_norm']}; {MAX_REFUSALS} updates in a row were not finite")
+    if critic is not None and critic.optimizer.refused_in_a_row >= MAX_REFUSALS:
+        raise TrainingDiverged(f"step {step}: the critic's loss {record['critic/loss']}, gradient norm "
+                               f"{record['critic/grad_norm']}; {MAX_REFUSALS} updates in a row were not finite")
 
 
 @contextlib.contextmanager
@@ -184,13 +210,20 @@ def _base_policy(model: Transformer) -> Iterator[Transformer]:
         yield model
 
 
-def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer, settings: LearnSettings,
-            proximal: LogProbs | None, reference: LogProbs | None) -> tuple[dict[str, float], Trace]:
-    """One optimizer update from the samples of a minibatch; returns its statistics and what the learner said."""
+def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer | None, settings: LearnSettings,
+            proximal: PerToken | None, reference: PerToken | None, teacher: PerToken | None,
+            advantages: PerToken | None) -> tuple[dict[str, float], Trace]:
+    """One optimizer update (none without an optimizer) from the samples of a minibatch; returns its statistics and
+    what the learner said. `advantages` of the tokens take the place of those of the samples."""
     samples = forward.samples
     heard = [i for i in minibatch if any(samples[i].loss_mask)]
     always = settings.kl_coef or not settings.objective.needs_advantage(**settings.options)
-    moving = [i for i in heard if always or samples[i].advantage != 0]
+    if optimizer is None:
+        moving = []
+    elif advantages is None:
+        moving = [i for i in heard if always or samples[i].advantage != 0]
+    else:
+        moving = [i for i in heard if always or advantages[i].any()]
     counts = Counts(sum(_num_learned(samples[i], settings.objective) for i in heard), len(minibatch))
     if settings.normalizes and heard and proximal is not None:
         packed = forward.collate(heard)
@@ -201,7 +234,9 @@ def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer, se
     def objective(packed: Packed, learner_N: Tensor) -> tuple[Tensor, dict[str, float]]:
         proximal_N = learner_N.detach() if proximal is None else gather(proximal, packed)
         J, statistics = settings.objective(
-            learner=learner_N, proximal=proximal_N, behavior=packed.behavior_N, advantages=packed.advantages_N,
+            learner=learner_N, proximal=proximal_N, behavior=packed.behavior_N,
+            teacher=None if teacher is None else gather(teacher, packed),
+            advantages=packed.advantages_N if advantages is None else gather(advantages, packed),
             mask=packed.mask_N, segments=packed.segments_N, counts=counts, **settings.options)
         if reference is not None:
             usable_N = packed.behavior_N.isfinite() | (not settings.objective.needs_behavior)
@@ -225,6 +260,8 @@ def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer, se
         J, record = objective(whole, gather(trace.log_probs, whole))
         record["policy/objective"] = J.item()
         record["policy/entropy"] = masked_mean(gather(trace.entropy, whole), whole.mask_N).item()
+    if optimizer is None:
+        return record | STILL, trace
     record |= optimizer.update(refuse=not math.isfinite(record["policy/objective"]))
     aligned.refresh(forward.model)
     return record, trace
@@ -243,7 +280,7 @@ def _merge(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
         values = [record[name] for record in records if name in record]
         if name.endswith("_max"):
             merged[name] = max(values)
-        elif name in ("optim/skipped", "correction/dropped_tokens"):
+        elif name in ("optim/skipped", "critic/skipped", "correction/dropped_tokens"):
             merged[name] = sum(values)
         else:
             merged[name] = sum(values) / len(values)

@@ -31,6 +31,15 @@ def align(model: Transformer, format: str) -> Transformer:
     return model
 
 
+def realign(model: Transformer, format: str) -> Transformer:
+    """Align with another format from now on. Over a quantised base (LoRA), and for a format of plain floating point,
+    that is the dense forward."""
+    dense = get_format(format).dense
+    for name, linear in model.linears():
+        linear.aligned = None if dense or isinstance(linear.weight, QTensor) else _quantize(name, linear, format)
+    return model
+
+
 @torch.no_grad()
 def refresh(model: Transformer) -> None:
     """Quantise the master weights of an aligned model again, in place; any other model is left alone."""

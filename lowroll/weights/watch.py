@@ -8,6 +8,10 @@ over all linear weights; the last one is what the engine can notice. A code coun
 doubles and its codes halve (MXFP4), all of them have flipped, though the values stayed. The price is one copy of the
 linear weights and of the engine's codes. A format below 8 bits packs its codes in nibbles, which are compared one by
 one.
+
+Under LoRA the engine does not merge: it multiplies with the learner's frozen base and adds the adapter unquantised, so
+every update reaches the rollouts, the rounding between learner and engine is 0 and no code can flip. What is left to
+measure is Eq. 13 on the weights that both multiply with, base + (alpha / r) B A. The price is a copy of the adapter.
 """
 from __future__ import annotations
 
@@ -50,6 +54,38 @@ class WeightWatch:
     def _pairs(self) -> Iterator[tuple[Linear, Linear]]:
         for (_, theirs), (_, ours) in zip(self.master.linears(), self.rollout.linears(), strict=True):
             yield theirs, ours
+
+
+class AdapterWatch:
+    """Compares the adapted weights of a LoRA model with those at the last `measure` (or the start)."""
+
+    def __init__(self, master: Transformer) -> None:
+        self.master = master
+        self._before = [_updates(linear) for _, linear in master.linears()]
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """`weights/normalized_update` since the last call."""
+        moved, size = 0.0, 0.0
+        for i, (_, linear) in enumerate(self.master.linears()):
+            before, now = self._before[i], _updates(linear)
+            weight = linear.weight.dequantize() if isinstance(linear.weight, QTensor) else linear.weight
+            base = weight.float().clone()        # a dense format hands out the very weights
+            for part, (a, b) in before.items():
+                old = b @ a
+                moved += _square(now[part][1] @ now[part][0] - old)
+                base[linear.rows(part)] += old
+            size += _square(base)
+            self._before[i] = now
+        return {"weights/normalized_update": moved / max(size, 1e-30)}
+
+
+@torch.no_grad()
+def _updates(linear: Linear) -> dict[str, tuple[Tensor, Tensor]]:
+    """Copies of A and (alpha / r) B of every adapted part."""
+    adapter = linear.adapter
+    return {} if adapter is None else {part: (adapter.a[part].clone(), adapter.b[part] * adapter.scaling)
+                                       for part in adapter.a}
 
 
 def num_flipped(before: Tensor, after: Tensor, bits: float) -> int:

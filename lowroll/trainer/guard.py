@@ -1,0 +1,161 @@
+"""The guard: alarms on the mismatch of a step, and what the following steps do differently.
+
+    ess         mismatch/ess below a bound
+    kl          moving average of mismatch/kl_k3 above `kl_growth` times its first steps, and above `kl_floor`
+    rejected    correction/rejected_fraction or rejected_sequence_fraction above a bound
+    ratio       mismatch/weight_max above a bound
+    nonfinite   one of these is not finite, or an update was skipped because it was not
+
+The average is m <- m + (x - m) / 10; the first steps are the BASELINE steps after the start or the last fallback, whose
+rollouts are others. After `patience` steps in a row with any alarm comes the action, and the count begins again:
+
+    warn        says so
+    tighten     every bound b of the objective becomes b^p around its neutral value (see `rescale`); thrice at most
+    fallback    the rollouts get the next format of LADDER, until they are dense
+
+What the guard decides is a function of the metrics that a run repeats bit for bit, and of the state that it saves, so
+a resumed run decides the same. A guard that never fires changes nothing.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+BASELINE = 5                       # steps whose mean KL is the level to grow from
+HORIZON = 10                       # steps of the moving average
+MAX_TIGHTENED = 3                  # more would leave no room to learn
+ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
+WATCHED = ("mismatch/ess", "mismatch/kl_k3", "mismatch/weight_max")
+
+LADDER: dict[str, str] = {"int8": "dense", "fp8": "dense", "fp8_block": "dense"} | dict.fromkeys(
+    ("int4", "int4_asym", "w4a8", "nvfp4", "mxfp4", "mxfp4_floor", "nf4", "nf4_dq"), "fp8")
+
+# How far an option is from doing nothing: a distance that shrinks, or a ratio that draws near 1.
+_DISTANCES = ("eps_low", "eps_high", "eps_negative", "width")
+_RATIOS = ("cap", "xi_cap", "token_rs", "icepop", "veto", "token_mask_low", "token_mask_high", "geo_mask_low",
+           "geo_mask_high", "sequence_mask_low", "sequence_mask_high", "sequence_clip_high", "ratio_cap")
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """Names and meanings of the `guard` section. A bound of None is no alarm."""
+
+    action: str = "warn"
+    patience: int = 3
+    ess_below: float | None = 0.3
+    kl_growth: float | None = 10.0
+    kl_floor: float = 2e-3
+    rejected_above: float | None = 0.5
+    ratio_above: float | None = 1e3
+    nonfinite: bool = True
+    factor: float = 0.5
+    fallback: str = "next"
+
+
+class Guard:
+    """Looks at every step's metrics. `weights` is the rollouts' format; with `to_dense` a fallback leads there at once.
+
+    `tightened` and `weights` say what the next step is to be done with; the caller sees to it.
+    """
+
+    def __init__(self, settings: GuardSettings, weights: str, to_dense: bool = False) -> None:
+        self.settings, self.weights = settings, weights
+        self.to_dense = to_dense or settings.fallback == "dense"
+        self.tightened = self.fallbacks = self.streak = self.num_seen = 0
+        self.average = self.baseline = 0.0
+
+    def look(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+        """`guard/*` metrics of a step, and what happened, for people: alarms (of a streak's first and last step), then
+        the action."""
+        rung = self._alarms(metrics)
+        self.streak = self.streak + 1 if rung else 0
+        told = [f"{name}: {text}" for name, text in rung.items()] if self.streak in (1, self.settings.patience) else []
+        if self.streak >= self.settings.patience:
+            told += self._act()
+            self.streak = 0
+        values = {f"guard/{name}": float(name in rung) for name in ALARMS}
+        return values | {"guard/tightened": float(self.tightened), "guard/fallbacks": float(self.fallbacks)}, told
+
+    def state(self) -> dict[str, Any]:
+        """JSON data from which `restore` goes on bitwise."""
+        return {"weights": self.weights, "tightened": self.tightened, "fallbacks": self.fallbacks,
+                "streak": self.streak, "num_seen": self.num_seen, "average": self.average, "baseline": self.baseline}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` gave."""
+        for name in self.state():
+            setattr(self, name, state[name])
+
+    def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """The alarms of a step, with their numbers."""
+        s, rung = self.settings, dict[str, str]()
+        odd = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
+        odd += ["optim/skipped"] if metrics.get("optim/skipped", 0) else []
+        if s.nonfinite and odd:
+            rung["nonfinite"] = f"{', '.join(odd)} {'shows' if len(odd) == 1 else 'show'} a value that is not finite"
+        ess, kl, ratio = (metrics.get(name, math.nan) for name in WATCHED)
+        if s.ess_below is not None and ess < s.ess_below:
+            rung["ess"] = f"mismatch/ess is {ess:.3g}, below {s.ess_below:g}"
+        if s.ratio_above is not None and ratio > s.ratio_above:
+            rung["ratio"] = f"mismatch/weight_max is {ratio:.3g}, above {s.ratio_above:g}"
+        rejected = max(metrics.get(f"correction/rejected{part}_fraction", 0.0) for part in ("", "_sequence"))
+        if s.rejected_above is not None and rejected > s.rejected_above:
+            rung["rejected"] = f"{rejected:.0%} of the tokens or sequences are rejected, above {s.rejected_above:.0%}"
+        if math.isfinite(kl) and self._follow(kl):
+            rung["kl"] = (f"mismatch/kl_k3 averages {self.average:.3g}, over {s.kl_growth:g} times the "
+                          f"{self.baseline:.3g} of its first steps")
+        return rung
+
+    def _follow(self, kl: float) -> bool:
+        """Take a step's KL into the trend; whether it has grown too far."""
+        self.num_seen += 1
+        if self.num_seen <= BASELINE:
+            self.baseline += (kl - self.baseline) / self.num_seen
+            self.average = self.baseline
+            return False
+        self.average += (kl - self.average) / HORIZON
+        growth = self.settings.kl_growth
+        return growth is not None and self.average > max(growth * self.baseline, self.settings.kl_floor)
+
+    def _act(self) -> list[str]:
+        if self.settings.action == "tighten":
+            if self.tightened == MAX_TIGHTENED:
+                return [f"tightened {MAX_TIGHTENED} times already: the bounds stay"]
+            self.tightened += 1
+            return [f"tightened the objective's bounds (power {self.settings.factor ** self.tightened:g})"]
+        if self.settings.action == "fallback":
+            after = LADDER.get(self.weights, "")
+            if not after:
+                return [f"the rollouts have {self.weights} weights already: nothing is left to fall back to"]
+            before, self.weights = self.weights, "dense" if self.to_dense else after
+            self.fallbacks, self.num_seen, self.average, self.baseline = self.fallbacks + 1, 0, 0.0, 0.0
+            return [f"fell back from {before} to {self.weights} rollouts for the following steps"]
+        return []
+
+
+def rescale(options: Mapping[str, Any], power: float, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The objective's options with every bound (or those of `names`) nearer to its neutral value: power < 1; or wider.
+
+    A clip range eps becomes eps * power, and so does an upper bound of a k2 or k3 rejection. A bound on a ratio (a cap,
+    a mask, a veto, k1's bounds) becomes bound ** power, the same on a log scale. Options that are off (None) stay off.
+    """
+    changed = dict(options)
+    for name in names or options:
+        value = options[name]
+        if value is None:
+            continue
+        if name in _DISTANCES:
+            changed[name] = min(1.0, value * power) if name == "eps_low" else value * power
+        elif name in _RATIOS:
+            changed[name] = _power(value, power)
+        elif name == "reject":
+            changed[name] = {rule: _power(bound, power) if rule.endswith("k1") else bound * power
+                             for rule, bound in value.items()}
+    return changed
+
+
+def _power(bound: Any, power: float) -> Any:
+    """bound ** power, of one number or a pair; 0 and infinity stay."""
+    return tuple(_power(part, power) for part in bound) if isinstance(bound, (tuple, list)) else float(bound) ** power
