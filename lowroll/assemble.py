@@ -28,7 +28,7 @@ from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.step import LearnSettings
 from lowroll.weights import aligned, scaling
 from lowroll.weights.noise import NoiseSchedule
-from lowroll.weights.publish import quantize_base
+from lowroll.weights.publish import dequantize_base, quantize_base
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -64,11 +64,15 @@ def rollout_format(cfg: RunConfig, where: Place, weights: str | None = None) -> 
 def learner(cfg: RunConfig, where: Place) -> Transformer:
     """The model that learns: all of it, or a fresh adapter on a frozen base that the engine shares (LoRA).
 
+    Of a low-bit folder all of the dequantised weights learn, or LoRA keeps the folder's own tensors as its base.
+
     Its weights are scaled first and its forward is aligned last, when the configuration asks for either.
     """
     model = hf.load(cfg.model, where.device, where.dtype)
     if any(linear.adapter is not None for _, linear in model.linears()):
         raise ValueError(f"model: {cfg.model} is an adapter folder; merge it into its base before training on")
+    if not cfg.train.lora:
+        dequantize_base(model)
     if cfg.train.uaq_scale is not None:
         scaling.scale(model, cfg.train.uaq_scale)
     if cfg.train.lora:
@@ -192,7 +196,7 @@ def critic(cfg: RunConfig, where: Place, chat: ChatTokenizer) -> Critic | None:
         raise ValueError(f"critic.model: {mine.model} is an adapter folder; merge it into its base first")
     if mine.model is not None and tokenizer(mine.model).tokenizer.get_vocab() != chat.tokenizer.get_vocab():
         raise ValueError(f"critic.model: {mine.model} has another tokenizer than {cfg.model}")
-    body.activation_checkpointing = train.activation_checkpointing
+    dequantize_base(body).activation_checkpointing = train.activation_checkpointing
     optim = OptimSettings(mine.learning_rate, weight_decay=mine.weight_decay, betas=train.betas, eps=train.eps,
                           max_grad_norm=mine.max_grad_norm)
     return Critic(body, optim, CriticSettings(mine.gamma, mine.lam, mine.whiten, mine.value_clip, mine.warmup_steps,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import lowroll
 from lowroll.calibration import calibration_sequences
+from lowroll.cli.main import main
 from lowroll.demo import build_tokenizer
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
@@ -205,3 +206,28 @@ def test_calibration_text(tmp_path: Path) -> None:
                                  (rows, 0, "samples: must be at least 1")]:
         with pytest.raises(ValueError, match=words):
             calibration_sequences(path, tokenizer, samples)
+
+
+def test_the_command_calibrates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder holds the codes of the model that `calibrate` makes of the same text; refusals come before it."""
+    tokenizer = build_tokenizer()
+    source = hf.save(loud(tmp_path / "plain", vocab_size=len(tokenizer)), tmp_path / "m")
+    tokenizer.save_pretrained(source)
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 9)
+    options = ["--awq", "--calibration", str(text), "--calibration-samples", "5", "--calibration-length", "40"]
+    assert main(["quantize", str(source), str(tmp_path / "out"), "--format", "int4", "--device", "cpu", *options]) == 0
+    said = capsys.readouterr().out
+    assert "AWQ on 5 sequences, 200 tokens" in said and "of 2 rescaled" in said
+    model = hf.load(source)
+    awq.calibrate(model, "int4", calibration_sequences(text, tokenizer, 5, 40))
+    made = hf.load(tmp_path / "out")
+    for (_, ours), (_, theirs) in zip(quantize_base(model, "int4").linears(), made.linears(), strict=True):
+        assert all(torch.equal(t, theirs.weight.tensors[name]) for name, t in ours.weight.tensors.items())
+    assert torch.equal(model.blocks[0].input_norm.weight, made.blocks[0].input_norm.weight)
+    for words, message in [(["--awq"], "--awq: needs --calibration FILE"),
+                           (options[1:], "--calibration: without --awq"),
+                           (["--awq", "--calibration", "none.txt"], "none.txt: no such file"),
+                           ([*options[:-1], "999"], r"sequences[0] has 405 tokens; 1 to 256 fit the model")]:
+        assert main(["quantize", str(source), str(tmp_path / "no"), "--format", "int4", *words]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "no").exists()

@@ -13,6 +13,7 @@ import pytest
 import lowroll
 from lowroll.cli.main import COMMANDS, main
 from lowroll.config import load
+from lowroll.quant.formats import get_format
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout, RunFailed
 
 ROOT = Path(__file__).parent.parent
@@ -177,6 +178,7 @@ class FakeEngine:
     def __init__(self, model: str, *, weights: str, device: str) -> None:
         self.tokenizer = self
         self.loaded = (model, weights, device)
+        self.format = get_format("int8")
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         assert options == {"add_generation_prompt": True, "return_dict": False}

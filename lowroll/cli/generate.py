@@ -15,8 +15,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="lowroll generate", description=(
         "Sample responses from a model with the rollout engine. Without --prompt it reads prompts line by line."))
     p.add_argument("--model", required=True, help="a folder or a hub id")
-    p.add_argument("--weights", default="int8",
-                   help="format of the linear weights: int8, fp8, nvfp4, bf16, ... (default int8)")
+    p.add_argument("--weights", help="format of the linear weights: int8, fp8, nvfp4, bf16, ... (default: what the "
+                                     "folder holds if it is low-bit, else int8)")
     p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     p.add_argument("--prompt", metavar="TEXT", help="what the user says; without it, a prompt is read from each line")
     p.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
@@ -59,7 +59,7 @@ def answer(engine: Engine, arguments: argparse.Namespace, prompt: str) -> None:
         length = len(rollout.token_ids)
         print(f"  [{length} tokens, {rollout.finish_reason}, mean log-prob {mean:.3f}]", file=sys.stderr)
     total = sum(len(rollout.token_ids) for rollout in rollouts)
-    print(f"  [{total / max(seconds, 1e-9):.1f} tokens/s, {arguments.weights} weights]", file=sys.stderr)
+    print(f"  [{total / max(seconds, 1e-9):.1f} tokens/s, {engine.format.name} weights]", file=sys.stderr)
 
 
 def _printable(text: str) -> str:

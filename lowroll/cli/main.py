@@ -18,6 +18,8 @@ COMMANDS = {
     "sft": "warm-start a model on demonstrations",
     "eval": "measure pass@1 and avg@k, dense and low-precision side by side",
     "generate": "try a model at the terminal",
+    "quantize": "write a dense model as a low-bit folder",
+    "export": "write a run's checkpoint as a model folder: merged, adapter or the rollouts' exact policy",
     "diagnose": "say how much of the mismatch comes from weights, kernels, KV and staleness",
     "report": "write a run's page of plots",
     "demo": "build a tiny model and train it, in a few minutes and without a GPU",

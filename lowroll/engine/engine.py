@@ -50,7 +50,8 @@ class Engine:
     """Continuous batching over a paged KV cache, with linear weights in any format.
 
     model: folder, hub id, or a loaded Transformer (which keeps its weights; the engine makes its own copy, or shares
-    what is in the format already). weights: a name of `lowroll.formats()`. kv: the KV policy; None is the dense cache.
+    what is in the format already). weights: a name of `lowroll.formats()`; default the model's own low-bit format, or
+    int8 for a dense model. kv: the KV policy; None is the dense cache.
     dtype: of activations, norms and KV cache; default float32 on CPU, bfloat16 on CUDA, and what a dense format says.
     cache_tokens: size of the KV cache; default a quarter of the free memory, at most `max_batch` whole contexts.
     max_batch: samples decoded at once. max_prefill_tokens: prompt tokens a step. prefill_chunk: longest piece of a
@@ -58,14 +59,15 @@ class Engine:
     ValueError names the argument that is wrong.
     """
 
-    def __init__(self, model: Transformer | str | Path, weights: str = "int8", kv: None = None,
+    def __init__(self, model: Transformer | str | Path, weights: str | None = None, kv: None = None,
                  device: str | torch.device = "auto", dtype: torch.dtype | None = None, *, tokenizer: Any = None,
                  page_size: int = 16, cache_tokens: int | None = None, max_batch: int = 256,
                  max_prefill_tokens: int = 8192, prefill_chunk: int | None = None, noisy: bool = False) -> None:
         if kv is not None:
             raise ValueError(f"kv: {kv!r} is not available yet; None is the dense cache")
-        self.format = get_format(weights)
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
+        weights = weights or self._own_format(model)
+        self.format = get_format(weights)
         place = model.device if isinstance(model, Transformer) and str(device) == "auto" else pick_device(device)
         dtype = self._pick_dtype(weights, dtype, place)
         if not isinstance(model, Transformer):
@@ -194,6 +196,12 @@ class Engine:
     @property
     def _has_tokenizer(self) -> bool:
         return self._tokenizer is not None or (self.folder is not None and (self.folder / "tokenizer.json").is_file())
+
+    def _own_format(self, model: Transformer | str | Path) -> str:
+        if isinstance(model, Transformer):
+            return model.weight_format or "int8"
+        assert self.folder is not None
+        return hf.low_bit_format(self.folder) or "int8"
 
     def _give_up(self) -> None:
         """After a step that failed: nothing in flight can go on, and no K/V may be trusted."""

@@ -2,7 +2,8 @@
 
 `load` checks everything it can from the files' headers (names, shapes, dtypes) before it allocates, then copies, and
 refuses non-finite values by tensor name; a model is returned whole or not at all. `save` publishes a folder
-atomically. Save then load is bitwise.
+atomically. Save then load is bitwise, for dense and for low-bit linear weights (`quant.layouts`): codes and scales go
+in and out as they are, and nothing is quantised on the way.
 """
 from __future__ import annotations
 
@@ -15,16 +16,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from lowroll.model.spec import ModelSpec, read_spec
+from lowroll.model.linear import Linear
+from lowroll.model.spec import ModelSpec, read_config, read_spec
 from lowroll.model.transformer import Transformer
-from lowroll.quant.formats import all_finite
+from lowroll.quant.formats import QTensor, all_finite, get_format
+from lowroll.quant.layouts import FLOATS, Header, Layout, describe, read_layout
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
                    "tokenizer.model", "added_tokens.json", "chat_template.jinja", "generation_config.json")
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_FLOATS = ("F32", "BF16", "F16")
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def resolve(source: str | Path) -> Path:
@@ -86,36 +89,88 @@ def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
 def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
     """A model from a Hugging Face folder or hub id, in `dtype` (default: float32 on CPU, bfloat16 on CUDA).
 
-    A PEFT adapter folder gives the base that its adapter_config.json names, with the adapter on top.
+    The linear layers of a low-bit folder are the QTensors that it holds; such a model is frozen. A PEFT adapter folder
+    gives the base that its adapter_config.json names, with the adapter on top.
 
     ValueError names the file, tensors or key for: an unsupported config, missing, extra or mis-shaped tensors,
-    non-finite values, non-float dtypes, damaged files, `.bin`/`.pt` weights, and repositories with their own code.
+    non-finite values, wrong dtypes, damaged files, `.bin`/`.pt` weights, and repositories with their own code.
     """
     folder = resolve(source)
     if (folder / "adapter_config.json").is_file():
         from lowroll.model import lora
 
         return lora.load(load(lora.base_of(folder), device, dtype), folder).eval()
-    spec = read_spec(folder)
+    spec, layout = read_spec(folder), read_folder_layout(folder)
     files = _weight_files(folder)
-    _check_headers(folder, spec, files)
+    _check_headers(folder, spec, files, layout)
     if dtype is None:
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-    model = Transformer(spec, device, dtype)
-    parameters = dict(model.named_parameters())
+    model = Transformer(spec, "meta", dtype)
     opened = {path: safe_open(path, framework="pt") for path in set(files.values())}
-    with torch.no_grad():
-        for name, parts, shape in hf_names(spec):
-            start = 0
-            for part in parts:
-                value = opened[files[part]].get_tensor(part).to(dtype)
-                if not all_finite(value):
-                    raise ValueError(f"{files[part]}: tensor {part} holds a value that is not finite in "
-                                     f"{_DTYPES.get(dtype, dtype)}")
-                rows = part_rows(spec, part, shape[0])
-                parameters[name][start:start + rows].copy_(value)
-                start += rows
+    for name, parts, shape in hf_names(spec):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        shapes = {part: (part_rows(spec, part, shape[0]), *shape[1:]) for part in parts}
+        if layout is not None and _is_linear(parts[0]):
+            assert isinstance(owner, Linear)
+            owner.set_weight(_read_low_bit(opened, files, layout, shapes).to(device))
+            continue
+        whole, start = torch.empty(shape, device=device, dtype=dtype), 0
+        for part, (rows, *_) in shapes.items():
+            value = opened[files[part]].get_tensor(part).to(dtype)
+            if not all_finite(value):
+                raise ValueError(f"{files[part]}: tensor {part} holds a value that is not finite in "
+                                 f"{_DTYPES.get(dtype, dtype)}")
+            whole[start:start + rows].copy_(value)
+            start += rows
+        setattr(owner, name.rpartition(".")[2], nn.Parameter(whole, requires_grad=layout is None))
+    model.freqs = model.freqs.to(device)
     return model.eval()
+
+
+def low_bit_format(folder: Path) -> str | None:
+    """The format of a folder's linear layers (of its base, when it is an adapter folder); None when they are dense."""
+    if (folder / "adapter_config.json").is_file():
+        from lowroll.model import lora
+
+        folder = resolve(lora.base_of(folder))
+    layout = read_folder_layout(folder)
+    return None if layout is None else layout.format
+
+
+def read_folder_layout(folder: Path) -> Layout | None:
+    """How a folder stores its linear layers; None when they are dense. ValueError names file and key."""
+    config = read_config(folder).get("quantization_config")
+    if not config:
+        return None
+    try:
+        if not isinstance(config, dict):
+            raise ValueError(f"expected an object, got {config!r}")
+        return read_layout(config)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: quantization_config: {error}") from None
+
+
+def _is_linear(hf_name: str) -> bool:
+    """Is this the weight of a layer that formats quantise?"""
+    return hf_name.endswith(tuple(f".{part}.weight" for part in _LINEARS))
+
+
+def _read_low_bit(opened: dict[Path, Any], files: dict[str, Path], layout: Layout,
+                  shapes: dict[str, tuple[int, ...]]) -> QTensor:
+    """The matrix of stacked parts, each as its file holds it."""
+    parts = []
+    for part, (rows, columns) in shapes.items():
+        module = part.removesuffix(".weight")
+        names = {suffix: f"{module}.{suffix}" for suffix in layout.headers((rows, columns))}
+        stored = {suffix: opened[files[name]].get_tensor(name) for suffix, name in names.items()}
+        try:
+            parts.append(layout.decode((rows, columns), stored))
+        except ValueError as error:
+            raise ValueError(f"{files[next(iter(names.values()))]}: {module}.{error}") from None
+    try:
+        return get_format(layout.format).stack(parts)
+    except ValueError as error:
+        raise ValueError(f"{', '.join(shapes)}: {error}") from None
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -158,21 +213,23 @@ def _shapes(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         raise ValueError(f"{path}: damaged or not a safetensors file ({error})") from None
 
 
-def _check_headers(folder: Path, spec: ModelSpec, files: dict[str, Path]) -> None:
+def _check_headers(folder: Path, spec: ModelSpec, files: dict[str, Path], layout: Layout | None) -> None:
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for path in sorted(set(files.values())):
         found.update(_shapes(path))
-    wanted = {part: (part_rows(spec, part, shape[0]), *shape[1:])
-              for _, parts, shape in hf_names(spec) for part in parts}
+    wanted = _wanted_headers(spec, layout)
+    if layout is not None:
+        _check_quantized(folder, found, wanted)
     missing = [name for name in wanted if name not in found]
     # Old Llama checkpoints store the rotary table; a tied checkpoint may repeat its embedding as lm_head.
     extra = [name for name in found if name not in wanted and not name.endswith("rotary_emb.inv_freq")
              and not (spec.tie_embeddings and name == "lm_head.weight")]
-    shapes = [f"{name} {list(found[name][0])} instead of {list(shape)}" for name, shape in wanted.items()
-              if name in found and found[name][0] != shape]
-    dtypes = [f"{name} ({found[name][1]})" for name in wanted if name in found and found[name][1] not in _FLOATS]
+    shapes = [f"{name} {list(found[name][0])} instead of {list(shape)}" for name, (shape, _) in wanted.items()
+              if name in found and shape is not None and found[name][0] != shape]
+    dtypes = [f"{name} ({found[name][1]} instead of {' or '.join(dtypes)})" for name, (_, dtypes) in wanted.items()
+              if name in found and found[name][1] not in dtypes]
     for problem, names in (("missing tensors", missing), ("unexpected tensors", extra),
-                           ("tensors of the wrong shape", shapes), ("tensors that are not float32/16", dtypes)):
+                           ("tensors of the wrong shape", shapes), ("tensors of the wrong dtype", dtypes)):
         if names:
             raise ValueError(f"{folder}: {problem}: {_some(names)}")
     if spec.tie_embeddings and "lm_head.weight" in found:
@@ -184,25 +241,69 @@ def _check_headers(folder: Path, spec: ModelSpec, files: dict[str, Path]) -> Non
                                  "model.embed_tokens.weight")
 
 
+def _wanted_headers(spec: ModelSpec, layout: Layout | None) -> dict[str, Header]:
+    """What the files must hold, by HF tensor name."""
+    wanted: dict[str, Header] = {}
+    for _, parts, shape in hf_names(spec):
+        for part in parts:
+            rows = part_rows(spec, part, shape[0])
+            if layout is None or not _is_linear(part):
+                wanted[part] = ((rows, *shape[1:]), FLOATS)
+                continue
+            module = part.removesuffix(".weight")
+            wanted |= {f"{module}.{suffix}": header for suffix, header in layout.headers((rows, shape[1])).items()}
+    return wanted
+
+
+def _check_quantized(folder: Path, found: dict[str, tuple[tuple[int, ...], str]], wanted: dict[str, Header]) -> None:
+    """Are exactly the decoder's linear layers quantised, in the order of their columns?"""
+    dense = [name for name in found if _is_linear(name) and found[name][1] in FLOATS]
+    if dense:
+        raise ValueError(f"{folder}: quantization_config leaves {_some(dense)} dense; one format for all linear layers "
+                         "is supported. Quantise the dense model with `lowroll quantize`")
+    odd = [name for name in found if name.startswith("lm_head.") and name not in ("lm_head.weight", "lm_head.bias")]
+    if odd:
+        raise ValueError(f"{folder}: quantization_config includes lm_head ({_some(odd)}), which must stay dense. "
+                         "Quantise the dense model with `lowroll quantize`")
+    for suffix, what in (("g_idx", "reordered columns (actorder)"), ("input_scale", "calibrated scales of activations"),
+                         ("input_global_scale", "calibrated scales of activations")):
+        odd = [name for name in found if name.endswith(suffix) and name not in wanted]
+        if odd:
+            raise ValueError(f"{folder}: {_some(odd)}: {what} are not supported. Quantise the dense model with "
+                             "`lowroll quantize`")
+
+
 def _some(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def state(model: Transformer) -> dict[str, Tensor]:
-    """The model's weights under their HF names, fused matrices split.
+    """The model's weights under their HF names, fused matrices cut: dense tensors, or the codes and scales of files.
 
-    ValueError when the weights are quantised, or an adapter rides on them: both would be lost without a word.
+    ValueError when an adapter rides on the weights (it would be lost without a word), or when a block of the format
+    reaches over the border of two parts.
     """
-    if model.weight_format is not None:
-        raise ValueError(f"the linear weights are {model.weight_format}; only dense weights have an HF state")
     adapted = [name for name, linear in model.linears() if linear.adapter is not None]
     if adapted:
         raise ValueError(f"{_some(adapted)}: an adapter rides on the weights; merge it, or save it by itself")
-    parameters, tensors = dict(model.named_parameters()), {}
+    weights: dict[str, Tensor | QTensor] = dict(model.named_parameters())
+    weights |= {f"{name}.weight": linear.weight for name, linear in model.linears()}
+    tensors: dict[str, Tensor] = {}
     for name, parts, shape in hf_names(model.spec):
-        rows = [part_rows(model.spec, part, shape[0]) for part in parts]
-        pieces = parameters[name].detach().split(rows)
-        tensors.update({part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)})
+        rows, weight = [part_rows(model.spec, part, shape[0]) for part in parts], weights[name]
+        if isinstance(weight, QTensor) and get_format(weight.format).dense:
+            weight = weight.tensors["weight"]
+        if isinstance(weight, Tensor):
+            pieces = weight.detach().split(rows)
+            tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
+            continue
+        try:
+            cut = get_format(weight.format).cut(weight, rows)
+        except ValueError as error:
+            raise ValueError(f"{', '.join(parts)}: {error}") from None
+        for part, piece in zip(parts, cut, strict=True):
+            stored = Layout(weight.format).encode(piece, model.dtype)
+            tensors |= {f"{part.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in stored.items()}
     return tensors
 
 
@@ -216,16 +317,27 @@ def copy_tokenizer(source: str | Path | None, target: Path) -> None:
 def save(model: Transformer, folder: str | Path, tokenizer_from: str | Path | None = None) -> Path:
     """Publish the model as a Hugging Face folder, with the tokenizer files of another folder beside it.
 
-    The folder appears whole or not at all. FileExistsError when it exists already; ValueError as `state` says.
+    Linear layers are stored as they are: dense, or in their low-bit format with a `quantization_config`. The folder
+    appears whole or not at all. FileExistsError when it exists already; ValueError as `state` says.
     """
     from lowroll.checkpoint.publish import publish_folder
 
+    files = contents(model)
+    return publish_folder(Path(folder), lambda target: write(files, target, tokenizer_from), {"kind": "model"})
+
+
+def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the tensors of a folder. ValueError as `state` says."""
     config: dict[str, Any] = {**model.spec.config, "dtype": _DTYPES[model.dtype]}
     config.pop("torch_dtype", None)
+    if model.weight_format is not None and not get_format(model.weight_format).dense:
+        config["quantization_config"] = describe(model.weight_format, model.dtype)
+    return config, state(model)
 
-    def write(target: Path) -> None:
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_file(state(model), target / "model.safetensors", metadata={"format": "pt"})
-        copy_tokenizer(tokenizer_from, target)
 
-    return publish_folder(Path(folder), write, {"kind": "model"})
+def write(files: tuple[dict[str, Any], dict[str, Tensor]], target: Path, tokenizer_from: str | Path | None) -> None:
+    """Write the `contents` of a model into an existing folder."""
+    config, tensors = files
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    copy_tokenizer(tokenizer_from, target)

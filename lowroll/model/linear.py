@@ -77,6 +77,9 @@ class Linear(nn.Module):
         elif not isinstance(self.weight, QTensor):
             y_TN = F.linear(x_TK, self.weight, self.bias)
         elif self.low_bit:
+            if torch.is_grad_enabled() and (x_TK.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+                raise ValueError("low_bit: the engine's arithmetic has no gradient; a learner runs the dequantised "
+                                 "weights (run_low_bit(False)) or the aligned forward")
             y_TN = self.weight.linear(x_TK, self.bias)
         else:
             y_TN = _DequantizedLinear.apply(x_TK, self.weight, self.bias)

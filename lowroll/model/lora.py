@@ -116,28 +116,37 @@ def save(model: Transformer, folder: str | Path, base: str = "", tokenizer_from:
     `base` is the model that it belongs to, a folder or hub id; input_scale is explained at `state`. ValueError when
     the model has no adapter, FileExistsError when the folder exists already."""
     from lowroll.checkpoint.publish import publish_folder
+
+    if all(linear.adapter is None for _, linear in model.linears()):
+        raise ValueError("the model has no adapter to save")
+    return publish_folder(Path(folder), lambda target: write(model, target, base, tokenizer_from, input_scale),
+                          {"kind": "adapter"})
+
+
+def write(model: Transformer, target: Path, base: str, tokenizer_from: str | Path | None = None,
+          input_scale: float = 1.0) -> None:
+    """Write the model's adapter into an existing folder."""
     from lowroll.model.hf import copy_tokenizer
 
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
-    if not adapters:
-        raise ValueError("the model has no adapter to save")
     if base and Path(base).is_dir():          # a relative path would mean another folder, or a hub id, elsewhere
         base = str(Path(base).resolve())
-    parts = {part for _, linear in model.linears() if linear.adapter for part in linear.adapter.a}
+    parts = {part for adapter in adapters for part in adapter.a}
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": adapters[0].rank, "lora_alpha": adapters[0].alpha,
               "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
               "target_modules": [part for part in TARGETS if part in parts], "base_model_name_or_path": base}
-
-    def write(target: Path) -> None:
-        (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_file(state(model, input_scale), target / "adapter_model.safetensors", metadata={"format": "pt"})
-        copy_tokenizer(tokenizer_from, target)
-
-    return publish_folder(Path(folder), write, {"kind": "adapter"})
+    (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(state(model, input_scale), target / "adapter_model.safetensors", metadata={"format": "pt"})
+    copy_tokenizer(tokenizer_from, target)
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter folder belongs to. ValueError when its adapter_config.json does not say."""
+    """The model that an adapter folder belongs to: a `base` inside it, else what its adapter_config.json names.
+
+    ValueError when neither is there.
+    """
+    if (folder / "base").is_dir():
+        return str(folder / "base")
     path = folder / "adapter_config.json"
     base = _read_json(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:

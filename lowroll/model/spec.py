@@ -26,7 +26,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes and flags of a decoder. `config` keeps the source dictionary for saving."""
+    """Sizes and flags of a decoder. `config` keeps the source dictionary for saving, less what it says of formats."""
 
     architecture: str
     vocab_size: int
@@ -61,6 +61,15 @@ class ModelSpec:
 
 def read_spec(folder: Path) -> ModelSpec:
     """The spec of a Hugging Face folder. ValueError names the file, and the key that is missing or unsupported."""
+    config = read_config(folder)
+    try:
+        return spec_from_config(config)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder. ValueError names the file."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a model folder needs a config.json")
@@ -70,10 +79,7 @@ def read_spec(folder: Path) -> ModelSpec:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a JSON object")
-    try:
-        return spec_from_config(config)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return config
 
 
 def spec_from_config(config: dict[str, Any]) -> ModelSpec:
@@ -109,7 +115,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         mlp_bias=is_llama and _flag(config, "mlp_bias"),
         qk_norm=architecture == "Qwen3ForCausalLM",
         eos_ids=_eos_ids(config),
-        config=dict(config),
+        config={key: value for key, value in config.items() if key != "quantization_config"},
     )
     if spec.num_heads % spec.num_kv_heads:
         raise ValueError(f"num_key_value_heads: {spec.num_kv_heads} does not divide num_attention_heads {heads}")
@@ -152,8 +158,6 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
     """Refuse every key that asks for a computation that this decoder does not do."""
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act: {config['hidden_act']!r} is not supported; supported: silu")
-    if config.get("quantization_config"):
-        raise ValueError("quantization_config: quantised checkpoints are not read yet; load the dense one")
     if config.get("is_encoder_decoder") or config.get("add_cross_attention"):
         raise ValueError("is_encoder_decoder, add_cross_attention: only decoders are supported")
 

@@ -115,6 +115,14 @@ class Transformer(nn.Module):
         """Every linear layer that a format may quantise, by name (lm_head and embedding are not among them)."""
         return ((name, module) for name, module in self.named_modules() if isinstance(module, Linear))
 
+    def requires_grad_(self, requires_grad: bool = True) -> Transformer:
+        """Let every parameter learn, or none. ValueError for quantised weights, which would be left out silently."""
+        if requires_grad and self.weight_format is not None:
+            raise ValueError(f"the linear weights are {self.weight_format} codes, which have no gradient; dequantise "
+                             "them (weights.publish.dequantize_base), or train an adapter on them (model.lora.attach)")
+        super().requires_grad_(requires_grad)
+        return self
+
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that learn: all of them, or the adapter's under LoRA."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}

@@ -7,7 +7,11 @@ rollout engine does. One file a format; a new one is a subclass of `Format` and 
 Scales are computed and kept in the dtype that is stored (float32 unless the format says otherwise), whatever the
 dtype of the matrix: the codes depend on the weights' values alone. Tensors carry the names and layouts of the
 checkpoints that other tools read (`weight_packed`, `weight_scale`, ...). A fused matrix (qkv, gate-up) is one QTensor,
-so what a format keeps once a matrix, such as NVFP4's global scale, its parts share.
+so what a format keeps once a matrix, such as NVFP4's global scale, its parts share when it is quantised here.
+
+Checkpoints hold the parts. `cut` and `stack` take a fused matrix apart and together without changing a code: stored
+tensors are cut along their first dimension, which has `pitch` entries for a row of the matrix. Parts that come from
+elsewhere with different values of what is kept once a matrix keep theirs, in one entry for each row (or block).
 
 Legend: N out features, K in features, M rows of activations.
 """
@@ -15,7 +19,10 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -51,6 +58,9 @@ class QTensor:
         if (self.format, self.shape) != (other.format, other.shape):
             raise ValueError(f"cannot adopt a {other.format} tensor of shape {list(other.shape)} into a "
                              f"{self.format} one of shape {list(self.shape)}")
+        if odd := [name for name, tensor in self.tensors.items() if tensor.shape != other.tensors[name].shape]:
+            raise ValueError(f"cannot adopt a {other.format} tensor with {odd[0]} {list(other.tensors[odd[0]].shape)} "
+                             f"into one with {list(self.tensors[odd[0]].shape)}")
         for name, tensor in self.tensors.items():
             tensor.copy_(other.tensors[name])
         self.packed.clear()
@@ -59,6 +69,12 @@ class QTensor:
     def quantize_(self, w_NK: Tensor) -> QTensor:
         """Quantise `w_NK` into this tensor's own storages."""
         return self.copy_(get_format(self.format).quantize(w_NK))
+
+    def seen_as(self, format: str) -> QTensor | None:
+        """The same storages in another format of the same layout (int4 and w4a8); None when the layouts differ."""
+        if format == self.format:
+            return self
+        return QTensor(format, self.shape, self.tensors) if layout(format) == layout(self.format) else None
 
     def to(self, device: torch.device | str) -> QTensor:
         return QTensor(self.format, self.shape, {name: t.to(device) for name, t in self.tensors.items()})
@@ -113,6 +129,8 @@ class Format(ABC):
     summary: str
     group: int | None = None         # weights of a row that share a scale; None: the whole row
     dense: bool = False              # dense formats hold plain floating point: there is nothing to correct for
+    once: tuple[str, ...] = ()       # stored tensors that have one entry for the whole matrix
+    stored_as: str | None = None     # another format that has the same stored tensors
 
     @abstractmethod
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -132,6 +150,48 @@ class Format(ABC):
             raise ValueError(f"{self.name}: the weight holds a non-finite value")
         with torch.no_grad():
             return QTensor(self.name, (w_NK.shape[0], w_NK.shape[1]), self.encode(w_NK.detach()))
+
+    def pitch(self, name: str, num_in: int) -> Fraction:
+        """Entries along the first dimension of a stored tensor for one row of a matrix with `num_in` columns."""
+        return Fraction(1)
+
+    def cut(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
+        """The parts, of `rows` rows each, with the codes and scales that they have in the whole matrix.
+
+        ValueError when a block of the format reaches over the border of two parts.
+        """
+        assert sum(rows) == q.shape[0]
+        parts = [QTensor(self.name, (size, q.shape[1]), {}) for size in rows]
+        for name, tensor in q.tensors.items():
+            edges = self._edges(name, q.shape[1], rows)
+            for part, (start, stop) in zip(parts, pairwise(edges), strict=True):
+                shared = name in self.once and tensor.shape[0] == 1
+                part.tensors[name] = tensor.clone() if shared else self._once(name, tensor[start:stop].clone())
+        return parts
+
+    def stack(self, parts: Sequence[QTensor]) -> QTensor:
+        """The matrix of which these are the parts, from the top. ValueError as for `cut`."""
+        rows, num_in = [part.shape[0] for part in parts], parts[0].shape[1]
+        stacked: dict[str, Tensor] = {}
+        for name in parts[0].tensors:
+            edges, pieces = self._edges(name, num_in, rows), [part.tensors[name] for part in parts]
+            if name in self.once:
+                counts = [stop - start for start, stop in pairwise(edges)]
+                pieces = [piece.expand(count) for piece, count in zip(pieces, counts, strict=True)]
+            stacked[name] = self._once(name, torch.cat(pieces))
+        return QTensor(self.name, (sum(rows), num_in), stacked)
+
+    def _once(self, name: str, tensor: Tensor) -> Tensor:
+        """One entry instead of equal ones, where one is what the format keeps."""
+        return tensor[:1].clone() if name in self.once and bool((tensor == tensor[:1]).all()) else tensor
+
+    def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:
+        """Where the parts begin and end in a stored tensor."""
+        edges = [row * self.pitch(name, num_in) for row in accumulate(rows, initial=0)]
+        if odd := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
+            raise ValueError(f"{self.name}: {rows[odd[0]]} rows of {num_in} weights end within one of its blocks, "
+                             "which two parts of a fused matrix would have to share")
+        return [-(-edge.numerator // edge.denominator) for edge in edges]
 
 
 class WeightOnly(Format):
@@ -167,6 +227,11 @@ def get_format(name: str) -> Format:
         module, cls = _TABLE[name].split(":")
         _MADE[name] = getattr(importlib.import_module(module), cls)()
     return _MADE[name]
+
+
+def layout(name: str) -> str:
+    """The format under whose name files hold the tensors of this one."""
+    return get_format(name).stored_as or name
 
 
 def formats() -> dict[str, str]:

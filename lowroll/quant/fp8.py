@@ -18,6 +18,7 @@ Legend: N out features, K in features, M rows of activations, G groups of a row,
 """
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import cache
 
 import torch
@@ -82,6 +83,9 @@ class Float8Block(Format):
         num_out, num_in = q.shape
         scale_NK = q.tensors["weight_scale"].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         return (q.tensors["weight"].float() * scale_NK[:num_out, :num_in]).to(dtype)
+
+    def pitch(self, name: str, num_in: int) -> Fraction:
+        return Fraction(1, BLOCK) if name == "weight_scale" else Fraction(1)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         codes_MGS, scale_MG1 = quantize_rows(split(x_MK, BLOCK))

@@ -14,6 +14,8 @@ Legend: N out features, K in features, M rows of activations, G groups of a row,
 """
 from __future__ import annotations
 
+from fractions import Fraction
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -75,9 +77,12 @@ class Int4Asymmetric(WeightOnly):
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
         return join((q_NGS - zero_NG[..., None]) * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)
 
+    def pitch(self, name: str, num_in: int) -> Fraction:
+        return Fraction(1, 8) if name == "weight_zero_point" else Fraction(1)
+
 
 class Int4Int8(Symmetric):
-    name, summary = "w4a8", "int4's weights, INT8 activations with a scale a token"
+    name, stored_as, summary = "w4a8", "int4", "int4's weights, INT8 activations with a scale a token"
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         codes_MK, scale_M1 = quantize_rows(x_MK)

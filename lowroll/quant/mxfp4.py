@@ -40,7 +40,7 @@ class MXFloat4(WeightOnly):
 
 
 class MXFloat4Floor(MXFloat4):
-    name, summary = "mxfp4_floor", "mxfp4 with the FLOOR rule for its scales"
+    name, stored_as, summary = "mxfp4_floor", "mxfp4", "mxfp4 with the FLOOR rule for its scales"
     bump = 0
 
 

@@ -12,12 +12,14 @@ with 0 and 1.
 
     absmax^ = level[code] * nested_absmax[block // 256] + nested_offset
 
-The mean is summed in float64, so that it does not depend on device or threads.
+The mean is summed in float64, so that it does not depend on device or threads. Parts that a file holds with different
+means keep them, one for 256 blocks: `nested_offset` has one entry or as many as `nested_absmax`.
 
 Legend: L weights of the matrix, B blocks, P bytes.
 """
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import cache
 
 import torch
@@ -55,9 +57,13 @@ class NormalFloat4(WeightOnly):
     def decode_absmax(self, tensors: dict[str, Tensor]) -> Tensor:
         return tensors["absmax"]
 
+    def pitch(self, name: str, num_in: int) -> Fraction:
+        return Fraction(num_in, {"weight": 2, "absmax": BLOCK}.get(name, BLOCK * NESTED_BLOCK))
+
 
 class NormalFloat4Double(NormalFloat4):
     name, bits, summary = "nf4_dq", 4.127, "nf4 with its absmax in 8 bits (double quantisation)"
+    once = ("nested_offset",)
 
     def encode_absmax(self, absmax_B: Tensor) -> dict[str, Tensor]:
         offset = absmax_B.double().mean().float()
@@ -68,8 +74,9 @@ class NormalFloat4Double(NormalFloat4):
 
     def decode_absmax(self, tensors: dict[str, Tensor]) -> Tensor:
         codes_B = tensors["absmax"]
-        scale_B = tensors["nested_absmax"].repeat_interleave(NESTED_BLOCK)[:len(codes_B)]
-        return _dynamic_table(codes_B.device)[codes_B.int()] * scale_B + tensors["nested_offset"]
+        scale_B, offset = tensors["nested_absmax"].repeat_interleave(NESTED_BLOCK), tensors["nested_offset"]
+        offset = offset if len(offset) == 1 else offset.repeat_interleave(NESTED_BLOCK)[:len(codes_B)]
+        return _dynamic_table(codes_B.device)[codes_B.int()] * scale_B[:len(codes_B)] + offset
 
 
 def encode_normal(x: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ have scale 1/8 and codes 0. The layout is compressed-tensors' `nvfp4-pack-quanti
 (QeRL, section 2 and Eq. 6; algorithms B4).
 
 Kernels multiply a fused matrix with one global scale, so q, k and v must share theirs, and gate and up too. Here they
-do by construction: the fused matrix is quantised as one, and the amax over it is the largest of its parts'.
+do by construction: the fused matrix is quantised as one, and the amax over it is the largest of its parts'. Parts that
+a file holds with different g keep them, one a row: `weight_global_scale` [N].
 
 Legend: N out features, K in features, G blocks of a row.
 """
@@ -27,7 +28,7 @@ BLOCK = 16
 
 class NVFloat4(WeightOnly):
     name, bits, summary = "nvfp4", 4.5, "W4A16, e2m1 in blocks of 16 with e4m3 scales, a global scale a matrix"
-    group = BLOCK
+    group, once = BLOCK, ("weight_global_scale",)
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, BLOCK)
@@ -48,4 +49,4 @@ class NVFloat4(WeightOnly):
 
 def _multiplier(scale_NG: Tensor, global_1: Tensor) -> Tensor:
     """What a code of each block is multiplied with: float32 [N, G, 1]."""
-    return (scale_NG.float() / global_1)[..., None]
+    return (scale_NG.float() / global_1[:, None])[..., None]

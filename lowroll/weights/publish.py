@@ -7,6 +7,7 @@ are. `digest` proves what was adopted. Noise (`weights.noise`) lands on the engi
 """
 from __future__ import annotations
 
+import logging
 from hashlib import blake2b
 
 import torch
@@ -15,16 +16,34 @@ from torch import Tensor, nn
 from lowroll.model.linear import Adapter, Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
-from lowroll.quant.formats import QTensor, all_finite, get_format
+from lowroll.quant.formats import QTensor, all_finite, get_format, layout
 from lowroll.weights.noise import Noise, noisy_norms
+
+log = logging.getLogger(__name__)
 
 _BLOCK = 1 << 20     # int64 words of one checksum block
 
 
 def quantize_base(model: Transformer, format: str) -> Transformer:
-    """Replace every linear weight by its QTensor, for good: the frozen base that learner and engine share (LoRA)."""
+    """Replace every linear weight by its QTensor, for good: the frozen base that learner and engine share (LoRA).
+
+    Weights that are in the format already stay the tensors that they are.
+    """
+    _note_conversion(model, format)
     for name, linear in model.linears():
         linear.set_weight(_quantize(name, linear, format))
+    return model
+
+
+@torch.no_grad()
+def dequantize_base(model: Transformer) -> Transformer:
+    """Replace the QTensors of a low-bit model by the matrices that they stand for: masters that can learn."""
+    if model.weight_format is not None:
+        log.warning("the model's weights are %s: their dequantised values are the weights that learn",
+                    model.weight_format)
+    for _, linear in model.linears():
+        if isinstance(linear.weight, QTensor):
+            linear.set_weight(nn.Parameter(linear.weight.dequantize(model.dtype)))
     return model
 
 
@@ -35,6 +54,7 @@ def rollout_copy(master: Transformer, format: str, dtype: torch.dtype, noisy: bo
     `dtype` is the master's. Adapters, and whatever learns, are copied. noisy: the norms that `publish` will put noise
     on are the engine's own and in float32; without noise the model computes the same bit for bit.
     """
+    _note_conversion(master, format)
     shares_base = master.weight_format == format and master.dtype == dtype
     rollout = Transformer(master.spec, "meta", dtype)
     mine, shared = dict(master.named_parameters()), set[str]()
@@ -142,11 +162,21 @@ def _quantize(name: str, linear: Linear, format: str) -> QTensor:
     if isinstance(weight, QTensor):
         if weight.format == format:
             return weight
+        if (same := weight.seen_as(format)) is not None:
+            return same.clone()
         weight = nn.Parameter(weight.dequantize(), requires_grad=False)
     try:
         return get_format(format).quantize(weight)
     except ValueError as error:
         raise ValueError(f"{name}.weight: {error}") from None
+
+
+def _note_conversion(model: Transformer, format: str) -> None:
+    """Say when low-bit weights are about to be quantised a second time."""
+    before = model.weight_format
+    if before is not None and not get_format(before).dense and layout(before) != layout(format):
+        log.warning("the model's weights are %s: %s is made from their dequantised values; with %s they would be used "
+                    "as they are", before, format, before)
 
 
 def _set_parameter(model: Transformer, name: str, value: Tensor) -> None:

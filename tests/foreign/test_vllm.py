@@ -19,15 +19,25 @@ import torch
 from torch import Tensor
 
 import lowroll
+from lowroll.export import quantize_folder
 from lowroll.model import hf, lora
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
+from lowroll.weights import awq
 
 PYTHON = os.environ.get("LOWROLL_VLLM_PYTHON", "")
 DEADLINE = 240        # seconds for vLLM to import, load and score: about 20 on an idle machine
 SCORES = Path(__file__).with_name("vllm_scores.py")
 RANK = 4
-EXACT = (1e-5, 1e-4)
+EXACT, EXACT_BUT_ROUNDINGS, HALF = (1e-5, 1e-4), (1e-5, 0.1), (0.08, 0.3)
+# format: the dtype that both compute in, what our engine runs the folder as, bounds of the median and the largest
+FORMATS = {
+    "int8": ("float32", "int8", EXACT_BUT_ROUNDINGS), "fp8": ("float32", "fp8", EXACT_BUT_ROUNDINGS),
+    "fp8_block": ("float32", "fp8_block", EXACT_BUT_ROUNDINGS), "int4": ("bfloat16", "int4", HALF),
+    "int4_asym": ("bfloat16", "int4_asym", HALF),
+    "w4a8": ("bfloat16", "int4", HALF),       # vLLM's CPU build leaves the activations of these folders as they are
+    "nvfp4": ("float32", "nvfp4", EXACT), "mxfp4": ("float32", "mxfp4", EXACT), "nf4": ("float32", "nf4", EXACT),
+    "nf4_dq": ("float32", "nf4_dq", EXACT)}
 CONFIG = {                                   # head_dim 32: 16 ends vLLM's CPU attention at the first request
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
@@ -140,3 +150,28 @@ def test_adapter(table: Table, dense: Path, tmp_path: Path) -> None:
     adapter = lora.save(with_adapter(dense), tmp_path / "adapter", base=str(dense))
     theirs = by_vllm(table, dense, tmp_path, adapter=adapter)
     compare(table, "adapter", by_engine(adapter, "fp32"), theirs, EXACT, dense)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_low_bits(table: Table, dense: Path, tmp_path: Path, format: str) -> None:
+    dtype, weights, bounds = FORMATS[format]
+    folder = quantize_folder(dense, tmp_path / format, format).folder
+    theirs = by_vllm(table, folder, tmp_path, dtype)
+    compare(table, format, by_engine(folder, weights, getattr(torch, dtype)), theirs, bounds, dense)
+
+
+@pytest.mark.parametrize("format", ["int4", "fp8"])
+def test_calibrated(table: Table, dense: Path, tmp_path: Path, format: str) -> None:
+    dtype, weights, bounds = FORMATS[format]
+    text = [torch.randint(2, 512, (64,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(4)]
+    folder = quantize_folder(dense, tmp_path / format, format, lambda model: awq.calibrate(model, format, text)).folder
+    theirs = by_vllm(table, folder, tmp_path, dtype)
+    compare(table, f"{format}, AWQ", by_engine(folder, weights, getattr(torch, dtype)), theirs, bounds, dense)
+
+
+def test_adapter_on_low_bits(table: Table, dense: Path, tmp_path: Path) -> None:
+    """A QLoRA policy: the adapter on an INT4 base."""
+    base = quantize_folder(dense, tmp_path / "int4", "int4").folder
+    adapter = lora.save(with_adapter(base), tmp_path / "adapter", base=str(base))
+    theirs = by_vllm(table, base, tmp_path, "bfloat16", adapter)
+    compare(table, "adapter on int4", by_engine(adapter, "int4", torch.bfloat16), theirs, HALF, dense)
