@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--format", required=True,
                    help="int8, fp8, fp8_block, int4, int4_asym, w4a8, nvfp4, mxfp4, nf4, nf4_dq")
     p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to calibrate and quantise")
-    awq = p.add_argument_group("calibration", "AWQ rescales channels that are loud on your text, so that they round finer")
+    awq = p.add_argument_group("calibration", "AWQ rescales channels that are loud on your text: they round finer")
     awq.add_argument("--awq", action="store_true", help="calibrate before quantising")
     awq.add_argument("--calibration", metavar="FILE",
                      help="a .jsonl file of rows with a text or messages, or a plain text; needed with --awq")
