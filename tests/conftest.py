@@ -10,6 +10,8 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+collect_ignore = [] if os.environ.get("LOWROLL_VLLM_PYTHON") else ["foreign"]        # `make test-vllm`
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]

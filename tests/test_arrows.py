@@ -37,7 +37,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
                 {"torch", "bitsandbytes"}),
 }
 # no room knows them
-COMPOSITION = {"assemble", "inprocess", "evaluate", "diagnose", "supervised", "demo", "export", "cli"}
+COMPOSITION = {"assemble", "calibration", "inprocess", "evaluate", "diagnose", "supervised", "demo", "export", "cli"}
 TORCH_FREE = ("engine/scheduler.py", "engine/request.py", "kv/pages.py")
 LIGHT = ("types", "config", "advantages", "envs", "transport", "metrics", "orchestrator", "cli.main",
          "engine.scheduler", "engine.request", "kv.pages")

@@ -2,6 +2,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowroll.model.transformer import Transformer
 
 
 def parser() -> argparse.ArgumentParser:
@@ -13,14 +18,55 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("out", metavar="OUT", help="the folder to write; it must not exist")
     p.add_argument("--format", required=True,
                    help="int8, fp8, fp8_block, int4, int4_asym, w4a8, nvfp4, mxfp4, nf4, nf4_dq")
+    p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to calibrate and quantise")
+    awq = p.add_argument_group("calibration", "AWQ rescales channels that are loud on your text: they round finer")
+    awq.add_argument("--awq", action="store_true", help="calibrate before quantising")
+    awq.add_argument("--calibration", metavar="FILE",
+                     help="a .jsonl file of rows with a text or messages, or a plain text; needed with --awq")
+    awq.add_argument("--calibration-samples", type=int, metavar="N", help="sequences at most (default 128)")
+    awq.add_argument("--calibration-length", type=int, metavar="L",
+                     help="tokens of a sequence at most (default 512, or the model's context where that is shorter)")
     return p
 
 
 def run(arguments: argparse.Namespace) -> int:
+    options = [arguments.calibration, arguments.calibration_samples, arguments.calibration_length]
+    if arguments.awq and arguments.calibration is None:
+        raise ValueError("--awq: needs --calibration FILE, the text to calibrate on")
+    if not arguments.awq and any(option is not None for option in options):
+        raise ValueError("--calibration: without --awq nothing is calibrated")
+    from lowroll.engine.engine import pick_device
     from lowroll.export import quantize_folder
     from lowroll.quant.formats import formats
-    done = quantize_folder(arguments.model, arguments.out, arguments.format)
+    transform = _awq(arguments) if arguments.awq else None
+    done = quantize_folder(arguments.model, arguments.out, arguments.format, transform, pick_device(arguments.device))
     print(f"{done.folder}: {done.format}, {formats()[done.format]}\n"
           f"weight files: {done.bytes_before / 1e6:.1f} MB before, {done.bytes / 1e6:.1f} MB now\n"
           f"try it: lowroll generate --model {done.folder}")
     return 0
+
+
+def _awq(arguments: argparse.Namespace) -> Callable[[Transformer], None]:
+    """What calibrates the loaded model. The text is read here, before the weights are."""
+    from lowroll.calibration import calibration_sequences
+    from lowroll.metrics.progress import phases
+    from lowroll.model.hf import resolve
+    from lowroll.model.spec import read_spec
+    from lowroll.model.tokenizer import load_tokenizer
+    from lowroll.weights import awq
+
+    folder = resolve(arguments.model)
+    length = arguments.calibration_length
+    sequences = calibration_sequences(arguments.calibration, load_tokenizer(folder),
+                                      128 if arguments.calibration_samples is None else arguments.calibration_samples,
+                                      min(512, read_spec(folder).max_position) if length is None else length)
+
+    def calibrate(model: Transformer) -> None:
+        with phases() as on_phase:
+            blocks = awq.calibrate(model, arguments.format, sequences,
+                                   on_progress=lambda done, total: on_phase("AWQ, blocks", done, total))
+        before, after = (sum(errors) for errors in zip(*((b.plain_error, b.error) for b in blocks), strict=True))
+        print(f"AWQ on {len(sequences)} sequences, {sum(map(len, sequences))} tokens: squared error of the quantised "
+              f"blocks {before:.3g} before, {after:.3g} now; {sum(b.kept for b in blocks)} of {len(blocks)} rescaled")
+
+    return calibrate

@@ -60,8 +60,7 @@ class Block(nn.Module):
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x_TD = x_TD + self.attention(self.input_norm(x_TD), cos, sin, attend)
-        gate, up = self.gate_up(self.post_attention_norm(x_TD)).chunk(2, dim=-1)
-        return x_TD + self.down(F.silu(gate) * up)
+        return x_TD + self.mlp(self.post_attention_norm(x_TD))
 
     def attention(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         heads = self.qkv(x_TD).view(x_TD.shape[0], -1, self.head_dim)
@@ -70,6 +69,10 @@ class Block(nn.Module):
             q_THd, k_TGd = self.q_norm(q_THd), self.k_norm(k_TGd)
         o_THd = attend(self.layer, rotate(q_THd, cos, sin), rotate(k_TGd, cos, sin), v_TGd)
         return self.o(o_THd.reshape(x_TD.shape[0], -1))
+
+    def mlp(self, x_TD: Tensor) -> Tensor:
+        gate, up = self.gate_up(x_TD).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class Transformer(nn.Module):

@@ -127,6 +127,7 @@ class Format(ABC):
     name: str
     bits: float                      # bits a weight, with the scales of its group; those of a long row left out
     summary: str
+    group: int | None = None         # weights of a row that share a scale; None: the whole row
     dense: bool = False              # dense formats hold plain floating point: there is nothing to correct for
     once: tuple[str, ...] = ()       # stored tensors that have one entry for the whole matrix
     stored_as: str | None = None     # another format that has the same stored tensors

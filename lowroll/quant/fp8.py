@@ -69,6 +69,7 @@ class Float8(Format):
 
 class Float8Block(Format):
     name, bits, summary = "fp8_block", 8, "e4m3 W8A8, weights in 128 x 128 tiles, activations a token and 128 features"
+    group = BLOCK
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         num_out, num_in = w_NK.shape

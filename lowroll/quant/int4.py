@@ -42,7 +42,7 @@ def unpack_words(words: Tensor, num_in: int) -> Tensor:
 class Symmetric(Format):
     """The weights of int4 and w4a8."""
 
-    bits = 4.25
+    bits, group = 4.25, GROUP
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, GROUP)
@@ -61,6 +61,7 @@ class Int4(Symmetric, WeightOnly):
 
 class Int4Asymmetric(WeightOnly):
     name, bits, summary = "int4_asym", 4.28125, "W4A16, asymmetric (a zero point a group), groups of 128"
+    group = GROUP
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, GROUP)

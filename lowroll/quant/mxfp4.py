@@ -25,7 +25,7 @@ QUARTER_OCTAVE = 1 << 21        # of float32's mantissa: added to amax, it carri
 
 class MXFloat4(WeightOnly):
     name, bits, summary = "mxfp4", 4.25, "W4A16, e2m1 in blocks of 32 with powers of two as scales, rounded EVEN"
-    bump = QUARTER_OCTAVE
+    group, bump = BLOCK, QUARTER_OCTAVE
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, BLOCK)

@@ -38,6 +38,7 @@ LEVELS = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, 
 
 class NormalFloat4(WeightOnly):
     name, bits, summary = "nf4", 4.5, "W4A16, QLoRA's normal levels in blocks of 64"
+    group = BLOCK
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         scaled_BS, absmax_B = _scale(w_NK.float().reshape(-1), BLOCK)

@@ -28,7 +28,7 @@ BLOCK = 16
 
 class NVFloat4(WeightOnly):
     name, bits, summary = "nvfp4", 4.5, "W4A16, e2m1 in blocks of 16 with e4m3 scales, a global scale a matrix"
-    once = ("weight_global_scale",)
+    group, once = BLOCK, ("weight_global_scale",)
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, BLOCK)

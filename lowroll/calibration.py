@@ -1,0 +1,61 @@
+"""Calibration text as token ids: what `weights.awq` measures the loudness of channels on.
+
+A `.jsonl` file holds one document a line, `{"text": "..."}` or `{"messages": [...]}` (through the
+chat template); each gives its first `length` tokens. Any other file is one plain text, cut into pieces of `length`.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lowroll.envs.rows import read_jsonl
+
+_CHARACTERS_PER_TOKEN = 32      # of a plain text no more is read than could be needed
+
+
+def calibration_sequences(path: str | Path, tokenizer: Any, num_samples: int = 128, length: int = 512,
+                          ) -> list[list[int]]:
+    """At most `num_samples` sequences of at most `length` token ids, in the file's order.
+
+    tokenizer: a transformers tokenizer. ValueError names the file, and the line that has no text.
+    """
+    path = Path(path)
+    for name, value in (("calibration samples", num_samples), ("calibration length", length)):
+        if value < 1:
+            raise ValueError(f"{name}: must be at least 1, is {value}")
+    if not path.is_file():
+        raise ValueError(f"calibration: {path}: no such file")
+    rows = _from_lines(path, tokenizer, length) if path.suffix == ".jsonl" else _from_text(
+        path, tokenizer, length, num_samples * length * _CHARACTERS_PER_TOKEN)
+    sequences = list(islice((ids for ids in rows if ids), num_samples))
+    if not sequences:
+        raise ValueError(f"calibration: {path}: no text in it")
+    return sequences
+
+
+def _from_lines(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
+    for where, row in read_jsonl(str(path)):
+        text, messages = row.get("text"), row.get("messages")
+        if isinstance(text, str):
+            yield tokenizer.encode(text)[:length]
+        elif isinstance(messages, list) and messages:
+            try:
+                yield list(tokenizer.apply_chat_template(messages, return_dict=False))[:length]
+            except Exception as error:     # a chat template raises whatever it likes; the user needs one line
+                raise ValueError(f"calibration: {where}: messages: the chat template refuses them "
+                                 f"({type(error).__name__}: {error})") from error
+        else:
+            raise ValueError(f"calibration: {where}: expected a 'text' or a list of 'messages', found "
+                             f"{', '.join(sorted(row)) or 'nothing'}")
+
+
+def _from_text(path: Path, tokenizer: Any, length: int, characters: int) -> Iterator[list[int]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(characters)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"calibration: {path}: not UTF-8 text ({error})") from None
+    ids = tokenizer.encode(text)
+    yield from (ids[start:start + length] for start in range(0, len(ids), length))

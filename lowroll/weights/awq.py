@@ -1,0 +1,276 @@
+"""AWQ: scale the input channels of a weight before it is quantised, so that the loud channels round finer.
+
+    Q(W s) (x / s) ~ W x        s a channel; the producer of x is divided by s once, so the function stays
+
+The factors of a ratio r = 0, 1/20, ..., 19/20, from the mean |x| of a channel on calibration text (xm) and the mean
+over the rows of |w| / amax(|w| in its group) (wm):
+
+    s = max(xm^r / (wm^(1-r) + 1e-4), 1e-4),    s <- s / sqrt(max(s) min(s))
+
+Of the twenty, and of s = 1, the one is taken whose output after the quantised weight is nearest to the dense one in the
+squared mean: after attention for q, k, v, after the MLP for gate and up, after themselves for o and down. Producers
+are the norms, the rows of v for o (only where every query head has a v of its own), and the rows of up for down
+(AWQ, arXiv 2306.00978, section 3; the ratio and both means as in llm-compressor; algorithms B9). Deviations:
+
+1. s = 1 is a candidate. Ratio 0 is not it: there s = 1 / wm.
+2. A producer's own rounding changes when its rows are divided, which no search of one mapping sees. So the whole
+   quantised block is measured at the end, and stays as it was when the scales did not make it better.
+3. Q(W s) meets x / s in the format's own arithmetic: for W8A8 the rounding of the activations counts too.
+4. The optional search for clipped ranges is left out.
+
+Inputs are those of the dense model. One block is searched at a time, on chunks of the calibration sequences. What is
+held is the residual stream before and after the block (T x D numbers each), the candidates of one matrix in their low
+bits, and the activations of one chunk.
+
+Legend: T calibration tokens, D hidden size, K in features, N out features.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lowroll.model.attention import Attend, varlen
+from lowroll.model.linear import Linear
+from lowroll.model.rope import rotations
+from lowroll.model.transformer import Block, RMSNorm, Transformer
+from lowroll.quant.formats import Format, QTensor, get_format
+
+RATIOS = tuple(i / 20 for i in range(20))
+CHUNK_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What AWQ did to a block: the mean squared error of its quantised output before and after, against the dense one,
+    and the ratio of each mapping (None: s = 1). `kept` is False when the block was left as it was."""
+
+    plain_error: float
+    error: float
+    ratios: dict[str, float | None]
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some calibration sequences: where they lie among the T tokens, and how they attend."""
+
+    rows: slice
+    cos: Tensor
+    sin: Tensor
+    attend: Attend
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A producer whose output channels are divided by s, and the linear that reads them.
+
+    `inputs(chunk)` are what the reader reads; `output(inputs, chunk)` runs from there to where the error is measured.
+    """
+
+    name: str
+    reader: Linear
+    divide: Callable[[Tensor], None]
+    inputs: Callable[[Chunk], Tensor]
+    output: Callable[[Tensor, Chunk], Tensor]
+
+
+@torch.no_grad()
+def calibrate(model: Transformer, format: str, sequences: Sequence[Sequence[int]],
+              on_progress: Callable[[int, int], None] | None = None) -> list[Calibrated]:
+    """Rescale a dense model in place, so that its linears lose less when they are quantised to `format`.
+
+    The logits stay up to rounding. sequences: token ids of the calibration text. on_progress(done, total) counts
+    blocks. Returns one record a block. ValueError, before anything changes, for a dense format, a model with quantised
+    weights or an adapter (which learnt to read the channels as they were), and sequences that are empty or outside the
+    vocabulary or context.
+    """
+    chosen = get_format(format)
+    _check(model, chosen, sequences)
+    ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
+    x_TD = nn.functional.embedding(ids_T, model.embedding)
+    chunks = list(_chunks(model, [len(ids) for ids in sequences]))
+    records = []
+    for i, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        y_TD = torch.cat([block(x_TD[c.rows], c.cos, c.sin, c.attend) for c in chunks])
+        records.append(_calibrate_block(block, chosen, x_TD, y_TD, chunks))
+        x_TD = y_TD
+        if on_progress is not None:
+            on_progress(i + 1, len(model.blocks))
+    return records
+
+
+def factors(w_NK: Tensor, loudness_K: Tensor, ratio: float, group: int | None) -> Tensor:
+    """The factors s_K of a ratio, float32. loudness_K: the mean |x| of each channel."""
+    weight_K = _relative_size(w_NK, group)
+    s_K = (loudness_K.float() ** ratio / (weight_K ** (1 - ratio) + 1e-4)).clamp_min(1e-4)
+    return s_K / (s_K.max() * s_K.min()).sqrt()
+
+
+def _calibrate_block(block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]) -> Calibrated:
+    before = {name: p.clone() for name, p in block.named_parameters()}
+    plain_error = _block_error(block, format, x_TD, y_TD, chunks)
+    ratios = {mapping.name: _calibrate_mapping(mapping, format, chunks) for mapping in _mappings(block, x_TD)}
+    error = _block_error(block, format, x_TD, y_TD, chunks)
+    kept = error < plain_error
+    if not kept:
+        for name, p in block.named_parameters():
+            p.copy_(before[name])
+    return Calibrated(plain_error, error if kept else plain_error, ratios, kept)
+
+
+def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) -> float | None:
+    """Search the factors of one mapping and fold the best into its weights. Returns their ratio, None for s = 1."""
+    weight = mapping.reader.weight
+    assert isinstance(weight, nn.Parameter)
+    sizes = torch.stack([mapping.inputs(c).abs().sum(0, dtype=torch.float32) for c in chunks])
+    loudness_K = sizes.sum(0) / chunks[-1].rows.stop
+    candidates = [(None, torch.ones_like(loudness_K)),
+                  *((ratio, factors(weight, loudness_K, ratio, format.group)) for ratio in RATIOS)]
+    errors = _errors(mapping, format, chunks, [s_K for _, s_K in candidates])
+    ratio, s_K = candidates[errors.index(min(errors))]
+    if ratio is not None:
+        weight.copy_(_scaled(weight, s_K))
+        mapping.divide(s_K)
+    return ratio
+
+
+def _errors(mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]) -> list[float]:
+    """Squared error of the mapping's output, summed over the tokens, with the reader quantised under each s."""
+    weight, errors = mapping.reader.weight, [0.0] * len(candidates)
+    assert isinstance(weight, nn.Parameter)
+    quantized = [format.quantize(_scaled(weight, s_K)) for s_K in candidates]
+    for chunk in chunks:
+        x_TK = mapping.inputs(chunk)
+        dense_TD = mapping.output(x_TK, chunk)
+        for i, (q, s_K) in enumerate(zip(quantized, candidates, strict=True)):
+            with _multiplying((mapping.reader, q)):
+                errors[i] += _squared_distance(mapping.output((x_TK.float() / s_K).to(x_TK.dtype), chunk), dense_TD)
+            q.packed.clear()                  # a kernel's own copy of every candidate would be as large as many layers
+    return errors
+
+
+def _block_error(block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]) -> float:
+    """Mean squared error of the block's output y with all its linears quantised."""
+    linears = [module for module in block.modules() if isinstance(module, Linear)]
+    pairs = [(linear, format.quantize(linear.weight)) for linear in linears if isinstance(linear.weight, nn.Parameter)]
+    with _multiplying(*pairs):
+        return sum(_squared_distance(block(x_TD[c.rows], c.cos, c.sin, c.attend), y_TD[c.rows])
+                   for c in chunks) / x_TD.numel()
+
+
+def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
+    """The block's mappings, in the order in which they are folded."""
+    def normed(c: Chunk) -> Tensor:
+        return block.input_norm(x_TD[c.rows])
+
+    def heads(c: Chunk) -> Tensor:
+        return _input_of(block.o, lambda: block.attention(normed(c), c.cos, c.sin, c.attend))
+
+    def mlp_input(c: Chunk) -> Tensor:
+        return block.post_attention_norm(x_TD[c.rows] + block.attention(normed(c), c.cos, c.sin, c.attend))
+
+    def hidden(c: Chunk) -> Tensor:
+        return _input_of(block.down, lambda: block.mlp(mlp_input(c)))
+
+    mappings = [
+        Mapping("qkv", block.qkv, _norm(block.input_norm), normed,
+                lambda x, c: block.attention(x, c.cos, c.sin, c.attend)),
+        Mapping("o", block.o, _rows(block.qkv, "v_proj"), heads, lambda x, c: block.o(x)),
+        Mapping("gate_up", block.gate_up, _norm(block.post_attention_norm), mlp_input, lambda x, c: block.mlp(x)),
+        Mapping("down", block.down, _rows(block.gate_up, "up_proj"), hidden, lambda x, c: block.down(x))]
+    return mappings if block.heads == block.kv_heads else [m for m in mappings if m.name != "o"]
+
+
+def _norm(norm: RMSNorm) -> Callable[[Tensor], None]:
+    return lambda s_K: _divide(norm.weight, s_K)
+
+
+def _rows(linear: Linear, part: str) -> Callable[[Tensor], None]:
+    """Divide the output channels of one part of a fused linear."""
+    def divide(s_K: Tensor) -> None:
+        assert isinstance(linear.weight, nn.Parameter)
+        _divide(linear.weight[linear.rows(part)], s_K[:, None])
+        if linear.bias is not None:
+            _divide(linear.bias[linear.rows(part)], s_K)
+    return divide
+
+
+def _divide(weight: Tensor, s: Tensor) -> None:
+    weight.copy_(weight.float() / s)
+
+
+def _scaled(w_NK: Tensor, s_K: Tensor) -> Tensor:
+    """W s in the dtype that it is stored in: the search sees the bytes that will be quantised."""
+    return (w_NK.float() * s_K).to(w_NK.dtype)
+
+
+def _relative_size(w_NK: Tensor, group: int | None) -> Tensor:
+    """wm: the mean over the rows of |w| / amax(|w|) of its group. Groups of zeros count as 0."""
+    w_NK = w_NK.detach().float().abs()
+    num_in = w_NK.shape[1]
+    size = num_in if group is None else group
+    w_NGS = nn.functional.pad(w_NK, (0, -num_in % size)).view(w_NK.shape[0], -1, size)
+    relative_NGS = w_NGS / w_NGS.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return relative_NGS.mean(0).flatten()[:num_in]
+
+
+@contextmanager
+def _multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
+    """The linears multiply in the arithmetic of the quantised weights inside the block."""
+    before = [(linear, linear.weight, linear.low_bit) for linear, _ in pairs]
+    for linear, q in pairs:
+        linear.set_weight(q)
+        linear.low_bit = True
+    try:
+        yield
+    finally:
+        for linear, weight, low_bit in before:
+            linear.set_weight(weight)
+            linear.low_bit = low_bit
+
+
+def _input_of(linear: Linear, run: Callable[[], Tensor]) -> Tensor:
+    """What the linear reads while `run` runs."""
+    seen: list[Tensor] = []
+    hook = linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        run()
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+def _squared_distance(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).square().sum(dtype=torch.float64))
+
+
+def _chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
+    """Whole sequences, about CHUNK_TOKENS a chunk."""
+    start, packed = 0, list[int]()
+    for i, length in enumerate(lengths):
+        packed.append(length)
+        if i + 1 == len(lengths) or sum(packed) + lengths[i + 1] > CHUNK_TOKENS:
+            pos_T = torch.tensor([pos for n in packed for pos in range(n)], device=model.device)
+            cos, sin = rotations(pos_T, model.freqs.to(model.device))
+            yield Chunk(slice(start, start + sum(packed)), cos, sin, varlen(packed, model.device))
+            start, packed = start + sum(packed), []
+
+
+def _check(model: Transformer, format: Format, sequences: Sequence[Sequence[int]]) -> None:
+    if format.dense:
+        raise ValueError(f"awq: {format.name} does not round to low bits, and there is nothing to calibrate")
+    for name, linear in model.linears():
+        if isinstance(linear.weight, QTensor) or linear.adapter is not None or linear.aligned is not None:
+            raise ValueError(f"awq: {name} is quantised, aligned or has an adapter; calibrate the dense model before")
+    if not sequences:
+        raise ValueError("awq: no calibration sequences")
+    for i, ids in enumerate(sequences):
+        if not 1 <= len(ids) <= model.spec.max_position:
+            raise ValueError(f"awq: sequences[{i}] has {len(ids)} tokens; 1 to {model.spec.max_position} fit the model")
+        if min(ids) < 0 or max(ids) >= model.spec.vocab_size:
+            raise ValueError(f"awq: sequences[{i}]: an id is outside the vocabulary of {model.spec.vocab_size}")
