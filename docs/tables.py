@@ -132,9 +132,9 @@ def curves() -> str:
                      f"{max(value for run in own for value in run['curves']['mismatch/weight_max']):.1f}",
                      f"{_mean(last['policy/entropy']):.3f}"))
     machine = record["machine"]
-    head = (f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps, "
-            f"{len({run['seed'] for run in record['runs']})} seeds, {record['seconds']} s for all runs. Held-out reward of "
-            f"the warm-started model: {record['before']['sampled']:.3f}.")
+    seeds = len({run["seed"] for run in record["runs"]})
+    head = (f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps, {seeds} seeds, "
+            f"{record['seconds']} s for all runs. Held-out reward of the warm-started model: {record['before']['sampled']:.3f}.")
     return head + "\n\n" + table(("variant", "reward, last 10 steps", "held out, dense weights", "KL, first 10 steps",
                                   "KL, last 10", "largest weight", "entropy, last 10"), rows)
 
