@@ -134,7 +134,8 @@ def curves() -> str:
     machine = record["machine"]
     seeds = len({run["seed"] for run in record["runs"]})
     head = (f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps, {seeds} seeds, "
-            f"{record['seconds']} s for all runs. Held-out reward of the warm-started model: {record['before']['sampled']:.3f}.")
+            f"{record['seconds']} s for all runs. Held-out reward of the warm-started model: "
+            f"{record['before']['sampled']:.3f}.")
     return head + "\n\n" + table(("variant", "reward, last 10 steps", "held out, dense weights", "KL, first 10 steps",
                                   "KL, last 10", "largest weight", "entropy, last 10"), rows)
 
