@@ -245,5 +245,6 @@ def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]
             "env": ", ".join(env.name or env.id for env in cfg.env),
             "rollout": f"{rollout_format(cfg, where)} weights, {cfg.rollouts_per_example} samples a prompt, "
                        f"at most {cfg.rollout.max_tokens} tokens{stages}{noise}",
-            "correction": "; ".join((cfg.correction, *(n for n in cfg.notes if n.startswith("correction:")))),
+            "correction": next((note.removeprefix("correction: ") for note in cfg.notes
+                                if note.startswith("correction: ")), cfg.correction),
             "device": f"{where.device}, {str(where.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"}

@@ -46,7 +46,7 @@ from lowroll.weights import aligned
 POINTS = ("decode", "prefill", "aligned", "dense", "newest")
 CAUSES = ("weights", "kernels", "kv", "staleness")
 ADVICE = {
-    "weights": "correction acr (or tis) pays for it; train.forward aligned makes it vanish",
+    "weights": "correction auto pays for it (acr, or tis for LoRA on its base); train.forward aligned makes it vanish",
     "kernels": "the arithmetic of engine and learner differs (dtype, order of sums); correction tis is enough",
     "kv": "the cache forgets what the learner sees; correction sparse pays for it",
     "staleness": "the learner has moved on since the engine's weights; publish more often, or cap the weights"}

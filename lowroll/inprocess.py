@@ -185,8 +185,9 @@ class Session:
         began = time.monotonic()
         stage = self._enter(step)
         batch = self.orchestrator.step(step, self.trainer.version)
+        price = {"rollout/weight_bits": float(self.engine.format.bits)}
         sigma = {} if self.noise is None else {"rollout/noise_sigma": self.noise.sigma(self.trainer.version)}
-        metrics = batch.stats | stage | sigma | self.trainer.step()
+        metrics = batch.stats | stage | price | sigma | self.trainer.step()
         metrics |= self._watch_over(metrics)
         if self.cfg.eval.interval and step % self.cfg.eval.interval == 0:
             metrics |= self.evaluate()

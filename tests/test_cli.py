@@ -179,6 +179,7 @@ class FakeEngine:
         self.tokenizer = self
         self.loaded = (model, weights, device)
         self.format = get_format("int8")
+        self.spec = types.SimpleNamespace(max_position=300)
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         assert options == {"add_generation_prompt": True, "return_dict": False}
@@ -204,6 +205,10 @@ def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert "[2 tokens, stop, mean log-prob -1.000]" in err and "tokens/s, int8 weights]" in err
     request = FakeEngine.requests[-1]
     assert (request.prompt_ids, request.n, request.seed, request.max_tokens) == ([2, 4], 2, 3, 256)
+    with monkeypatch.context() as long:
+        long.setattr(FakeEngine, "apply_chat_template", lambda *_, **__: [1] * 200)
+        assert main(["generate", "--model", "m", "--prompt", "long"]) == 0      # the context leaves 100 tokens
+    assert FakeEngine.requests[-1].max_tokens == 100
 
     import io
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\nthree\n"))

@@ -242,6 +242,7 @@ def test_a_run_falls_back_and_resumes_bitwise(model: Path, tmp_path: Path, chang
     low = tree["rollout"]["weights"]
     assert formats == [low, low, "fp8", "fp8", "fp32", "fp32"]
     assert [record["guard/fallbacks"] for record in result.records] == [0, 1, 1, 2, 2, 2]
+    assert [record["rollout/weight_bits"] for record in result.records] == [get_format(f).bits for f in formats]
     kl = [record["mismatch/kl_k3"] for record in result.records]
     if changes == {}:
         assert kl[4] < 1e-9 < kl[2] < kl[0]

@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     p.add_argument("--prompt", metavar="TEXT", help="what the user says; without it, a prompt is read from each line")
     p.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
-    p.add_argument("--max-tokens", type=int, default=256)
+    p.add_argument("--max-tokens", type=int, help="default: 256, or what the context leaves where that is less")
     p.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--n", type=int, default=1, help="responses a prompt")
@@ -48,7 +48,8 @@ def answer(engine: Engine, arguments: argparse.Namespace, prompt: str) -> None:
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages.append({"role": "user", "content": prompt})
     ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    request = lowroll.Request(prompt_ids=list(ids), n=arguments.n, max_tokens=arguments.max_tokens,
+    room = max(1, min(256, engine.spec.max_position - len(ids)))
+    request = lowroll.Request(prompt_ids=list(ids), n=arguments.n, max_tokens=arguments.max_tokens or room,
                               temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)
     started = time.monotonic()
     rollouts = engine.generate([request])[0].rollouts

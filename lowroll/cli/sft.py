@@ -21,5 +21,5 @@ def run(arguments: argparse.Namespace) -> int:
         print(cfg.dump(), end="")
         return 0
     from lowroll.supervised import run_sft
-    run_sft(cfg)
+    print(f"the trained model: {run_sft(cfg)}")
     return 0

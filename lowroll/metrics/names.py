@@ -78,6 +78,8 @@ METRICS: tuple[Metric, ...] = (
     _M("rollout/policy_version", "version", "newest policy version that drew a token of the step"),
     _M("rollout/staleness", "versions", "learner's version minus the oldest version that drew a token",
        "0 in a synchronous run"),
+    _M("rollout/weight_bits", "bits", "bits a linear weight of the rollout format, scales included",
+       "constant, unless the guard falls back"),
     _M("rollout/stage", "", "the run's stage, from 1 on; only in a run with stages", "rises at the steps of `stages`"),
     _M("rollout/max_tokens", "tokens", "the token limit of the stage"),
     _M("rollout/noise_sigma", "", "standard deviation of the noise on the engine's norms", "follows its schedule",

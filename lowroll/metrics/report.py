@@ -134,6 +134,8 @@ def _guard(records: Sequence[Record]) -> str:
     rows, before = [], list[str]()
     for record in records:
         words = guard_words(record)
+        if record.get("guard/fallbacks") and "rollout/weight_bits" in record:
+            words.append(f"this step's rollouts: {record['rollout/weight_bits']:g} bits a weight")
         if words != before:
             rows.append(f"<tr><th>step {record['step']}</th><td>{html.escape(', '.join(words) or 'quiet')}</td></tr>")
         before = words

@@ -97,7 +97,7 @@ class Guard:
             rung["nonfinite"] = f"{', '.join(odd)} {'shows' if len(odd) == 1 else 'show'} a value that is not finite"
         ess, kl, ratio = (metrics.get(name, math.nan) for name in WATCHED)
         if s.ess_below is not None and ess < s.ess_below:
-            rung["ess"] = f"mismatch/ess is {ess:.3g}, below {s.ess_below:g}"
+            rung["ess"] = f"mismatch/ess is {ess:.6g}, below {s.ess_below:g}"
         if s.ratio_above is not None and ratio > s.ratio_above:
             rung["ratio"] = f"mismatch/weight_max is {ratio:.3g}, above {s.ratio_above:g}"
         rejected = max(metrics.get(f"correction/rejected{part}_fraction", 0.0) for part in ("", "_sequence"))
