@@ -20,7 +20,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import date
@@ -33,15 +33,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.record import RESULTS, machine
-from lowroll import assemble
 from lowroll.config import RunConfig, from_mapping
 from lowroll.demo import CONFIG as DEMO
-from lowroll.demo import build_tokenizer
+from lowroll.demo import build_model, held_out
 from lowroll.inprocess import run
-from lowroll.model import hf, initialize
-from lowroll.model.spec import spec_from_config
-from lowroll.model.transformer import Transformer
-from lowroll.orchestrator.evaluate import evaluate
 from lowroll.supervised import warm_start
 
 MODEL: dict[str, Any] = {**DEMO, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,
@@ -101,26 +96,15 @@ def settings(variant: str, seed: int, steps: int, folder: Path, device: str, cha
 
 def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, float]:
     """Write the warm-started model as `folder/model`; returns its held-out reward before training."""
-    tokenizer = build_tokenizer()
-    spec = spec_from_config({**MODEL, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id,
-                             "pad_token_id": tokenizer.pad_token_id})
-    tokenizer.save_pretrained(folder / "tokenizer")
-    hf.save(initialize(Transformer(spec), 0), folder / "untrained", tokenizer_from=folder / "tokenizer")
     cfg = settings("bf16", 0, 10, folder, device, change)
-    loss = warm_start(cfg, folder / "untrained", folder / "model")["sft/loss"]
-    return {"sft_loss": loss, "sampled": held_out(cfg, folder / "model", 1.0),
-            "greedy": held_out(cfg, folder / "model", 0.0)}
+    loss = warm_start(cfg, build_model(folder / "untrained", 0, MODEL), folder / "model")["sft/loss"]
+    return {"sft_loss": loss, **rewards(cfg, folder / "model")}
 
 
-def held_out(cfg: RunConfig, model: Path, temperature: float) -> float:
+def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
     """Mean reward of a model folder on held-out expressions, with its dense weights."""
-    where, chat = assemble.place(cfg), assemble.tokenizer(model)
-    master = hf.load(model, where.device, where.dtype)
-    env, = assemble.environments(cfg.env, cfg.seed).values()
-    with assemble.scorer(cfg, cfg.env) as scorer:
-        metrics = evaluate(env, assemble.engine(cfg, where, master, chat, "dense"), scorer, chat, num_examples=HELD_OUT,
-                           sampling=assemble.sampling(cfg, temperature), seed=cfg.seed)
-    return metrics[f"eval/{env.name}/reward"]
+    return {name: held_out(cfg, model, "dense", temperature, HELD_OUT)
+            for name, temperature in (("sampled", 1.0), ("greedy", 0.0))}
 
 
 def train(variant: str, seed: int, gpu: int, *, steps: int, folder: Path, device: str,
@@ -133,11 +117,10 @@ def train(variant: str, seed: int, gpu: int, *, steps: int, folder: Path, device
     cfg = settings(variant, seed, steps, folder, device, change)
     with (folder / f"{Path(cfg.output_dir).name}.log").open("w") as log, redirect_stdout(log), redirect_stderr(log):
         result = run(cfg)
+        after = rewards(cfg, result.folder / "final")
     curves = {name: [_short(record.get(name)) for record in result.records] for name in CURVES}
-    rewards = {"sampled": held_out(cfg, result.folder / "final", 1.0),
-               "greedy": held_out(cfg, result.folder / "final", 0.0)}
     shutil.rmtree(result.folder)
-    return {"variant": variant, "seed": seed, "seconds": round(time.monotonic() - began, 1), "after": rewards,
+    return {"variant": variant, "seed": seed, "seconds": round(time.monotonic() - began, 1), "after": after,
             "curves": curves}
 
 
@@ -145,28 +128,35 @@ def _short(value: object) -> float | None:
     return None if value is None else float(f"{float(str(value)):.5g}")
 
 
-def show(console: Console, runs: list[dict[str, Any]]) -> None:
-    """One line a variant: what was reached, and how large the mismatch became."""
-    table = Table(title="mean over the seeds (smallest to largest)")
-    for name in ("", "reward, last 10 steps", "held out, sampled", "KL, first 10", "KL, last 10", "largest weight"):
-        table.add_column(name)
+HEAD = ("variant", "reward, last 10 steps", "held out, dense weights", "KL, first 10 steps", "KL, last 10",
+        "largest weight", "entropy, last 10")
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A row of HEAD for each variant: means over its seeds, ranges in parentheses."""
+    rows = []
     for variant in dict.fromkeys(one["variant"] for one in runs):
         own = [one for one in runs if one["variant"] == variant]
-        table.add_row(variant, _spread([_mean(r["curves"]["reward/mean"][-10:]) for r in own]),
-                      _spread([r["after"]["sampled"] for r in own]),
-                      f"{_mean([_mean(r['curves']['mismatch/kl_k3'][:10]) for r in own]):.1e}",
-                      f"{_mean([_mean(r['curves']['mismatch/kl_k3'][-10:]) for r in own]):.1e}",
-                      f"{max(max(v or 0.0 for v in r['curves']['mismatch/weight_max']) for r in own):.1e}")
+        last = {name: [statistics.fmean(one["curves"][name][-10:]) for one in own]
+                for name in ("reward/mean", "mismatch/kl_k3", "policy/entropy")}
+        first_kl = [statistics.fmean(one["curves"]["mismatch/kl_k3"][:10]) for one in own]
+        rows.append((variant, _range(last["reward/mean"]), _range([one["after"]["sampled"] for one in own]),
+                     f"{statistics.fmean(first_kl):.1e}", f"{statistics.fmean(last['mismatch/kl_k3']):.1e}",
+                     f"{max(value for one in own for value in one['curves']['mismatch/weight_max']):.1f}",
+                     f"{statistics.fmean(last['policy/entropy']):.3f}"))
+    return rows
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def show(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
+    """The summary on the terminal."""
+    table = Table(*HEAD, title="mean over the seeds (smallest to largest)")
+    for row in summary(runs):
+        table.add_row(*row)
     console.print(table)
-
-
-def _mean(values: list[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return statistics.mean(known) if known else float("nan")
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def main() -> None:

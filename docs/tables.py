@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -120,24 +121,14 @@ def measured() -> str:
 
 def curves() -> str:
     """What `python -m bench.curves` stored: a line a variant, means over the seeds with their range."""
+    from bench.curves import HEAD, summary
     record = json.loads((RESULTS / "curves.json").read_text())
-    rows = []
-    for variant in dict.fromkeys(run["variant"] for run in record["runs"]):
-        own = [run for run in record["runs"] if run["variant"] == variant]
-        last = {name: [_mean(run["curves"][name][-10:]) for run in own]
-                for name in ("reward/mean", "mismatch/kl_k3", "policy/entropy")}
-        rows.append((variant, _range(last["reward/mean"]), _range([run["after"]["sampled"] for run in own]),
-                     f"{_mean([_mean(run['curves']['mismatch/kl_k3'][:10]) for run in own]):.1e}",
-                     f"{_mean(last['mismatch/kl_k3']):.1e}",
-                     f"{max(value for run in own for value in run['curves']['mismatch/weight_max']):.1f}",
-                     f"{_mean(last['policy/entropy']):.3f}"))
     machine = record["machine"]
     seeds = len({run["seed"] for run in record["runs"]})
     head = (f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps, {seeds} seeds, "
             f"{record['seconds']} s for all runs. Held-out reward of the warm-started model: "
             f"{record['before']['sampled']:.3f}.")
-    return head + "\n\n" + table(("variant", "reward, last 10 steps", "held out, dense weights", "KL, first 10 steps",
-                                  "KL, last 10", "largest weight", "entropy, last 10"), rows)
+    return head + "\n\n" + table(HEAD, summary(record["runs"]))
 
 
 def prices() -> str:
@@ -150,14 +141,6 @@ def prices() -> str:
         [(f"`{row['format']}`", f"{row['bits']:g}", f"{row['error']:.4f}", f"{row['kl']:.1e}",
           f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second'] / dense:.2f}x",
           "-" if row["bytes"] is None else f"{row['bytes']:,}") for row in record["rows"]])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _range(values: Sequence[float]) -> str:
-    return f"{_mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def _comparison(row: dict[str, object]) -> tuple[str, ...]:
@@ -176,4 +159,5 @@ PARTS: dict[str, Callable[[], str]] = {part.__name__: part for part in (
     metrics, objectives, algorithms, auto, formats, environments, commands, measured, curves, prices)}
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))       # for bench, which is not installed
     main()

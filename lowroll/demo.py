@@ -13,6 +13,7 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,10 @@ def build_tokenizer() -> Any:
     return fast
 
 
-def build_model(folder: Path, seed: int) -> Path:
-    """Write the untrained model and its tokenizer as a Hugging Face folder."""
+def build_model(folder: Path, seed: int, config: Mapping[str, Any] = CONFIG) -> Path:
+    """Write an untrained model of these shapes and its tokenizer as a Hugging Face folder."""
     tokenizer = build_tokenizer()
-    spec = spec_from_config({**CONFIG, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id,
+    spec = spec_from_config({**config, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id,
                              "pad_token_id": tokenizer.pad_token_id})
     parts = folder.with_name(f"{folder.name}-tokenizer")
     tokenizer.save_pretrained(parts)
@@ -97,15 +98,16 @@ def settings(folder: Path, seed: int, device: str) -> RunConfig:
                          "device": device, "dtype": "float32"})
 
 
-def held_out(cfg: RunConfig, model: Path, weights: str, temperature: float = 1.0) -> float:
-    """Mean reward of a model folder on the held-out strings, in a weight format: the policy as it samples (1.0), or
+def held_out(cfg: RunConfig, model: Path, weights: str, temperature: float = 1.0,
+             num_examples: int = HELD_OUT) -> float:
+    """Mean reward of a model folder on held-out prompts, in a weight format: the policy as it samples (1.0), or
     its most likely responses (0.0)."""
     where, chat = assemble.place(cfg), assemble.tokenizer(model)
     master = hf.load(model, where.device, where.dtype)
     env, = assemble.environments(cfg.env, cfg.seed).values()
     with assemble.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
         metrics = evaluate(env, assemble.engine(cfg, where, master, chat, weights), scorer, chat,
-                           num_examples=HELD_OUT, sampling=assemble.sampling(cfg, temperature), seed=cfg.seed,
+                           num_examples=num_examples, sampling=assemble.sampling(cfg, temperature), seed=cfg.seed,
                            on_phase=on_phase)
     return metrics[f"eval/{env.name}/reward"]
 
