@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from torch import Tensor
 from bench.record import RESULTS, machine
 from lowroll import assemble
 from lowroll.config import RunConfig
-from lowroll.demo import build_model, engine_speed, settings
+from lowroll.demo import CONFIG, build_model, engine_speed, settings
 from lowroll.export import quantize_folder
 from lowroll.model import hf
 from lowroll.model.attention import varlen
@@ -90,6 +91,17 @@ def measure(cfg: RunConfig, folder: Path, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+HEAD = ("format", "bits a weight", "weight error", "KL, nats a token", "CPU tokens/s", "of fp32", "checkpoint bytes")
+
+
+def cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """The measured rows as text, under HEAD; the first is the dense one."""
+    dense = rows[0]["tokens_per_second"]
+    return [(row["format"], f"{row['bits']:g}", f"{row['error']:.4f}", f"{row['kl']:.1e}",
+             f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second'] / dense:.2f}x",
+             "-" if row["bytes"] is None else f"{row['bytes']:,}") for row in rows]
+
+
 def main() -> None:
     """Warm-start the demo's model, measure every format, show and store the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
@@ -102,12 +114,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         cfg = settings(Path(scratch), 0, "cpu")
         cfg = cfg.model_copy(update={"sft": cfg.sft.model_copy(update={"steps": args.sft_steps, "warmup_steps": 0})})
-        warm_start(cfg, build_model(Path(scratch) / "untrained", 0), Path(scratch) / "model")
+        warm_start(cfg, build_model(Path(scratch) / "untrained", 0, CONFIG), Path(scratch) / "model")
         rows = measure(cfg, Path(scratch) / "model", args.rounds)
-    table = Table("format", "bits a weight", "weight error", "KL, nats", "tokens/s", "bytes", title="rollout formats")
-    for row in rows:
-        table.add_row(row["format"], f"{row['bits']:g}", f"{row['error']:.4f}", f"{row['kl']:.1e}",
-                      f"{row['tokens_per_second']:,.0f}", "-" if row["bytes"] is None else f"{row['bytes']:,}")
+    table = Table(*HEAD, title="rollout formats")
+    for row in cells(rows):
+        table.add_row(*row)
     Console().print(table)
     args.out.mkdir(parents=True, exist_ok=True)
     record = {"date": date.today().isoformat(), "machine": machine(), "rounds": args.rounds,

@@ -133,14 +133,11 @@ def curves() -> str:
 
 def prices() -> str:
     """What `python -m bench.formats` stored."""
+    from bench.formats import HEAD, cells
     record = json.loads((RESULTS / "formats.json").read_text())
-    machine, dense = record["machine"], record["rows"][0]["tokens_per_second"]
+    machine = record["machine"]
     head = f"{record['date']}, {machine['cpu']}, {machine['threads']} thread, torch {machine['torch']}."
-    return head + "\n\n" + table(
-        ("format", "bits a weight", "weight error", "KL, nats a token", "CPU tokens/s", "of fp32", "checkpoint bytes"),
-        [(f"`{row['format']}`", f"{row['bits']:g}", f"{row['error']:.4f}", f"{row['kl']:.1e}",
-          f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second'] / dense:.2f}x",
-          "-" if row["bytes"] is None else f"{row['bytes']:,}") for row in record["rows"]])
+    return head + "\n\n" + table(HEAD, [(f"`{name}`", *rest) for name, *rest in cells(record["rows"])])
 
 
 def _comparison(row: dict[str, object]) -> tuple[str, ...]:

@@ -194,7 +194,7 @@ def critic(cfg: RunConfig, where: Place, chat: ChatTokenizer) -> Critic | None:
     body = hf.load(mine.model or cfg.model, where.device, where.dtype)
     if any(linear.adapter is not None for _, linear in body.linears()):
         raise ValueError(f"critic.model: {mine.model} is an adapter folder; merge it into its base first")
-    if mine.model is not None and tokenizer(mine.model).tokenizer.get_vocab() != chat.tokenizer.get_vocab():
+    if mine.model is not None and not _same_vocabulary(mine.model, chat):
         raise ValueError(f"critic.model: {mine.model} has another tokenizer than {cfg.model}")
     dequantize_base(body).activation_checkpointing = train.activation_checkpointing
     optim = OptimSettings(mine.learning_rate, weight_decay=mine.weight_decay, betas=train.betas, eps=train.eps,
@@ -216,12 +216,15 @@ def reference(cfg: RunConfig, where: Place) -> Transformer | None:
     return hf.load(cfg.model, where.device, where.dtype).requires_grad_(False)
 
 
+def _same_vocabulary(model: str, chat: ChatTokenizer) -> bool:
+    return load_tokenizer(hf.resolve(model)).get_vocab() == chat.tokenizer.get_vocab()
+
+
 def teacher(cfg: RunConfig, where: Place, chat: ChatTokenizer) -> Transformer | None:
     """The frozen model of AIPO's teacher_tau. ValueError when its tokens are not those of the run's model."""
     if cfg.train.teacher is None or not (cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau):
         return None
-    theirs = load_tokenizer(hf.resolve(cfg.train.teacher))
-    if theirs.get_vocab() != chat.tokenizer.get_vocab():
+    if not _same_vocabulary(cfg.train.teacher, chat):
         raise ValueError(f"train.teacher: the vocabulary of {cfg.train.teacher} is not that of {cfg.model}, so its "
                          "log-probs would be of other words")
     return hf.load(cfg.train.teacher, where.device, where.dtype).requires_grad_(False)

@@ -80,7 +80,7 @@ def build_tokenizer() -> Any:
     return fast
 
 
-def build_model(folder: Path, seed: int, config: Mapping[str, Any] = CONFIG) -> Path:
+def build_model(folder: Path, seed: int, config: Mapping[str, Any]) -> Path:
     """Write an untrained model of these shapes and its tokenizer as a Hugging Face folder."""
     tokenizer = build_tokenizer()
     spec = spec_from_config({**config, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id,
@@ -148,7 +148,7 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     folder = Path(output_dir)
     _clear(folder)
     cfg = settings(folder, seed, device)
-    untrained = build_model(folder / "untrained", seed)
+    untrained = build_model(folder / "untrained", seed, CONFIG)
     console.print(f"[bold]1[/] built {untrained}: {hf.load(untrained).spec.num_parameters / 1e6:.2f} M parameters, "
                   f"{CONFIG['architectures'][0]}, byte-level tokenizer")
     loss = warm_start(cfg, untrained, folder / "model")["sft/loss"]

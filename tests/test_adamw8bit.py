@@ -114,9 +114,8 @@ def test_a_missing_library_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_runs_resume_bitwise(tmp_path: Path, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "CONFIG", {**TINY, "hidden_size": 64})      # 64 x 64 entries: the first 8-bit size
-    model = demo.build_model(tmp_path / "model", seed=0)
+def test_runs_resume_bitwise(tmp_path: Path, lora: bool) -> None:
+    model = demo.build_model(tmp_path / "model", 0, {**TINY, "hidden_size": 64})     # 64 x 64: the first 8-bit size
     tree = settings(model, tmp_path / "whole", train={"max_steps": 3, "optimizer": "adamw8bit", "lora": lora,
                                                       "lora_rank": 64}, loss={"kl_coef": 0.1}, batch_size=32)
     result = train(tree)

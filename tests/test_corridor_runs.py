@@ -29,11 +29,7 @@ TWO = {"max_steps": 2, "lr_scheduler_type": "constant"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    original, demo.CONFIG = demo.CONFIG, TINY
-    try:
-        return demo.build_model(tmp_path_factory.mktemp("run") / "model", seed=0)
-    finally:
-        demo.CONFIG = original
+    return demo.build_model(tmp_path_factory.mktemp("run") / "model", 0, TINY)
 
 
 def sigmas(folder: Path, step: int) -> set[float]:

@@ -23,11 +23,7 @@ N = torch.tensor([0, 0, 1])
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with large weights, so that its distributions are far from uniform and rounding shows."""
-    original, demo.CONFIG = demo.CONFIG, TINY
-    try:
-        folder = demo.build_model(tmp_path_factory.mktemp("diagnose") / "model", seed=0)
-    finally:
-        demo.CONFIG = original
+    folder = demo.build_model(tmp_path_factory.mktemp("diagnose") / "model", 0, TINY)
     rough = hf.load(folder)
     with torch.no_grad():
         for _, linear in rough.linears():

@@ -44,11 +44,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clone")
     shutil.copytree(ROOT / "examples", folder / "examples")
     (folder / "outputs/demo/run").mkdir(parents=True)
-    original, demo.CONFIG = demo.CONFIG, TINY
-    try:
-        demo.build_model(folder / "outputs/demo/model", seed=0)
-    finally:
-        demo.CONFIG = original
+    demo.build_model(folder / "outputs/demo/model", 0, TINY)
     cfg = demo.settings(Path("outputs/demo"), seed=0, device="cpu")
     cfg = cfg.model_copy(update={"batch_size": 32, "score": cfg.score.model_copy(update={"workers": 1})})
     (folder / "outputs/demo/run/config.yaml").write_text(cfg.dump())

@@ -37,11 +37,7 @@ ALWAYS = {"ratio_above": 1e-6, "patience": 2}               # every step has a l
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    original, demo.CONFIG = demo.CONFIG, TINY
-    try:
-        return demo.build_model(tmp_path_factory.mktemp("guard") / "model", seed=0)
-    finally:
-        demo.CONFIG = original
+    return demo.build_model(tmp_path_factory.mktemp("guard") / "model", 0, TINY)
 
 
 def guard(**changes: Any) -> Guard:

@@ -21,11 +21,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    original, demo.CONFIG = demo.CONFIG, TINY
-    try:
-        return demo.build_model(tmp_path_factory.mktemp("run") / "model", seed=0)
-    finally:
-        demo.CONFIG = original
+    return demo.build_model(tmp_path_factory.mktemp("run") / "model", 0, TINY)
 
 
 def recipe(name: str) -> RunConfig:

@@ -34,11 +34,7 @@ TINY = {**demo.CONFIG, "hidden_size": 32, "intermediate_size": 48, "num_hidden_l
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny untrained model folder with the demo's tokenizer."""
-    original, demo.CONFIG = demo.CONFIG, TINY
-    try:
-        return demo.build_model(tmp_path_factory.mktemp("run") / "model", seed=0)
-    finally:
-        demo.CONFIG = original
+    return demo.build_model(tmp_path_factory.mktemp("run") / "model", 0, TINY)
 
 
 def settings(model: Path, out: Path, **changes: Any) -> dict[str, Any]:

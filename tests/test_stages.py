@@ -20,11 +20,7 @@ STAGES = [{"step": 2, "max_tokens": 6, "rollouts_per_example": 8, "batch_size": 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    original, demo.CONFIG = demo.CONFIG, TINY
-    try:
-        return demo.build_model(tmp_path_factory.mktemp("run") / "model", seed=0)
-    finally:
-        demo.CONFIG = original
+    return demo.build_model(tmp_path_factory.mktemp("run") / "model", 0, TINY)
 
 
 def staged(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
