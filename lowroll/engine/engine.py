@@ -80,14 +80,14 @@ class Engine:
         num_pages = self._cache_tokens(cache_tokens, max_batch, dtype) // page_size
         if num_pages < 1:
             raise ValueError(f"cache_tokens: {cache_tokens} is less than one page of {page_size} tokens")
-        self.runner = Runner(self.model, num_pages, page_size)
+        self.runner = Runner(self.model, num_pages, page_size, max_batch)
         self.pool = PagePool(num_pages, page_size)
         self.behavior = BehaviorTag((PolicySpan(0, digest(self.model)),), weights=weights)
         self._tokenizer = tokenizer
         decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
         self.scheduler = Scheduler(self.pool, behavior=self.behavior, max_batch=max_batch,
                                    max_prefill_tokens=max_prefill_tokens, prefill_chunk=prefill_chunk,
-                                   eos_ids=self._eos_ids(), decode=decode)
+                                   lookahead=self.runner.lookahead, eos_ids=self._eos_ids(), decode=decode)
 
     # -- the door -----------------------------------------------------------------------------------------------
 
@@ -133,8 +133,8 @@ class Engine:
         except BaseException:
             self._give_up()
             raise
-        for sequence, token, logprob in drawn:
-            self.scheduler.commit(sequence, token, logprob)
+        for row in drawn:
+            self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs)
 
     def score(self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float = 1.0,
               ) -> list[Tensor]:

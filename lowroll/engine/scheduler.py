@@ -17,7 +17,7 @@ sample enters when a row is free and when the pages it could ever need,
 
     ceil((prompt + max_tokens - 1) / page_size) - (pages it shares)        (the last sampled token is never stored)
 
-are free and promised to nobody else. They are given out one by one as it grows, and the promise lapses when it ends.
+are free and promised to nobody else. They are given out as it grows, and the promise lapses when it ends.
 Only the oldest group can have samples outside; it holds nothing but its prompt, which they need anyway. So when all
 others have ended, one more sample always fits: no deadlock. A group larger than the cache or than `max_batch`
 simply enters in waves.
@@ -76,6 +76,11 @@ class Sequence:
     def last_token(self) -> int:
         return self.token_ids[-1]
 
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may still draw."""
+        return self.request.max_tokens - len(self.token_ids)
+
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that must not be drawn next: those that would end the sample before `min_tokens` tokens."""
         return self.group.stop_ids if len(self.token_ids) < self.request.min_tokens else ()
@@ -88,6 +93,7 @@ class LiveGroup:
     handle: int
     request: Request
     stop_ids: tuple[int, ...]
+    stop_set: frozenset[int]
     sequences: list[Sequence] = field(default_factory=list)
     outside: deque[Sequence] = field(default_factory=deque)    # samples not admitted yet, in order
     prompt_pages: list[int] = field(default_factory=list)      # held from admission until the last sample has forked
@@ -118,11 +124,15 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step's work. `copies` (source page, target page) come first; no page is both a source and a target."""
+    """One step's work. `copies` (source page, target page) come first; no page is both a source and a target.
+
+    The decode rows may take up to `steps` steps before the next plan: they have the pages for it.
+    """
 
     prefills: list[PrefillChunk]
     decodes: list[Sequence]
     copies: list[tuple[int, int]]
+    steps: int = 1
 
 
 class Scheduler:
@@ -130,21 +140,24 @@ class Scheduler:
 
     max_batch: rows, i.e. samples admitted at once. max_prefill_tokens: prompt tokens of one step (a single chunk may
     exceed it, so that every prompt can run). prefill_chunk: longest chunk of a prompt in one step, None for whole
-    prompts. behavior: how tokens are drawn now; its last policy span names the weights. decode: token ids to text,
+    prompts. lookahead: most steps that decode rows take between two plans, when no prompt waits for its turn.
+    behavior: how tokens are drawn now; its last policy span names the weights. decode: token ids to text,
     needed for stop strings only.
     """
 
     def __init__(self, pool: PagePool, *, behavior: BehaviorTag, max_batch: int, max_prefill_tokens: int,
-                 prefill_chunk: int | None = None, eos_ids: Iterable[int] = (),
+                 prefill_chunk: int | None = None, lookahead: int = 1, eos_ids: Iterable[int] = (),
                  decode: Callable[[list[int]], str] | None = None) -> None:
         for name, value in (("max_batch", max_batch), ("max_prefill_tokens", max_prefill_tokens),
-                            ("prefill_chunk", 1 if prefill_chunk is None else prefill_chunk)):
+                            ("prefill_chunk", 1 if prefill_chunk is None else prefill_chunk),
+                            ("lookahead", lookahead)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.pool = pool
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
         self.prefill_chunk = prefill_chunk
+        self.lookahead = lookahead
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
         self.promised = 0                                   # sum of the sequences' promises; never over pool.num_free
@@ -186,7 +199,7 @@ class Scheduler:
         assert most <= self.pool.num_pages, "request larger than the cache: it was not validated"
         assert self.decode or not request.stop_strings, "stop strings without a tokenizer: it was not validated"
         stop_ids = set(request.stop_ids) | (set() if request.ignore_eos else self.eos_ids)
-        group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)))
+        group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)), frozenset(stop_ids))
         group.sequences = [Sequence(group, i, noise_key(request, i)) for i in range(request.n)]
         group.outside.extend(group.sequences)
         group.num_open = group.num_unforked = request.n
@@ -221,17 +234,16 @@ class Scheduler:
         """Admit what fits, then give every decode row the page that its token's K/V go to."""
         self._admit()
         prefills = self._plan_prefills()
-        decodes, copies = [], []
-        for sequence in self._running:
-            if not sequence.token_ids:
-                continue                                    # its prompt is still running
-            if not sequence.pages:
-                copies += self._fork(sequence)
-            if len(sequence.pages) * self.pool.page_size <= sequence.position:
-                sequence.pages += self.pool.allocate(1)
-                self._promise(sequence, sequence.promised - 1)
-            decodes.append(sequence)
-        return Plan(prefills, decodes, copies)
+        rows = [sequence for sequence in self._running if sequence.token_ids]      # of the others the prompt is running
+        steps = 1 if prefills else min(self.lookahead, max((s.num_left for s in rows), default=1))
+        copies = [copy for sequence in rows if not sequence.pages for copy in self._fork(sequence)]
+        for sequence in rows:
+            last = sequence.position + min(steps, sequence.num_left) - 1           # whose K/V this plan's steps store
+            missing = last // self.pool.page_size + 1 - len(sequence.pages)
+            if missing > 0:
+                sequence.pages += self.pool.allocate(missing)
+                self._promise(sequence, sequence.promised - missing)
+        return Plan(prefills, rows, copies, steps)
 
     def commit(self, sequence: Sequence, token_id: int, logprob: float) -> None:
         """Append a sampled token; end the sample if it stops here. Raises ValueError for a non-finite log-prob."""
@@ -253,6 +265,20 @@ class Scheduler:
             self._finish(sequence, "stop", stop)
         elif len(sequence.token_ids) == sequence.request.max_tokens:
             self._finish(sequence, "length")
+
+    def commit_run(self, sequence: Sequence, token_ids: list[int], logprobs: list[float]) -> None:
+        """`commit` of several tokens; those behind the end of the sample are dropped."""
+        group = sequence.group
+        may_end = (not sequence.token_ids or sequence.finish_reason is not None or group.request.stop_strings
+                   or len(token_ids) >= sequence.num_left or not group.stop_set.isdisjoint(token_ids))
+        self.commit(sequence, token_ids[0], logprobs[0])
+        if may_end:
+            for token_id, logprob in zip(token_ids[1:], logprobs[1:], strict=True):
+                self.commit(sequence, token_id, logprob)
+            return
+        sequence.token_ids += token_ids[1:]
+        sequence.logprobs += logprobs[1:]
+        sequence.num_cached = sequence.length - 1
 
     # -- admission ----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowroll.quant.formats import QTensor
+from lowroll.kernels.rows import Product, Rows, quantize_rows
+from lowroll.quant.formats import QTensor, get_format
 
 
 class Adapter(nn.Module):
@@ -70,7 +71,21 @@ class Linear(nn.Module):
         del self.weight
         self.weight, self.aligned = weight, None
 
-    def forward(self, x_TK: Tensor) -> Tensor:
+    @property
+    def reads(self) -> str | None:
+        """The codes that the layer wants its input in, where whoever makes it can quantise it: CUDA, low-bit."""
+        if not self.low_bit or not isinstance(self.weight, QTensor) or self.adapter is not None:
+            return None
+        return get_format(self.weight.format).rows if self.weight.device.type == "cuda" else None
+
+    def read(self, x_TK: Tensor) -> Tensor | Rows:
+        """The input as the layer wants it."""
+        return x_TK if self.reads is None else quantize_rows(x_TK, self.reads)
+
+    def forward(self, x_TK: Tensor | Rows) -> Tensor | Product:
+        if isinstance(x_TK, Rows):
+            assert isinstance(self.weight, QTensor)
+            return get_format(self.weight.format).product(x_TK, self.weight, self.bias)
         if self.aligned is not None:
             master_NK = None if isinstance(self.weight, QTensor) else self.weight
             y_TN = _AlignedLinear.apply(x_TK, self.aligned, master_NK, self.bias)
