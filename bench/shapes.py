@@ -1,8 +1,9 @@
-"""The shapes that speed is measured on: config.json of the real models, without their weights.
+"""The exact shapes of Qwen2.5 and Qwen3-30B-A3B, as Hugging Face configs: speed depends on them and not on the values.
 
-Speed does not depend on the values, so the weights are random and made where they are needed: N(0, 0.02) matrices by
-the device's own generator, unit norms, zero biases. 7 B parameters take a fraction of a second on a GPU. The same
-seed gives the same weights on the same kind of device, so that a model can be dropped and made again.
+`SHAPES[name]` is a `config.json` that `lowroll.model.spec.spec_from_config`, transformers and vLLM read alike.
+`random_model` fills it with N(0, 0.02) matrices, unit norms and zero biases by the device's own generator: 7 B
+parameters take a fraction of a second on a GPU. The same seed gives the same weights on the same kind of device, so a
+model can be dropped and made again.
 """
 from __future__ import annotations
 
@@ -13,31 +14,28 @@ import torch
 from lowroll.model.spec import ModelSpec, spec_from_config
 from lowroll.model.transformer import Transformer
 
-_QWEN: dict[str, Any] = {
-    "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "tie_word_embeddings": False, "bos_token_id": 151643, "eos_token_id": 151645, "initializer_range": 0.02,
-    "use_cache": True, "use_sliding_window": False}
 
-
-def _qwen2(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocab: int = 152064,
-           **changes: Any) -> dict[str, Any]:
-    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_QWEN, "hidden_size": hidden,
+def _qwen(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> dict[str, Any]:
+    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": hidden,
             "intermediate_size": wide, "num_hidden_layers": layers, "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads, "vocab_size": vocab, **changes}
+            "num_key_value_heads": kv_heads, "vocab_size": vocab, "tie_word_embeddings": tied,
+            "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+            "initializer_range": 0.02, "use_sliding_window": False, "use_cache": True, "bos_token_id": 151643,
+            "eos_token_id": 151645, "torch_dtype": "bfloat16"}
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 151936, tie_word_embeddings=True),
-    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4),
-    "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8),
-    "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8),
+    "qwen2.5-0.5b": _qwen(896, 4864, 24, 14, 2, 151936, tied=True),
+    "qwen2.5-1.5b": _qwen(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "qwen2.5-3b": _qwen(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "qwen2.5-7b": _qwen(3584, 18944, 28, 28, 4, 152064, tied=False),
+    "qwen2.5-14b": _qwen(5120, 13824, 48, 40, 8, 152064, tied=False),
+    "qwen2.5-32b": _qwen(5120, 27648, 64, 40, 8, 152064, tied=False),
     "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_QWEN, "max_position_embeddings": 40960,
-        "attention_bias": False, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False,
-        "router_aux_loss_coef": 0.001},
+        **_qwen(2048, 6144, 48, 32, 4, 151936, tied=False), "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe", "max_position_embeddings": 40960, "attention_bias": False, "head_dim": 128,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False, "router_aux_loss_coef": 0.001},
 }
 
 
