@@ -16,10 +16,11 @@ FILES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
     "config": (set(), {"pydantic", "pydantic_core", "yaml"}),
-    "quant": (set(), {"torch"}),
+    # quant -> kernels: a format multiplies by its kernel
+    "quant": ({"kernels"}, {"torch"}),
     "checkpoint": ({"types"}, {"torch", "safetensors"}),
     # model -> checkpoint: folders of weights are published by the one atomic publisher, which knows no model
-    "model": ({"quant", "types", "checkpoint"}, {"torch", "safetensors", "transformers", "huggingface_hub"}),
+    "model": ({"quant", "kernels", "types", "checkpoint"}, {"torch", "safetensors", "transformers", "huggingface_hub"}),
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner does
     "kv": ({"quant", "kernels", "types", "model"}, {"torch"}),
@@ -38,7 +39,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
 }
 # no room knows them
 COMPOSITION = {"assemble", "calibration", "inprocess", "evaluate", "diagnose", "supervised", "demo", "export", "cli"}
-TORCH_FREE = ("engine/scheduler.py", "engine/request.py", "kv/pages.py")
+TORCH_FREE = ("engine/scheduler.py", "engine/sequence.py", "engine/request.py", "kv/pages.py")
 LIGHT = ("types", "config", "advantages", "envs", "transport", "metrics", "orchestrator", "cli.main",
          "engine.scheduler", "engine.request", "kv.pages")
 

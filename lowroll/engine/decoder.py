@@ -6,9 +6,9 @@ temperature, and page table. One step reads the state and leaves the next one in
     hidden = model(last token, position)      K/V go to the row's page, attention reads the pages
     token, log-prob = draw(logits)            written behind those of the steps before
 
-so the host uploads what changed, starts `steps` steps, and reads all tokens and log-probs at once. On CUDA a step is one
-graph, captured once for each size of batch in BUCKETS; the rows that a batch lacks are dead: they write nothing, and
-nobody reads them. A row that reaches its end between two looks is dead from there on. A row that stops for another
+so the host uploads what changed, starts `steps` steps, and reads all tokens and log-probs at once. On CUDA a step is
+one graph, captured once for each size of batch in BUCKETS; the rows that a batch lacks are dead: they write nothing,
+and nobody reads them. A row that reaches its end between two looks is dead from there on. A row that stops for another
 reason (a stop id) runs on to the next look; what it draws behind its stop is dropped by the scheduler.
 
 Every tensor that a graph reads is allocated once: new weights are adopted in place, and the graphs stay valid.
@@ -22,12 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lowroll.engine.sampler import SamplingBatch, sample
-from lowroll.engine.scheduler import Sequence
+from lowroll.engine.sampler import SamplingBatch, sample, signed
+from lowroll.engine.sequence import Sequence
 from lowroll.kernels.draw import draw
 from lowroll.kv.cache import KVCache, PagedDecode
 from lowroll.model.transformer import Transformer
@@ -66,7 +65,7 @@ class Decoder:
         self._pool: object = None
         self.replays = 0                           # steps that ran as a graph
 
-    def run(self, sequences: list[Sequence], steps: int) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, sequences: list[Sequence], steps: int) -> tuple[list[list[int]], list[list[float]]]:
         """Draw `steps` tokens of each sequence: (ids, log-probs), both [B, S]. The pages of all steps are in place.
 
         steps above 1 need rows that `plain` accepts.
@@ -84,9 +83,9 @@ class Decoder:
             tokens_B, logprobs_B = sample(self.logits[size][:len(sequences)], self._params(sequences), lengths_B)
             tokens_SB, logprobs_SB = tokens_B[None], logprobs_B[None]
             self._rows = []                        # the device's rows do not have these tokens
-        tokens_BS, logprobs_BS = (x[:, :len(sequences)].t().cpu().numpy() for x in (tokens_SB, logprobs_SB))
-        self._last = tokens_BS[:, -1].tolist()
-        return tokens_BS, logprobs_BS
+        tokens_SB, logprobs_SB = tokens_SB[:, :len(sequences)].cpu(), logprobs_SB[:, :len(sequences)].cpu()
+        self._last = tokens_SB[-1].tolist()
+        return tokens_SB.t().tolist(), logprobs_SB.t().tolist()
 
     def _params(self, sequences: list[Sequence]) -> SamplingBatch:
         if self._steady is None or self._steady[0] != sequences:
@@ -105,21 +104,20 @@ class Decoder:
         """Bring state and page tables on the device up to date. It has moved the rows that are the same on itself."""
         self.step_1.zero_()
         if sequences != self._rows or [s.last_token for s in sequences] != self._last:
-            state = self._state.numpy()
-            state[:, :size] = 0
-            greedy = np.array([s.request.temperature == 0 for s in sequences])
-            state[0, :len(sequences)] = [s.last_token for s in sequences]
-            state[1, :len(sequences)] = [s.position for s in sequences]
-            state[2, :len(sequences)] = [len(s.prompt_ids) + s.request.max_tokens - 1 for s in sequences]
-            state[3, :len(sequences)] = np.array([s.noise_key for s in sequences], dtype=np.uint64).view(np.int64)
-            temperature = np.array([s.request.temperature or 1.0 for s in sequences], dtype=np.float32)
-            state[4, :len(sequences)] = temperature.view(np.int32).astype(np.int64) | greedy.astype(np.int64) << 32
+            temperature = torch.tensor([s.request.temperature or 1.0 for s in sequences])
+            greedy = torch.tensor([s.request.temperature == 0 for s in sequences])
+            rows = [[s.last_token for s in sequences], [s.position for s in sequences],
+                    [len(s.prompt_ids) + s.request.max_tokens - 1 for s in sequences],
+                    [signed(s.noise_key) for s in sequences],
+                    (temperature.view(torch.int32).long() | greedy.long() << 32).tolist()]
+            self._state[:, :size] = 0
+            self._state[:, :len(sequences)] = torch.tensor(rows)
             self.state[:, :size].copy_(self._state[:, :size], non_blocking=True)
             self._rows, self._num_pages = list(sequences), [0] * len(sequences)
-        table, changed = self._table.numpy(), False
+        changed = False
         for row, (sequence, known) in enumerate(zip(sequences, self._num_pages, strict=True)):
             if len(sequence.pages) != known:
-                table[row, known:len(sequence.pages)] = sequence.pages[known:]
+                self._table[row, known:len(sequence.pages)] = torch.tensor(sequence.pages[known:])
                 self._num_pages[row], changed = len(sequence.pages), True
         if changed:
             widest = max(self._num_pages)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowroll.engine.decoder import MOST_STEPS, Decoder, plain
 from lowroll.engine.sampler import SamplingBatch, require_finite, sample
-from lowroll.engine.scheduler import Plan, PrefillChunk, Sequence
+from lowroll.engine.sequence import Plan, PrefillChunk, Sequence
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
@@ -55,7 +55,7 @@ class Runner:
         if plan.decodes:
             steps = plan.steps if plain(plan.decodes) else 1
             tokens_BS, logprobs_BS = self.decoder.run(plan.decodes, steps)
-            drawn = list(map(Drawn, plan.decodes, tokens_BS.tolist(), logprobs_BS.tolist()))
+            drawn = list(map(Drawn, plan.decodes, tokens_BS, logprobs_BS))
         if plan.prefills:
             drawn += self._prefill(plan.prefills)
         require_finite([logprob for d in drawn for logprob in d.logprobs])

@@ -28,7 +28,6 @@ from lowroll.model.rope import inverse_frequencies, rotations
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import QTensor
 
-
 Stream = Tensor | Product       # a low-bit product leaves its scales to whoever reads it
 
 
@@ -114,7 +113,7 @@ class Transformer(nn.Module):
         x_TD, update_TD = F.embedding(ids_T, self.embedding), None
         for block in self.blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x_TD = checkpoint(_whole, block, x_TD, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
+                x_TD = checkpoint(whole, block, x_TD, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_TD, update_TD = block(x_TD, update_TD, cos, sin, attend)
         normed_TD = self.norm.add(x_TD, update_TD)[1]
@@ -167,7 +166,7 @@ class Transformer(nn.Module):
         return weight.format if isinstance(weight, QTensor) else None
 
 
-def _whole(block: Block, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+def whole(block: Block, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
     """A block with its addition: one tensor to keep for the backward pass."""
     x_TD, update_TD = block(x_TD, None, cos, sin, attend)
     return x_TD + update_TD

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from lowroll.model.attention import Attend, varlen
 from lowroll.model.linear import Linear
 from lowroll.model.rope import rotations
-from lowroll.model.transformer import Block, RMSNorm, Transformer
+from lowroll.model.transformer import Block, RMSNorm, Transformer, whole
 from lowroll.quant.formats import Format, QTensor, get_format
 
 RATIOS = tuple(i / 20 for i in range(20))
@@ -96,7 +96,7 @@ def calibrate(model: Transformer, format: str, sequences: Sequence[Sequence[int]
     records = []
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
-        y_TD = torch.cat([block(x_TD[c.rows], c.cos, c.sin, c.attend) for c in chunks])
+        y_TD = torch.cat([whole(block, x_TD[c.rows], c.cos, c.sin, c.attend) for c in chunks])
         records.append(_calibrate_block(block, chosen, x_TD, y_TD, chunks))
         x_TD = y_TD
         if on_progress is not None:
@@ -159,7 +159,7 @@ def _block_error(block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunk
     linears = [module for module in block.modules() if isinstance(module, Linear)]
     pairs = [(linear, format.quantize(linear.weight)) for linear in linears if isinstance(linear.weight, nn.Parameter)]
     with _multiplying(*pairs):
-        return sum(_squared_distance(block(x_TD[c.rows], c.cos, c.sin, c.attend), y_TD[c.rows])
+        return sum(_squared_distance(whole(block, x_TD[c.rows], c.cos, c.sin, c.attend), y_TD[c.rows])
                    for c in chunks) / x_TD.numel()
 
 
