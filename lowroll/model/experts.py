@@ -1,7 +1,7 @@
 """Mixture of experts: a router sends every token to S of E SwiGLU networks, whose outputs are summed by weight.
 
     p = softmax(R x)        float32, over the E experts
-    chosen: the S largest p, the lower expert of equal ones;    g = p of the chosen, divided by their sum if the spec says
+    chosen: the S largest p, of equal ones the lower expert;    g = p of the chosen, over their sum if the spec says so
     y = sum_s g_s W_down[e_s] (silu(W_gate[e_s] x) * W_up[e_s] x)
 
 (Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE.) Router logits are sums in
@@ -12,7 +12,7 @@ The matrices of all experts are stacked in one `Linear`, whose parts are "expert
 publication, a digest or a checkpoint sees one matrix [E N, K]. It is multiplied with rows sorted by expert
 (`kernels.grouped`).
 
-Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size, F width of an expert, N out, K in features.
+Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size, N out, K in features.
 """
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ class StackedLinear(Linear):
         super().__init__(in_features, {f"experts.{expert}.{part}": rows for expert in range(num_experts)
                                        for part, rows in parts.items()}, False, device, dtype)
         self.num_experts = num_experts
+
+    def set_weight(self, weight: QTensor | nn.Parameter) -> None:
+        """As in `Linear`. ValueError when a block of the format reaches over two experts."""
+        if isinstance(weight, QTensor):
+            _experts(weight, self.num_experts)
+        super().set_weight(weight)
 
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
         """Sorted rows times the matrices of their experts."""
@@ -116,7 +122,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Forward with `weight`, in the engine's arithmetic where `low_bit` says so; backward with what its codes stand for.
+    """Forward with `weight`, in the engine's arithmetic if it is low_bit; backward with what its codes stand for.
 
     The gradient of the matrices reaches the master straight through the quantiser, as in `model.linear`.
     """
@@ -152,8 +158,12 @@ def _dense(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Te
 def _low_bit_product(x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int) -> Tensor:
     """The format's own product, an expert at a time."""
     if "experts" not in weight.packed:
-        rows = weight.shape[0] // num_experts
-        weight.packed["experts"] = get_format(weight.format).split(weight, [rows] * num_experts)
+        weight.packed["experts"] = _experts(weight, num_experts)
     experts: list[QTensor] = weight.packed["experts"]
     return torch.cat([expert.linear(x_PK[start:end])
                       for expert, (start, end) in zip(experts, groups.bounds, strict=True) if end > start])
+
+
+def _experts(weight: QTensor, num_experts: int) -> list[QTensor]:
+    """The matrix of each expert, over the storages of the whole."""
+    return get_format(weight.format).split(weight, [weight.shape[0] // num_experts] * num_experts)

@@ -43,8 +43,8 @@ def attach(model: Transformer, rank: int, alpha: float, targets: Sequence[str] =
     if unknown or not targets:
         raise ValueError(f"lora_target_modules: expected a list out of {', '.join(TARGETS)}, got {unknown or targets}")
     if model.spec.num_experts and (inside := sorted(set(targets) & set(_EXPERTS))):
-        raise ValueError(f"lora_target_modules: {', '.join(inside)} are experts' matrices in {model.spec.architecture}, "
-                         f"which take no adapter; choose out of {', '.join(TARGETS[:4])}")
+        raise ValueError(f"lora_target_modules: {', '.join(inside)} are experts' matrices in "
+                         f"{model.spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}")
     if rank < 1:
         raise ValueError(f"lora_rank: expected at least 1, got {rank}")
     if not math.isfinite(alpha):

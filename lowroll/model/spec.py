@@ -1,8 +1,8 @@
 """What a checkpoint's config.json says, reduced to what one decoder needs.
 
-Supported: Qwen2/2.5, Qwen3, Llama 3.x and Mistral, dense, and Qwen3-MoE. They differ by flags (biases, QK-norm, head size, RoPE
-scaling, tied embeddings, experts), not by code. Anything that would change the computation and is not implemented is refused
-by the key that asks for it.
+Supported: Qwen2/2.5, Qwen3, Llama 3.x and Mistral, dense, and Qwen3-MoE. They differ by flags (biases, QK-norm, head
+size, RoPE scaling, tied embeddings, experts), not by code. Anything that would change the computation and is not
+implemented is refused by the key that asks for it.
 """
 from __future__ import annotations
 

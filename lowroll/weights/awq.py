@@ -85,7 +85,7 @@ def calibrate(model: Transformer, format: str, sequences: Sequence[Sequence[int]
 
     The logits stay up to rounding. sequences: token ids of the calibration text. on_progress(done, total) counts
     blocks. Returns one record a block. ValueError, before anything changes, for a dense format, a model with quantised
-    weights or an adapter (which learnt to read the channels as they were), one with experts, and sequences that are empty or
+    weights, experts or an adapter (which learnt to read the channels as they were), and sequences that are empty or
     outside the vocabulary or context.
     """
     chosen = get_format(format)

@@ -1,6 +1,6 @@
 """Update-aware scaling (QuRL, Eq. 11-12): once, before training, every norm grows by s and what reads it shrinks by s.
 
-    (W / s) (s x) = W x        for q, k, v behind the input norm, and gate, up (and a router) behind the post-attention norm
+    (W / s) (s x) = W x        for q, k, v behind the input norm; gate, up, a router behind the post-attention norm
 
 The function stays, the gradient of W / s is s times larger, and W / s is s times smaller: an SGD update is s^2 times
 larger beside the weight. Adam's and Muon's updates do not follow the size of a gradient, so with them the relative
@@ -46,11 +46,12 @@ def scale(model: Transformer, s: float) -> Transformer:
             raise ValueError(f"uaq_scale: {name} is quantised or has an adapter; scale the dense model before")
     for block in model.blocks:
         assert isinstance(block, Block)
-        mlp = [block.gate_up] if block.experts is None else [block.experts.gate_up, block.experts.router]
-        for norm, readers in ((block.input_norm, [block.qkv]), (block.post_attention_norm, mlp)):
+        experts = block.experts
+        mlp = [block.gate_up.weight] if experts is None else [experts.gate_up.weight, experts.router.weight]
+        for norm, readers in ((block.input_norm, [block.qkv.weight]), (block.post_attention_norm, mlp)):
             norm.weight.mul_(s)
-            for reader in readers:
-                assert not isinstance(reader.weight, QTensor)
-                reader.weight.div_(s)
+            for weight in readers:
+                assert not isinstance(weight, QTensor)
+                weight.div_(s)
     model.spec = replace(model.spec, config={**model.spec.config, KEY: s})
     return model
