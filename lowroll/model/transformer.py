@@ -1,4 +1,4 @@
-"""One decoder for the engine and the learner: Qwen2/2.5, Qwen3, Llama 3, Mistral.
+"""One decoder for the engine and the learner: Qwen2/2.5, Qwen3 and Qwen3-MoE, Llama 3, Mistral.
 
     hidden_TD = model(ids_T, pos_T, attend)      tokens of any number of sequences, packed, with their positions
     logits_TV = model.logits(hidden_TD)
@@ -23,6 +23,7 @@ from lowroll.kernels.rope import rotate_heads
 from lowroll.kernels.rows import Product, Rows
 from lowroll.kernels.swiglu import silu_mul
 from lowroll.model.attention import Attend
+from lowroll.model.experts import Experts
 from lowroll.model.linear import Linear
 from lowroll.model.rope import inverse_frequencies, rotations
 from lowroll.model.spec import ModelSpec
@@ -56,7 +57,7 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU, each with a residual."""
+    """Pre-norm attention and SwiGLU (or experts of SwiGLU), each with a residual."""
 
     def __init__(self, spec: ModelSpec, layer: int, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -69,6 +70,9 @@ class Block(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
         self.o = Linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
         self.post_attention_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
+        self.experts = Experts(spec, device, dtype) if spec.num_experts else None
+        if self.experts is not None:
+            return
         self.gate_up = Linear(hidden, {"gate_proj": wide, "up_proj": wide}, spec.mlp_bias, device, dtype)
         self.down = Linear(wide, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
 
@@ -77,7 +81,8 @@ class Block(nn.Module):
         """The residual stream, and what this block adds to it. The next norm does the addition in its own pass:
         `update` is what the block before adds."""
         x_TD, normed = self.input_norm.add(x_TD, update_TD, self.qkv.reads)
-        x_TD, normed = self.post_attention_norm.add(x_TD, self.attention(normed, cos, sin, attend), self.gate_up.reads)
+        rows = None if self.experts is not None else self.gate_up.reads
+        x_TD, normed = self.post_attention_norm.add(x_TD, self.attention(normed, cos, sin, attend), rows)
         return x_TD, self.mlp(normed)
 
     def attention(self, x_TD: Tensor | Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Stream:
@@ -88,6 +93,9 @@ class Block(nn.Module):
         return self.o(self.o.read(o_THd.reshape(o_THd.shape[0], -1)))
 
     def mlp(self, x_TD: Tensor | Rows) -> Stream:
+        if self.experts is not None:
+            assert isinstance(x_TD, Tensor)
+            return self.experts(x_TD)
         return self.down(silu_mul(self.gate_up(x_TD), self.down.reads))
 
 
