@@ -16,7 +16,7 @@ FILES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
     "config": (set(), {"pydantic", "pydantic_core", "yaml"}),
-    "quant": (set(), {"torch"}),
+    "quant": ({"kernels"}, {"torch"}),
     "checkpoint": ({"types"}, {"torch", "safetensors"}),
     # model -> checkpoint: folders of weights are published by the one atomic publisher, which knows no model
     "model": ({"quant", "kernels", "types", "checkpoint"}, {"torch", "safetensors", "transformers", "huggingface_hub"}),
@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "metrics": (set(), {"rich", "matplotlib"}),
     "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
-    "trainer": ({"model", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics", "types"},
+    "trainer": ({"model", "kernels", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics", "types"},
                 {"torch", "bitsandbytes"}),
 }
 # no room knows them

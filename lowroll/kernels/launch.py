@@ -1,0 +1,39 @@
+"""Where Triton is, and when its kernels run: the one guard for machines that have none.
+
+Kernels are written as `@jit` functions of module level, with `tl` from here. Without Triton both are placeholders that
+are never called. With TRITON_INTERPRET=1 (tests) Triton runs kernels on CPU tensors, in numpy.
+"""
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+except ImportError:                # a CPU machine: only the plain torch lines run
+    triton: Any = None
+    tl: Any = None
+
+    def jit(function: Any) -> Any:      # type: ignore[no-redef]
+        return function
+
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def fused(x: Tensor) -> bool:
+    """Do Triton's kernels run on this tensor, rather than plain torch?"""
+    return triton is not None and (x.is_cuda or INTERPRETED)
+
+
+def block(size: int) -> int:
+    """The power of two that covers `size` elements."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def warps(elements: int, each: int = 512) -> int:
+    """Warps of a program that holds so many elements, about `each` a warp: 1, 2, 4, ... 32."""
+    return min(32, block(max(1, elements // each)))
