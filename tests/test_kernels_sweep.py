@@ -46,27 +46,33 @@ def check_checksums() -> None:
     assert sweep.checksums([]) == [] and sweep.checksums([torch.empty(0)]) == [0]
 
 
-def check_finite() -> None:
-    good = tensors()
+def check_amax() -> None:
+    """Also of values that are not finite, and of the largest ones that are."""
+    good = [t for t in tensors() if t.dtype != torch.float64]
     good += [torch.full((9,), sign * torch.finfo(t.dtype).max, dtype=t.dtype) for t in good for sign in (1, -1)]
-    assert sweep.finite(good) == [True] * len(good)
-    for i, tensor in enumerate(good[:10]):
+    wanted = [t.double().abs().max() if t.numel() else torch.zeros(()).double() for t in good]
+    found = sweep.amax(good)
+    assert all(t.dtype == torch.float32 and t.shape == (1,) for t in found)
+    assert sweep.finite(found) == [True] * len(good)
+    assert torch.equal(torch.cat(found).double(), torch.stack(wanted))
+    for i, tensor in enumerate(good[:9]):
         for at, value in ((0, float("nan")), (tensor.numel() // 2, float("inf")), (-1, -float("inf"))):
             if tensor.numel():
                 bad = tensor.contiguous().clone()
                 bad.view(-1)[at] = value
-                assert sweep.finite([*good[:i], bad, *good[i + 1:]]) == [j != i for j in range(len(good))], (i, at)
+                assert sweep.finite(sweep.amax([*good[:i], bad, *good[i + 1:]])) == [j != i for j in range(len(good))]
 
 
 def check_a_tensor_of_many_programs() -> None:
-    """The sum and the flag of a tensor are put together from its blocks."""
-    tensor = torch.randn(8 * sweep.BLOCK_WORDS + 3)      # five programs
+    """The sum and the maximum of a tensor are put together from its blocks."""
+    tensor = torch.randn(sweep.BLOCK_BYTES + 3)      # five programs
     assert sweep.checksums([tensor[:7], tensor, tensor[:9]])[1] == int(sweep._checksum(tensor))
-    tensor[-1] = float("nan")
-    assert sweep.finite([torch.ones(3), tensor, torch.ones(3)]) == [True, False, True]
+    for at in (0, len(tensor) // 2, len(tensor) - 1):
+        tensor[at] = 100.0 + at
+        assert float(sweep.amax([tensor[:7], tensor, tensor[:9]])[1]) == 100.0 + at
 
 
-CHECKS = [check_checksums, check_finite, check_a_tensor_of_many_programs]
+CHECKS = [check_checksums, check_amax, check_a_tensor_of_many_programs]
 
 
 @pytest.mark.parametrize("check", CHECKS[:2])
@@ -81,23 +87,23 @@ def test_in_the_interpreter() -> None:
     assert run.stdout.split() == [check.__name__ for check in CHECKS]
 
 
-@pytest.mark.parametrize("kernel", ["_checksum_kernel", "_finite_kernel"])
-def test_compiled_for_a_gpu_nothing_spills(kernel: str) -> None:
+@pytest.mark.parametrize(("kernel", "size"), [("_checksum_kernel", 8), ("_amax_kernel", 2), ("_amax_kernel", 4)])
+def test_compiled_for_a_gpu_nothing_spills(kernel: str, size: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     function = getattr(sweep, kernel)
-    signature = dict(zip(function.arg_names, ("*i64", "*i32", "*i64" if "checksum" in kernel else "*i32", "i32",
-                                              "constexpr", "constexpr"), strict=True))
-    source = ASTSource(function, signature, {"BLOCK": sweep.BLOCK_WORDS, "STEP": sweep.STEP_WORDS})
+    types = ("*i64", "*i32", "*i64" if size == 8 else "*i32", "i32", "constexpr", "constexpr", "constexpr")
+    constants = {"SIZE": size, "BLOCK": sweep.BLOCK_BYTES // size, "STEP": sweep.STEP_BYTES // size}
+    source = ASTSource(function, dict(zip(function.arg_names, types, strict=True)), constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert "STL" not in compiled.asm["sass"] and ".local" not in compiled.asm["ptx"]
+    assert "STL" not in compiled.asm["sass"] and "LDG.E.128" in compiled.asm["sass"]
 
 
 if __name__ == "__main__":
     assert sweep.uses_triton(torch.empty(0))
-    sweep.BLOCK_WORDS, sweep.STEP_WORDS = 512, 256       # the interpreter takes its time
+    sweep.BLOCK_BYTES, sweep.STEP_BYTES = 4096, 2048       # the interpreter takes its time
     for check in CHECKS:
         check()
         print(check.__name__)

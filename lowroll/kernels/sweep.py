@@ -1,18 +1,17 @@
-"""One pass over the bytes of many tensors in one launch: checksums, and the search for values that are not finite.
+"""One pass over the bytes of many tensors in one launch: checksums, and the largest magnitudes.
 
     checksum   sum_i mix(w_i) (2 i + 1)  mod 2^64        w_i: the 8-byte words, zeros after the last byte
                mix(w) = v ^ (v >> 29),  v = (w ^ (w >> 32)) * -7046029254386353131       (2^64 / golden ratio, odd)
-    finite     no value of a floating-point tensor has all bits of its exponent set
+    amax       max_i |x_i|, NaN where there is one: the largest bits without the sign, as whole numbers
 
 Shifts are arithmetic. A model has some hundred weights, and a launch for each (or a dozen, as in plain torch) would
 take longer than reading them: a program reads one block of one tensor, which it finds through a table of addresses.
-Sums are of integers, so their order does not matter and the checksum is the CPU's, bit for bit; flags are only ever
-raised. The host waits once, for the result of all tensors.
+Sums and maxima are of integers, so their order does not matter and the results are the CPU's, bit for bit.
 """
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,19 +24,36 @@ except ImportError:                  # a machine without Triton has no CUDA devi
     triton = None
 
 GOLDEN = -7046029254386353131
-BLOCK_WORDS = 1 << 15                # words that one program reads
-STEP_WORDS = 1 << 11                 # of them at a time
+BLOCK_BYTES = 1 << 18                # what one program reads
+STEP_BYTES = 1 << 14                 # of it at a time
 _CPU_WORDS = 1 << 20                 # words of one step in plain torch
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """One int64 of every tensor's bytes in row-major order, the same on every device. Waits for the device once."""
-    return _by_device(tensors, _device_checksums, _checksum)
+    """One int64 of every tensor's bytes in row-major order, the same on every device. Waits for each device once."""
+    found: dict[int, int] = {}
+    for mine in _together(tensors, lambda t: t.device):
+        found.update(zip(mine, _checksums([tensors[i].detach() for i in mine]).tolist(), strict=True))
+    return [found[i] for i in range(len(tensors))]
 
 
-def finite(tensors: Sequence[Tensor]) -> list[bool]:
-    """Has every tensor neither NaN nor infinity? Floating-point tensors of 2, 4 or 8 bytes a value; one wait."""
-    return [bool(x) for x in _by_device(tensors, _device_finite, _is_finite)]
+def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest |value| of every tensor: float32 [1] where the tensor is; NaN for one with a NaN, 0 for an empty one.
+
+    bfloat16, float16 and float32, on any devices. Nobody waits.
+    """
+    found: dict[int, Tensor] = {}
+    for mine in _together(tensors, lambda t: (t.device, t.dtype)):
+        found.update(zip(mine, _amax([tensors[i].detach() for i in mine]).float().split(1), strict=True))
+    return [found[i] for i in range(len(tensors))]
+
+
+def finite(extents: Sequence[Tensor]) -> list[bool]:
+    """Which of `amax`'s results are finite. Waits for each device once."""
+    found: dict[int, bool] = {}
+    for mine in _together(extents, lambda t: t.device):
+        found.update(zip(mine, torch.cat([extents[i] for i in mine]).isfinite().tolist(), strict=True))
+    return [found[i] for i in range(len(extents))]
 
 
 def uses_triton(tensor: Tensor) -> bool:
@@ -45,16 +61,10 @@ def uses_triton(tensor: Tensor) -> bool:
     return triton is not None and (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def _by_device(tensors: Sequence[Tensor], on_device: Callable[[list[Tensor]], Tensor],
-               on_cpu: Callable[[Tensor], Tensor]) -> list[int]:
-    found: dict[int, int] = {}
-    devices = {t.device for t in tensors}
-    for device in sorted(devices, key=str):
-        mine = {i: t.detach() for i, t in enumerate(tensors) if t.device == device}
-        one = next(iter(mine.values()))
-        values = on_device(list(mine.values())) if uses_triton(one) else torch.stack([on_cpu(t) for t in mine.values()])
-        found.update(zip(mine, values.tolist(), strict=True))
-    return [found[i] for i in range(len(tensors))]
+def _together(tensors: Sequence[Tensor], key: Callable[[Tensor], Any]) -> Iterator[list[int]]:
+    """Indices of the tensors that share a key."""
+    for one in dict.fromkeys(map(key, tensors)):
+        yield [i for i, t in enumerate(tensors) if key(t) == one]
 
 
 # -- plain torch ------------------------------------------------------------------------------------------------------
@@ -73,40 +83,46 @@ def _checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _is_finite(tensor: Tensor) -> Tensor:
-    """By the two extremes, which a NaN takes over: one pass, a tenth of `isfinite().all()`."""
+def _extent(tensor: Tensor) -> Tensor:
+    """By the two extremes, which a NaN takes over: one pass and no copy."""
     if tensor.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    return torch.stack(tensor.aminmax()).isfinite().all()
+        return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    low, high = tensor.aminmax()
+    return torch.maximum(-low, high)
 
 
 # -- one launch -------------------------------------------------------------------------------------------------------
 
-def _device_checksums(tensors: list[Tensor]) -> Tensor:
+def _checksums(tensors: list[Tensor]) -> Tensor:
+    """Of tensors on one device, int64."""
+    if not uses_triton(tensors[0]):
+        return torch.stack([_checksum(t) for t in tensors])
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     _sweep(_checksum_kernel, tensors, sums)
     return sums
 
 
-def _device_finite(tensors: list[Tensor]) -> Tensor:
-    flags = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
-    columns = torch.tensor([_EXPONENTS[t.dtype] for t in tensors]).t()
-    _sweep(_finite_kernel, tensors, flags, *columns)
-    return flags == 0
+def _amax(tensors: list[Tensor]) -> Tensor:
+    """Of tensors on one device and of one dtype, in that dtype."""
+    if not uses_triton(tensors[0]):
+        return torch.stack([_extent(t) for t in tensors])
+    whole = {2: torch.int16, 4: torch.int32}[tensors[0].itemsize]
+    bits = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
+    _sweep(_amax_kernel, [t.view(whole) for t in tensors], bits)
+    return bits.to(whole).view(tensors[0].dtype)
 
 
-def _sweep(kernel: Any, tensors: list[Tensor], out: Tensor, *columns: Tensor) -> None:
+def _sweep(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
     """Launch `kernel` with one program a block. Blocks of all tensors lie one after the other."""
-    device = out.device
     tensors = [_aligned(t) for t in tensors]
-    blocks = [-(-t.nbytes // (8 * BLOCK_WORDS)) for t in tensors]
-    counts = torch.tensor(blocks)
-    table = torch.stack([torch.tensor([t.data_ptr() for t in tensors]), torch.tensor([t.nbytes for t in tensors]),
-                         counts.cumsum(0) - counts, *columns])
+    counts = torch.tensor([-(-t.nbytes // BLOCK_BYTES) for t in tensors])
+    table = torch.tensor([[t.data_ptr() for t in tensors], [t.nbytes for t in tensors],
+                          (counts.cumsum(0) - counts).tolist()])
     owner = torch.repeat_interleave(torch.arange(len(tensors), dtype=torch.int32), counts)
     if len(owner):
-        kernel[(len(owner),)](table.to(device), owner.to(device), out, len(tensors),
-                              BLOCK=BLOCK_WORDS, STEP=STEP_WORDS, num_warps=4)
+        size = 8 if kernel is _checksum_kernel else tensors[0].itemsize
+        kernel[(len(owner),)](table.to(out.device), owner.to(out.device), out, len(tensors), SIZE=size,
+                              BLOCK=BLOCK_BYTES // size, STEP=STEP_BYTES // size, num_warps=4)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -115,33 +131,15 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _repeated(bits: int, size: int) -> int:
-    """The bits of one value in every value of an 8-byte word, as int64."""
-    word = sum(bits << (8 * size * i) for i in range(8 // size))
-    return word - (1 << 64) if word >> 63 else word
-
-
-# every value's exponent bits in a word, and the lowest of them: added, they carry into the sign bit if all are set
-_EXPONENTS = {dtype: (_repeated(bits, size), _repeated(bits & -bits, size))
-              for dtype, bits, size in ((torch.bfloat16, 0x7F80, 2), (torch.float16, 0x7C00, 2),
-                                        (torch.float32, 0x7F800000, 4), (torch.float64, 0x7FF << 52, 8))}
-
 if triton is not None:
     @triton.jit
-    def _block(table, owner, count, BLOCK: tl.constexpr):
-        """(the tensor of this program, its address, its bytes, the first word of the block)."""
+    def _block(table, owner, count, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+        """(the tensor of this program, the address of its integers, how many they are, the first of the block)."""
         tensor = tl.load(owner + tl.program_id(0))
-        address, size = tl.load(table + tensor), tl.load(table + count + tensor)
+        integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
+        values = tl.multiple_of(tl.load(table + tensor).to(tl.pointer_type(integer)), 16)
         first = (tl.program_id(0) - tl.load(table + 2 * count + tensor)) * BLOCK
-        return tensor, address, size, first
-
-    @triton.jit
-    def _last_word(address, size):
-        """The word that the last bytes of a tensor fill in part, with zeros behind them; 0 when there is none."""
-        lane = tl.arange(0, 8)
-        at = size // 8 * 8 + lane
-        byte = tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0)
-        return tl.sum(byte.to(tl.int64) << (8 * lane).to(tl.int64), axis=0)
+        return tensor, values, tl.load(table + count + tensor) // SIZE, tl.multiple_of(first, BLOCK)
 
     @triton.jit
     def _mix(word):
@@ -149,27 +147,39 @@ if triton is not None:
         return word ^ (word >> 29)
 
     @triton.jit
-    def _checksum_kernel(table, owner, sums, count, BLOCK: tl.constexpr, STEP: tl.constexpr):
-        tensor, address, size, first = _block(table, owner, count, BLOCK)
-        words = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
-        whole = size // 8
-        total = tl.zeros([STEP], dtype=tl.int64)
-        for start in range(0, BLOCK, STEP):
-            at = tl.multiple_of(first + start, STEP) + tl.arange(0, STEP)
-            total += _mix(tl.load(words + at, mask=at < whole, other=0)) * (2 * at + 1)
-        last = _mix(_last_word(address, size)) * (2 * whole + 1)
-        here = (whole >= first) & (whole < first + BLOCK)
-        tl.atomic_add(sums + tensor, tl.sum(total, axis=0) + tl.where(here, last, 0), sem="relaxed")
+    def _last_word(table, tensor, count):
+        """The word that the last bytes of a tensor fill in part, with zeros behind them; 0 when there is none."""
+        size, lane = tl.load(table + count + tensor), tl.arange(0, 8)
+        at = size // 8 * 8 + lane
+        byte = tl.load(tl.load(table + tensor).to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0)
+        return tl.sum(byte.to(tl.int64) << (8 * lane).to(tl.int64), axis=0)
 
     @triton.jit
-    def _finite_kernel(table, owner, flags, count, BLOCK: tl.constexpr, STEP: tl.constexpr):
-        tensor, address, size, first = _block(table, owner, count, BLOCK)
-        exponent, low = tl.load(table + 3 * count + tensor), tl.load(table + 4 * count + tensor)
-        words = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
-        sums = tl.zeros([STEP], dtype=tl.int64)
-        for start in range(0, BLOCK, STEP):
-            at = tl.multiple_of(first + start, STEP) + tl.arange(0, STEP)
-            sums |= (tl.load(words + at, mask=at < size // 8, other=0) & exponent) + low
-        last = (_last_word(address, size) & exponent) + low
-        odd = tl.max((((sums | last) & (exponent + low)) != 0).to(tl.int32), axis=0)
-        tl.atomic_or(flags + tensor, odd, mask=odd != 0, sem="relaxed")
+    def _checksum_kernel(table, owner, sums, count, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+        tensor, words, size, first = _block(table, owner, count, SIZE, BLOCK)
+        total = tl.zeros([STEP], dtype=tl.int64)
+        if first + BLOCK <= size:                    # without a mask, loads are as wide as the hardware's
+            for start in range(0, BLOCK, STEP):
+                at = first + start + tl.arange(0, STEP)
+                total += _mix(tl.load(words + at)) * (2 * at + 1)
+            tl.atomic_add(sums + tensor, tl.sum(total, axis=0), sem="relaxed")
+        else:
+            for start in range(0, BLOCK, STEP):
+                at = first + start + tl.arange(0, STEP)
+                total += _mix(tl.load(words + at, mask=at < size, other=0)) * (2 * at + 1)
+            last = tl.where(size >= first, _mix(_last_word(table, tensor, count)) * (2 * size + 1), 0)
+            tl.atomic_add(sums + tensor, tl.sum(total, axis=0) + last, sem="relaxed")
+
+    @triton.jit
+    def _amax_kernel(table, owner, bits, count, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+        tensor, values, size, first = _block(table, owner, count, SIZE, BLOCK)
+        most: tl.constexpr = 0x7FFF if SIZE == 2 else 0x7FFFFFFF
+        top = tl.zeros([STEP], dtype=values.dtype.element_ty)
+        if first + BLOCK <= size:
+            for start in range(0, BLOCK, STEP):
+                top = tl.maximum(top, tl.load(values + first + start + tl.arange(0, STEP)) & most)
+        else:
+            for start in range(0, BLOCK, STEP):
+                at = first + start + tl.arange(0, STEP)
+                top = tl.maximum(top, tl.load(values + at, mask=at < size, other=0) & most)
+        tl.atomic_max(bits + tensor, tl.max(top.to(tl.int32), axis=0), sem="relaxed")

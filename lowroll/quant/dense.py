@@ -27,7 +27,7 @@ class Dense(Format):
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         return {"weight": w_NK.to(self.dtype, copy=True).contiguous()}
 
-    def encode_into(self, w_NK: Tensor, tensors: dict[str, Tensor]) -> None:
+    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         tensors["weight"].copy_(w_NK)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:

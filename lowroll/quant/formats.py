@@ -87,14 +87,19 @@ class QTensor:
         return self
 
     @torch.no_grad()
-    def quantize_(self, w_NK: Tensor, checked: bool = False) -> QTensor:
-        """Quantise `w_NK` into this tensor's own storages. checked: the caller knows that it is finite, so that nobody
-        waits for the device. ValueError, before anything is written, for another shape or a non-finite value."""
+    def quantize_(self, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
+        """Quantise `w_NK` into this tensor's own storages.
+
+        amax_1: its largest magnitude (`kernels.sweep.amax`) from a caller who knows that it is finite: then nobody
+        waits for the device. ValueError, before anything is written, for another shape or a non-finite value.
+        """
         if tuple(w_NK.shape) != self.shape:
             raise ValueError(f"cannot adopt a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}")
-        if not (checked or all_finite(w_NK)):
-            raise ValueError(f"{self.format}: the weight holds a non-finite value")
-        get_format(self.format).encode_into(w_NK.detach(), self.tensors)
+        if amax_1 is None:
+            amax_1, = sweep.amax([w_NK])
+            if not sweep.finite([amax_1])[0]:
+                raise ValueError(f"{self.format}: the weight holds a non-finite value")
+        get_format(self.format).encode_into(w_NK.detach(), amax_1, self.tensors)
         self.renew()
         return self
 
@@ -121,8 +126,8 @@ class QTensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """No NaN and no infinity? Waits for the device; of many tensors ask `kernels.sweep.finite` at once."""
-    return sweep.finite([tensor])[0]
+    """No NaN and no infinity? Waits for the device; of many tensors ask `kernels.sweep` at once."""
+    return sweep.finite(sweep.amax([tensor]))[0]
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
@@ -166,8 +171,8 @@ class Format(ABC):
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         """Codes and scales of a finite matrix."""
 
-    def encode_into(self, w_NK: Tensor, tensors: dict[str, Tensor]) -> None:
-        """`encode` into storages that are there already."""
+    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
+        """`encode` into storages that are there already. amax_1: the largest magnitude, float32."""
         for name, value in self.encode(w_NK).items():
             tensors[name].copy_(value)
 
@@ -181,10 +186,12 @@ class Format(ABC):
         """Quantise [N, K]. ValueError for a tensor that is no matrix, is empty, or holds a non-finite value."""
         if w_NK.ndim != 2 or w_NK.numel() == 0:
             raise ValueError(f"{self.name}: expected a non-empty matrix [out, in], got shape {list(w_NK.shape)}")
-        if not all_finite(w_NK):
-            raise ValueError(f"{self.name}: the weight holds a non-finite value")
-        with torch.no_grad():
-            return QTensor(self.name, (w_NK.shape[0], w_NK.shape[1]), self.encode(w_NK.detach()))
+        return self.empty((w_NK.shape[0], w_NK.shape[1]), w_NK.device).quantize_(w_NK)
+
+    def empty(self, shape: tuple[int, int], device: torch.device) -> QTensor:
+        """Storages for a matrix [N, K]; nothing is in them yet."""
+        like = self.encode(torch.empty(shape, device="meta"))
+        return QTensor(self.name, shape, {name: torch.empty_like(t, device=device) for name, t in like.items()})
 
     def pitch(self, name: str, num_in: int) -> Fraction:
         """Entries along the first dimension of a stored tensor for one row of a matrix with `num_in` columns."""

@@ -50,11 +50,12 @@ def refresh(model: Transformer) -> None:
     """
     pairs = [(name, linear.aligned, linear.weight) for name, linear in model.linears()
              if linear.aligned is not None and isinstance(linear.weight, nn.Parameter)]
-    for (name, codes, _), finite in zip(pairs, sweep.finite([master for *_, master in pairs]), strict=True):
+    amax = sweep.amax([master for *_, master in pairs])
+    for (name, codes, _), finite in zip(pairs, sweep.finite(amax), strict=True):
         if not finite:
             raise ValueError(f"{name}.weight: {codes.format}: the weight holds a non-finite value")
-    for _, codes, master in pairs:
-        codes.quantize_(master, checked=True)
+    for (_, codes, master), amax_1 in zip(pairs, amax, strict=True):
+        codes.quantize_(master, amax_1)
 
 
 @contextmanager

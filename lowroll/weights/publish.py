@@ -84,7 +84,7 @@ def publish(master: Transformer, rollout: Transformer, noise: Noise | None = Non
     base than the shared one, a linear weight that is not finite, or noise for an engine that was not made for it.
     """
     mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
-    _check_fits(master, rollout, mine)
+    amax = _check_fits(master, rollout, mine)
     drawn = {} if noise is None or noise.sigma == 0 else _draw(noise, rollout)
     for name, target in rollout.named_parameters():
         if name not in rollout.shared:
@@ -95,7 +95,7 @@ def publish(master: Transformer, rollout: Transformer, noise: Noise | None = Non
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
         assert isinstance(ours.weight, QTensor)
         if ours.weight is not theirs.weight:
-            _refill(name, ours.weight, theirs)
+            _refill(name, ours.weight, theirs, amax.get(name))
 
 
 def _draw(noise: Noise, rollout: Transformer) -> dict[str, Tensor]:
@@ -107,7 +107,8 @@ def _draw(noise: Noise, rollout: Transformer) -> dict[str, Tensor]:
             for name, norm in noisy_norms(rollout)}
 
 
-def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Parameter]) -> None:
+def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """ValueError as `publish` says. Returns the largest magnitude of every dense linear weight of the master."""
     if master.spec != rollout.spec:
         raise ValueError("publish: the master's sizes are not those of the engine's model")
     targets = dict(rollout.named_parameters())
@@ -121,13 +122,15 @@ def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Pa
                              f"made with {ours.adapter.scaling}")
         if f"{name}.weight" in rollout.shared and theirs.weight is not ours.weight:
             raise ValueError(f"publish: {name}.weight belongs to another model, whose base the engine shares")
-    weights = {name: theirs.weight for name, theirs in master.linears() if isinstance(theirs.weight, nn.Parameter)}
-    for name, finite in zip(weights, sweep.finite(list(weights.values())), strict=True):
-        if not finite:
-            raise ValueError(f"publish: {name}.weight holds a non-finite value")
     for name in rollout.shared & mine.keys():
         if targets[name].data_ptr() != mine[name].data_ptr():
             raise ValueError(f"publish: {name} belongs to another model, whose base the engine shares")
+    weights = {name: theirs.weight for name, theirs in master.linears() if isinstance(theirs.weight, nn.Parameter)}
+    amax = dict(zip(weights, sweep.amax(list(weights.values())), strict=True))
+    for name, finite in zip(amax, sweep.finite(list(amax.values())), strict=True):
+        if not finite:
+            raise ValueError(f"publish: {name}.weight holds a non-finite value")
+    return amax
 
 
 def digest(model: Transformer) -> str:
@@ -172,12 +175,12 @@ def _quantize(name: str, linear: Linear, format: str) -> QTensor:
         raise ValueError(f"{name}.weight: {error}") from None
 
 
-def _refill(name: str, target: QTensor, linear: Linear) -> None:
-    """`_quantize` into the storages of `target`. The weight is known to be finite."""
+def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
+    """`_quantize` into the storages of `target`. A dense weight is known to be finite."""
     if linear.aligned is not None and linear.aligned.format == target.format:
         target.copy_(linear.aligned)
     elif isinstance(linear.weight, nn.Parameter):
-        target.quantize_(linear.weight, checked=True)
+        target.quantize_(linear.weight, amax_1)
     else:
         target.copy_(_quantize(name, linear, target.format))
 
