@@ -198,17 +198,21 @@ class Format(ABC):
         return Fraction(1)
 
     def cut(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """The parts, of `rows` rows each, with the codes and scales that they have in the whole matrix.
+        """The parts, of `rows` rows each, with copies of the codes and scales that they have in the whole matrix.
 
         ValueError when a block of the format reaches over the border of two parts.
         """
+        return [part.clone() for part in self.split(q, rows)]
+
+    def split(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
+        """The parts as `cut` gives them, over the storages of the whole matrix."""
         assert sum(rows) == q.shape[0]
         parts = [QTensor(self.name, (size, q.shape[1]), {}) for size in rows]
         for name, tensor in q.tensors.items():
             edges = self._edges(name, q.shape[1], rows)
             for part, (start, stop) in zip(parts, pairwise(edges), strict=True):
                 shared = name in self.once and tensor.shape[0] == 1
-                part.tensors[name] = tensor.clone() if shared else self._once(name, tensor[start:stop].clone())
+                part.tensors[name] = tensor if shared else self._once(name, tensor[start:stop])
         return parts
 
     def stack(self, parts: Sequence[QTensor]) -> QTensor:
@@ -225,7 +229,7 @@ class Format(ABC):
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
         """One entry instead of equal ones, where one is what the format keeps."""
-        return tensor[:1].clone() if name in self.once and bool((tensor == tensor[:1]).all()) else tensor
+        return tensor[:1] if name in self.once and bool((tensor == tensor[:1]).all()) else tensor
 
     def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:
         """Where the parts begin and end in a stored tensor."""
