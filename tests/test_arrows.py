@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner does
     "kv": ({"quant", "kernels", "types", "model"}, {"torch"}),
-    "weights": ({"model", "quant", "types"}, {"torch"}),
+    "weights": ({"model", "quant", "kernels", "types"}, {"torch"}),
     # engine -> weights: the engine adopts through the one corridor
     "engine": ({"model", "quant", "kv", "kernels", "transport", "metrics", "types", "weights"}, {"torch"}),
     "objectives": (set(), {"torch"}),
