@@ -6,20 +6,16 @@ are never called. With TRITON_INTERPRET=1 (tests) Triton runs kernels on CPU ten
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-    from triton import jit
-except ImportError:                # a CPU machine: only the plain torch lines run
-    triton: Any = None
-    tl: Any = None
-
-    def jit(function: Any) -> Any:      # type: ignore[no-redef]
-        return function
+triton: Any = import_module("triton") if find_spec("triton") else None
+tl: Any = import_module("triton.language") if triton else None
+jit: Callable[..., Any] = triton.jit if triton else lambda function: function
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
