@@ -24,7 +24,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner does
     "kv": ({"quant", "kernels", "types", "model"}, {"torch"}),
-    "weights": ({"model", "quant", "types"}, {"torch"}),
+    "weights": ({"model", "quant", "kernels", "types"}, {"torch"}),
     # engine -> weights: the engine adopts through the one corridor
     "engine": ({"model", "quant", "kv", "kernels", "transport", "metrics", "types", "weights"}, {"torch"}),
     "objectives": (set(), {"torch"}),
@@ -34,8 +34,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "metrics": (set(), {"rich", "matplotlib"}),
     "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
-    "trainer": ({"model", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics", "types"},
-                {"torch", "bitsandbytes"}),
+    "trainer": ({"model", "kernels", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics",
+                 "types"}, {"torch", "bitsandbytes"}),
 }
 # no room knows them
 COMPOSITION = {"assemble", "calibration", "inprocess", "evaluate", "diagnose", "supervised", "demo", "export", "cli"}
