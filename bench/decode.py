@@ -204,7 +204,7 @@ def released() -> Iterator[None]:
 
 
 def compare(model: str, format: str, work: Work, args: argparse.Namespace, read: float,
-            store: Callable[[list[Row]], None]) -> None:
+            store: Callable[..., None]) -> None:
     """Rollouts of every batch size, and how well their log-probs agree. `store` gets rows as they are made."""
     device, batches = pick_device(args.device), sorted(args.batches)
     together = fit_together(model, format, batches[-1], work, device)
@@ -217,7 +217,7 @@ def compare(model: str, format: str, work: Work, args: argparse.Namespace, read:
             for batch in batches:
                 times = measure_with(ours, peer, work, batch, vocab, args.rounds, notes)
                 store(rollout_rows(model, format, batch, work, times, read, notes))
-            store([making_row(model, format, made, peer)])
+            store([making_row(model, format, made, peer)], **version(peer))
     elif "rollout" in args.parts:
         mine = {batch: measure({"ours": ours.generate}, work, batch, vocab, args.rounds) for batch in batches}
     if "agreement" in args.parts:
@@ -230,7 +230,7 @@ def compare(model: str, format: str, work: Work, args: argparse.Namespace, read:
             for batch in batches:
                 theirs = {} if peer is None else measure({"vllm": peer.generate}, work, batch, vocab, args.rounds)
                 store(rollout_rows(model, format, batch, work, mine[batch] | theirs, read, notes))
-            store([making_row(model, format, made, peer)])
+            store([making_row(model, format, made, peer)], **version(peer))
 
 
 def measure_with(ours: Ours, peer: Peer | None, work: Work, batch: int, vocab_size: int, rounds: int,
@@ -249,6 +249,10 @@ def making_row(model: str, format: str, made: float, peer: Peer | None) -> Row:
     return Row(f"{model} {format}: engine made, weights in memory", "s", made, started,
                None if started is None else started / made,
                note="vLLM makes its weights, compiles and captures graphs; ours does the rest in its first calls")
+
+
+def version(peer: Peer | None) -> dict[str, str]:
+    return {} if peer is None else {"vllm": peer.ready["vllm"]}
 
 
 def say(text: str) -> None:
@@ -296,10 +300,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with released():
         read = bandwidth(device) if "rollout" in args.parts else 0.0
 
-    def store(new: list[Row]) -> None:
+    def store(new: list[Row], **settings: str) -> None:
         rows.extend(new)
         merge("decode", new, args.out, prompt_tokens=work.prompt_tokens, new_tokens=work.new_tokens, group=work.group,
-              rounds=args.rounds, **({"bandwidth": read} if read else {}))
+              rounds=args.rounds, **settings, **({"bandwidth": read} if read else {}))
 
     for model in args.models:
         for format in args.formats:

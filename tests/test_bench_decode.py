@@ -1,6 +1,8 @@
 """The decoding benchmark measures what it says: turns with fresh prompts, a peer that may fail, honest sums."""
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import decode, lengths, record, roofline, startup, targets, vllm_worker
+from bench import decode, lengths, record, roofline, startup, step, targets, vllm_worker
 from bench.decode import Times, Work, measure
 from bench.peer import Peer, PeerFailed
 from bench.record import Row
@@ -172,7 +174,7 @@ def test_the_command_with_a_peer(small: None, tmp_path: Path, monkeypatch: pytes
         assert rows[f"tiny {format}: engine made, weights in memory"].peer == 2.5
         mean, tail = (rows[f"tiny {format}: |delta log-prob| to the learner, {n}"].ours for n in ("mean", "p99.9"))
         assert 0 < mean < tail < 0.2
-    assert "settings" in json.loads((tmp_path / "decode.json").read_text())
+    assert json.loads((tmp_path / "decode.json").read_text())["settings"]["vllm"] == "0.24.0"
 
 
 def test_a_peer_that_dies_leaves_ours(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +203,7 @@ def test_engines_that_do_not_fit_run_one_after_the_other(small: None, tmp_path: 
     monkeypatch.setattr(decode, "vllm_command", lambda python: fake(tmp_path))
     monkeypatch.setattr(decode, "fit_together", lambda *_: False)
     rows: list[Row] = []
-    decode.compare("tiny", "bf16", WORK, args, 1e10, rows.extend)
+    decode.compare("tiny", "bf16", WORK, args, 1e10, lambda new, **_: rows.extend(new))
     assert all("one after the other" in row.note for row in rows if "B=" in row.name)
     assert [row.peer is not None for row in rows] == [True] * 7
 
@@ -234,16 +236,54 @@ def test_an_engine_without_adaptive_weights_is_said_so(tiny: str, monkeypatch: p
     assert targets.aimed([Row(targets.adaptive("qwen2.5-7b", "gsm8k-like"), "tokens/s", None)])[0].verdict == "not run"
 
 
+# -- a whole step -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_a_step_is_split_into_its_parts(tiny: str, rank: int | None) -> None:
+    case = step.Case(tiny, "int8", rank, prompts=2, samples=4, prompt_tokens=5, new_tokens=4)
+    loop = step.Loop(case, torch.device("cpu"))
+    before = {name: p.detach().clone() for name, p in loop.model.trainable_parameters().items()}
+    run = step.Forward.run
+    loop.step()
+    loop.settings = dataclasses.replace(loop.settings, minibatches=2)       # now the proximal log-probs take a pass
+    seconds = loop.step()
+    assert step.Forward.run is run
+    assert all(seconds[part] > 0 for part in ("generate", "score", "log-prob", "update", "publish"))
+    assert set(seconds) == set(step.PARTS) and seconds["idle"] >= 0
+    assert any(not torch.equal(p, before[name]) for name, p in loop.model.trainable_parameters().items())
+    assert loop.engine.behavior.policy[-1].version == 2
+
+
+def test_the_step_command(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(step.CASES, "tiny", step.Case(tiny, "fp8", prompts=2, samples=2, prompt_tokens=5, new_tokens=4))
+    assert step.main(["--cases", "tiny", "--steps", "2", "--publish", "tiny:int8", "--device", "cpu",
+                      "--out", str(tmp_path)]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "step.json").read_text())["rows"]}
+    parts = [rows[f"tiny all weights, fp8 rollouts: {part}"]["ours"] for part in (*step.PARTS, "whole step")]
+    assert sum(parts[:-1]) == pytest.approx(parts[-1], rel=0.5)
+    assert rows["tiny publish bf16 to int8 in place"]["ours"] > 0
+
+
 # -- sums -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("model", "format", "gigabytes"), [
     ("qwen2.5-1.5b", "bf16", 3.09), ("qwen2.5-7b", "bf16", 14.14), ("qwen2.5-7b", "fp8", 7.62),
-    ("qwen2.5-7b", "nvfp4", 4.76), ("qwen2.5-32b", "int8", 32.76), ("qwen2.5-32b", "nvfp4", 19.11)])
+    ("qwen2.5-7b", "nvfp4", 4.76), ("qwen2.5-32b", "int8", 32.76), ("qwen2.5-32b", "nvfp4", 19.11),
+    ("qwen3-30b-a3b", "bf16", 60.4)])
 def test_bytes_of_a_step(model: str, format: str, gigabytes: float) -> None:
     assert roofline.weight_bytes(SHAPES[model], format) / 1e9 == pytest.approx(gigabytes, rel=3e-3)
     assert roofline.kv_bytes_per_token(SHAPES["qwen2.5-7b"]) == 57344
     more = roofline.step_bytes(SHAPES[model], format, 64, 100) - roofline.weight_bytes(SHAPES[model], format)
-    assert more == 6400 * roofline.kv_bytes_per_token(SHAPES[model])
+    if "a3b" not in model:
+        assert more == 6400 * roofline.kv_bytes_per_token(SHAPES[model])
+
+
+def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
+    config = SHAPES["qwen3-30b-a3b"]
+    every, one, eight = (roofline.linear_weights(config, batch) for batch in (None, 1, 8))
+    experts = 48 * 3 * 2048 * 768           # weights of one expert in every layer
+    assert one == pytest.approx(every - 120 * experts)
+    assert (eight - one) / experts == pytest.approx(51.6 - 8, abs=0.1)      # 128 (1 - (15/16)^8) = 51.6
 
 
 def test_bandwidth_of_this_machine() -> None:
@@ -289,3 +329,25 @@ def test_targets_fit_their_rows() -> None:
         assert all(harder), target.quantity
     row, = targets.aimed([Row(targets.rollout("qwen2.5-7b", "nvfp4", 256), "tokens/s", 1.0)])
     assert (row.must, row.aim) == (1.4, 2.2)
+
+
+def test_the_table_of_targets_says_what_was_missed_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(decode.__file__).parents[1]
+    spec = importlib.util.spec_from_file_location("tables", root / "docs" / "tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert "yet: run `make bench-gpu`" in tables.targets() and tables.gpu() == tables.NOT_RUN
+    rows = [Row(targets.rollout("qwen2.5-7b", "bf16", batch), "tokens/s", 10.0 * batch, 5.0 * batch, ratio, (1, 3),
+                note="waits for the host" if ratio < 1.1 else "") for batch, ratio in ((1, 1.5), (64, 0.9), (256, 1.4))]
+    folder = tmp_path / "bench" / "baselines"
+    record.merge("decode", targets.aimed(rows), folder, vllm="0.24.0")
+    record.merge("train", [Row("learner, memory", "GB", 5.0, 10.0, 0.5, None, 0.6, 0.4, "ratio at most")], folder)
+    lines = tables.targets().splitlines()
+    assert "vLLM 0.24.0 (decode)." in lines[0]
+    wanted = ("B = 1 / 64 / 256 | 10 / 640 / 2,560 | 5 / 320 / 1,280 | 1.5 / 0.9 / 1.4 | 1.1 / 1.1 / 1.4 | "
+              "1.2 / 1.3 / 1.8 | met / missed / met: waits for the host |")
+    assert sum(line.endswith(wanted) for line in lines) == 1
+    assert lines[-1] == "| learner, memory, GB | 5 | 10 | 0.5 | 0.6 | 0.4 | met |"
+    assert "ratio at most 0.6" in tables.gpu() and "1.50x (1.00 to 3.00)" in tables.gpu()
+    assert "decode" not in tables.measured()
