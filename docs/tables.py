@@ -163,7 +163,7 @@ def _stored(name: str) -> dict[str, Any]:
 
 
 def _machine(record: Mapping[str, Any]) -> str:
-    machine, beside = record["machine"], record["settings"].get("vllm")
+    machine, beside = record["machine"], record.get("settings", {}).get("vllm")
     place = (f"one {machine['gpu']}, driver {machine['driver']}" if "gpu" in machine
              else f"{machine['cpu']}, {machine['threads']} threads")
     return (f"{record['date']}: {place}, torch {machine['torch']}, transformers {machine['transformers']}"
