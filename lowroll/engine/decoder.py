@@ -11,6 +11,9 @@ one graph, captured once for each size of batch in BUCKETS; the rows that a batc
 and nobody reads them. A row that reaches its end between two looks is dead from there on. A row that stops for another
 reason (a stop id) runs on to the next look; what it draws behind its stop is dropped by the scheduler.
 
+With a second model in another format (`bulk`), batches of BULK_FROM rows and more run on that one: 4-bit weights are
+the fewest bytes while few rows wait for them, 8-bit ones the cheaper product for many (docs/benchmarks.md).
+
 Every tensor that a graph reads is allocated once: new weights are adopted in place, and the graphs stay valid.
 
 Requests with filters, penalties or bans need their logits on the way: they take one step at a time, through
@@ -35,6 +38,9 @@ MOST_STEPS = 8
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
+BULK_FROM = 48
+
+
 def bucket(num_rows: int) -> int:
     """Rows of the batch that `num_rows` run in: a row's numbers depend on it, and on nothing else about the batch."""
     return next((size for size in BUCKETS if size >= num_rows), -(-num_rows // 128) * 128)
@@ -43,8 +49,9 @@ def bucket(num_rows: int) -> int:
 class Decoder:
     """See the top of the file. max_batch: most rows; max_pages: most pages of a row."""
 
-    def __init__(self, model: Transformer, cache: KVCache, max_batch: int, max_pages: int) -> None:
-        self.model, self.cache = model, cache
+    def __init__(self, model: Transformer, bulk: Transformer | None, cache: KVCache, max_batch: int,
+                 max_pages: int) -> None:
+        self.model, self.bulk, self.cache = model, bulk, cache
         self.device = model.device
         most = bucket(max_batch) if self.device.type == "cuda" else max_batch
         self._rows: list[Sequence] = []
@@ -70,7 +77,7 @@ class Decoder:
 
         steps above 1 need rows that `plain` accepts.
         """
-        size = bucket(len(sequences)) if self.device.type == "cuda" else len(sequences)
+        size = self.size(len(sequences))
         self._upload(sequences, size)
         if plain(sequences):
             for _ in range(steps):
@@ -93,6 +100,14 @@ class Decoder:
             self._steady = (list(sequences), params) if params.steady else None
             return params
         return self._steady[1]
+
+    def size(self, num_rows: int) -> int:
+        """Rows, dead ones included, that a step of so many rows runs."""
+        return bucket(num_rows) if self.device.type == "cuda" else num_rows
+
+    def runs_bulk(self, num_rows: int) -> bool:
+        """Whether so many rows run on the second model."""
+        return self.bulk is not None and num_rows >= BULK_FROM
 
     def forget(self) -> None:
         """Drop the captured graphs: the storages behind them are about to move."""
@@ -158,7 +173,8 @@ class Decoder:
         lengths_B = torch.where(alive_B, pos_B + 1, 0).int()
         pages = self.table_BP.shape[1] if self.device.type == "cuda" else max(self._num_pages)
         attend = PagedDecode(self.cache, self.table_BP[:size, :pages], lengths_B)
-        logits_BV = self.model.logits(self.model(ids_B, pos_B, attend))
+        model = self.bulk if self.bulk is not None and self.runs_bulk(size) else self.model
+        logits_BV = model.logits(model(ids_B, pos_B, attend))
         if not drawing:
             self.logits[size] = logits_BV
             return

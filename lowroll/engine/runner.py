@@ -23,21 +23,23 @@ SCORE_ROWS = 256           # rows whose logits exist at a time while a sequence 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a step drew for one sequence, in order."""
+    """What a step drew for one sequence, in order, and whether the second model did."""
 
     sequence: Sequence
     token_ids: list[int]
     logprobs: list[float]
+    bulk: bool
 
 
 class Runner:
-    """Owns the KV cache and the device side of a step."""
+    """Owns the KV cache and the device side of a step. bulk: the model for many rows at once (`engine.decoder`)."""
 
-    def __init__(self, model: Transformer, num_pages: int, page_size: int, max_batch: int) -> None:
-        self.model = model
+    def __init__(self, model: Transformer, bulk: Transformer | None, num_pages: int, page_size: int,
+                 max_batch: int) -> None:
+        self.model, self.bulk = model, bulk
         self.cache = KVCache(model.spec, num_pages, page_size, model.dtype, model.device)
         longest = min(num_pages, -(-model.spec.max_position // page_size))
-        self.decoder = Decoder(model, self.cache, max_batch, longest)
+        self.decoder = Decoder(model, bulk, self.cache, max_batch, longest)
 
     @property
     def lookahead(self) -> int:
@@ -55,7 +57,8 @@ class Runner:
         if plan.decodes:
             steps = plan.steps if plain(plan.decodes) else 1
             tokens_BS, logprobs_BS = self.decoder.run(plan.decodes, steps)
-            drawn = list(map(Drawn, plan.decodes, tokens_BS, logprobs_BS))
+            bulk = self.decoder.runs_bulk(self.decoder.size(len(plan.decodes)))
+            drawn = [Drawn(*row, bulk) for row in zip(plan.decodes, tokens_BS, logprobs_BS, strict=True)]
         if plan.prefills:
             drawn += self._prefill(plan.prefills)
         require_finite([logprob for d in drawn for logprob in d.logprobs])
@@ -77,8 +80,8 @@ class Runner:
         params = SamplingBatch.of(sequences, self.model.spec.vocab_size, self.model.device)
         lengths_B = torch.tensor([s.length for s in sequences], device=self.model.device)
         tokens_B, logprobs_B = sample(logits_BV, params, lengths_B)
-        return [Drawn(*row) for row in zip(sequences, tokens_B[:, None].tolist(), logprobs_B[:, None].tolist(),
-                                           strict=True)]
+        return [Drawn(*row, self.bulk is not None)
+                for row in zip(sequences, tokens_B[:, None].tolist(), logprobs_B[:, None].tolist(), strict=True)]
 
     @torch.inference_mode()
     def score(self, ids: list[int], prompt_len: int, pages: list[int], temperature: float) -> Tensor:
@@ -103,5 +106,5 @@ class Runner:
             positions += range(chunk.start, chunk.stop)
             last_rows[i] = len(ids) - 1
         attend = PagedAttention(self.cache, [chunks[i] for i in fresh], [chunks[i] for i in later])
-        device = self.model.device
-        return self.model(torch.tensor(ids, device=device), torch.tensor(positions, device=device), attend), last_rows
+        model, device = self.bulk or self.model, self.model.device
+        return model(torch.tensor(ids, device=device), torch.tensor(positions, device=device), attend), last_rows
