@@ -24,6 +24,7 @@ Legend: B rows, P pages of a row, S steps, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class Decoder:
         self.logprobs_SB = torch.zeros(MOST_STEPS, most, dtype=torch.float32, device=self.device)
         self.logits: dict[int, Tensor] = {}
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._pool: object = None
+        self._pool: Any = None
         self.replays = 0                           # steps that ran as a graph
 
     def run(self, sequences: list[Sequence], steps: int) -> tuple[list[list[int]], list[list[float]]]:

@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels.rows import Product, Rows
+
 from lowroll.kernels import sweep
 
 EPS = torch.finfo(torch.float32).eps      # the scale of an all-zero channel or group
@@ -170,6 +172,7 @@ class Format(ABC):
     dense: bool = False              # dense formats hold plain floating point: there is nothing to correct for
     once: tuple[str, ...] = ()       # stored tensors that have one entry for the whole matrix
     stored_as: str | None = None     # another format that has the same stored tensors
+    rows: str | None = None          # codes that its product reads activations in ("int8", "fp8"); None: dense
 
     @abstractmethod
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -185,6 +188,10 @@ class Format(ABC):
 
     @abstractmethod
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor: ...
+
+    def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
+        """`linear` on activations that are quantised already, scales and bias left to whoever reads the sums."""
+        raise NotImplementedError(f"{self.name} reads no quantised activations")
 
     def quantize(self, w_NK: Tensor) -> QTensor:
         """Quantise [N, K]. ValueError for a tensor that is no matrix, is empty, or holds a non-finite value."""
