@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import block, fused, jit, tl, warps
-from lowroll.kernels.rows import Product, Rows, empty_rows, load_dense, parts, quantize_rows, store_codes
+from lowroll.kernels.rows import Product, Rows, empty_rows, load_dense, parts, quantize_rows, store_rows
 
 PROGRAMS = 256      # of the backward pass: as many as run at once on a large GPU
 
@@ -76,10 +76,11 @@ def _backward(sum_TD: Tensor, weight_D: Tensor, inverse_T: Tensor, normed_grad_T
     """(d sum, d weight)."""
     num_tokens, size = sum_TD.shape
     grad_TD, programs = torch.empty_like(sum_TD), min(num_tokens, PROGRAMS)
+    sum_grad_TD = None if sum_grad_TD is None else sum_grad_TD.contiguous()
     partial_PD = torch.empty(programs, size, dtype=torch.float32, device=sum_TD.device) if weight_learns else None
     _norm_backward[(programs,)](
-        sum_TD, weight_D, inverse_T, normed_grad_TD.contiguous(), None if sum_grad_TD is None else sum_grad_TD.contiguous(),
-        grad_TD, partial_PD, num_tokens, size, BLOCK=block(size), num_warps=warps(block(size)))
+        sum_TD, weight_D, inverse_T, normed_grad_TD.contiguous(), sum_grad_TD, grad_TD, partial_PD, num_tokens, size,
+        BLOCK=block(size), num_warps=warps(block(size)))
     return grad_TD, None if partial_PD is None else partial_PD.sum(0).to(weight_D.dtype)
 
 
@@ -92,7 +93,8 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(*ctx.saved_tensors, grad_TD, None, ctx.needs_input_grad[1]), None
+        sum_TD, weight_D, inverse_T = ctx.saved_tensors
+        return *_backward(sum_TD, weight_D, inverse_T, grad_TD, None, ctx.needs_input_grad[1]), None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -106,10 +108,12 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, sum_grad_TD: Tensor | None, normed_grad_TD: Tensor | None) -> tuple[Tensor | None, ...]:
+        sum_TD, weight_D, inverse_T = ctx.saved_tensors
         if normed_grad_TD is None:
             grad_TD, weight_grad_D = sum_grad_TD, None
         else:
-            grad_TD, weight_grad_D = _backward(*ctx.saved_tensors, normed_grad_TD, sum_grad_TD, ctx.needs_input_grad[2])
+            grad_TD, weight_grad_D = _backward(sum_TD, weight_D, inverse_T, normed_grad_TD, sum_grad_TD,
+                                               ctx.needs_input_grad[2])
         return grad_TD, None if grad_TD is None else grad_TD.to(ctx.update_dtype), weight_grad_D, None
 
 
@@ -133,7 +137,7 @@ def _norm(x, update, row, column, bias, weight, sum_out, normed, scale, inverse_
     if KIND == "":
         tl.store(normed + t * size + n, out, mask=live)
     else:
-        store_codes(out.to(tl.float32), normed, scale, t, size, n, live, KIND)
+        store_rows(out.to(tl.float32), normed, scale, t, size, n, live, KIND)
 
 
 @jit
@@ -143,7 +147,7 @@ def _norm_backward(sums, weight, inverse, normed_grad, sum_grad, grad, partial, 
     w = tl.load(weight + n, mask=live, other=0.0).to(tl.float32)
     weight_grad = tl.zeros((BLOCK,), tl.float32)
     for token in range(p, num_tokens, tl.num_programs(0)):
-        at = token.to(tl.int64) * size + n
+        at = tl.cast(token, tl.int64) * size + n
         r = tl.load(inverse + token)
         h = tl.load(sums + at, mask=live, other=0.0).to(tl.float32) * r
         g = tl.load(normed_grad + at, mask=live, other=0.0).to(tl.float32)

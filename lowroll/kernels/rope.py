@@ -41,7 +41,8 @@ def rotate_heads(qkv: Tensor | Product, cos: Tensor, sin: Tensor, heads: int, kv
 
 def _plain(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, head_dim: int,
            q_norm_d: Tensor | None, k_norm_d: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    q_THd, k_TGd, v_TGd = qkv.view(qkv.shape[0], -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
+    split = (heads, kv_heads, kv_heads)
+    q_THd, k_TGd, v_TGd = qkv.view(qkv.shape[0], sum(split), head_dim).split(split, dim=1)
     if q_norm_d is not None and k_norm_d is not None:
         q_THd, k_TGd = rms_norm(q_THd, q_norm_d, eps), rms_norm(k_TGd, k_norm_d, eps)
     return _rotate(q_THd, cos, sin), _rotate(k_TGd, cos, sin), v_TGd
@@ -154,7 +155,7 @@ def _rotate_heads_backward(qkv, cos, sin, q_norm, k_norm, q_grad, k_grad, v_grad
     q_sum_a, q_sum_b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     k_sum_a, k_sum_b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     for token in range(p, num_tokens, tl.num_programs(0)):
-        t = token.to(tl.int64)
+        t = tl.cast(token, tl.int64)
         at_q = (t * heads + h)[:, None] * size + i[None, :]
         at_k = (t * kv_heads + h - heads)[:, None] * size + i[None, :]
         at_v = at_k - kv_heads * size

@@ -104,7 +104,7 @@ def _plain(x_MK: Tensor, kind: str) -> Rows:
 
 
 # -- Triton: pieces of this and the other kernels. Launch with enable_fp_fusion=False: a fused multiply-add rounds once
-#    where the definition rounds twice, and codes would differ ----------------------------------------------------------
+#    where the definition rounds twice, and codes would differ --------------------------------------------------------
 
 @jit
 def load_dense(sums, row, column, bias, m, stride, n, live):
@@ -120,25 +120,43 @@ def load_dense(sums, row, column, bias, m, stride, n, live):
 
 
 @jit
-def store_codes(y, codes, scale, m, size, n, live, KIND: tl.constexpr):
-    """Quantise the float32 row y (0 where not live) and store codes[m, :] and scale[m]."""
-    bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF      # of |y|: ordered as integers, and NaN above every number
-    amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+def magnitude(y):
+    """The bits of |y|: ordered as |y| is, and NaN above every number, so that it outlives a maximum."""
+    return y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def step_of(amax, KIND: tl.constexpr):
+    """The scale of a row."""
     if KIND == "int8":
-        tl.store(scale + m, tl.div_rn(amax, 127.0))
-        scaled = y * tl.div_rn(127.0, tl.maximum(amax, 1e-30))
-        rounded = (scaled + 12582912.0) - 12582912.0      # 1.5 * 2^23 leaves no fraction: half to even
-        tl.store(codes + m * size + n, rounded.to(tl.int8), mask=live)
+        return tl.div_rn(amax, 127.0)
     else:
         step = tl.div_rn(amax, 448.0)
-        step = tl.where(step < 1 / 229376, 1 / 229376, step)      # keeps NaN
-        tl.store(scale + m, step)
-        scaled = tl.minimum(tl.maximum(tl.div_rn(y, step), -448.0), 448.0)
-        tl.store(codes + m * size + n, scaled.to(tl.float8e4nv), mask=live)
+        return tl.where(step < 1 / 229376, 1 / 229376, step)      # keeps NaN
+
+
+@jit
+def store_codes(y, amax, at, live, KIND: tl.constexpr):
+    """Store the codes of float32 values of a row whose largest magnitude is amax."""
+    if KIND == "int8":
+        scaled = y * tl.div_rn(127.0, tl.maximum(amax, 1e-30))
+        rounded = (scaled + 12582912.0) - 12582912.0      # 1.5 * 2^23 leaves no fraction: half to even
+        tl.store(at, rounded.to(tl.int8), mask=live)
+    else:
+        scaled = tl.minimum(tl.maximum(tl.div_rn(y, step_of(amax, KIND)), -448.0), 448.0)
+        tl.store(at, scaled.to(tl.float8e4nv), mask=live)
+
+
+@jit
+def store_rows(y, codes, scale, m, size, n, live, KIND: tl.constexpr):
+    """Quantise the float32 row y (0 where not live) and store codes[m, :] and scale[m]."""
+    amax = tl.max(magnitude(y), axis=0).to(tl.float32, bitcast=True)
+    tl.store(scale + m, step_of(amax, KIND))
+    store_codes(y, amax, codes + m * size + n, live, KIND)
 
 
 @jit
 def _quantize(x, codes, scale, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     m, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     y = tl.load(x + m * size + n, mask=n < size, other=0.0).to(tl.float32)
-    store_codes(y, codes, scale, m, size, n, n < size, KIND)
+    store_rows(y, codes, scale, m, size, n, n < size, KIND)

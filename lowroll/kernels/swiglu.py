@@ -14,9 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import block, fused, jit, tl, warps
-from lowroll.kernels.rows import Product, Rows, empty_rows, load_dense, parts, quantize_rows, store_codes
+from lowroll.kernels.rows import (
+    Product,
+    Rows,
+    empty_rows,
+    load_dense,
+    magnitude,
+    parts,
+    quantize_rows,
+    step_of,
+    store_codes,
+)
 
-BLOCK = 1024      # features of a program, unless it quantises and needs the whole row
+BLOCK = 1024      # features of a program
+PIECE = 4096      # features at a time of a program that quantises, which needs the whole row: more would not fit
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Rows:
@@ -39,13 +50,19 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Row
 def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     sums, row, column, bias = parts(gate_up)
     num_tokens, size = sums.shape[0], sums.shape[1] // 2
-    y = (torch.empty(num_tokens, size, dtype=gate_up.dtype, device=sums.device) if rows is None
+    y: Any = (torch.empty(num_tokens, size, dtype=gate_up.dtype, device=sums.device) if rows is None
          else empty_rows(sums, (num_tokens, size), rows, gate_up.dtype))
-    out, scale = (y.codes_MK, y.scale_M1) if isinstance(y, Rows) else (y, None)
-    width = block(size) if rows else min(BLOCK, block(size))
-    _silu_mul[(num_tokens, -(-size // width))](
-        sums, row, column, bias, out, scale, sums.stride(0), size, DTYPE=_names()[gate_up.dtype], KIND=rows or "",
-        BLOCK=width, num_warps=warps(width, 1024 if rows else 256), enable_fp_fusion=False)
+    dtype = _names()[gate_up.dtype]
+    if rows is None:
+        width = min(BLOCK, block(size))
+        _silu_mul[(num_tokens, -(-size // width))](
+            sums, row, column, bias, y, sums.stride(0), size, DTYPE=dtype, BLOCK=width, num_warps=warps(width, 256),
+            enable_fp_fusion=False)
+        return y
+    width = min(PIECE, block(size))
+    _silu_mul_codes[(num_tokens,)](
+        sums, row, column, bias, y.codes_MK, y.scale_M1, sums.stride(0), size, DTYPE=dtype, KIND=rows, BLOCK=width,
+        PIECES=-(-size // width), num_warps=warps(width, 128), enable_fp_fusion=False)
     return y
 
 
@@ -70,18 +87,36 @@ def _names() -> dict[torch.dtype, Any]:
 
 
 @jit
-def _silu_mul(gate_up, row, column, bias, out, scale, stride, size, DTYPE: tl.constexpr, KIND: tl.constexpr,
-              BLOCK: tl.constexpr):
-    t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def _gated(gate_up, row, column, bias, t, stride, n, size, DTYPE: tl.constexpr):
     live = n < size
     gate = load_dense(gate_up, row, column, bias, t, stride, n, live).to(DTYPE).to(tl.float32)
     up = load_dense(gate_up, row, column, bias, t, stride, n + size, live).to(DTYPE).to(tl.float32)
     gate = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
-    y = (gate * up).to(DTYPE)
-    if KIND == "":
-        tl.store(out + t * size + n, y, mask=live)
-    else:
-        store_codes(y.to(tl.float32), out, scale, t, size, n, live, KIND)
+    return (gate * up).to(DTYPE)
+
+
+@jit
+def _silu_mul(gate_up, row, column, bias, out, stride, size, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = _gated(gate_up, row, column, bias, t, stride, n, size, DTYPE)
+    tl.store(out + t * size + n, y, mask=n < size)
+
+
+@jit
+def _silu_mul_codes(gate_up, row, column, bias, codes, scale, stride, size, DTYPE: tl.constexpr, KIND: tl.constexpr,
+                    BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    t, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    bits = tl.zeros((BLOCK,), tl.int32)
+    pieces: Any = ()
+    for piece in tl.static_range(PIECES):
+        y = _gated(gate_up, row, column, bias, t, stride, piece * BLOCK + n, size, DTYPE)
+        bits = tl.maximum(bits, magnitude(y))
+        pieces = pieces + (y,)
+    amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    tl.store(scale + t, step_of(amax, KIND))
+    for piece in tl.static_range(PIECES):
+        at = piece * BLOCK + n
+        store_codes(pieces[piece].to(tl.float32), amax, codes + t * size + at, at < size, KIND)
 
 
 @jit
