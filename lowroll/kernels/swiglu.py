@@ -62,7 +62,7 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     width = min(PIECE, block(size))
     _silu_mul_codes[(num_tokens,)](
         sums, row, column, bias, y.codes_MK, y.scale_M1, sums.stride(0), size, DTYPE=dtype, KIND=rows, BLOCK=width,
-        PIECES=-(-size // width), num_warps=warps(width, 128), enable_fp_fusion=False)
+        PIECES=-(-size // width), num_warps=warps(width, 256), enable_fp_fusion=False)
     return y
 
 
@@ -106,12 +106,13 @@ def _silu_mul(gate_up, row, column, bias, out, stride, size, DTYPE: tl.constexpr
 def _silu_mul_codes(gate_up, row, column, bias, codes, scale, stride, size, DTYPE: tl.constexpr, KIND: tl.constexpr,
                     BLOCK: tl.constexpr, PIECES: tl.constexpr):
     t, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    bits = tl.zeros((BLOCK,), tl.int32)
-    pieces: Any = ()
+    pieces = ()
     for piece in tl.static_range(PIECES):
         y = _gated(gate_up, row, column, bias, t, stride, piece * BLOCK + n, size, DTYPE)
-        bits = tl.maximum(bits, magnitude(y))
-        pieces = pieces + (y,)
+        pieces = pieces + (y,)      # type: ignore[assignment]
+    bits = magnitude(pieces[0])
+    for piece in tl.static_range(1, PIECES):
+        bits = tl.maximum(bits, magnitude(pieces[piece]))
     amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     tl.store(scale + t, step_of(amax, KIND))
     for piece in tl.static_range(PIECES):
