@@ -389,29 +389,30 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) streamed(const Problem p) {
     }
 }
 
-// Tiles by rows of x: 16-row blocks of weights a warp, stages of the ring, blocks that share a multiprocessor.
+// Tiles by rows of x, four digits: 16-row blocks of weights a warp, stages of the ring (two), blocks a multiprocessor.
 #ifndef TILES8
 #if FORMAT == 4
-#define TILES8 2, 6, 2
-#define TILES16 2, 5, 2
-#define TILES32 2, 4, 2
-#define TILES64 4, 4, 1
+#define TILES8 2062
+#define TILES16 2052
+#define TILES32 2042
+#define TILES64 4041
 #elif FORMAT == 2 || FORMAT == 3
-#define TILES8 2, 4, 2
-#define TILES16 2, 4, 2
-#define TILES32 2, 5, 1
-#define TILES64 2, 4, 1
+#define TILES8 2042
+#define TILES16 2042
+#define TILES32 2051
+#define TILES64 2041
 #else
-#define TILES8 2, 4, 2
-#define TILES16 2, 4, 2
-#define TILES32 2, 3, 2
-#define TILES64 4, 3, 1
+#define TILES8 2042
+#define TILES16 2042
+#define TILES32 2032
+#define TILES64 4031
 #endif
 #endif
 
-template <int FMT, int NT, int R, int STAGES, int BLOCKS>
+template <int FMT, int NT, int TILES>
 static int start(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
-    using S = Shape<FMT, NT, R, STAGES>;
+    using S = Shape<FMT, NT, TILES / 1000, TILES / 10 % 100>;
+    constexpr int BLOCKS = TILES % 10;
     const long long steps = (p.K + S::STEP - 1) / S::STEP;
     const long long tiles = (long long)((p.N + S::BN - 1) / S::BN) * ((p.M + S::BM - 1) / S::BM);
     const long long most = (long long)processors * BLOCKS, blocks = tiles * steps < most ? tiles * steps : most;
