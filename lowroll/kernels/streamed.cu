@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) streamed(const Problem p) {
 #define TILES8 2042
 #define TILES16 2042
 #define TILES32 2032
-#define TILES64 4031
+#define TILES64 2041
 #endif
 #endif
 

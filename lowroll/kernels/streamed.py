@@ -40,9 +40,10 @@ def available(device: torch.device) -> bool:
 
 
 def takes(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> bool:
-    """Is there a kernel for these activations and a matrix of that shape?"""
-    return (x_MK.dtype == torch.bfloat16 and x_MK.ndim == 2 and x_MK.shape[0] > 0
-            and shape[1] % MULTIPLE.get(kind, 128) == 0 and available(x_MK.device))
+    """Is there a kernel for these activations and a matrix of that shape? It has no gradient."""
+    return (x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and x_MK.ndim == 2 and x_MK.shape[0] > 0
+            and shape[1] % MULTIPLE.get(kind, 128) == 0 and available(x_MK.device)
+            and not (torch.is_grad_enabled() and x_MK.requires_grad))
 
 
 def linear(kind: str, tensors: Mapping[str, Tensor], x_MK: Tensor, num_out: int, bias_N: Tensor | None = None,
