@@ -140,7 +140,7 @@ def _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_
 
 
 @triton.jit
-def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slots, num_experts, rows, features,
+def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slots, num_experts, rows: tl.constexpr, features: tl.constexpr,
              KIND: tl.constexpr, CHOICES: tl.constexpr, SWIGLU: tl.constexpr, TO_SLOTS: tl.constexpr,
              G_ROWS: tl.constexpr, BLOCKED: tl.constexpr, PTX: tl.constexpr, BLOCK_E: tl.constexpr,
              BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
