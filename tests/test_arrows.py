@@ -16,14 +16,14 @@ FILES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
     "config": (set(), {"pydantic", "pydantic_core", "yaml"}),
-    "quant": (set(), {"torch"}),
+    "quant": ({"kernels"}, {"torch"}),
     "checkpoint": ({"types"}, {"torch", "safetensors"}),
     # model -> checkpoint: folders of weights are published by the one atomic publisher, which knows no model
     "model": ({"quant", "kernels", "types", "checkpoint"}, {"torch", "safetensors", "transformers", "huggingface_hub"}),
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner does
     "kv": ({"quant", "kernels", "types", "model"}, {"torch"}),
-    "weights": ({"model", "quant", "types"}, {"torch"}),
+    "weights": ({"model", "quant", "kernels", "types"}, {"torch"}),
     # engine -> weights: the engine adopts through the one corridor
     "engine": ({"model", "quant", "kv", "kernels", "transport", "metrics", "types", "weights"}, {"torch"}),
     "objectives": (set(), {"torch"}),
@@ -33,8 +33,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "metrics": (set(), {"rich", "matplotlib"}),
     "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
-    "trainer": ({"model", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics", "types"},
-                {"torch", "bitsandbytes"}),
+    "trainer": ({"model", "kernels", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics",
+                 "types"}, {"torch", "bitsandbytes"}),
 }
 # no room knows them
 COMPOSITION = {"assemble", "calibration", "inprocess", "evaluate", "diagnose", "supervised", "demo", "export", "cli"}
