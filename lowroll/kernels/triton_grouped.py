@@ -111,7 +111,7 @@ def _scale(bytes_nb, E8M0: tl.constexpr, PTX: tl.constexpr):
     """The scales of blocks. For PTX in bfloat16 and times 2^118, which with the final 2^8 makes up for 2^-126."""
     if E8M0:
         if PTX:          # 2^(E - 127 + 118) by its bits; beyond E = 136, a scale of 512, it saturates
-            scale_nb = ((tl.minimum(bytes_nb.to(tl.int16), 136) + 118) << 7).to(tl.bfloat16, bitcast=True)
+            scale_nb = ((tl.minimum(bytes_nb.to(tl.int32), 136) + 118) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
         else:
             scale_nb = tl.exp2(bytes_nb.to(tl.float32) - 127.0)
     else:
@@ -140,10 +140,11 @@ def _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_
 
 
 @triton.jit
-def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slots, num_experts, rows: tl.constexpr, features: tl.constexpr,
-             KIND: tl.constexpr, CHOICES: tl.constexpr, SWIGLU: tl.constexpr, TO_SLOTS: tl.constexpr,
-             G_ROWS: tl.constexpr, BLOCKED: tl.constexpr, PTX: tl.constexpr, BLOCK_E: tl.constexpr,
-             BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slots, num_experts,
+             rows: tl.constexpr, features: tl.constexpr, KIND: tl.constexpr, CHOICES: tl.constexpr,
+             SWIGLU: tl.constexpr, TO_SLOTS: tl.constexpr, G_ROWS: tl.constexpr, BLOCKED: tl.constexpr,
+             PTX: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr):
     """y = w[e] x for some places of an expert and some of the `rows` of its output.
 
     KIND: dense, w8a8 (xs, ws: a scale a row), nvfp4 (g: the global scale, one or one a row) or mxfp4. x lies at the

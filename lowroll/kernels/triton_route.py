@@ -31,7 +31,8 @@ def choose(part_ptr, weights_ptr, experts_ptr, tokens, num_experts, CHOICES: tl.
     offs_e, offs_s = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
     sums_e = tl.zeros((BLOCK_E,), tl.float32)
     for part in tl.static_range(PARTS):
-        sums_e += tl.load(part_ptr + (part * tokens + token) * num_experts + offs_e, mask=offs_e < num_experts, other=0.0)
+        sums_e += tl.load(part_ptr + (part * tokens + token) * num_experts + offs_e, mask=offs_e < num_experts,
+                          other=0.0)
     left_e = tl.where(offs_e < num_experts, sums_e, float("-inf"))
     largest = tl.max(left_e, 0)
     total = tl.sum(tl.exp(left_e - largest), 0)
@@ -69,7 +70,7 @@ def sort(experts_ptr, slot_ptr, place_ptr, ends_ptr, slots, BLOCK_P: tl.constexp
 
 
 @triton.jit
-def combine(y_ptr, weights_ptr, out_ptr, features, CHOICES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+def combine(y_ptr, weights_ptr, out_ptr, features, CHOICES: tl.constexpr, BLOCK_D: tl.constexpr):
     """The weighted sum over one token's slots, in the order of its choices."""
     token, offs_d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     sums_d = tl.zeros((BLOCK_D,), tl.float32)
