@@ -11,6 +11,8 @@ from torch import Tensor
 from lowroll.kernels import grouped, route
 from lowroll.kernels.grouped import Stack, Tiles
 from lowroll.kernels.rows import quantize_rows
+from lowroll.model.experts import Experts
+from lowroll.model.spec import spec_from_config
 from lowroll.quant.formats import QTensor, quantize
 
 TENSORS = {"int8": ("codes", "scale"), "fp8": ("weight", "weight_scale"), "mxfp4": ("weight_packed", "weight_scale"),
@@ -130,6 +132,27 @@ def test_a_mixture_of_experts_is_the_formula(format: str, monkeypatch: pytest.Mo
             want[t] += p * (w_EDF[e] @ rounded((F.silu(gate) * up)[None], format)[0])
     bound = 0.02 if format in ("int8", "fp8") else 1e-4       # a code of the hidden row may round the other way
     assert (got - want).abs().max() < bound * want.abs().max()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("format", [None, "int8", "fp8", "nvfp4", "int4"])
+def test_the_module_runs_the_kernels_where_nothing_learns(format: str | None) -> None:
+    """The same module with gradients (plain torch on the CPU, or the unfused products) and without."""
+    spec = spec_from_config({
+        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 8, "hidden_size": 64, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8, "num_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True})
+    module = Experts(spec, "cpu", torch.float32)
+    with torch.no_grad():
+        for seed, p in enumerate(module.parameters()):
+            p.copy_(normal(*p.shape, seed=seed) * 0.3)
+    for linear in (module.gate_up, module.down) if format else ():
+        linear.aligned = quantize(linear.weight, format)
+    x_TD = normal(7, 64, seed=9)
+    want = module(x_TD)
+    with torch.no_grad():
+        got = module(x_TD)
+    assert want.requires_grad and (got - want).abs().max() < (0.01 if format in ("int8", "fp8") else 1e-4)
 
 
 # -- the machine code -------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_
     return sums_np
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "num_experts"])
 def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slots, num_experts,
              rows: tl.constexpr, features: tl.constexpr, KIND: tl.constexpr, CHOICES: tl.constexpr,
              SWIGLU: tl.constexpr, TO_SLOTS: tl.constexpr, G_ROWS: tl.constexpr, BLOCKED: tl.constexpr,

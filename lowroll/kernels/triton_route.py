@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def logits(x_ptr, w_ptr, part_ptr, tokens, features, num_experts, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
            BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):
     """One part's share of the sum over features: [PARTS, T, E] in float32."""
@@ -23,7 +23,7 @@ def logits(x_ptr, w_ptr, part_ptr, tokens, features, num_experts, PARTS: tl.cons
              mask=(offs_t[:, None] < tokens) & (offs_e[None, :] < num_experts))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def choose(part_ptr, weights_ptr, experts_ptr, tokens, num_experts, CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr,
            PARTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr):
     """The experts of one token and their weights."""
@@ -49,7 +49,7 @@ def choose(part_ptr, weights_ptr, experts_ptr, tokens, num_experts, CHOICES: tl.
     tl.store(experts_ptr + token * CHOICES + offs_s, experts_s, mask=offs_s < CHOICES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def sort(experts_ptr, slot_ptr, place_ptr, ends_ptr, slots, BLOCK_P: tl.constexpr):
     """The places of one expert's slots: as many before them as there are slots of lower experts."""
     expert = tl.program_id(0)
