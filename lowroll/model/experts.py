@@ -183,9 +183,7 @@ def _stack(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype, low_b
 
 def _low_bit_product(x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int) -> Tensor:
     """The format's own product, an expert at a time."""
-    if "experts" not in weight.packed:
-        weight.packed["experts"] = _experts(weight, num_experts)
-    experts: list[QTensor] = weight.packed["experts"]
+    experts = weight.derive("experts", lambda q: tuple(_experts(q, num_experts)))
     return torch.cat([expert.linear(x_PK[start:end])
                       for expert, (start, end) in zip(experts, groups.bounds, strict=True) if end > start])
 
