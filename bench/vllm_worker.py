@@ -61,16 +61,17 @@ def load(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    batches, length = settings["batches"], settings["length"]
+    most, length = max(settings["batches"]), settings["length"]
+    sizes = sorted({size for size in (1, 8, 64) if size < most} | set(settings["batches"]))
     # One folder a model: vLLM's cache of compiled graphs knows a model by its path.
     folder = Path(tempfile.gettempdir()) / "bench-vllm" / f"{settings['name']}-{settings['format']}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(settings["shape"], settings["format"])))
     llm = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length,
-              max_num_seqs=max(batches), max_num_batched_tokens=16384, enable_prefix_caching=True,
+              max_num_seqs=most, max_num_batched_tokens=16384, enable_prefix_caching=True,
               gpu_memory_utilization=settings["memory_fraction"], kv_cache_memory_bytes=settings["cache_bytes"],
-              compilation_config={"cudagraph_capture_sizes": sorted(batches),
-                                  "max_cudagraph_capture_size": max(batches)}, disable_log_stats=True)
+              compilation_config={"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": most},
+              disable_log_stats=True)
 
     def generate(prompts: list[list[int]], new_tokens: int) -> int:
         sampling = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=new_tokens, min_tokens=new_tokens,

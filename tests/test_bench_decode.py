@@ -290,6 +290,16 @@ def test_bandwidth_of_this_machine() -> None:
     assert 1e8 < roofline.bandwidth(torch.device("cpu"), 1 << 22, rounds=2) < 1e13
 
 
+def test_a_mixture_of_experts_runs_through_it(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {name: TINY[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads",
+                                           "num_key_value_heads", "vocab_size", "max_position_embeddings")}
+    monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["qwen3-30b-a3b"], **sizes, "head_dim": 16, "num_experts": 4,
+                                         "num_experts_per_tok": 2, "moe_intermediate_size": 32})
+    assert decode.main(args_for(tmp_path, "--formats", "bf16", "--parts", "rollout", "agreement", "--peer",
+                                "none")) == 0
+    assert stored(tmp_path)["tiny bf16: |delta log-prob| to the learner, mean"].ours < 0.05
+
+
 def test_random_weights_repeat() -> None:
     one, two, other = (random_model(TINY, seed=seed) for seed in (1, 1, 2))
     weights = one.blocks[1].down.weight
@@ -304,6 +314,9 @@ def test_rows_of_parts_are_merged_and_those_of_another_machine_are_not(tmp_path:
     record.merge("decode", [Row("a", "s", 5.0)], tmp_path, bandwidth=7.0)
     rows = stored(tmp_path)
     assert rows["a"].ours == 5.0 and rows["b"].spread == (1.9, 2.1)
+    record.merge("order", [Row(f"m B={batch}", "s", 1.0) for batch in (256, 8, 64)], tmp_path)
+    names = [row["name"] for row in json.loads((tmp_path / "order.json").read_text())["rows"]]
+    assert names == ["m B=8", "m B=64", "m B=256"]
     assert json.loads((tmp_path / "decode.json").read_text())["settings"] == {"rounds": 3, "bandwidth": 7.0}
     before = record.machine()
     monkeypatch.setattr(record, "machine", lambda: {**before, "gpu": "another"})
