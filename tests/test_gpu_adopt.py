@@ -115,7 +115,8 @@ def test_a_weight_that_is_not_finite_changes_nothing(folder: Path, format: str) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_checksums_and_magnitudes_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     sizes = (0, 1, 3, 7, 4096, 100_003, (1 << 20) + 1)
-    here = [torch.randn(n).to(dtype) for n in sizes] + [torch.randn(300, 70).to(dtype).t(), torch.randn(99)[1:].to(dtype)]
+    here = [torch.randn(n).to(dtype) for n in sizes]
+    here += [torch.randn(300, 70).to(dtype).t(), torch.randn(99)[1:].to(dtype)]
     there = [t.cuda() for t in here]
     assert sweep.checksums(there) == sweep.checksums(here)
     assert torch.equal(torch.cat(sweep.amax(there)).cpu(), torch.cat(sweep.amax(here)))

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files on their way to a device: every byte, in order, in pieces, and in the format asked for."""
+"""Tensors of safetensors files on their way to a device: every byte, in order, and in the format asked for."""
 from __future__ import annotations
 
 from pathlib import Path
