@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels import sweep
+from lowroll.kernels import sweep, w4a16
 
 EPS = torch.finfo(torch.float32).eps      # the scale of an all-zero channel or group
 
@@ -50,7 +50,8 @@ class QTensor:
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
-        """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor or a tuple of tensors."""
+        """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor, a tuple of tensors, or one
+        of QTensors over this one's storages."""
         if key not in self.packed:
             self.packed[key], self.makers[key] = make(self), make
         return self.packed[key]
@@ -61,8 +62,11 @@ class QTensor:
         if self.device.type == "cpu":
             self.packed.clear()
         for key, kept in self.packed.items():
-            fresh = self.makers[key](self)
-            for old, new in zip(_tuple(kept), _tuple(fresh), strict=True):
+            if isinstance(kept, tuple) and isinstance(kept[0], QTensor):
+                for view in kept:
+                    view.renew()
+                continue
+            for old, new in zip(_tuple(kept), _tuple(self.makers[key](self)), strict=True):
                 old.copy_(new)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -241,9 +245,15 @@ class Format(ABC):
 
 
 class WeightOnly(Format):
-    """Low-bit storage only: the product is that of the dequantised matrix, in the activations' dtype."""
+    """Low-bit storage only: the product is that of the dequantised matrix, in the activations' dtype.
+
+    On CUDA few rows are multiplied with the exact one, whose bits are decoded as they arrive (kernels.streamed).
+    """
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+        kind = self.stored_as or self.name
+        if w4a16.takes(kind, x_MK, q.shape):
+            return w4a16.linear(kind, q.tensors, x_MK, q.shape, bias_N)
         return F.linear(x_MK, multiplicand(q, x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype))
 
 
