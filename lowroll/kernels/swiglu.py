@@ -106,13 +106,11 @@ def _silu_mul(gate_up, row, column, bias, out, stride, size, DTYPE: tl.constexpr
 def _silu_mul_codes(gate_up, row, column, bias, codes, scale, stride, size, DTYPE: tl.constexpr, KIND: tl.constexpr,
                     BLOCK: tl.constexpr, PIECES: tl.constexpr):
     t, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    pieces = ()
+    bits, pieces = tl.zeros((BLOCK,), tl.int32), ()
     for piece in tl.static_range(PIECES):
         y = _gated(gate_up, row, column, bias, t, stride, piece * BLOCK + n, size, DTYPE)
+        bits = tl.maximum(bits, magnitude(y))
         pieces = pieces + (y,)      # type: ignore[assignment]
-    bits = magnitude(pieces[0])
-    for piece in tl.static_range(1, PIECES):
-        bits = tl.maximum(bits, magnitude(pieces[piece]))
     amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     tl.store(scale + t, step_of(amax, KIND))
     for piece in tl.static_range(PIECES):
