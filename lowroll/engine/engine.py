@@ -28,7 +28,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
 from lowroll.weights.noise import Noise
-from lowroll.weights.publish import beside, digest, publish, rollout_copy
+from lowroll.weights.publish import beside, digest, publish, rollout_copy, rollout_load
 
 _DENSE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -73,14 +73,19 @@ class Engine:
         self.format = get_format(weights)
         place = model.device if isinstance(model, Transformer) and str(device) == "auto" else pick_device(device)
         dtype = self._pick_dtype(weights, dtype, place)
-        if not isinstance(model, Transformer):
-            assert self.folder is not None
-            model = hf.load(self.folder, place, dtype)
-        if model.device != place:
+        if isinstance(model, Transformer) and model.device != place:
             raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
-        self.model = rollout_copy(model, weights, dtype, noisy)
-        self.bulk = None if bulk is None else beside(model, self.model, get_format(bulk).name)
-        self.spec = model.spec
+        self.bulk: Transformer | None = None
+        if bulk is not None:
+            master = model if isinstance(model, Transformer) else hf.load(model, place, dtype)
+            self.model = rollout_copy(master, weights, dtype, noisy)
+            self.bulk = beside(master, self.model, get_format(bulk).name)
+        elif isinstance(model, Transformer):
+            self.model = rollout_copy(model, weights, dtype, noisy)
+        else:
+            assert self.folder is not None
+            self.model = rollout_load(self.folder, weights, place, dtype, noisy)
+        self.spec = self.model.spec
         num_pages = self._cache_tokens(cache_tokens, max_batch, dtype) // page_size
         if num_pages < 1:
             raise ValueError(f"cache_tokens: {cache_tokens} is less than one page of {page_size} tokens")
