@@ -134,7 +134,7 @@ class Transformer(nn.Module):
         return self.embedding if self.lm_head is None else self.lm_head
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, V]: on CUDA float32 sums, which bfloat16 would round before the softmax; else the model's dtype."""
+        """Logits [T, V]: on CUDA float32 sums, unrounded before the softmax; elsewhere in the model's dtype."""
         if hidden_TD.is_cuda and self.lm_head_weight.dtype == torch.bfloat16 and not torch.is_grad_enabled():
             return torch.mm(hidden_TD, self.lm_head_weight.t(), out_dtype=torch.float32)
         return F.linear(hidden_TD, self.lm_head_weight) if self.head is None else self.head.linear(hidden_TD)
