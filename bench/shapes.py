@@ -1,10 +1,18 @@
-"""The exact shapes of the Qwen2.5 models, as Hugging Face configs: speed depends on them and not on the values.
+"""The exact shapes of Qwen2.5 and Qwen3-30B-A3B, as Hugging Face configs: speed depends on them and not on the values.
 
 `SHAPES[name]` is a `config.json` that `lowroll.model.spec.spec_from_config`, transformers and vLLM read alike.
+`random_model` fills it with N(0, 0.02) matrices, unit norms and zero biases by the device's own generator: 7 B
+parameters take a fraction of a second on a GPU. The same seed gives the same weights on the same kind of device, so a
+model can be dropped and made again.
 """
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+
+from lowroll.model.spec import ModelSpec, spec_from_config
+from lowroll.model.transformer import Transformer
 
 
 def _qwen(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> dict[str, Any]:
@@ -23,4 +31,28 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": _qwen(3584, 18944, 28, 28, 4, 152064, tied=False),
     "qwen2.5-14b": _qwen(5120, 13824, 48, 40, 8, 152064, tied=False),
     "qwen2.5-32b": _qwen(5120, 27648, 64, 40, 8, 152064, tied=False),
+    "qwen3-30b-a3b": {
+        **_qwen(2048, 6144, 48, 32, 4, 151936, tied=False), "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe", "max_position_embeddings": 40960, "attention_bias": False, "head_dim": 128,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False, "router_aux_loss_coef": 0.001},
 }
+
+
+@torch.no_grad()
+def random_model(config: dict[str, Any], device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
+                 seed: int = 0) -> Transformer:
+    """A frozen decoder of these sizes with seeded random weights, made on the device."""
+    model = Transformer(spec_from_config(config), device, dtype)
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+    for name, p in model.named_parameters():
+        if p.ndim == 1:
+            p.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            p.normal_(0.0, 0.02, generator=generator)
+    return model.requires_grad_(False).eval()
+
+
+def kv_bytes_per_token(spec: ModelSpec, itemsize: int = 2) -> int:
+    """Bytes of keys and values that one token leaves in the cache."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize

@@ -16,14 +16,14 @@ FILES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
     "config": (set(), {"pydantic", "pydantic_core", "yaml"}),
-    "quant": (set(), {"torch"}),
+    "quant": ({"kernels"}, {"torch"}),
     "checkpoint": ({"types"}, {"torch", "safetensors"}),
     # model -> checkpoint: folders of weights are published by the one atomic publisher, which knows no model
-    "model": ({"quant", "types", "checkpoint"}, {"torch", "safetensors", "transformers", "huggingface_hub"}),
+    "model": ({"quant", "kernels", "types", "checkpoint"}, {"torch", "safetensors", "transformers", "huggingface_hub"}),
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner does
     "kv": ({"quant", "kernels", "types", "model"}, {"torch"}),
-    "weights": ({"model", "quant", "types"}, {"torch"}),
+    "weights": ({"model", "quant", "kernels", "types"}, {"torch"}),
     # engine -> weights: the engine adopts through the one corridor
     "engine": ({"model", "quant", "kv", "kernels", "transport", "metrics", "types", "weights"}, {"torch"}),
     "objectives": (set(), {"torch"}),

@@ -47,7 +47,7 @@ def loud(path: Path, family: str = "qwen3", **changes: int) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "moe" not in f])
 def test_the_dense_model_stays(tmp_path: Path, family: str) -> None:
     model = loud(tmp_path / "m", family)
     before, weights = logits(model), {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -89,7 +89,7 @@ def test_what_is_missed_is_shown_and_stored(tmp_path: Path, capsys: pytest.Captu
     assert "1.6 NOT met" in capsys.readouterr().out
     stored = json.loads(record.write("name", rows, tmp_path / "new", rounds=1).read_text())
     assert stored["rows"][1] == {"name": "two", "unit": "t/s", "ours": 3, "peer": 2, "ratio": 1.5, "spread": [1, 2],
-                                 "must": 1.6, "aim": None}
+                                 "must": 1.6, "aim": None, "goal": "ratio at least", "note": ""}
     assert stored["machine"]["torch"] == torch.__version__ and stored["settings"] == {"rounds": 1}
 
 

@@ -41,7 +41,7 @@ def test_logits_stay(tmp_path: Path, family: str, s: float) -> None:
     assert (after - before).abs().max() <= 1e-5 * before.abs().max()
     for name, p in model.named_parameters():
         factor = s if name.endswith(("input_norm.weight", "post_attention_norm.weight")) else 1.0
-        factor = 1 / s if name.endswith(("qkv.weight", "gate_up.weight")) else factor
+        factor = 1 / s if name.endswith(("qkv.weight", "gate_up.weight", "router.weight")) else factor
         torch.testing.assert_close(p.detach(), weights[name] * factor, rtol=2e-7, atol=0, msg=name)
         assert factor != 1 or torch.equal(p, weights[name]), name
 

@@ -12,12 +12,15 @@ COMMON = dict(vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_la
               eos_token_id=1, pad_token_id=0)
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-tied-bias": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-bias": ("Qwen3Moe", {**EXPERTS, "num_experts_per_tok": 3, "attention_bias": True}),
     "llama": ("Llama", {}),
     "llama3-rope": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 12}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),

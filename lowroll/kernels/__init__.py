@@ -1,1 +1,1 @@
-"""Kernels: Triton on CUDA tensors, plain torch elsewhere. The public modules import without Triton."""
+"""Products and element-wise steps as single kernels: Triton on CUDA, plain torch elsewhere with the same results."""

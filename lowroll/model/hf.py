@@ -67,6 +67,15 @@ def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]
         if spec.o_bias:
             yield f"{ours}.o.bias", [f"{attention}.o_proj.bias"], (hidden,)
         yield f"{ours}.post_attention_norm.weight", [f"{theirs}.post_attention_layernorm.weight"], (hidden,)
+        if spec.num_experts:
+            experts = [f"{mlp}.experts.{e}" for e in range(spec.num_experts)]
+            yield f"{ours}.experts.router.weight", [f"{mlp}.gate.weight"], (spec.num_experts, hidden)
+            yield (f"{ours}.experts.gate_up.weight",
+                   [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")],
+                   (2 * spec.num_experts * spec.moe_intermediate_size, hidden))
+            yield (f"{ours}.experts.down.weight", [f"{expert}.down_proj.weight" for expert in experts],
+                   (spec.num_experts * hidden, spec.moe_intermediate_size))
+            continue
         gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
         yield f"{ours}.gate_up.weight", [f"{part}.weight" for part in gate_up], (2 * wide, hidden)
         yield f"{ours}.down.weight", [f"{mlp}.down_proj.weight"], (hidden, wide)
@@ -80,10 +89,11 @@ def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]
 
 def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
     """Rows that one HF tensor takes in its fused matrix of `whole` rows."""
-    part = hf_name.rsplit(".", 2)[-2]
+    part, wide = hf_name.rsplit(".", 2)[-2], spec.moe_intermediate_size or spec.intermediate_size
+    if part == "down_proj":
+        return spec.hidden_size
     return {"q_proj": spec.num_heads * spec.head_dim, "k_proj": spec.num_kv_heads * spec.head_dim,
-            "v_proj": spec.num_kv_heads * spec.head_dim, "gate_proj": spec.intermediate_size,
-            "up_proj": spec.intermediate_size}.get(part, whole)
+            "v_proj": spec.num_kv_heads * spec.head_dim, "gate_proj": wide, "up_proj": wide}.get(part, whole)
 
 
 def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
@@ -331,7 +341,7 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config: dict[str, Any] = {**model.spec.config, "dtype": _DTYPES[model.dtype]}
     config.pop("torch_dtype", None)
     if model.weight_format is not None and not get_format(model.weight_format).dense:
-        config["quantization_config"] = describe(model.weight_format, model.dtype)
+        config["quantization_config"] = describe(model.weight_format, model.dtype, bool(model.spec.num_experts))
     return config, state(model)
 
 

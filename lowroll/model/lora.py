@@ -29,17 +29,22 @@ _READ = {"peft_type", "task_type", "r", "lora_alpha", "target_modules", "init_lo
          "qalora_group_size"}
 _NEUTRAL: tuple[object, ...] = (None, False, "none", "", [], {})
 _BEHIND_A_NORM = tuple(f"{part}.lora_A.weight" for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _HOMES = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 
 
 def attach(model: Transformer, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0) -> Transformer:
     """Freeze the model and give every target part a fresh adapter: A uniform (Kaiming, a = sqrt 5), B zero.
 
-    A fresh adapter is exactly the identity. ValueError names an unknown target or a rank below 1.
+    A fresh adapter is exactly the identity. ValueError names an unknown target, a rank below 1, or targets that are
+    experts' matrices: those stay as they are.
     """
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(TARGETS))
     if unknown or not targets:
         raise ValueError(f"lora_target_modules: expected a list out of {', '.join(TARGETS)}, got {unknown or targets}")
+    if model.spec.num_experts and (inside := sorted(set(targets) & set(_EXPERTS))):
+        raise ValueError(f"lora_target_modules: {', '.join(inside)} are experts' matrices in "
+                         f"{model.spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}")
     if rank < 1:
         raise ValueError(f"lora_rank: expected at least 1, got {rank}")
     if not math.isfinite(alpha):

@@ -1,8 +1,8 @@
-"""What a checkpoint's config.json says, reduced to what one dense decoder needs.
+"""What a checkpoint's config.json says, reduced to what one decoder needs.
 
-Supported: Qwen2/2.5, Qwen3, Llama 3.x and Mistral dense. They differ by flags (biases, QK-norm, head size, RoPE
-scaling, tied embeddings), not by code. Anything that would change the computation and is not implemented is refused
-by the key that asks for it.
+Supported: Qwen2/2.5, Qwen3, Llama 3.x and Mistral, dense, and Qwen3-MoE. They differ by flags (biases, QK-norm, head
+size, RoPE scaling, tied embeddings, experts), not by code. Anything that would change the computation and is not
+implemented is refused by the key that asks for it.
 """
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
+ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM",
+                 "MistralForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,18 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool
     eos_ids: tuple[int, ...]
+    num_experts: int = 0                # of every layer; 0: a dense MLP of `intermediate_size`
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0      # of one expert
+    norm_topk_prob: bool = False        # the weights of a token's experts are made to sum to 1
     config: dict[str, Any] = field(repr=False, hash=False, compare=False, default_factory=dict)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the dense model, tied embeddings counted once."""
+        """Parameters of the model, tied embeddings counted once and all experts counted."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size + 2)
+        mlp = self.num_experts * (3 * self.moe_intermediate_size + 1) or 3 * self.intermediate_size
+        layer = self.hidden_size * (2 * q + 2 * kv + mlp + 2)
         layer += (q + 2 * kv) * self.qkv_bias + self.hidden_size * (self.o_bias + self.mlp_bias)
         layer += 2 * self.intermediate_size * self.mlp_bias + 2 * self.head_dim * self.qk_norm
         heads = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
@@ -92,6 +98,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     architecture = architectures[0]
     _refuse_unsupported(config)
     _refuse_active_window(config, architecture)
+    experts = _experts(config) if architecture == "Qwen3MoeForCausalLM" else {}
     is_llama = architecture == "LlamaForCausalLM"
     hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
     attention_bias = _flag(config, "attention_bias")
@@ -111,17 +118,30 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         max_position=_integer(config, "max_position_embeddings"),
         tie_embeddings=_flag(config, "tie_word_embeddings"),
         qkv_bias=architecture == "Qwen2ForCausalLM" or (architecture != "MistralForCausalLM" and attention_bias),
-        o_bias=architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and attention_bias,
+        o_bias=architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM") and attention_bias,
         mlp_bias=is_llama and _flag(config, "mlp_bias"),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         eos_ids=_eos_ids(config),
         config={key: value for key, value in config.items() if key != "quantization_config"},
+        **experts,
     )
     if spec.num_heads % spec.num_kv_heads:
         raise ValueError(f"num_key_value_heads: {spec.num_kv_heads} does not divide num_attention_heads {heads}")
     if spec.head_dim % 2:
         raise ValueError(f"head_dim: {spec.head_dim} is odd; rotary embeddings need pairs")
     return spec
+
+
+def _experts(config: dict[str, Any]) -> dict[str, Any]:
+    """The mixture of experts of Qwen3-MoE. ValueError names the key of a kind that is not supported."""
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise ValueError("mlp_only_layers, decoder_sparse_step: experts in every layer are supported, not in some")
+    count = _integer(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
+    choices = _integer(config, "num_experts_per_tok")
+    if choices > count:
+        raise ValueError(f"num_experts_per_tok: a token cannot have {choices} of {count} experts")
+    return {"num_experts": count, "experts_per_token": choices, "norm_topk_prob": _flag(config, "norm_topk_prob"),
+            "moe_intermediate_size": _integer(config, "moe_intermediate_size")}
 
 
 def _integer(config: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""One decoder for the engine and the learner: Qwen2/2.5, Qwen3, Llama 3, Mistral.
+"""One decoder for the engine and the learner: Qwen2/2.5, Qwen3 and Qwen3-MoE, Llama 3, Mistral.
 
     hidden_TD = model(ids_T, pos_T, attend)      tokens of any number of sequences, packed, with their positions
     logits_TV = model.logits(hidden_TD)
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowroll.model.attention import Attend
+from lowroll.model.experts import Experts
 from lowroll.model.linear import Linear
 from lowroll.model.rope import inverse_frequencies, rotate, rotations
 from lowroll.model.spec import ModelSpec
@@ -42,7 +43,7 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU, each with a residual."""
+    """Pre-norm attention and SwiGLU (or experts of SwiGLU), each with a residual."""
 
     def __init__(self, spec: ModelSpec, layer: int, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -55,6 +56,9 @@ class Block(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
         self.o = Linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
         self.post_attention_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
+        self.experts = Experts(spec, device, dtype) if spec.num_experts else None
+        if self.experts is not None:
+            return
         self.gate_up = Linear(hidden, {"gate_proj": wide, "up_proj": wide}, spec.mlp_bias, device, dtype)
         self.down = Linear(wide, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
 
@@ -71,6 +75,8 @@ class Block(nn.Module):
         return self.o(o_THd.reshape(x_TD.shape[0], -1))
 
     def mlp(self, x_TD: Tensor) -> Tensor:
+        if self.experts is not None:
+            return self.experts(x_TD)
         gate, up = self.gate_up(x_TD).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 

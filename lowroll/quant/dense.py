@@ -27,6 +27,9 @@ class Dense(Format):
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         return {"weight": w_NK.to(self.dtype, copy=True).contiguous()}
 
+    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
+        tensors["weight"].copy_(w_NK)
+
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return q.tensors["weight"].to(dtype)
 
@@ -35,9 +38,8 @@ class Dense(Format):
         bias_N = None if bias_N is None else bias_N.to(self.dtype)
         if w_NK.numel() < PACK_FROM or x.requires_grad or w_NK.device.type != "cpu" or not _packs(self.dtype):
             return F.linear(x, w_NK, bias_N).to(x_MK.dtype)
-        if "onednn" not in q.packed:
-            q.packed["onednn"] = _pack(w_NK)
-        return _packed_linear(x, q.packed["onednn"], bias_N).to(x_MK.dtype)
+        packed = q.derive("onednn", lambda q: _pack(q.tensors["weight"]))
+        return _packed_linear(x, packed, bias_N).to(x_MK.dtype)
 
 
 class Float32(Dense):
@@ -51,7 +53,7 @@ class BFloat16(Dense):
 def over(w_NK: Tensor) -> QTensor | None:
     """A matrix as a QTensor over its own storage, or None when no dense format has its dtype.
 
-    Whoever writes to the storage clears `packed`.
+    Whoever writes to the storage calls `renew`.
     """
     name = next((f.name for f in (Float32, BFloat16) if f.dtype == w_NK.dtype), None)
     return None if name is None else QTensor(name, (w_NK.shape[0], w_NK.shape[1]), {"weight": w_NK.detach()})

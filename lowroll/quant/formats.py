@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels import sweep
+
 EPS = torch.finfo(torch.float32).eps      # the scale of an all-zero channel or group
 
 
@@ -37,13 +39,31 @@ class QTensor:
     """A quantised matrix: named storages (codes, scales) that never move once made.
 
     `tensors` are the published bytes: digests, checkpoints and `copy_` see them. `packed` is what a kernel derived
-    from them for its own use (oneDNN's blocked layout); it is made on first use and dropped when the codes change.
+    from them for its own use (oneDNN's blocked layout); it is made on first use (`derive`). When the codes change, it
+    is dropped on CPU, and elsewhere made again at once in the same storages, which a CUDA graph may hold.
     """
 
     format: str
     shape: tuple[int, int]
     tensors: dict[str, Tensor]
     packed: dict[str, Any] = field(default_factory=dict)
+    makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
+
+    def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
+        """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor or a tuple of tensors."""
+        if key not in self.packed:
+            self.packed[key], self.makers[key] = make(self), make
+        return self.packed[key]
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """The codes have changed: so must what was derived from them. Whoever writes to `tensors` calls it."""
+        if self.device.type == "cpu":
+            self.packed.clear()
+        for key, kept in self.packed.items():
+            fresh = self.makers[key](self)
+            for old, new in zip(_tuple(kept), _tuple(fresh), strict=True):
+                old.copy_(new)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix [N, K] that the codes stand for."""
@@ -63,12 +83,25 @@ class QTensor:
                              f"into one with {list(self.tensors[odd[0]].shape)}")
         for name, tensor in self.tensors.items():
             tensor.copy_(other.tensors[name])
-        self.packed.clear()
+        self.renew()
         return self
 
-    def quantize_(self, w_NK: Tensor) -> QTensor:
-        """Quantise `w_NK` into this tensor's own storages."""
-        return self.copy_(get_format(self.format).quantize(w_NK))
+    @torch.no_grad()
+    def quantize_(self, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
+        """Quantise `w_NK` into this tensor's own storages.
+
+        amax_1: its largest magnitude (`kernels.sweep.amax`) from a caller who knows that it is finite: then nobody
+        waits for the device. ValueError, before anything is written, for another shape or a non-finite value.
+        """
+        if tuple(w_NK.shape) != self.shape:
+            raise ValueError(f"cannot adopt a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}")
+        if amax_1 is None:
+            amax_1, = sweep.amax([w_NK])
+            if not sweep.finite([amax_1])[0]:
+                raise ValueError(f"{self.format}: the weight holds a non-finite value")
+        get_format(self.format).encode_into(w_NK.detach(), amax_1, self.tensors)
+        self.renew()
+        return self
 
     def seen_as(self, format: str) -> QTensor | None:
         """The same storages in another format of the same layout (int4 and w4a8); None when the layouts differ."""
@@ -93,8 +126,8 @@ class QTensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """No NaN and no infinity? By the two extremes, which a NaN takes over: one pass, a tenth of `isfinite().all()`."""
-    return tensor.numel() == 0 or bool(torch.stack(tensor.detach().aminmax()).isfinite().all())
+    """No NaN and no infinity? Waits for the device; of many tensors ask `kernels.sweep` at once."""
+    return sweep.finite(sweep.amax([tensor]))[0]
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
@@ -115,10 +148,12 @@ def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
     """
     if q.device.type != "cpu":
         return q.dequantize(dtype)
-    if (key := f"dense {dtype}") not in q.packed:
-        with torch.inference_mode(False):       # the learner may differentiate through what the engine kept
-            q.packed[key] = q.dequantize(dtype)
-    return q.packed[key]
+    with torch.inference_mode(False):           # the learner may differentiate through what the engine kept
+        return q.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
+
+
+def _tuple(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 class Format(ABC):
@@ -136,6 +171,11 @@ class Format(ABC):
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         """Codes and scales of a finite matrix."""
 
+    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
+        """`encode` into storages that are there already. amax_1: the largest magnitude, float32."""
+        for name, value in self.encode(w_NK).items():
+            tensors[name].copy_(value)
+
     @abstractmethod
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor: ...
 
@@ -146,27 +186,33 @@ class Format(ABC):
         """Quantise [N, K]. ValueError for a tensor that is no matrix, is empty, or holds a non-finite value."""
         if w_NK.ndim != 2 or w_NK.numel() == 0:
             raise ValueError(f"{self.name}: expected a non-empty matrix [out, in], got shape {list(w_NK.shape)}")
-        if not all_finite(w_NK):
-            raise ValueError(f"{self.name}: the weight holds a non-finite value")
-        with torch.no_grad():
-            return QTensor(self.name, (w_NK.shape[0], w_NK.shape[1]), self.encode(w_NK.detach()))
+        return self.empty((w_NK.shape[0], w_NK.shape[1]), w_NK.device).quantize_(w_NK)
+
+    def empty(self, shape: tuple[int, int], device: torch.device) -> QTensor:
+        """Storages for a matrix [N, K]; nothing is in them yet."""
+        like = self.encode(torch.empty(shape, device="meta"))
+        return QTensor(self.name, shape, {name: torch.empty_like(t, device=device) for name, t in like.items()})
 
     def pitch(self, name: str, num_in: int) -> Fraction:
         """Entries along the first dimension of a stored tensor for one row of a matrix with `num_in` columns."""
         return Fraction(1)
 
     def cut(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """The parts, of `rows` rows each, with the codes and scales that they have in the whole matrix.
+        """The parts, of `rows` rows each, with copies of the codes and scales that they have in the whole matrix.
 
         ValueError when a block of the format reaches over the border of two parts.
         """
+        return [part.clone() for part in self.split(q, rows)]
+
+    def split(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
+        """The parts as `cut` gives them, over the storages of the whole matrix."""
         assert sum(rows) == q.shape[0]
         parts = [QTensor(self.name, (size, q.shape[1]), {}) for size in rows]
         for name, tensor in q.tensors.items():
             edges = self._edges(name, q.shape[1], rows)
             for part, (start, stop) in zip(parts, pairwise(edges), strict=True):
                 shared = name in self.once and tensor.shape[0] == 1
-                part.tensors[name] = tensor.clone() if shared else self._once(name, tensor[start:stop].clone())
+                part.tensors[name] = tensor if shared else self._once(name, tensor[start:stop])
         return parts
 
     def stack(self, parts: Sequence[QTensor]) -> QTensor:
@@ -183,7 +229,7 @@ class Format(ABC):
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
         """One entry instead of equal ones, where one is what the format keeps."""
-        return tensor[:1].clone() if name in self.once and bool((tensor == tensor[:1]).all()) else tensor
+        return tensor[:1] if name in self.once and bool((tensor == tensor[:1]).all()) else tensor
 
     def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:
         """Where the parts begin and end in a stored tensor."""

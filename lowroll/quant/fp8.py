@@ -96,12 +96,13 @@ class Float8Block(Format):
 
 def _float_sums(codes_MK: Tensor, q: QTensor) -> Tensor:
     """sum_k q_x q_w in float32, by the float32 values of the codes."""
-    if "codes" in q.packed:
-        return F.linear(codes_MK.float(), q.packed["codes"])
-    values_NK = q.tensors["weight"].float()
-    if values_NK.device.type == "cpu":
-        q.packed["codes"] = values_NK
+    on_cpu = q.device.type == "cpu"
+    values_NK = q.derive("codes", _values) if on_cpu else _values(q)
     return F.linear(codes_MK.float(), values_NK)
+
+
+def _values(q: QTensor) -> Tensor:
+    return q.tensors["weight"].float()
 
 
 def _device_sums(codes_MK: Tensor, codes_NK: Tensor) -> Tensor:

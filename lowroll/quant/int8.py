@@ -55,15 +55,16 @@ class Int8(Format):
 
 def _onednn_product(codes_MK: Tensor, q: QTensor) -> Tensor:
     """(sum_k q_x q_w) * s_w in float32, by oneDNN on the packed weight."""
-    if "onednn" not in q.packed:
-        codes_NK = q.tensors["codes"]
-        q.packed["onednn"] = (torch.ops.onednn.qlinear_prepack(codes_NK, None),
-                              q.tensors["scale"].flatten(),
-                              torch.zeros(codes_NK.shape[0], dtype=torch.int32))
-    weight, scale_N, zero_N = q.packed["onednn"]
+    weight, scale_N, zero_N = q.derive("onednn", _prepack)
     shifted_MK = codes_MK.to(torch.int8).view(torch.uint8).bitwise_xor_(128)      # codes + 128, by the sign bit
     return torch.ops.onednn.qlinear_pointwise(shifted_MK, 1.0, 128, weight, scale_N, zero_N, None, 1.0, 0,
                                               torch.float32, "none", [], "")
+
+
+def _prepack(q: QTensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The weight in oneDNN's layout, its scales, and their zero points."""
+    return (torch.ops.onednn.qlinear_prepack(q.tensors["codes"], None), q.tensors["scale"].flatten(),
+            torch.zeros(q.shape[0], dtype=torch.int32))
 
 
 def _integer_product(codes_MK: Tensor, q: QTensor) -> Tensor:

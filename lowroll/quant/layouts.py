@@ -177,13 +177,15 @@ def read_layout(config: dict[str, Any]) -> Layout:
     raise ValueError(f"quant_method: {method!r} is not one of compressed-tensors, bitsandbytes, fp8{_ADVICE}")
 
 
-def describe(format: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The `quantization_config` of a folder whose linear layers are in `format`. dtype: the model's."""
+def describe(format: str, dtype: torch.dtype, routers: bool = False) -> dict[str, Any]:
+    """The `quantization_config` of a folder whose linear layers are in `format`. dtype: the model's.
+
+    routers: the model has experts, whose routers stay dense."""
     if format.startswith("nf4"):
         return {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
                 "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": format == "nf4_dq",
                 "bnb_4bit_compute_dtype": _name(dtype), "bnb_4bit_quant_storage": "uint8",
-                "llm_int8_skip_modules": ["lm_head"]}
+                "llm_int8_skip_modules": ["lm_head", *(["mlp.gate"] if routers else [])]}
     compression, weights, inputs = _SCHEMES[_described_as(format)]
     weights = {key: value for key, value in weights.items() if value is not None}
     if scale_dtype := _SCALE_DTYPE.get(layout(format)):
@@ -195,7 +197,8 @@ def describe(format: str, dtype: torch.dtype) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None,
              "format": compression}
     return {"quant_method": "compressed-tensors", "format": compression, "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None}
+            "config_groups": {"group_0": group}, "kv_cache_scheme": None,
+            "ignore": ["lm_head", *([r"re:.*\.mlp\.gate$"] if routers else [])]}
 
 
 def _described_as(format: str) -> str:

@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
+from lowroll.kernels import sweep
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
@@ -42,10 +44,18 @@ def realign(model: Transformer, format: str) -> Transformer:
 
 @torch.no_grad()
 def refresh(model: Transformer) -> None:
-    """Quantise the master weights of an aligned model again, in place; any other model is left alone."""
-    for name, linear in model.linears():
-        if linear.aligned is not None and linear.aligned is not linear.weight:
-            linear.aligned.copy_(_quantize(name, linear, linear.aligned.format))
+    """Quantise the master weights of an aligned model again, in place; any other model is left alone.
+
+    ValueError, before anything is written, names a weight that is not finite.
+    """
+    pairs = [(name, linear.aligned, linear.weight) for name, linear in model.linears()
+             if linear.aligned is not None and isinstance(linear.weight, nn.Parameter)]
+    amax = sweep.amax([master for *_, master in pairs])
+    for (name, codes, _), finite in zip(pairs, sweep.finite(amax), strict=True):
+        if not finite:
+            raise ValueError(f"{name}.weight: {codes.format}: the weight holds a non-finite value")
+    for (_, codes, master), amax_1 in zip(pairs, amax, strict=True):
+        codes.quantize_(master, amax_1)
 
 
 @contextmanager

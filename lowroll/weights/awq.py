@@ -85,8 +85,8 @@ def calibrate(model: Transformer, format: str, sequences: Sequence[Sequence[int]
 
     The logits stay up to rounding. sequences: token ids of the calibration text. on_progress(done, total) counts
     blocks. Returns one record a block. ValueError, before anything changes, for a dense format, a model with quantised
-    weights or an adapter (which learnt to read the channels as they were), and sequences that are empty or outside the
-    vocabulary or context.
+    weights, experts or an adapter (which learnt to read the channels as they were), and sequences that are empty or
+    outside the vocabulary or context.
     """
     chosen = get_format(format)
     _check(model, chosen, sequences)
@@ -267,6 +267,9 @@ def _check(model: Transformer, format: Format, sequences: Sequence[Sequence[int]
     for name, linear in model.linears():
         if isinstance(linear.weight, QTensor) or linear.adapter is not None or linear.aligned is not None:
             raise ValueError(f"awq: {name} is quantised, aligned or has an adapter; calibrate the dense model before")
+    if model.spec.num_experts:
+        raise ValueError(f"awq: {model.spec.architecture} has experts, of which each would need scales for its own "
+                         "tokens; that is not supported")
     if not sequences:
         raise ValueError("awq: no calibration sequences")
     for i, ids in enumerate(sequences):

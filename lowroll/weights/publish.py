@@ -8,21 +8,20 @@ are. `digest` proves what was adopted. Noise (`weights.noise`) lands on the engi
 from __future__ import annotations
 
 import logging
+from functools import cache
 from hashlib import blake2b
 
 import torch
 from torch import Tensor, nn
 
+from lowroll.kernels import sweep
 from lowroll.model.linear import Adapter, Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
-from lowroll.quant.formats import QTensor, all_finite, get_format, layout
+from lowroll.quant.formats import QTensor, get_format, layout
 from lowroll.weights.noise import Noise, noisy_norms
 
 log = logging.getLogger(__name__)
-
-_BLOCK = 1 << 20     # int64 words of one checksum block
-
 
 def quantize_base(model: Transformer, format: str) -> Transformer:
     """Replace every linear weight by its QTensor, for good: the frozen base that learner and engine share (LoRA).
@@ -85,18 +84,18 @@ def publish(master: Transformer, rollout: Transformer, noise: Noise | None = Non
     base than the shared one, a linear weight that is not finite, or noise for an engine that was not made for it.
     """
     mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
-    _check_fits(master, rollout, mine)
+    amax = _check_fits(master, rollout, mine)
     drawn = {} if noise is None or noise.sigma == 0 else _draw(noise, rollout)
     for name, target in rollout.named_parameters():
         if name not in rollout.shared:
             value = mine[name] if ".adapter." in name else mine[name].to(rollout.dtype)
             target.copy_(value.float() + drawn[name] if name in drawn else value)
     if rollout.head is not None:
-        rollout.head.packed.clear()
+        rollout.head.renew()
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
         assert isinstance(ours.weight, QTensor)
         if ours.weight is not theirs.weight:
-            ours.weight.copy_(_quantize(name, theirs, ours.weight.format))
+            _refill(name, ours.weight, theirs, amax.get(name))
 
 
 def _draw(noise: Noise, rollout: Transformer) -> dict[str, Tensor]:
@@ -108,7 +107,8 @@ def _draw(noise: Noise, rollout: Transformer) -> dict[str, Tensor]:
             for name, norm in noisy_norms(rollout)}
 
 
-def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Parameter]) -> None:
+def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """ValueError as `publish` says. Returns the largest magnitude of every dense linear weight of the master."""
     if master.spec != rollout.spec:
         raise ValueError("publish: the master's sizes are not those of the engine's model")
     targets = dict(rollout.named_parameters())
@@ -122,11 +122,15 @@ def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Pa
                              f"made with {ours.adapter.scaling}")
         if f"{name}.weight" in rollout.shared and theirs.weight is not ours.weight:
             raise ValueError(f"publish: {name}.weight belongs to another model, whose base the engine shares")
-        if isinstance(theirs.weight, nn.Parameter) and not all_finite(theirs.weight):
-            raise ValueError(f"publish: {name}.weight holds a non-finite value")
     for name in rollout.shared & mine.keys():
         if targets[name].data_ptr() != mine[name].data_ptr():
             raise ValueError(f"publish: {name} belongs to another model, whose base the engine shares")
+    weights = {name: theirs.weight for name, theirs in master.linears() if isinstance(theirs.weight, nn.Parameter)}
+    amax = dict(zip(weights, sweep.amax(list(weights.values())), strict=True))
+    for name, finite in zip(amax, sweep.finite(list(amax.values())), strict=True):
+        if not finite:
+            raise ValueError(f"publish: {name}.weight holds a non-finite value")
+    return amax
 
 
 def digest(model: Transformer) -> str:
@@ -136,19 +140,19 @@ def digest(model: Transformer) -> str:
     count and not the masters behind them, because its forward runs on the codes.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
+    scalings: dict[str, float] = {}
     for name, linear in model.linears():
         weight = linear.weight if linear.aligned is None else linear.aligned
         if isinstance(weight, QTensor):
             tensors.pop(f"{name}.weight", None)
             tensors.update({f"{name}.weight.{part}": t for part, t in weight.tensors.items()})
         if linear.adapter is not None:
-            tensors[f"{name}.adapter.scaling"] = torch.tensor(linear.adapter.scaling, dtype=torch.float64,
-                                                              device=model.device)
-    names = sorted(tensors)
-    sums = torch.stack([_checksum(tensors[name].detach()) for name in names]).tolist()
-    parts = [f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype} {value}"
-             for name, value in zip(names, sums, strict=True)]
-    return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+            scalings[f"{name}.adapter.scaling"] = linear.adapter.scaling
+    sums = sweep.checksums(list(tensors.values()))
+    parts = {name: f"{tuple(t.shape)} {t.dtype} {value}"
+             for (name, t), value in zip(tensors.items(), sums, strict=True)}
+    parts |= {name: f"() {torch.float64} {_checksum(value)}" for name, value in scalings.items()}
+    return blake2b("\n".join(f"{name} {parts[name]}" for name in sorted(parts)).encode(), digest_size=16).hexdigest()
 
 
 _LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "o", "gate_up", "down"))
@@ -169,6 +173,16 @@ def _quantize(name: str, linear: Linear, format: str) -> QTensor:
         return get_format(format).quantize(weight)
     except ValueError as error:
         raise ValueError(f"{name}.weight: {error}") from None
+
+
+def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
+    """`_quantize` into the storages of `target`. A dense weight is known to be finite."""
+    if linear.aligned is not None and linear.aligned.format == target.format:
+        target.copy_(linear.aligned)
+    elif isinstance(linear.weight, nn.Parameter):
+        target.quantize_(linear.weight, amax_1)
+    else:
+        target.copy_(_quantize(name, linear, target.format))
 
 
 def _note_conversion(model: Transformer, format: str) -> None:
@@ -192,18 +206,7 @@ def _copy_adapter(adapter: Adapter) -> Adapter:
     return copy
 
 
-def _checksum(tensor: Tensor) -> Tensor:
-    """One int64 of the tensor's bytes: every 8-byte word is mixed, weighted by its position, and summed (mod 2^64)."""
-    raw = tensor.contiguous().view(-1).view(torch.uint8)
-    raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
-    words = raw.view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _BLOCK):
-        block = words[start:start + _BLOCK]
-        block = (block ^ (block >> 32)) * -7046029254386353131          # 2^64 / golden ratio, odd
-        block = block ^ (block >> 29)
-        weights = torch.arange(2 * start + 1, 2 * (start + block.numel()), 2, device=tensor.device)
-        total += (block * weights).sum()
-    return total
-
-
+@cache
+def _checksum(value: float) -> int:
+    """That of a float64 scalar."""
+    return sweep.checksums([torch.tensor(value, dtype=torch.float64)])[0]

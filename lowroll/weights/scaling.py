@@ -1,6 +1,6 @@
 """Update-aware scaling (QuRL, Eq. 11-12): once, before training, every norm grows by s and what reads it shrinks by s.
 
-    (W / s) (s x) = W x        for q, k, v behind the input norm, and gate, up behind the post-attention norm
+    (W / s) (s x) = W x        for q, k, v behind the input norm; gate, up, a router behind the post-attention norm
 
 The function stays, the gradient of W / s is s times larger, and W / s is s times smaller: an SGD update is s^2 times
 larger beside the weight. Adam's and Muon's updates do not follow the size of a gradient, so with them the relative
@@ -46,9 +46,12 @@ def scale(model: Transformer, s: float) -> Transformer:
             raise ValueError(f"uaq_scale: {name} is quantised or has an adapter; scale the dense model before")
     for block in model.blocks:
         assert isinstance(block, Block)
-        for norm, reader in ((block.input_norm, block.qkv), (block.post_attention_norm, block.gate_up)):
-            assert not isinstance(reader.weight, QTensor)
+        experts = block.experts
+        mlp = [block.gate_up.weight] if experts is None else [experts.gate_up.weight, experts.router.weight]
+        for norm, readers in ((block.input_norm, [block.qkv.weight]), (block.post_attention_norm, mlp)):
             norm.weight.mul_(s)
-            reader.weight.div_(s)
+            for weight in readers:
+                assert not isinstance(weight, QTensor)
+                weight.div_(s)
     model.spec = replace(model.spec, config={**model.spec.config, KEY: s})
     return model

@@ -1,0 +1,185 @@
+"""One pass over the bytes of many tensors in one launch: checksums, and the largest magnitudes.
+
+    checksum   sum_i mix(w_i) (2 i + 1)  mod 2^64        w_i: the 8-byte words, zeros after the last byte
+               mix(w) = v ^ (v >> 29),  v = (w ^ (w >> 32)) * -7046029254386353131       (2^64 / golden ratio, odd)
+    amax       max_i |x_i|, NaN where there is one: the largest bits without the sign, as whole numbers
+
+Shifts are arithmetic. A model has some hundred weights, and a launch for each (or a dozen, as in plain torch) would
+take longer than reading them: a program reads one block of one tensor, which it finds through a table of addresses.
+Sums and maxima are of integers, so their order does not matter and the results are the CPU's, bit for bit.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:                  # a machine without Triton has no CUDA device to use it on
+    triton = None
+
+GOLDEN = -7046029254386353131
+BLOCK_BYTES = 1 << 18                # what one program reads
+STEP_BYTES = 1 << 14                 # of it at a time
+_CPU_WORDS = 1 << 20                 # words of one step in plain torch
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """One int64 of every tensor's bytes in row-major order, the same on every device. Waits for each device once."""
+    found: dict[int, int] = {}
+    for mine in _together(tensors, lambda t: t.device):
+        found.update(zip(mine, _checksums([tensors[i].detach() for i in mine]).tolist(), strict=True))
+    return [found[i] for i in range(len(tensors))]
+
+
+def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest |value| of every tensor: float32 [1] where the tensor is; NaN for one with a NaN, 0 for an empty one.
+
+    bfloat16, float16 and float32, on any devices. Nobody waits.
+    """
+    found: dict[int, Tensor] = {}
+    for mine in _together(tensors, lambda t: (t.device, t.dtype)):
+        found.update(zip(mine, _amax([tensors[i].detach() for i in mine]).float().split(1), strict=True))
+    return [found[i] for i in range(len(tensors))]
+
+
+def finite(extents: Sequence[Tensor]) -> list[bool]:
+    """Which of `amax`'s results are finite. Waits for each device once."""
+    found: dict[int, bool] = {}
+    for mine in _together(extents, lambda t: t.device):
+        found.update(zip(mine, torch.cat([extents[i] for i in mine]).isfinite().tolist(), strict=True))
+    return [found[i] for i in range(len(extents))]
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """Do Triton kernels run on this tensor: on CUDA, and anywhere under Triton's interpreter."""
+    return triton is not None and (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def _together(tensors: Sequence[Tensor], key: Callable[[Tensor], Any]) -> Iterator[list[int]]:
+    """Indices of the tensors that share a key."""
+    for one in dict.fromkeys(map(key, tensors)):
+        yield [i for i, t in enumerate(tensors) if key(t) == one]
+
+
+# -- plain torch ------------------------------------------------------------------------------------------------------
+
+def _checksum(tensor: Tensor) -> Tensor:
+    raw = tensor.contiguous().view(-1).view(torch.uint8)
+    raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
+    words = raw.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _CPU_WORDS):
+        block = words[start:start + _CPU_WORDS]
+        block = (block ^ (block >> 32)) * GOLDEN
+        block = block ^ (block >> 29)
+        weights = torch.arange(2 * start + 1, 2 * (start + block.numel()), 2, device=tensor.device)
+        total += (block * weights).sum()
+    return total
+
+
+def _extent(tensor: Tensor) -> Tensor:
+    """By the two extremes, which a NaN takes over: one pass and no copy."""
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    low, high = tensor.aminmax()
+    return torch.maximum(-low, high)
+
+
+# -- one launch -------------------------------------------------------------------------------------------------------
+
+def _checksums(tensors: list[Tensor]) -> Tensor:
+    """Of tensors on one device, int64."""
+    if not uses_triton(tensors[0]):
+        return torch.stack([_checksum(t) for t in tensors])
+    sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    _sweep(_checksum_kernel, tensors, sums)
+    return sums
+
+
+def _amax(tensors: list[Tensor]) -> Tensor:
+    """Of tensors on one device and of one dtype, in that dtype."""
+    if not uses_triton(tensors[0]):
+        return torch.stack([_extent(t) for t in tensors])
+    whole = {2: torch.int16, 4: torch.int32}[tensors[0].itemsize]
+    bits = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
+    _sweep(_amax_kernel, [t.view(whole) for t in tensors], bits)
+    return bits.to(whole).view(tensors[0].dtype)
+
+
+def _sweep(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
+    """Launch `kernel` with one program a block. Blocks of all tensors lie one after the other."""
+    tensors = [_aligned(t) for t in tensors]
+    counts = torch.tensor([-(-t.nbytes // BLOCK_BYTES) for t in tensors])
+    table = torch.tensor([[t.data_ptr() for t in tensors], [t.nbytes for t in tensors],
+                          (counts.cumsum(0) - counts).tolist()])
+    owner = torch.repeat_interleave(torch.arange(len(tensors), dtype=torch.int32), counts)
+    if len(owner):
+        size = 8 if kernel is _checksum_kernel else tensors[0].itemsize
+        kernel[(len(owner),)](table.to(out.device), owner.to(out.device), out, len(tensors), SIZE=size,
+                              BLOCK=BLOCK_BYTES // size, STEP=STEP_BYTES // size, num_warps=4)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Row-major, and at an address from which 16 bytes can be read at once."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+if triton is not None:
+    @triton.jit
+    def _block(table, owner, count, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+        """(the tensor of this program, the address of its integers, how many they are, the first of the block)."""
+        tensor = tl.load(owner + tl.program_id(0))
+        integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
+        values = tl.multiple_of(tl.load(table + tensor).to(tl.pointer_type(integer)), 16)
+        first = (tl.program_id(0) - tl.load(table + 2 * count + tensor)) * BLOCK
+        return tensor, values, tl.load(table + count + tensor) // SIZE, tl.multiple_of(first, BLOCK)
+
+    @triton.jit
+    def _mix(word):
+        word = (word ^ (word >> 32)) * -7046029254386353131
+        return word ^ (word >> 29)
+
+    @triton.jit
+    def _last_word(table, tensor, count):
+        """The word that the last bytes of a tensor fill in part, with zeros behind them; 0 when there is none."""
+        size, lane = tl.load(table + count + tensor), tl.arange(0, 8)
+        at = size // 8 * 8 + lane
+        byte = tl.load(tl.load(table + tensor).to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0)
+        return tl.sum(byte.to(tl.int64) << (8 * lane).to(tl.int64), axis=0)
+
+    @triton.jit
+    def _checksum_kernel(table, owner, sums, count, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+        tensor, words, size, first = _block(table, owner, count, SIZE, BLOCK)
+        total = tl.zeros([STEP], dtype=tl.int64)
+        if first + BLOCK <= size:                    # without a mask, loads are as wide as the hardware's
+            for start in range(0, BLOCK, STEP):
+                at = first + start + tl.arange(0, STEP)
+                total += _mix(tl.load(words + at)) * (2 * at + 1)
+            tl.atomic_add(sums + tensor, tl.sum(total, axis=0), sem="relaxed")
+        else:
+            for start in range(0, BLOCK, STEP):
+                at = first + start + tl.arange(0, STEP)
+                total += _mix(tl.load(words + at, mask=at < size, other=0)) * (2 * at + 1)
+            last = tl.where(size >= first, _mix(_last_word(table, tensor, count)) * (2 * size + 1), 0)
+            tl.atomic_add(sums + tensor, tl.sum(total, axis=0) + last, sem="relaxed")
+
+    @triton.jit
+    def _amax_kernel(table, owner, bits, count, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+        tensor, values, size, first = _block(table, owner, count, SIZE, BLOCK)
+        most: tl.constexpr = 0x7FFF if SIZE == 2 else 0x7FFFFFFF
+        top = tl.zeros([STEP], dtype=values.dtype.element_ty)
+        if first + BLOCK <= size:
+            for start in range(0, BLOCK, STEP):
+                top = tl.maximum(top, tl.load(values + first + start + tl.arange(0, STEP)) & most)
+        else:
+            for start in range(0, BLOCK, STEP):
+                at = first + start + tl.arange(0, STEP)
+                top = tl.maximum(top, tl.load(values + at, mask=at < size, other=0) & most)
+        tl.atomic_max(bits + tensor, tl.max(top.to(tl.int32), axis=0), sem="relaxed")

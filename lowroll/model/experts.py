@@ -1,0 +1,169 @@
+"""Mixture of experts: a router sends every token to S of E SwiGLU networks, whose outputs are summed by weight.
+
+    p = softmax(R x)        float32, over the E experts
+    chosen: the S largest p, of equal ones the lower expert;    g = p of the chosen, over their sum if the spec says so
+    y = sum_s g_s W_down[e_s] (silu(W_gate[e_s] x) * W_up[e_s] x)
+
+(Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE.) Router logits are sums in
+float32 of the model's own numbers, rounded to nothing less: rollout and learner, whose products add in other orders,
+then choose alike but for near-ties.
+
+The matrices of all experts are stacked in one `Linear`, whose parts are "experts.7.gate_proj" and so on: a format, a
+publication, a digest or a checkpoint sees one matrix [E N, K]. It is multiplied with rows sorted by expert
+(`kernels.grouped`).
+
+Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size, N out, K in features.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowroll.kernels import grouped
+from lowroll.kernels.grouped import Groups
+from lowroll.model.linear import Linear
+from lowroll.model.spec import ModelSpec
+from lowroll.quant.formats import QTensor, get_format
+
+
+class Router(nn.Module):
+    """Which experts a token goes to, and how much each counts."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden_size, device=device, dtype=dtype))
+        self.choices, self.renormalize = spec.experts_per_token, spec.norm_topk_prob
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights [T, S] in float32, experts [T, S]), by falling probability."""
+        logits_TE = F.linear(x_TD.float(), self.weight.float())
+        experts_TS = logits_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :self.choices]
+        weights_TS = logits_TE.softmax(dim=-1).gather(1, experts_TS)
+        if self.renormalize:
+            weights_TS = weights_TS / weights_TS.sum(dim=-1, keepdim=True)
+        return weights_TS, experts_TS
+
+
+class StackedLinear(Linear):
+    """The same parts for every expert, one under the other."""
+
+    def __init__(self, num_experts: int, in_features: int, parts: dict[str, int], device: torch.device | str = "cpu",
+                 dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(in_features, {f"experts.{expert}.{part}": rows for expert in range(num_experts)
+                                       for part, rows in parts.items()}, False, device, dtype)
+        self.num_experts = num_experts
+
+    def set_weight(self, weight: QTensor | nn.Parameter) -> None:
+        """As in `Linear`. ValueError when a block of the format reaches over two experts."""
+        if isinstance(weight, QTensor):
+            _experts(weight, self.num_experts)
+        super().set_weight(weight)
+
+    def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
+        """Sorted rows times the matrices of their experts."""
+        weight, low_bit = self.weight, self.low_bit
+        if self.aligned is not None:
+            weight, low_bit = self.aligned, True
+        elif low_bit and isinstance(weight, QTensor) and torch.is_grad_enabled() and x_PK.requires_grad:
+            raise ValueError("low_bit: the engine's arithmetic has no gradient; a learner runs the dequantised "
+                             "weights (run_low_bit(False)) or the aligned forward")
+        master_NK = None if isinstance(self.weight, QTensor) else self.weight
+        y_PN = _GroupedProduct.apply(x_PK, master_NK, weight, groups, self.num_experts, low_bit)
+        assert isinstance(y_PN, Tensor)
+        return y_PN
+
+
+class Experts(nn.Module):
+    """The block's MLP in a mixture of experts."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, wide = spec.hidden_size, spec.moe_intermediate_size
+        self.router = Router(spec, device, dtype)
+        self.gate_up = StackedLinear(spec.num_experts, hidden, {"gate_proj": wide, "up_proj": wide}, device, dtype)
+        self.down = StackedLinear(spec.num_experts, wide, {"down_proj": hidden}, device, dtype)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weights_TS, experts_TS = self.router(x_TD)
+        groups = grouped.sort_slots(experts_TS, self.gate_up.num_experts)
+        gate, up = self.gate_up.multiply(_Gather.apply(x_TD, groups, self.router.choices), groups).chunk(2, dim=-1)
+        y_PD = _Scatter.apply(self.down.multiply(F.silu(gate) * up, groups), groups)
+        y_TSD = y_PD.view(*weights_TS.shape, -1)
+        return (y_TSD * weights_TS[..., None]).sum(1).to(x_TD.dtype)
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of tokens at the places of their slots. Its gradient is a sum in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, groups: Groups, choices: int) -> Tensor:
+        ctx.groups, ctx.choices = groups, choices
+        return x_TD[groups.slot_P // choices]
+
+    @staticmethod
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_PD[ctx.groups.place_P].view(-1, ctx.choices, grad_PD.shape[1]).sum(1), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """Sorted rows in the order of their slots."""
+
+    @staticmethod
+    def forward(ctx: Any, y_PD: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return y_PD[groups.place_P]
+
+    @staticmethod
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_PD[ctx.groups.slot_P], None
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Forward with `weight`, in the engine's arithmetic if it is low_bit; backward with what its codes stand for.
+
+    The gradient of the matrices reaches the master straight through the quantiser, as in `model.linear`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_PK: Tensor, master_NK: Tensor | None, weight: Tensor | QTensor, groups: Groups,
+                num_experts: int, low_bit: bool) -> Tensor:
+        ctx.weight, ctx.groups, ctx.num_experts = weight, groups, num_experts
+        ctx.master_dtype = None if master_NK is None else master_NK.dtype
+        ctx.save_for_backward(x_PK if ctx.needs_input_grad[1] else None)
+        if isinstance(weight, QTensor) and low_bit:
+            return _low_bit_product(x_PK.detach(), weight, groups, num_experts)
+        w_ENK = _dense(weight, num_experts, x_PK.dtype)
+        return grouped.product(x_PK.detach(), w_ENK.transpose(1, 2), groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
+        x_PK, = ctx.saved_tensors
+        grad_PN, x_grad_PK, master_grad_NK = grad_PN.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            x_grad_PK = grouped.product(grad_PN, _dense(ctx.weight, ctx.num_experts, grad_PN.dtype), ctx.groups)
+        if ctx.needs_input_grad[1]:
+            master_grad_NK = grouped.outer(grad_PN, x_PK, ctx.groups).flatten(0, 1).to(ctx.master_dtype)
+        return x_grad_PK, master_grad_NK, None, None, None, None
+
+
+def _dense(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Tensor:
+    """The matrices of all experts: [E, N, K]."""
+    w_NK = weight.dequantize(dtype) if isinstance(weight, QTensor) else weight.detach().to(dtype)
+    return w_NK.view(num_experts, -1, w_NK.shape[1])
+
+
+def _low_bit_product(x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int) -> Tensor:
+    """The format's own product, an expert at a time."""
+    if "experts" not in weight.packed:
+        weight.packed["experts"] = _experts(weight, num_experts)
+    experts: list[QTensor] = weight.packed["experts"]
+    return torch.cat([expert.linear(x_PK[start:end])
+                      for expert, (start, end) in zip(experts, groups.bounds, strict=True) if end > start])
+
+
+def _experts(weight: QTensor, num_experts: int) -> list[QTensor]:
+    """The matrix of each expert, over the storages of the whole."""
+    return get_format(weight.format).split(weight, [weight.shape[0] // num_experts] * num_experts)
