@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -37,24 +38,27 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
     for start, length in zip(starts, lengths, strict=False):
         by_length[length].append(start)
     shapes = [(len(firsts), length) for length, firsts in by_length.items()]
-    on_cuda = torch.device(device).type == "cuda"
+    longest, on_cuda = max(lengths), torch.device(device).type == "cuda"
     bounds = _upload(starts, torch.int32, device) if on_cuda else None
-    order = back = None
-    if len(shapes) > 1 and not (on_cuda and len(shapes) > MOST_STACKS):
+
+    @cache
+    def order() -> tuple[Tensor, Tensor]:
+        """Where the tokens of each stack are, and the way back."""
         places = [t for length, firsts in by_length.items() for first in firsts for t in range(first, first + length)]
-        order = _upload(places, torch.int64, device)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=device)
-    longest = max(lengths)
+        there = _upload(places, torch.int64, device)
+        back = torch.empty_like(there)
+        back[there] = torch.arange(len(there), device=device)
+        return there, back
 
     def attend(_layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         half = q_THd.is_cuda and q_THd.dtype in (torch.bfloat16, torch.float16)
         if half and len(shapes) > MOST_STACKS and q_THd.shape[-1] % 8 == 0 and q_THd.shape[-1] <= 256:
             assert bounds is not None
             return _flash(q_THd, k_TGd, v_TGd, bounds, longest)
-        if order is None or back is None:
+        if len(shapes) == 1:
             return _by_length(q_THd, k_TGd, v_TGd, shapes)
-        return _by_length(q_THd[order], k_TGd[order], v_TGd[order], shapes)[back]
+        there, back = order()
+        return _by_length(q_THd[there], k_TGd[there], v_TGd[there], shapes)[back]
 
     return attend
 

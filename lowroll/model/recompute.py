@@ -33,6 +33,14 @@ class _Recipe:
         self.readers = 0
         self.made: Tensor | None = None
 
+    def read(self) -> None:
+        """Count a reader. The first one makes this recipe a reader of its inputs."""
+        if not self.readers:
+            for x in self.inputs:
+                if isinstance(x, _Recipe):
+                    x.read()
+        self.readers += 1
+
     def get(self) -> Tensor:
         made = self.made
         if made is None:
@@ -54,11 +62,11 @@ class _Book:
         recipe = self.recipes.get(_key(x))
         if recipe is None:
             return x
-        recipe.readers += 1
+        recipe.read()
         return recipe
 
     def add(self, output: Tensor, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
-        kept = tuple(self.pack(x.detach()) if isinstance(x, Tensor) else x for x in inputs)
+        kept = tuple(self.recipes.get(_key(x), x.detach()) if isinstance(x, Tensor) else x for x in inputs)
         self.recipes[_key(output)] = _Recipe(function, kept)
         self.outputs.append(output)
 
