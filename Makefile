@@ -2,7 +2,7 @@ PY := .venv/bin/python
 STAMP := .venv/.lowroll-installed
 VLLM := .venv-vllm
 
-.PHONY: setup demo test test-vllm lint bench
+.PHONY: setup demo test test-vllm lint bench bench-gpu
 setup: $(STAMP)
 
 # torch first and alone: the build that is pinned here is the one that everything after it finds installed.
@@ -38,4 +38,14 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(PY) -m bench.engine
 	$(PY) -m bench.learner
+	$(PY) docs/tables.py
+
+# A command ends with 1 when a row misses what it must reach; the others run all the same.
+bench-gpu: $(STAMP)
+	-$(PY) -m bench.decode --models qwen2.5-7b
+	-$(PY) -m bench.decode --models qwen2.5-1.5b --formats bf16 --parts rollout agreement
+	-$(PY) -m bench.decode --models qwen2.5-32b --formats nvfp4 --parts rollout agreement
+	-$(PY) -m bench.decode --models qwen3-30b-a3b --formats bf16 --parts rollout agreement
+	-$(PY) -m bench.train
+	-$(PY) -m bench.step
 	$(PY) docs/tables.py

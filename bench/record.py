@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -132,7 +133,7 @@ def merge(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:
     """`write`, keeping what another part of the measurement stored: a row takes the place of one of its name.
 
     Rows of another kind of machine, or of other versions, are not kept: a file is one machine's. Parts may run at the
-    same time, one on each GPU.
+    same time, one on each GPU; the order is that of the names, with numbers by size.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{name}.lock").open("w") as lock:
@@ -143,7 +144,9 @@ def merge(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:
             print(f"{path}: rows of another machine or version are left out", file=sys.stderr)
             before = {"settings": {}, "rows": []}
         kept = [read_row(row) for row in before["rows"] if row["name"] not in mine]
-        return write(name, kept + rows, folder, **before["settings"] | settings)
+        ordered = sorted(kept + rows, key=lambda row: [(not part.isdigit(), int(part) if part.isdigit() else part)
+                                                       for part in re.findall(r"\d+|\D+", row.name)])
+        return write(name, ordered, folder, **before["settings"] | settings)
 
 
 def read_row(stored: Mapping[str, Any]) -> Row:

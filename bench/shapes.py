@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lowroll.model.spec import ModelSpec, spec_from_config
+from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 
 
@@ -51,8 +51,3 @@ def random_model(config: dict[str, Any], device: torch.device | str = "cpu", dty
         else:
             p.normal_(0.0, 0.02, generator=generator)
     return model.requires_grad_(False).eval()
-
-
-def kv_bytes_per_token(spec: ModelSpec, itemsize: int = 2) -> int:
-    """Bytes of keys and values that one token leaves in the cache."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize

@@ -9,8 +9,12 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bench.record import Row
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -106,17 +110,72 @@ def commands() -> str:
     return table(("command", "what it does"), [(f"`lowroll {name}`", text) for name, text in COMMANDS.items()])
 
 
+ON_GPU = ("decode", "train", "step")
+
+
 def measured() -> str:
     """The stored results of `make bench`, a table a file."""
-    parts = []
-    for path in sorted((ROOT / "bench" / "baselines").glob("*.json")):
-        record = json.loads(path.read_text())
-        machine = record["machine"]
-        parts += [f"`{path.stem}`, {record['date']}: {machine['cpu']}, {machine['threads']} threads, "
-                  f"torch {machine['torch']}, transformers {machine['transformers']}.", "",
-                  table(("ours / the other", "unit", "ours", "the other", "ratio (spread)", "must be"),
-                        [_comparison(row) for row in record["rows"]]), ""]
-    return "\n".join(parts) or "Nothing is stored in bench/baselines/: run `make bench`.\n"
+    paths = [path for path in sorted((ROOT / "bench" / "baselines").glob("*.json")) if path.stem not in ON_GPU]
+    return "\n".join(_file(path.stem) for path in paths) or "Nothing is stored in bench/baselines/: run `make bench`.\n"
+
+
+def gpu() -> str:
+    """Every row of `make bench-gpu`, a table a file."""
+    return "\n".join(_file(name) for name in ON_GPU if _stored(name)) or NOT_RUN
+
+
+def targets() -> str:
+    """What the project holds itself to on one GPU, and what was measured, with the reason for what was missed."""
+    from bench.record import read_row
+    from bench.targets import TARGETS
+    records = {name: _stored(name) for name in ON_GPU}
+    found = {name: {row["name"]: read_row(row) for row in record.get("rows", ())} for name, record in records.items()}
+    lines = [_target(t.quantity, [found[t.file].get(name) for name in t.rows], t.must, t.aim) for t in TARGETS]
+    named = {name for target in TARGETS for name in target.rows}
+    lines += [_target(f"{row.name}, {row.unit}", [row], (row.must,), (row.aim,)) for name in ("train", "step")
+              for row in found[name].values() if row.must is not None and row.name not in named]
+    heads = [f"{_machine(record)} ({name})." for name, record in records.items() if record]
+    return "\n".join([*(heads or [NOT_RUN]), "",
+                      table(("target", "ours", "the other", "ratio", "must", "aim", "result"), lines)])
+
+
+NOT_RUN = "Nothing of this is stored in bench/baselines/ yet: run `make bench-gpu` on a machine with a GPU."
+
+
+def _target(quantity: str, rows: Sequence[Row | None], must: Sequence[float | None],
+            aim: Sequence[float | None]) -> tuple[str, ...]:
+    """A line: the rows' values side by side, and one verdict where they agree."""
+    def beside(values: Iterable[float | None]) -> str:
+        shown = [_number(value) for value in values]
+        return " / ".join(shown) if set(shown) - {"-"} else "-"
+
+    verdicts = ["not run" if row is None else row.verdict for row in rows]
+    said = verdicts[0] if len(set(verdicts)) == 1 else " / ".join(verdicts)
+    notes = dict.fromkeys(row.note for row in rows if row is not None and row.note and row.verdict != "met")
+    return (quantity, beside(row and row.ours for row in rows), beside(row and row.peer for row in rows),
+            beside(row and row.ratio for row in rows), beside(must), beside(aim),
+            ": ".join([said, "; ".join(notes)]) if notes else said)
+
+
+def _stored(name: str) -> dict[str, Any]:
+    path = ROOT / "bench" / "baselines" / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _machine(record: Mapping[str, Any]) -> str:
+    machine, beside = record["machine"], record.get("settings", {}).get("vllm")
+    place = (f"one {machine['gpu']}, driver {machine['driver']}" if "gpu" in machine
+             else f"{machine['cpu']}, {machine['threads']} threads")
+    return (f"{record['date']}: {place}, torch {machine['torch']}, transformers {machine['transformers']}"
+            + (f", vLLM {beside}" if beside else ""))
+
+
+def _file(name: str) -> str:
+    """One file's rows."""
+    record = _stored(name)
+    body = table(("ours / the other", "unit", "ours", "the other", "ratio (spread)", "must be"),
+                 [_comparison(row) for row in record["rows"]])
+    return f"`{name}`, {_machine(record)}.\n\n{body}\n"
 
 
 def curves() -> str:
@@ -140,20 +199,21 @@ def prices() -> str:
     return head + "\n\n" + table(HEAD, [(f"`{name}`", *rest) for name, *rest in cells(record["rows"])])
 
 
-def _comparison(row: dict[str, object]) -> tuple[str, ...]:
-    ours, peer, ratio = (float(str(row[key])) for key in ("ours", "peer", "ratio"))
-    spread = row.get("spread")
-    extent = f" ({spread[0]:.2f} to {spread[1]:.2f})" if isinstance(spread, list) and spread[0] != spread[1] else ""
-    must = "" if row.get("must") is None else f"{float(str(row['must'])):g}x"
-    return str(row["name"]), str(row["unit"]), _number(ours), _number(peer), f"{ratio:.2f}x{extent}", must
+def _comparison(row: Mapping[str, Any]) -> tuple[str, ...]:
+    spread, bound = row["spread"], row["must"]
+    extent = f" ({spread[0]:.2f} to {spread[1]:.2f})" if spread and spread[0] != spread[1] else ""
+    ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}x{extent}"
+    kind = row.get("goal", "ratio at least")
+    must = "" if bound is None else f"{bound:g}x" if kind == "ratio at least" else f"{kind} {bound:g}"
+    return row["name"], row["unit"], _number(row["ours"]), _number(row["peer"]), ratio, must
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 PARTS: dict[str, Callable[[], str]] = {part.__name__: part for part in (
-    metrics, objectives, algorithms, auto, formats, environments, commands, measured, curves, prices)}
+    metrics, objectives, algorithms, auto, formats, environments, commands, measured, gpu, targets, curves, prices)}
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))       # for bench, which is not installed

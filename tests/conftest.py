@@ -1,6 +1,9 @@
 """One thread everywhere: results repeat bit for bit for a fixed thread count only, and tiny models gain nothing.
 
 Set before torch is imported, so that the processes which tests start inherit it.
+
+Tests marked `interpreted` run Triton kernels on CPU tensors. Triton decides at its import whether it interprets, and
+other tests need it undecided, so all of them run together in one process of their own (`interpreted.py`).
 """
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 
 collect_ignore = [] if os.environ.get("LOWROLL_VLLM_PYTHON") else ["foreign"]        # `make test-vllm`
+
+pytest_plugins = ["interpreted"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

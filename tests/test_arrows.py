@@ -33,8 +33,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "metrics": (set(), {"rich", "matplotlib"}),
     "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
-    "trainer": ({"model", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics", "types"},
-                {"torch", "bitsandbytes"}),
+    "trainer": ({"model", "kernels", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics",
+                 "types"}, {"torch", "bitsandbytes"}),
 }
 # no room knows them
 COMPOSITION = {"assemble", "calibration", "inprocess", "evaluate", "diagnose", "supervised", "demo", "export", "cli"}

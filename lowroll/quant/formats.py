@@ -50,7 +50,8 @@ class QTensor:
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
-        """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor or a tuple of tensors."""
+        """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor, a tuple of tensors, or one
+        of QTensors over this one's storages."""
         if key not in self.packed:
             self.packed[key], self.makers[key] = make(self), make
         return self.packed[key]
@@ -61,8 +62,11 @@ class QTensor:
         if self.device.type == "cpu":
             self.packed.clear()
         for key, kept in self.packed.items():
-            fresh = self.makers[key](self)
-            for old, new in zip(_tuple(kept), _tuple(fresh), strict=True):
+            if isinstance(kept, tuple) and isinstance(kept[0], QTensor):
+                for view in kept:
+                    view.renew()
+                continue
+            for old, new in zip(_tuple(kept), _tuple(self.makers[key](self)), strict=True):
                 old.copy_(new)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels.quantise4 import quantise4
+from lowroll.kernels.sweep import uses_triton
 from lowroll.quant.formats import Format, QTensor, WeightOnly, divide, multiplicand, nonzero
 from lowroll.quant.groups import join, pack, split, unpack
 from lowroll.quant.int8 import quantize_rows
@@ -50,6 +52,11 @@ class Symmetric(Format):
         q_NGS = torch.round(w_NGS / scale_NG[..., None]).clamp_(-8, 7)
         return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1])), "weight_scale": scale_NG}
 
+    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
+        if not uses_triton(w_NK):
+            return super().encode_into(w_NK, amax_1, tensors)
+        quantise4(w_NK, "int4", GROUP, tensors["weight_packed"], tensors["weight_scale"])
+
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
         return join(q_NGS * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)
@@ -70,7 +77,14 @@ class Int4Asymmetric(WeightOnly):
         zero_NG = torch.round((-8 - low_NG / scale_NG).clamp(-8, 7))
         q_NGS = torch.round(w_NGS / scale_NG[..., None] + zero_NG[..., None]).clamp_(-8, 7)
         return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1])), "weight_scale": scale_NG,
-                "weight_zero_point": _in_order(pack_words(zero_NG.t()).t())}
+                "weight_zero_point": _pack_zeros(zero_NG)}
+
+    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
+        if not uses_triton(w_NK):
+            return super().encode_into(w_NK, amax_1, tensors)
+        zero_NG = quantise4(w_NK, self.name, GROUP, tensors["weight_packed"], tensors["weight_scale"])
+        assert zero_NG is not None
+        tensors["weight_zero_point"].copy_(_pack_zeros(zero_NG))
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         zero_NG = unpack_words(q.tensors["weight_zero_point"].t(), q.shape[0]).t()
@@ -90,6 +104,11 @@ class Int4Int8(Symmetric):
         if bias_N is not None:
             y_MN += bias_N
         return y_MN.to(x_MK.dtype)
+
+
+def _pack_zeros(zero_NG: Tensor) -> Tensor:
+    """Zero points -8..7, eight rows a word."""
+    return _in_order(pack_words(zero_NG.t()).t())
 
 
 def _in_order(x: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowroll.kernels.quantise4 import quantise4
+from lowroll.kernels.sweep import uses_triton
 from lowroll.quant.formats import QTensor, WeightOnly, divide
 from lowroll.quant.fp8 import MAX, to_e4m3
 from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
@@ -33,18 +35,30 @@ class NVFloat4(WeightOnly):
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, BLOCK)
         amax_NG = w_NGS.abs().amax(dim=-1)
-        global_1 = 6 * MAX / amax_NG.amax().reshape(1)
-        global_1 = torch.where(global_1.isfinite(), global_1, torch.ones_like(global_1))
+        global_1 = _global(amax_NG.amax().reshape(1))
         scale_NG = to_e4m3(global_1 * divide(amax_NG, 6.0))
         scale_NG = torch.where(scale_NG.float() > 0, scale_NG.float(), 0.125).to(scale_NG.dtype)
         codes_NGS = encode_e2m1(w_NGS / _multiplier(scale_NG, global_1))
         return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1])), "weight_scale": scale_NG,
                 "weight_global_scale": global_1}
 
+    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
+        if not uses_triton(w_NK):
+            return super().encode_into(w_NK, amax_1, tensors)
+        global_1 = _global(amax_1)
+        quantise4(w_NK, "nvfp4", BLOCK, tensors["weight_packed"], tensors["weight_scale"], global_1)
+        tensors["weight_global_scale"].copy_(global_1)
+
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
         step_NG1 = _multiplier(q.tensors["weight_scale"], q.tensors["weight_global_scale"])
         return join(values_NGS * step_NG1, q.shape[1]).to(dtype)
+
+
+def _global(amax_1: Tensor) -> Tensor:
+    """The multiplier of a matrix with this largest magnitude."""
+    global_1 = 6 * MAX / amax_1
+    return torch.where(global_1.isfinite(), global_1, torch.ones_like(global_1))
 
 
 def _multiplier(scale_NG: Tensor, global_1: Tensor) -> Tensor:

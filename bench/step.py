@@ -1,0 +1,234 @@
+"""One whole RL step on one GPU by the real parts, and where its seconds go.
+
+    generate    Engine.generate: 32 prompts of 256 random tokens, 8 rollouts of 256 tokens each, log-probs recorded
+    score       a stub that counts: the share of even ids in a response (a real scorer's time is the task's)
+    log-prob    forward passes without gradient inside `learn`: none when the batch is on policy and updated once
+    update      the rest of `trainer.step.learn`: forward, backward, optimiser (GRPO with TIS, AdamW)
+    publish     Engine.adopt: the new weights in the engine, in place, with their digest
+    idle        the step's wall clock less all of these: batching, advantages, bookkeeping
+
+The device is waited for at each border, so a part's seconds are its own. Numbers are medians over the steps after a
+first one that warms up. A second measurement is publication alone, all linear weights of a bfloat16 learner into
+another format, in place: `weights.publish.publish` as the trainer calls it.
+
+    python -m bench.step [--cases NAME ...] [--steps 3] [--publish qwen2.5-7b:fp8 ...] [--out FOLDER]
+"""
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.record import BASELINES, Row, merge, show
+from bench.roofline import synchronize
+from bench.shapes import SHAPES, random_model
+from bench.targets import aimed, publishing
+from lowroll import Engine, Request, objectives
+from lowroll.advantages.group import grpo
+from lowroll.engine.engine import pick_device
+from lowroll.model import lora
+from lowroll.model.transformer import Transformer
+from lowroll.trainer.optim import Optimizer, OptimSettings
+from lowroll.trainer.step import Forward, LearnSettings, learn
+from lowroll.types import Batch, Group, Prompt, Sample, Score
+from lowroll.weights.publish import publish, quantize_base
+
+PARTS = ("generate", "score", "log-prob", "update", "publish", "idle")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Which model learns how, and what it rolls out with."""
+
+    model: str
+    weights: str
+    rank: int | None = None          # of LoRA; None: all weights learn
+    prompts: int = 32
+    samples: int = 8
+    prompt_tokens: int = 256
+    new_tokens: int = 256
+    tokens_per_microbatch: int = 8192
+
+    @property
+    def name(self) -> str:
+        learning = "all weights" if self.rank is None else f"LoRA r{self.rank}"
+        return f"{self.model} {learning}, {self.weights} rollouts"
+
+
+CASES = {"1.5b": Case("qwen2.5-1.5b", "fp8", tokens_per_microbatch=16384), "7b-lora": Case("qwen2.5-7b", "fp8", 16)}
+
+
+@dataclass
+class Clock:
+    """Seconds by part, with the device waited for at each border."""
+
+    device: torch.device
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        synchronize(self.device)
+        began = time.perf_counter()
+        yield
+        synchronize(self.device)
+        self.seconds[name] += time.perf_counter() - began
+
+    @contextmanager
+    def log_probs(self) -> Iterator[None]:
+        """Inside, passes of the learner that have no objective count as log-prob and not as update."""
+        run = Forward.run
+
+        def timed(forward: Forward, indices: Sequence[int], objective: Any = None) -> Any:
+            if objective is not None or not indices:
+                return run(forward, indices, objective)
+            before = self.seconds["log-prob"]
+            with self.part("log-prob"):
+                trace = run(forward, indices)
+            self.seconds["update"] -= self.seconds["log-prob"] - before
+            return trace
+
+        Forward.run = timed          # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Forward.run = run        # type: ignore[method-assign]
+
+
+class Loop:
+    """Learner, engine and optimiser of a case."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device, self.version = case, device, 0
+        self.model = _learner(case, device)
+        rows = case.prompts * case.samples
+        cache = case.prompts * (case.prompt_tokens + 16) + rows * (case.new_tokens + 48)
+        self.engine = Engine(self.model, weights=case.weights, dtype=self.model.dtype, max_batch=rows,
+                             cache_tokens=cache, max_prefill_tokens=16384)
+        self.optimizer = Optimizer(self.model.trainable_parameters(), OptimSettings(learning_rate=1e-6))
+        self.settings = LearnSettings(objectives.select("grpo", "tis"),
+                                      tokens_per_microbatch=case.tokens_per_microbatch)
+
+    def step(self) -> dict[str, float]:
+        """One RL step; its seconds by part."""
+        clock = Clock(self.device)
+        synchronize(self.device)
+        began = time.perf_counter()
+        requests = self._requests()
+        with clock.part("generate"):
+            groups = self.engine.generate(requests)
+        with clock.part("score"):
+            scores = [[_count(rollout.token_ids) for rollout in group.rollouts] for group in groups]
+        batch = _batch(self.version + 1, groups, scores)
+        with clock.part("update"), clock.log_probs():
+            metrics = learn(self.model, batch, self.optimizer, self.settings)
+        assert not metrics["optim/skipped"], "the update was not finite"
+        self.version += 1
+        with clock.part("publish"):
+            self.engine.adopt(self.model, self.version)
+        clock.seconds["idle"] = time.perf_counter() - began - sum(clock.seconds.values())
+        return clock.seconds
+
+    def _requests(self) -> list[Request]:
+        case, dice = self.case, random.Random(self.version)
+        return [Request([dice.randrange(2, self.model.spec.vocab_size) for _ in range(case.prompt_tokens)],
+                        n=case.samples, max_tokens=case.new_tokens, min_tokens=case.new_tokens, ignore_eos=True,
+                        seed=self.version) for _ in range(case.prompts)]
+
+
+def _learner(case: Case, device: torch.device) -> Transformer:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = random_model(SHAPES[case.model], device, dtype)
+    if case.rank is None:
+        return model.requires_grad_(True)
+    return lora.attach(quantize_base(model, case.weights), case.rank, 2.0 * case.rank)
+
+
+def _count(token_ids: Sequence[int]) -> Score:
+    return Score(sum(token % 2 == 0 for token in token_ids) / len(token_ids))
+
+
+def _batch(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> Batch:
+    """What the orchestrator would hand over."""
+    samples = []
+    for index, (group, marks) in enumerate(zip(groups, scores, strict=True)):
+        prompt = Prompt(str(index), "stub", [])
+        for rollout, score, advantage in zip(group.rollouts, marks, grpo([m.reward for m in marks]), strict=True):
+            samples.append(Sample(prompt, group.request.prompt_ids, rollout, "", score, advantage,
+                                  [1] * len(rollout.token_ids), index, score.reward))
+    return Batch(step, samples, temperature=1.0)
+
+
+def step_rows(case: Case, device: torch.device, steps: int) -> list[Row]:
+    """Seconds of the parts, of the whole, and the tokens/s that the whole step comes to."""
+    loop = Loop(case, device)
+    loop.step()
+    taken = [loop.step() for _ in range(steps)]
+    whole = statistics.median(sum(seconds.values()) for seconds in taken)
+    rows = [Row(f"{case.name}: {part}", "s", statistics.median(seconds[part] for seconds in taken)) for part in PARTS]
+    tokens = case.prompts * case.samples * case.new_tokens
+    return [*rows, Row(f"{case.name}: whole step", "s", whole),
+            Row(f"{case.name}: response tokens over the whole step", "tokens/s", tokens / whole)]
+
+
+def publish_rows(model: str, weights: str, device: torch.device, rounds: int = 9) -> list[Row]:
+    """Milliseconds of publication alone, and with the digest that `adopt` takes."""
+    master = random_model(SHAPES[model], device)
+    engine = Engine(master, weights=weights, dtype=master.dtype if weights != "fp32" else None, max_batch=1,
+                    cache_tokens=64)
+    places = _places(engine.model)
+    ways: dict[str, Callable[[int], object]] = {
+        publishing(model, weights): lambda version: publish(master, engine.model),
+        f"{model} adopt bf16 to {weights} in place, with its digest": lambda version: engine.adopt(master, version)}
+    rows = []
+    for name, run in ways.items():
+        taken = []
+        for version in range(1, rounds + 2):
+            synchronize(device)
+            began = time.perf_counter()
+            run(version)
+            synchronize(device)
+            taken.append(1e3 * (time.perf_counter() - began))
+        rows.append(Row(name, "ms", statistics.median(taken[1:])))
+    assert _places(engine.model) == places, "publication moved a storage"
+    return aimed(rows)
+
+
+def _places(model: Transformer) -> list[int]:
+    tensors = [linear.weight.tensors.values() for _, linear in model.linears()]       # type: ignore[union-attr]
+    return [tensor.data_ptr() for stored in tensors for tensor in stored] + [p.data_ptr() for p in model.parameters()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="A whole RL step by the real parts, and publication alone.")
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, metavar="NAME")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--publish", nargs="*", default=["qwen2.5-7b:fp8"], metavar="MODEL:FORMAT")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, default=BASELINES)
+    args = parser.parse_args(argv)
+    device, rows = pick_device(args.device), []
+    jobs = [partial(publish_rows, *pair.split(":"), device) for pair in args.publish]
+    jobs += [partial(step_rows, CASES[name], device, args.steps) for name in args.cases]
+    for job in jobs:
+        rows += (new := job())
+        merge("step", new, args.out, steps=args.steps)
+        gc.collect()                      # an engine and its scheduler hold each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    met = show("A whole RL step", rows)
+    print(args.out / "step.json")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

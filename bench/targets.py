@@ -1,0 +1,78 @@
+"""What the project holds itself to on one H200, as data: `must` is the promise, `aim` the hope.
+
+A target names rows of one file in bench/baselines/. The commands put its numbers into their rows, and
+`docs/tables.py` prints a line for each target.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from bench.record import Goal, Row
+
+
+@dataclass(frozen=True)
+class Target:
+    """`rows` are names of rows in `file`; `must` and `aim` have one entry for each."""
+
+    quantity: str
+    file: str
+    rows: tuple[str, ...]
+    must: tuple[float, ...]
+    aim: tuple[float, ...]
+    goal: Goal = "ratio at least"
+
+
+def rollout(model: str, format: str, batch: int) -> str:
+    """Name of the row of whole calls, in tokens/s."""
+    return f"{model} {format} B={batch}: rollout"
+
+
+def roof(model: str, format: str, batch: int) -> str:
+    """Name of the row of the bandwidth roofline's fraction."""
+    return f"{model} {format} B={batch}: fraction of the bandwidth roofline"
+
+
+def first_token(model: str, format: str) -> str:
+    return f"{model} {format}: first token after Engine(folder)"
+
+
+def adaptive(model: str, workload: str) -> str:
+    return f"{model} nvfp4 with fp8 bulk over own bf16: {workload} lengths"
+
+
+def publishing(model: str, format: str) -> str:
+    return f"{model} publish bf16 to {format} in place"
+
+
+def _rollouts(model: str, format: str, must: tuple[float, ...], aim: tuple[float, ...],
+              batches: tuple[int, ...] = (1, 64, 256)) -> Target:
+    sizes = " / ".join(map(str, batches))
+    return Target(f"{model} {format} rollout over vLLM with log-probs, B = {sizes}", "decode",
+                  tuple(rollout(model, format, batch) for batch in batches), must, aim)
+
+
+TARGETS: tuple[Target, ...] = (
+    _rollouts("qwen2.5-7b", "bf16", (1.1, 1.1, 1.4), (1.2, 1.3, 1.8)),
+    _rollouts("qwen2.5-7b", "fp8", (1.1, 1.1, 1.3), (1.4, 1.4, 1.8)),
+    _rollouts("qwen2.5-7b", "int8", (1.1, 1.1, 1.3), (1.4, 1.4, 1.8)),
+    _rollouts("qwen2.5-7b", "nvfp4", (1.2, 1.2, 1.4), (2.0, 1.5, 2.2)),
+    _rollouts("qwen2.5-32b", "nvfp4", (1.2, 1.2, 1.4), (2.0, 1.5, 2.2)),
+    _rollouts("qwen2.5-1.5b", "bf16", (1.3,), (1.8,), (64,)),
+    Target("qwen2.5-7b bf16 decode, fraction of the measured bandwidth roofline, B = 1 / 64 / 256", "decode",
+           tuple(roof("qwen2.5-7b", "bf16", batch) for batch in (1, 64, 256)), (0.7, 0.6, 0.6), (0.82, 0.8, 0.8),
+           "ours at least"),
+    Target("qwen2.5-7b bf16, seconds from Engine(folder) to the first token", "decode",
+           (first_token("qwen2.5-7b", "bf16"),), (20.0,), (8.0,), "ours at most"),
+    Target("qwen2.5-7b nvfp4 with fp8 bulk over own bf16, log-normal lengths, GSM8K- / MATH-like", "decode",
+           (adaptive("qwen2.5-7b", "gsm8k-like"), adaptive("qwen2.5-7b", "math-like")), (1.4, 1.4), (1.6, 1.6)),
+    Target("qwen2.5-7b publish bf16 to fp8 in place, ms", "step", (publishing("qwen2.5-7b", "fp8"),), (30.0,), (8.0,),
+           "ours at most"),
+)
+
+
+def aimed(rows: Iterable[Row]) -> list[Row]:
+    """The rows with what their targets demand of them."""
+    wanted = {name: {"must": must, "aim": aim, "goal": target.goal} for target in TARGETS
+              for name, must, aim in zip(target.rows, target.must, target.aim, strict=True)}
+    return [replace(row, **wanted.get(row.name, {})) for row in rows]

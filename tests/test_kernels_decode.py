@@ -1,0 +1,242 @@
+"""Decode attention and the draw: what Triton does, run by its interpreter, against float64 oracles.
+"""
+from __future__ import annotations
+
+import math
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lowroll.kernels.draw
+from lowroll.kernels import attention
+from lowroll.kernels.attention import paged_decode, write_pages
+from lowroll.kernels.draw import TILE, draw, uniform
+from lowroll.kernels.launch import fused
+
+both = pytest.mark.parametrize("path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"])
+
+
+class Case:
+    """Random rows over a shuffled page table; page 0 belongs to nobody and holds NaN, as do all unwritten slots."""
+
+    def __init__(self, lengths: list[int], heads: int, kv_heads: int, head_dim: int, page: int,
+                 dtype: torch.dtype = torch.float32) -> None:
+        g = torch.Generator().manual_seed(len(lengths) + heads)
+        rows, width = len(lengths), max(1, -(-max(lengths) // page))
+        self.q, self.k, self.v = (torch.randn(rows, n, head_dim, generator=g).to(dtype)
+                                  for n in (heads, kv_heads, kv_heads))
+        shape = (rows * width + 1, page, kv_heads, head_dim)
+        self.keys, self.values = (torch.full(shape, math.nan, dtype=dtype) for _ in range(2))
+        self.table = (torch.randperm(rows * width, generator=g) + 1).view(rows, width).int()
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.scale = head_dim ** -0.5
+        for row, length in enumerate(lengths):
+            for t in range(length - 1):
+                at = self.table[row, t // page], t % page
+                self.keys[at] = torch.randn(kv_heads, head_dim, generator=g).to(dtype)
+                self.values[at] = torch.randn(kv_heads, head_dim, generator=g).to(dtype)
+
+    def run(self) -> Tensor:
+        return paged_decode(self.q, self.k, self.v, self.keys, self.values, self.table, self.lengths, self.scale)
+
+    def row(self, row: int, cache: Tensor, new: Tensor) -> Tensor:
+        """[H, length, d] float64, a head of the cache for each query head."""
+        old = cache[self.table[row].long()].flatten(0, 1)[:int(self.lengths[row]) - 1]
+        return torch.cat([old, new[row:row + 1]]).double().repeat_interleave(self.q.shape[1] // new.shape[1], 1
+                                                                             ).transpose(0, 1)
+
+    def check(self, tolerance: float) -> None:
+        keys, values = self.keys.clone(), self.values.clone()
+        page = keys.shape[1]
+        want = torch.zeros(self.q.shape, dtype=torch.float64)
+        for row, length in enumerate(self.lengths.tolist()):
+            if length:
+                k, v = self.row(row, keys, self.k), self.row(row, values, self.v)
+                weights = (k @ self.q[row].double()[:, :, None] * self.scale).softmax(1)
+                want[row] = (weights * v).sum(1)
+        got = self.run()
+        for row, length in enumerate(self.lengths.tolist()):
+            if length:
+                at = self.table[row, (length - 1) // page], (length - 1) % page
+                keys[at], values[at] = self.k[row], self.v[row]
+        assert got.dtype == self.q.dtype
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+        assert torch.equal(keys.nan_to_num(7), self.keys.nan_to_num(7)), "only the new slots are written"
+        assert torch.equal(values.nan_to_num(7), self.values.nan_to_num(7))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("programs", [1, 6])
+@pytest.mark.parametrize("case", [
+    ([45, 0, 1, 16, 17], 6, 2, 24, 4, torch.float32), ([130, 2], 7, 1, 16, 16, torch.float16),
+    ([33, 34], 4, 4, 40, 1, torch.float32), ([70], 17, 1, 32, 8, torch.float16)])
+def test_attention_over_pages(case: tuple, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "PROGRAMS", programs)
+    Case(*case).check(2e-3 if case[-1] == torch.float16 else 1e-5)
+
+
+@pytest.mark.interpreted
+def test_strided_heads_and_a_wider_table_change_nothing() -> None:
+    plain, wide = (Case([9, 20], 4, 2, 16, 4) for _ in range(2))
+    wide.table = torch.cat([wide.table, torch.zeros(2, 3, dtype=torch.int32)], 1)
+    wide.q, wide.k, wide.v = torch.cat([wide.q, wide.k, wide.v], 1).split([4, 2, 2], 1)
+    assert torch.equal(plain.run(), wide.run())
+
+
+def test_the_cpu_attends_as_the_engine_always_did() -> None:
+    case = Case([9, 1, 20], 6, 2, 16, 4)
+    case.keys.nan_to_num_(0)
+    case.values.nan_to_num_(0)
+    got = case.run()
+    k, v = (cache.view(cache.shape[0], -1).index_select(0, case.table.flatten()).view(3, -1, 2, 16).transpose(1, 2)
+            for cache in (case.keys, case.values))
+    mask = (torch.arange(20) < case.lengths[:, None])[:, None, None]
+    assert torch.equal(got, F.scaled_dot_product_attention(case.q.view(3, 2, 3, 16), k, v, attn_mask=mask)
+                       .reshape(3, 6, 16))
+
+
+def test_dead_rows_on_the_cpu() -> None:
+    case = Case([5, 0, 9], 4, 2, 16, 4)
+    case.keys.nan_to_num_(0)
+    case.values.nan_to_num_(0)
+    case.check(1e-5)
+
+
+@both
+def test_write_pages_skips_negative_slots(path: str) -> None:
+    assert fused(torch.zeros(1)) == (path == "triton")
+    k, v = torch.randn(7, 3, 20), torch.randn(7, 6, 20)[:, :3]
+    keys, values = torch.zeros(4, 4, 3, 20), torch.ones(4, 4, 3, 20)
+    slots = torch.tensor([3, -1, 15, 0, 4, -1, 9])
+    write_pages(keys, values, slots, k, v)
+    for cache, new, old in ((keys, k, 0.0), (values, v, 1.0)):
+        want = torch.full((16, 3, 20), old)
+        for t in (0, 2, 3, 4, 6):
+            want[slots[t]] = new[t]
+        assert torch.equal(cache.flatten(0, 1), want)
+
+
+def oracle(logits_V: Tensor, temperature: float, u: float) -> tuple[int, float, float]:
+    """(token, its log-prob, distance of u to the nearest boundary) in float64."""
+    logp_V = (logits_V.double() / temperature).log_softmax(0)
+    cdf_V = logp_V.exp().cumsum(0)
+    token = int((cdf_V <= u * cdf_V[-1]).sum())
+    return token, float(logp_V[token]), float((cdf_V - u).abs().min())
+
+
+@both
+@pytest.mark.parametrize("vocab", [3, 300, TILE + 1, 3 * TILE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_draws_are_the_inverse_cdf(vocab: int, dtype: torch.dtype, path: str) -> None:
+    g = torch.Generator().manual_seed(vocab)
+    rows = 12
+    logits = (torch.randn(rows, vocab, generator=g) * 2 - torch.arange(vocab) / vocab).to(dtype)
+    logits[:, 1] = -math.inf
+    keys = torch.randint(-2**63, 2**63 - 1, (rows,), generator=g)
+    positions = torch.arange(rows) * 2**31 + 5
+    temperature = torch.linspace(0.5, 1.5, rows)
+    greedy = torch.arange(rows) % 5 == 4
+    tokens, logprobs = draw(logits, keys, positions, temperature, greedy)
+    assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
+    for row, u in enumerate(uniform(keys, positions).tolist()):
+        if greedy[row]:
+            token, logprob = int(logits[row].argmax()), float(logits[row].double().log_softmax(0).max())
+        else:
+            token, logprob, gap = oracle(logits[row], float(temperature[row]), u)
+            assert gap > 1e-7, "choose another seed: a boundary decides nothing"
+        assert int(tokens[row]) == token
+        assert float(logprobs[row]) == pytest.approx(logprob, abs=2e-6)
+
+
+def test_draws_count_as_their_probabilities() -> None:
+    logits = torch.tensor([0.0, -math.inf, 1.0, 2.0, -1.0]).expand(1000, 5)
+    tokens, _ = draw(logits, torch.full((1000,), 17), torch.arange(1000))
+    want = logits[0].softmax(0) * 1000
+    assert ((tokens.bincount(minlength=5) - want).abs() <= 4 * want.sqrt()).all()
+
+
+@both
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_without_a_distribution_has_nan_as_log_prob(bad: float, path: str) -> None:
+    logits = torch.randn(4, TILE + 50)
+    logits[1:, 7] = bad
+    logits[3, 2 * 7] = bad
+    if bad == -math.inf:
+        logits[1:] = bad
+    tokens, logprobs = draw(logits, torch.arange(4), torch.arange(4), None, torch.tensor([False, False, True, False]))
+    assert logprobs.isnan().tolist() == [False, True, True, True]
+    assert tokens[1:].tolist() == [0, 0, 0]
+
+
+@both
+def test_equal_maxima_go_to_the_lower_id(path: str) -> None:
+    logits = torch.zeros(2, 2 * TILE)
+    logits[0, [TILE + 3, 5, 9]] = 4.0
+    logits[1, [2 * TILE - 1, TILE]] = 4.0
+    tokens, _ = draw(logits, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), None,
+                     torch.tensor([True, True]))
+    assert tokens.tolist() == [5, TILE]
+
+
+@both
+def test_a_row_alone_is_the_row_among_others(path: str) -> None:
+    logits, keys, positions = torch.randn(5, 2 * TILE + 9), torch.arange(5), torch.arange(5)
+    tokens, logprobs = draw(logits, keys, positions)
+    for row in range(5):
+        alone = draw(logits[row:row + 1], keys[row:row + 1], positions[row:row + 1])
+        assert torch.equal(alone[0], tokens[row:row + 1]) and torch.equal(alone[1], logprobs[row:row + 1])
+
+
+def compiled(kernel: object, types: dict[str, str], constants: dict[str, object], warps: int) -> object:
+    """The kernel for an H100 or H200, every pointer, stride and size of a vocabulary divisible by 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names                                                          # type: ignore[attr-defined]
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items()
+               if t[0] == "*" or "stride" in n or n == "tokens"}
+    signature = {n: types.get(n, "constexpr") for n in names}
+    return triton.compile(ASTSource(kernel, signature, constexprs=constants, attrs=aligned),
+                          target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
+@pytest.mark.parametrize("rows", [1, 256])
+def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
+    pytest.importorskip("triton")
+    splits, length, stages, warps = attention._launch(rows, 4, 256)
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "keys_ptr", "values_ptr"), "*bf16")
+    types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
+    types |= {"out_ptr": "*fp32" if splits > 1 else "*bf16", "lse_ptr": "*fp32", "rows": "i32", "splits": "i32",
+              "q_stride": "i32", "k_stride": "i32", "v_stride": "i32", "table_stride": "i32", "scale": "fp32"}
+    constants = dict(H=28, G=4, d=128, PAGE=16, D=128, R=16, BLOCK=length, SPLIT=splits > 1, EXACT=False,
+                     STAGES=stages)
+    kernel = compiled(attention._decode_kernel, types, constants, warps)
+    sass = disassembled(kernel)
+    assert "STL " not in sass and "STL." not in sass, "registers spill"
+    assert "LDGSTS.E.BYPASS.128" in sass, "16 bytes a load, past the L1 cache"
+    assert "HMMA" in sass
+    assert kernel.metadata.shared <= 75 * 1024, "three programs and more fit on an SM"
+
+
+def disassembled(kernel: object) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])                                               # type: ignore[attr-defined]
+        file.flush()
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
+    pytest.importorskip("triton")
+    types = {"logits_ptr": "*bf16", "temperature_ptr": "*fp32", "largest_ptr": "*fp32", "mass_ptr": "*fp32",
+             "tokens": "i32", "tiles": "i32", "stride": "i32"}
+    sass = disassembled(compiled(lowroll.kernels.draw._masses_kernel, types, {"greedy_ptr": None, "BLOCK": TILE}, 4))
+    assert "STL " not in sass and "STL." not in sass and "LDG.E.128" in sass

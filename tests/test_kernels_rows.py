@@ -1,0 +1,35 @@
+"""Quantised rows and unscaled products."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowroll.kernels.rows import Product, quantize_rows
+from lowroll.quant import fp8, int8
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_int8_rows_are_those_of_the_format(dtype: torch.dtype) -> None:
+    x_MK = torch.randn(5, 37, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x_MK[2] = 0
+    got, (codes_MK, scale_M1) = quantize_rows(x_MK, "int8"), int8.quantize_rows(x_MK)
+    assert torch.equal(got.codes_MK.float(), codes_MK) and torch.equal(got.scale_M1, scale_M1)
+
+
+def test_plain_rows_are_those_of_the_formats() -> None:
+    x_MK = torch.randn(5, 37, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x_MK[2] = 0
+    got, (codes_MK, scale_M1) = quantize_rows(x_MK, "int8"), int8.quantize_rows(x_MK)
+    assert torch.equal(got.codes_MK.float(), codes_MK) and torch.equal(got.scale_M1, scale_M1)
+    got, (codes_MK, scale_M1) = quantize_rows(x_MK, "fp8"), fp8.quantize_rows(x_MK)
+    assert torch.equal(got.codes_MK.float(), codes_MK.float()) and torch.equal(got.scale_M1, scale_M1)
+    with pytest.raises(ValueError, match="kind: 'fp4'"):
+        quantize_rows(x_MK, "fp4")
+
+
+def test_a_product_by_hand() -> None:
+    product = Product(torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), torch.tensor([[2.0], [0.5]]),
+                      torch.tensor([[10.0], [100.0]]), torch.tensor([1.0, -1.0]), torch.float32)
+    assert product.dense().tolist() == [[21.0, 399.0], [16.0, 199.0]]
+    assert product.dense(torch.float16).dtype == torch.float16
