@@ -9,8 +9,8 @@ update a step. Every token but the first of a sequence carries loss.
             parameters as they are: bfloat16 when all learn, PEFT's float32 adapter otherwise. Rank 16, all linears.
 
 The peer runs in the settings of PEER_SETTINGS: all rows at once with gradient checkpointing or without, and half of
-them twice without. Those that do not fit are left out, the fastest is its speed; its memory is the least of those
-that take the 16,384 tokens at once. Ours has one setting for both. A side is built anew for each of its turns, so the
+them twice without. Those that do not fit are left out; the fastest is what ours is held against, in speed and in
+memory. A row beside them has its least memory with the 16,384 tokens at once. Ours has one setting for all rows. A side is built anew for each of its turns, so the
 memory of the other is never in its peak, and runs one step that is not timed.
 
     python -m bench.train [--models qwen2.5-1.5b,qwen2.5-7b] [--rounds 3] [--out FOLDER]
@@ -192,14 +192,18 @@ def compare(job: Job, rounds: int, must: tuple[float, float], steps: int = STEPS
     speed = Row(f"{job.title}: transformers{' + PEFT' if job.lora else ''} ({fastest})", "tokens/s",
                 job.tokens / statistics.median(seconds["ours"]), job.tokens / statistics.median(seconds["peer"]),
                 statistics.median(ratios), (min(ratios), max(ratios)), *must)
-    whole = {setting: t.bytes for setting, t in tried.items() if setting.pieces == 1}
-    if not (on_cuda and whole):
+    if not on_cuda:
         return [speed]
-    leanest = min(whole, key=lambda setting: whole[setting])
     peak = max(t.bytes for t in sides["ours"])
-    memory = Row(f"{job.title}: peak memory, ours / theirs ({leanest})", "GiB", peak / 2**30, whole[leanest] / 2**30,
-                 peak / whole[leanest], None, *MUST_MEMORY, goal="ratio at most")
-    return [speed, memory]
+
+    def memory(setting: PeerSetting, what: str, must: tuple[float | None, float | None]) -> Row:
+        theirs = tried[setting].bytes
+        return Row(f"{job.title}: peak memory, ours / the peer's {what}", "GiB", peak / 2**30, theirs / 2**30,
+                   peak / theirs, None, *must, goal="ratio at most", note=f"the peer: {setting}")
+
+    whole = [setting for setting in tried if setting.pieces == 1]
+    return [speed, memory(fastest, "at that speed", MUST_MEMORY),
+            *([memory(min(whole, key=lambda s: tried[s].bytes), "least", (None, None))] if whole else [])]
 
 
 def main() -> int:

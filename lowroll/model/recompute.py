@@ -9,6 +9,8 @@ and keeps the recipe: the function and its inputs, which may be recipes themselv
 its last reader had it, so a function runs once in the backward pass however many saved its output.
 
 The functions must be deterministic and free of side effects; the gradient is then bit for bit what it is without.
+A tensor is announced after it was made, so what its own maker saved of it stays.
+
 Outside of `remaking`, and without gradients, `remake` does nothing.
 """
 from __future__ import annotations
@@ -70,6 +72,11 @@ class _Book:
         self.recipes[_key(output)] = _Recipe(function, kept)
         self.outputs.append(output)
 
+    def close(self) -> None:
+        """Let go of the outputs: autograd holds the hook, and so this book, as long as the graph lives."""
+        self.recipes.clear()
+        self.outputs.clear()
+
 
 @contextmanager
 def remaking(enabled: bool = True) -> Iterator[None]:
@@ -84,6 +91,7 @@ def remaking(enabled: bool = True) -> Iterator[None]:
             yield
     finally:
         _active.book = before
+        book.close()
 
 
 def remake(output: Tensor, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
