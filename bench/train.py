@@ -10,8 +10,9 @@ update a step. Every token but the first of a sequence carries loss.
 
 The peer runs in the settings of PEER_SETTINGS: all rows at once with gradient checkpointing or without, and half of
 them twice without. Those that do not fit are left out; the fastest is what ours is held against, in speed and in
-memory. A row beside them has its least memory with the 16,384 tokens at once. Ours has one setting for all rows. A side is built anew for each of its turns, so the
-memory of the other is never in its peak, and runs one step that is not timed.
+memory. A row beside them has its least memory with the 16,384 tokens at once. Ours has one setting for all rows. A
+side is built anew for each of its turns, so the memory of the other is never in its peak, and runs one step that is
+not timed.
 
     python -m bench.train [--models qwen2.5-1.5b,qwen2.5-7b] [--rounds 3] [--out FOLDER]
 """

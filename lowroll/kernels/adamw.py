@@ -48,7 +48,7 @@ class Tensors:
 
         gradients: float32, one a tensor, in order. clip: a float32 scalar on the device that multiplies them."""
         gradients = [_plain(gradient) for gradient in gradients]
-        rows = [[p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), 0 if low is None else low.data_ptr(), p.numel()]
+        rows = [[*(x.data_ptr() for x in (p, g, m, v)), 0 if low is None else low.data_ptr(), p.numel()]
                 for (p, m, v, low), g in zip(self.kept, gradients, strict=True)]
         table = torch.tensor(rows, dtype=torch.int64)
         table = table.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else table

@@ -42,7 +42,8 @@ class Adapter(nn.Module):
 
     def blocks(self, parts: Mapping[str, int]) -> list[tuple[str, slice, slice]]:
         """(part, its rows of B [N, L], its columns) of every part that has an adapter."""
-        found, start = [], 0
+        found: list[tuple[str, slice, slice]] = []
+        start = 0
         for part, size in parts.items():
             if part in self.a:
                 at = len(found) * self.rank
@@ -89,6 +90,7 @@ class _AdaptedProduct(torch.autograd.Function):
             y_TN = codes.linear(x_TK, bias_N).addmm_(low_TL, b_NL.t())
         else:
             dense_NK = weight_NK if codes is None else codes.dequantize(x_TK.dtype)
+            assert dense_NK is not None
             y_TN = F.linear(low_TL, b_NL, bias_in_dtype_N).addmm_(x_TK, dense_NK.t())
         learns = any(ctx.needs_input_grad[7:]) or ctx.needs_input_grad[1]
         ctx.save_for_backward(x_TK if learns else None, low_TL if learns else None, a_LK, b_NL,

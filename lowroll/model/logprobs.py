@@ -4,7 +4,7 @@
 logits never exist, forward or backward:
 
     z = h W' / temperature,   logp = z[y] - lse(z),   entropy = lse(z) - sum_v softmax(z)_v z_v
-    d logp / d h = (onehot(y) - softmax(z)) W / temperature,      d logp / d W = ((onehot(y) - softmax(z)) / temperature)' h
+    G = (onehot(y) - softmax(z)) / temperature,       d logp / d h = G W,       d logp / d W = G' h
 
 A frozen W (LoRA) lets the forward pass make d logp / d h from the logits that it has, one row [D] a token: the
 backward pass multiplies it by the incoming gradient and makes no logits. A W that learns needs the incoming gradient
@@ -88,7 +88,7 @@ def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:
 
 
 def _room(hidden_TD: Tensor, weight_VD: Tensor, chunk: int) -> Tensor:
-    """Where the gradient of a chunk's logits goes: in the weight's dtype, which is that of the products that read it."""
+    """Where the gradient of a chunk's logits goes: in the weight's dtype, as the products that read it want it."""
     return weight_VD.new_empty(min(chunk, hidden_TD.shape[0]), weight_VD.shape[0])
 
 
