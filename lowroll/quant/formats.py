@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels import sweep
+from lowroll.kernels import sweep, w4a16
 from lowroll.kernels.rows import Product, Rows
 
 EPS = torch.finfo(torch.float32).eps      # the scale of an all-zero channel or group
@@ -251,9 +251,15 @@ class Format(ABC):
 
 
 class WeightOnly(Format):
-    """Low-bit storage only: the product is that of the dequantised matrix, in the activations' dtype."""
+    """Low-bit storage only: the product is that of the dequantised matrix, in the activations' dtype.
+
+    On CUDA few rows are multiplied with the exact one, whose bits are decoded as they arrive (kernels.streamed).
+    """
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+        kind = self.stored_as or self.name
+        if w4a16.takes(kind, x_MK, q.shape):
+            return w4a16.linear(kind, q.tensors, x_MK, q.shape, bias_N)
         return F.linear(x_MK, multiplicand(q, x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype))
 
 

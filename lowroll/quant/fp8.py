@@ -8,11 +8,11 @@
 The product of two codes is exact in float32; sums are float32's. Per channel, CUDA multiplies the codes themselves
 (`kernels.w8a8`); for bfloat16 activations the sums are rounded to bfloat16 before the scales are applied. They differ
 from the CPU's by their order and by the bits that tensor cores keep (on an H200 at most 5e-5 of the product of the
-norms; docs/LOG.md). Elsewhere, and for blocks, the codes are multiplied as float32 values. Values are clamped before the cast, because e4m3
-has no infinity to saturate to. The floor of the activation scale is that of
-vLLM's dynamic kernel, the weight scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks
-(arXiv 2412.19437, section 3.3.2; algorithms B2). Tiles run over a fused matrix as a whole: one part of it is in whole
-tiles only when the parts before it have a multiple of 128 rows.
+norms; docs/LOG.md). Elsewhere, and for blocks, the codes are multiplied as float32 values. Values are clamped before
+the cast, because e4m3 has no infinity to saturate to. The floor of the activation scale is that of vLLM's dynamic
+kernel, the weight scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv 2412.19437,
+section 3.3.2; algorithms B2). Tiles run over a fused matrix as a whole: one part of it is in whole tiles only when the
+parts before it have a multiple of 128 rows.
 
 Legend: N out features, K in features, M rows of activations, G groups of a row, S features of a group.
 """

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels import w4a16
 from lowroll.kernels.quantise4 import quantise4
 from lowroll.kernels.sweep import uses_triton
 from lowroll.quant.formats import Format, QTensor, WeightOnly, divide, multiplicand, nonzero
@@ -58,6 +59,8 @@ class Symmetric(Format):
         quantise4(w_NK, "int4", GROUP, tensors["weight_packed"], tensors["weight_scale"])
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        if w4a16.expands("int4", q.tensors, q.shape, dtype):
+            return w4a16.dequantize("int4", q.tensors, q.shape, dtype)
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
         return join(q_NGS * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)
 
@@ -87,6 +90,8 @@ class Int4Asymmetric(WeightOnly):
         tensors["weight_zero_point"].copy_(_pack_zeros(zero_NG))
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        if w4a16.expands("int4_asym", q.tensors, q.shape, dtype):
+            return w4a16.dequantize("int4_asym", q.tensors, q.shape, dtype)
         zero_NG = unpack_words(q.tensors["weight_zero_point"].t(), q.shape[0]).t()
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
         return join((q_NGS - zero_NG[..., None]) * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)

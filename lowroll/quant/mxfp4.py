@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowroll.kernels import w4a16
 from lowroll.kernels.quantise4 import quantise4
 from lowroll.kernels.sweep import uses_triton
 from lowroll.quant.formats import QTensor, WeightOnly
@@ -42,6 +43,8 @@ class MXFloat4(WeightOnly):
         quantise4(w_NK, self.name, BLOCK, tensors["weight_packed"], tensors["weight_scale"])
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        if w4a16.expands("mxfp4", q.tensors, q.shape, dtype):
+            return w4a16.dequantize("mxfp4", q.tensors, q.shape, dtype)
         values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
         return join(values_NGS * power_of_two(q.tensors["weight_scale"])[..., None], q.shape[1]).to(dtype)
 

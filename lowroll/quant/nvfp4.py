@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowroll.kernels import w4a16
 from lowroll.kernels.quantise4 import quantise4
 from lowroll.kernels.sweep import uses_triton
 from lowroll.quant.formats import QTensor, WeightOnly, divide
@@ -50,6 +51,8 @@ class NVFloat4(WeightOnly):
         tensors["weight_global_scale"].copy_(global_1)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        if w4a16.expands("nvfp4", q.tensors, q.shape, dtype):
+            return w4a16.dequantize("nvfp4", q.tensors, q.shape, dtype)
         values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
         step_NG1 = _multiplier(q.tensors["weight_scale"], q.tensors["weight_global_scale"])
         return join(values_NGS * step_NG1, q.shape[1]).to(dtype)
