@@ -14,6 +14,7 @@ from torch import Tensor
 import lowroll
 from lowroll import Engine, Request
 from lowroll.kernels import grouped
+from lowroll.kernels.route import sort_slots
 from lowroll.model import hf, lora
 from lowroll.model.experts import Experts, Router
 from lowroll.model.spec import ModelSpec, read_spec, spec_from_config
@@ -81,7 +82,7 @@ def test_the_router_by_hand(spec: ModelSpec) -> None:
 
 
 def test_slots_are_sorted_by_expert_and_the_earlier_first() -> None:
-    groups = grouped.sort_slots(torch.tensor([[4, 0], [0, 4], [2, 4]]), 6)
+    groups = sort_slots(torch.tensor([[4, 0], [0, 4], [2, 4]]), 6)
     assert groups.slot_P.tolist() == [1, 2, 4, 0, 3, 5] and groups.ends_E.tolist() == [2, 2, 3, 3, 6, 6]
     assert groups.place_P[groups.slot_P].tolist() == list(range(6))
     assert groups.bounds == [(0, 2), (2, 2), (2, 3), (3, 3), (3, 6), (6, 6)]
@@ -92,7 +93,7 @@ def test_products_of_groups_and_their_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     x_PK, w_ENK = torch.randn(7, 5, generator=generator), torch.randn(4, 3, 5, generator=generator)
     experts_P = torch.tensor([0, 0, 1, 3, 3, 3, 3])
-    groups = grouped.sort_slots(experts_P[:, None], 4)
+    groups = sort_slots(experts_P[:, None], 4)
     y_PN = grouped.product(x_PK, w_ENK.transpose(1, 2), groups)
     torch.testing.assert_close(y_PN, torch.stack([w_ENK[e] @ x for e, x in zip(experts_P, x_PK, strict=True)]))
     want = torch.zeros(4, 3, 5)
@@ -177,7 +178,7 @@ def test_the_engines_product_is_every_experts_own(spec: ModelSpec, format: str) 
     linear.set_weight(lowroll.quantize(linear.weight, format))
     assert isinstance(linear.weight, QTensor)
     linear.low_bit, rows = True, 2 * spec.moe_intermediate_size
-    groups = grouped.sort_slots(torch.tensor([[0], [5], [0], [2]]), 6)
+    groups = sort_slots(torch.tensor([[0], [5], [0], [2]]), 6)
     x_PK = torch.randn(4, spec.hidden_size, generator=torch.Generator().manual_seed(3))
     got = linear.multiply(x_PK, groups)
     for place, expert in enumerate((0, 0, 2, 5)):

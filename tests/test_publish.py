@@ -42,7 +42,7 @@ def nudge(model: Transformer, seed: int, size: float = 0.3) -> Transformer:
     """A training step, as the corridor sees it: everything that learns moves."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.trainable_parameters().values():
-        p += size * torch.randn(p.shape, generator=generator)
+        p += size * torch.randn(p.shape, generator=generator).to(p.device)
     return model
 
 

@@ -28,7 +28,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
 from lowroll.weights.noise import Noise
-from lowroll.weights.publish import digest, publish, rollout_copy
+from lowroll.weights.publish import digest, publish, rollout_copy, rollout_load
 
 _DENSE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -70,13 +70,14 @@ class Engine:
         self.format = get_format(weights)
         place = model.device if isinstance(model, Transformer) and str(device) == "auto" else pick_device(device)
         dtype = self._pick_dtype(weights, dtype, place)
-        if not isinstance(model, Transformer):
+        if isinstance(model, Transformer):
+            if model.device != place:
+                raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
+            self.model = rollout_copy(model, weights, dtype, noisy)
+        else:
             assert self.folder is not None
-            model = hf.load(self.folder, place, dtype)
-        if model.device != place:
-            raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
-        self.model = rollout_copy(model, weights, dtype, noisy)
-        self.spec = model.spec
+            self.model = rollout_load(self.folder, weights, place, dtype, noisy)
+        self.spec = self.model.spec
         num_pages = self._cache_tokens(cache_tokens, max_batch, dtype) // page_size
         if num_pages < 1:
             raise ValueError(f"cache_tokens: {cache_tokens} is less than one page of {page_size} tokens")

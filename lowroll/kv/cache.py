@@ -47,6 +47,21 @@ class KVCache:
         for buffer in (*self.keys, *self.values):
             buffer.zero_()
 
+    def release(self) -> None:
+        """Give the memory back until `restore`, for a learner that runs in between. What the pages held is lost.
+
+        The tensors stay the same objects, but they move: whoever holds addresses (a CUDA graph) must let go of them.
+        """
+        for buffer in (*self.keys, *self.values):
+            buffer.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Allocate what `release` gave back, filled with zeros; costs one write of the memory. Else do nothing."""
+        for buffer in (*self.keys, *self.values):
+            if buffer.untyped_storage().nbytes() == 0:
+                buffer.untyped_storage().resize_(buffer.nbytes)
+                buffer.zero_()
+
     def write(self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
         self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TGd)
         self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v_TGd)

@@ -23,10 +23,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowroll.kernels import grouped
-from lowroll.kernels.grouped import Groups
+from lowroll.kernels.grouped import Stack
+from lowroll.kernels.launch import fused
+from lowroll.kernels.route import Groups, choose, combine, sort_slots
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import QTensor, get_format
+
+# what kernels call a format, and its tensors: codes, scales, the global scale
+_STORED = {"int8": ("w8a8", "codes", "scale"), "fp8": ("w8a8", "weight", "weight_scale"),
+           "nvfp4": ("nvfp4", "weight_packed", "weight_scale", "weight_global_scale"),
+           "mxfp4": ("mxfp4", "weight_packed", "weight_scale"),
+           "mxfp4_floor": ("mxfp4", "weight_packed", "weight_scale"),
+           "bf16": ("dense", "weight"), "fp32": ("dense", "weight")}
 
 
 class Router(nn.Module):
@@ -39,12 +48,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(weights [T, S] in float32, experts [T, S]), by falling probability."""
-        logits_TE = F.linear(x_TD.float(), self.weight.float())
-        experts_TS = logits_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :self.choices]
-        weights_TS = logits_TE.softmax(dim=-1).gather(1, experts_TS)
-        if self.renormalize:
-            weights_TS = weights_TS / weights_TS.sum(dim=-1, keepdim=True)
-        return weights_TS, experts_TS
+        return choose(x_TD, self.weight, self.choices, self.renormalize)
 
 
 class StackedLinear(Linear):
@@ -61,6 +65,11 @@ class StackedLinear(Linear):
         if isinstance(weight, QTensor):
             _experts(weight, self.num_experts)
         super().set_weight(weight)
+
+    def stack(self, x: Tensor) -> Stack:
+        """The matrices as kernels multiply them with activations like x."""
+        weight = self.weight if self.aligned is None else self.aligned
+        return _stack(weight, self.num_experts, x.dtype, self.low_bit or self.aligned is not None)
 
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
         """Sorted rows times the matrices of their experts."""
@@ -87,12 +96,15 @@ class Experts(nn.Module):
         self.down = StackedLinear(spec.num_experts, wide, {"down_proj": hidden}, device, dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        if fused(x_TD) and not torch.is_grad_enabled():
+            gate_up, down = (linear.stack(x_TD) for linear in (self.gate_up, self.down))
+            return grouped.experts(x_TD, self.router.weight, gate_up, down, self.router.choices,
+                                   self.router.renormalize)
         weights_TS, experts_TS = self.router(x_TD)
-        groups = grouped.sort_slots(experts_TS, self.gate_up.num_experts)
+        groups = sort_slots(experts_TS, self.gate_up.num_experts)
         gate, up = self.gate_up.multiply(_Gather.apply(x_TD, groups, self.router.choices), groups).chunk(2, dim=-1)
         y_PD = _Scatter.apply(self.down.multiply(F.silu(gate) * up, groups), groups)
-        y_TSD = y_PD.view(*weights_TS.shape, -1)
-        return (y_TSD * weights_TS[..., None]).sum(1).to(x_TD.dtype)
+        return combine(y_PD, weights_TS, x_TD.dtype)
 
 
 class _Gather(torch.autograd.Function):
@@ -134,6 +146,8 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.master_dtype = None if master_NK is None else master_NK.dtype
         ctx.save_for_backward(x_PK if ctx.needs_input_grad[1] else None)
         if isinstance(weight, QTensor) and low_bit:
+            if fused(x_PK):
+                return grouped.multiply(x_PK.detach(), _stack(weight, num_experts, x_PK.dtype, True), groups)
             return _low_bit_product(x_PK.detach(), weight, groups, num_experts)
         w_ENK = _dense(weight, num_experts, x_PK.dtype)
         return grouped.product(x_PK.detach(), w_ENK.transpose(1, 2), groups)
@@ -153,6 +167,18 @@ def _dense(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Te
     """The matrices of all experts: [E, N, K]."""
     w_NK = weight.dequantize(dtype) if isinstance(weight, QTensor) else weight.detach().to(dtype)
     return w_NK.view(num_experts, -1, w_NK.shape[1])
+
+
+def _stack(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype, low_bit: bool) -> Stack:
+    """The weight as it is stored where the kernels know its format, else what it stands for."""
+    if isinstance(weight, QTensor) and low_bit:
+        names = _STORED.get(weight.format)
+        if names is not None:
+            kind, tensors = names[0], [weight.tensors[name] for name in names[1:]]
+            stack = Stack(kind, num_experts, *tensors)
+            if grouped.runs(stack, dtype):
+                return stack
+    return Stack("dense", num_experts, _dense(weight, num_experts, dtype).flatten(0, 1))
 
 
 def _low_bit_product(x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int) -> Tensor:

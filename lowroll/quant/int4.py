@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels import w4a16
+from lowroll.kernels.launch import fused
 from lowroll.kernels.quantise4 import quantise4
-from lowroll.kernels.sweep import uses_triton
 from lowroll.quant.formats import Format, QTensor, WeightOnly, divide, multiplicand, nonzero
 from lowroll.quant.groups import join, pack, split, unpack
 from lowroll.quant.int8 import quantize_rows
@@ -53,11 +54,13 @@ class Symmetric(Format):
         return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1])), "weight_scale": scale_NG}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not uses_triton(w_NK):
+        if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         quantise4(w_NK, "int4", GROUP, tensors["weight_packed"], tensors["weight_scale"])
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        if w4a16.expands("int4", q.tensors, q.shape, dtype):
+            return w4a16.dequantize("int4", q.tensors, q.shape, dtype)
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
         return join(q_NGS * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)
 
@@ -80,13 +83,15 @@ class Int4Asymmetric(WeightOnly):
                 "weight_zero_point": _pack_zeros(zero_NG)}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not uses_triton(w_NK):
+        if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         zero_NG = quantise4(w_NK, self.name, GROUP, tensors["weight_packed"], tensors["weight_scale"])
         assert zero_NG is not None
         tensors["weight_zero_point"].copy_(_pack_zeros(zero_NG))
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        if w4a16.expands("int4_asym", q.tensors, q.shape, dtype):
+            return w4a16.dequantize("int4_asym", q.tensors, q.shape, dtype)
         zero_NG = unpack_words(q.tensors["weight_zero_point"].t(), q.shape[0]).t()
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
         return join((q_NGS - zero_NG[..., None]) * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)

@@ -16,8 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowroll.kernels import w4a16
+from lowroll.kernels.launch import fused
 from lowroll.kernels.quantise4 import quantise4
-from lowroll.kernels.sweep import uses_triton
 from lowroll.quant.formats import QTensor, WeightOnly
 from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
 
@@ -37,11 +38,13 @@ class MXFloat4(WeightOnly):
         return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1])), "weight_scale": exponent_NG}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not uses_triton(w_NK):
+        if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         quantise4(w_NK, self.name, BLOCK, tensors["weight_packed"], tensors["weight_scale"])
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        if w4a16.expands("mxfp4", q.tensors, q.shape, dtype):
+            return w4a16.dequantize("mxfp4", q.tensors, q.shape, dtype)
         values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
         return join(values_NGS * power_of_two(q.tensors["weight_scale"])[..., None], q.shape[1]).to(dtype)
 

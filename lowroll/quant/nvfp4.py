@@ -19,8 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowroll.kernels import w4a16
+from lowroll.kernels.launch import fused
 from lowroll.kernels.quantise4 import quantise4
-from lowroll.kernels.sweep import uses_triton
 from lowroll.quant.formats import QTensor, WeightOnly, divide
 from lowroll.quant.fp8 import MAX, to_e4m3
 from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
@@ -43,13 +44,15 @@ class NVFloat4(WeightOnly):
                 "weight_global_scale": global_1}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not uses_triton(w_NK):
+        if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         global_1 = _global(amax_1)
         quantise4(w_NK, "nvfp4", BLOCK, tensors["weight_packed"], tensors["weight_scale"], global_1)
         tensors["weight_global_scale"].copy_(global_1)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        if w4a16.expands("nvfp4", q.tensors, q.shape, dtype):
+            return w4a16.dequantize("nvfp4", q.tensors, q.shape, dtype)
         values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
         step_NG1 = _multiplier(q.tensors["weight_scale"], q.tensors["weight_global_scale"])
         return join(values_NGS * step_NG1, q.shape[1]).to(dtype)

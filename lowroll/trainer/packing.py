@@ -113,11 +113,16 @@ def collate(samples: Sequence[Sample], indices: Sequence[int], device: torch.dev
     lengths = tuple(num_fed(s) for s in chosen)
     responses = [len(s.rollout.token_ids) for s in chosen]
 
+    def upload(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
+        """On the device; the host goes on while it is copied."""
+        x = torch.tensor(values, dtype=dtype)
+        return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)
+
     def long(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return upload(values, torch.int64)
 
     def real(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return upload(values, torch.float32)
 
     return Packed(
         samples=tuple(indices),

@@ -123,7 +123,7 @@ class Forward:
             with torch.set_grad_enabled(objective is not None):
                 hidden_TD = self.model(packed.ids_T, packed.pos_T, varlen(packed.lengths, self.model.device))
                 learner_N, entropy_N = token_log_probs(
-                    hidden_TD[packed.index_N], self.model.lm_head_weight, packed.targets_N,
+                    hidden_TD.index_select(0, packed.index_N), self.model.lm_head_weight, packed.targets_N,
                     temperature=self.temperature, chunk=self.logprob_chunk)
                 if objective is not None:
                     (-objective(packed, learner_N)).backward()

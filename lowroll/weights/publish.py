@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 from functools import cache
 from hashlib import blake2b
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from lowroll.kernels import sweep
+from lowroll.model import hf
 from lowroll.model.linear import Adapter, Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
@@ -46,21 +48,31 @@ def dequantize_base(model: Transformer) -> Transformer:
     return model
 
 
-def rollout_copy(master: Transformer, format: str, dtype: torch.dtype, noisy: bool = False) -> Transformer:
+def rollout_load(folder: Path, format: str, device: torch.device | str, dtype: torch.dtype,
+                 noisy: bool = False) -> Transformer:
+    """The engine's model straight from a folder: what `rollout_copy` of the loaded model would be, in the memory of one
+    model. Nobody else has its weights. ValueError as `hf.load` says."""
+    return rollout_copy(hf.load(folder, device, dtype, format), format, dtype, noisy, owned=True)
+
+
+def rollout_copy(master: Transformer, format: str, dtype: torch.dtype, noisy: bool = False,
+                 owned: bool = False) -> Transformer:
     """The engine's model: linear weights in `format`, everything else in `dtype`, ready for `publish`.
 
     Weights that the master holds in that very format are shared; with them its frozen norms and embeddings are, when
     `dtype` is the master's. Adapters, and whatever learns, are copied. noisy: the norms that `publish` will put noise
-    on are the engine's own and in float32; without noise the model computes the same bit for bit.
+    on are the engine's own and in float32; without noise the model computes the same bit for bit. owned: the master
+    ends here, and what would be shared belongs to the new model.
     """
     _note_conversion(master, format)
-    shares_base = master.weight_format == format and master.dtype == dtype
+    shares_base = master.dtype == dtype and (owned or master.weight_format == format)
     rollout = Transformer(master.spec, "meta", dtype)
     mine, shared = dict(master.named_parameters()), set[str]()
     disturbed = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     for name, _ in list(rollout.named_parameters()):
         if name in mine and not name.endswith(_LINEAR_WEIGHTS):
-            value, share = mine[name].detach(), shares_base and not mine[name].requires_grad and name not in disturbed
+            frozen = owned or not mine[name].requires_grad
+            value, share = mine[name].detach(), shares_base and frozen and name not in disturbed
             value = value if share else value.to(dtype, copy=True)
             _set_parameter(rollout, name, value.float() if name in disturbed else value)
             shared |= {name} if share else set()
@@ -68,9 +80,11 @@ def rollout_copy(master: Transformer, format: str, dtype: torch.dtype, noisy: bo
         weight = _quantize(name, theirs, format)
         ours.set_weight(weight.clone() if weight is theirs.aligned and weight is not theirs.weight else weight)
         shared |= {f"{name}.weight"} if ours.weight is theirs.weight else set()
+        if owned:
+            theirs.set_weight(weight)           # the old one is given back layer by layer
         if theirs.adapter is not None:
             ours.adapter = _copy_adapter(theirs.adapter)
-    rollout.freqs, rollout.shared = master.freqs, frozenset(shared)
+    rollout.freqs, rollout.shared = master.freqs, frozenset() if owned else frozenset(shared)
     rollout.head = over(rollout.lm_head_weight)
     return rollout.requires_grad_(False).run_low_bit(True).eval()
 

@@ -1,0 +1,86 @@
+"""CUDA C++ sources of this room, compiled by nvcc on first use and called through ctypes.
+
+The library lies in a folder of the user's own (`$XDG_CACHE_HOME/lowroll/kernels` or `~/.cache/lowroll/kernels`, mode
+0700), under a name that is the digest of the source, the compiler and the options: what is there needs no compiler. It
+is made beside its name and moved there, so that processes that build at once do not meet. No torch headers take part:
+a build takes seconds, and a library fits every version of torch.
+"""
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+DEADLINE_S = 300
+
+
+@cache
+def compiler() -> Path | None:
+    """nvcc of `$CUDA_HOME`, the PATH or /usr/local/cuda; None where there is none."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = [Path(home) / "bin/nvcc"] if home else []
+    if on_path := shutil.which("nvcc"):
+        found.append(Path(on_path))
+    found.append(Path("/usr/local/cuda/bin/nvcc"))
+    return next((path for path in found if os.access(path, os.X_OK)), None)
+
+
+def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]:
+    """nvcc's options for devices of that capability."""
+    chip = f"{capability[0]}{capability[1]}" + ("a" if capability[0] == 9 else "")
+    return ["-std=c++17", "-O3", "-gencode", f"arch=compute_{chip},code=sm_{chip}",
+            *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+
+
+def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]) -> ctypes.CDLL:
+    """The shared library of a source for devices of that capability, built when the cache does not hold it.
+
+    RuntimeError when there is no nvcc, when it fails (with the first lines that it says) or takes too long;
+    PermissionError when the folder belongs to someone else.
+    """
+    folder, flags, nvcc = cache_folder(), options(capability, macros), compiler()
+    if nvcc is None:
+        raise RuntimeError(f"{source.name}: no nvcc in $CUDA_HOME, on the PATH or in /usr/local/cuda")
+    version = _run([str(nvcc), "--version"], source.name)
+    digest = hashlib.sha256("\0".join([source.read_text(), version, *flags]).encode()).hexdigest()[:24]
+    path = folder / f"{source.stem}-{digest}.so"
+    if not path.exists():
+        handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
+        os.close(handle)
+        try:
+            _run([str(nvcc), *flags, "--shared", "-Xcompiler", "-fPIC", str(source), "-o", made], source.name)
+            os.replace(made, path)
+        finally:
+            Path(made).unlink(missing_ok=True)
+    return ctypes.CDLL(str(path))
+
+
+def cache_folder() -> Path:
+    """The user's folder of libraries. PermissionError when another user owns it."""
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folder = Path(root) / "lowroll" / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(f"{folder}: expected a folder of the user's own, to load compiled kernels from")
+    if status.st_mode & 0o077:
+        folder.chmod(0o700)
+    return folder
+
+
+def _run(command: list[str], what: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{what}: nvcc did not end within {DEADLINE_S} s") from None
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()[:8]
+        raise RuntimeError(f"{what}: nvcc failed ({done.returncode}):\n" + "\n".join(lines))
+    return done.stdout

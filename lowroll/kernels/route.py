@@ -1,0 +1,109 @@
+"""Routing in a mixture of experts: which experts a token goes to, where its slots lie, and the sum over them.
+
+    p = softmax(R x)        float32, over the E experts
+    chosen: the S largest logits, of equal ones the lower expert;    g = p of the chosen, over their sum if asked for
+
+Every token has S slots: slot = token * S + choice. Sorted by expert, the earlier slot first, they have places, and an
+expert's places lie together: from the end of the expert before it to its own end. The number of an expert's places is
+known on the device alone, and nothing waits for it.
+
+Logits are sums in float32 of the model's own numbers, rounded to nothing less, so that products which add in another
+order choose alike but for near-ties.
+
+Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.kernels.launch import block, fused
+
+PARTS = 8                # of the sum over features, which few tokens would leave to one program
+MOST_SLOTS = 1 << 14     # that the sorting kernel takes: every expert's program reads all of them
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Slots sorted by expert: which slot lies at a place, at which place a slot lies, and where experts end."""
+
+    slot_P: Tensor
+    place_P: Tensor
+    ends_E: Tensor               # int32: one past the last place of each expert
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """The places of each expert, on the host."""
+        ends = self.ends_E.tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def choose(x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """(weights [T, S] in float32, experts [T, S]), by falling logit. Differentiable."""
+    if fused(x_TD) and not (torch.is_grad_enabled() and (x_TD.requires_grad or router_ED.requires_grad)):
+        return _choose(x_TD, router_ED, choices, renormalize)
+    logits_TE = F.linear(x_TD.float(), router_ED.float())
+    experts_TS = logits_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :choices]
+    weights_TS = logits_TE.softmax(dim=-1).gather(1, experts_TS)
+    if renormalize:
+        weights_TS = weights_TS / weights_TS.sum(dim=-1, keepdim=True)
+    return weights_TS, experts_TS
+
+
+def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
+    """Sort the slots of tokens that chose these experts."""
+    if fused(experts_TS) and experts_TS.numel() <= MOST_SLOTS:
+        return _sort_slots(experts_TS, num_experts)
+    sorted_P, slot_P = experts_TS.flatten().sort(stable=True)
+    place_P = torch.empty_like(slot_P)
+    place_P[slot_P] = torch.arange(len(slot_P), device=slot_P.device)
+    every_E = torch.arange(num_experts, device=slot_P.device, dtype=sorted_P.dtype)
+    return Groups(slot_P, place_P, torch.searchsorted(sorted_P, every_E, right=True, out_int32=True))
+
+
+def combine(y_PD: Tensor, weights_TS: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weighted sums over the slots (in their order, not by place) of every token: [T, D]. Differentiable."""
+    if fused(y_PD) and not (torch.is_grad_enabled() and (y_PD.requires_grad or weights_TS.requires_grad)):
+        return _combine(y_PD, weights_TS, dtype)
+    return (y_PD.view(*weights_TS.shape, -1) * weights_TS[..., None]).sum(1).to(dtype)
+
+
+def _choose(x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    from lowroll.kernels import triton_route as kernels
+
+    (tokens, features), num_experts = x_TD.shape, len(router_ED)
+    parts = torch.empty((PARTS, tokens, num_experts), dtype=torch.float32, device=x_TD.device)
+    weights_TS = torch.empty((tokens, choices), dtype=torch.float32, device=x_TD.device)
+    experts_TS = torch.empty((tokens, choices), dtype=torch.int32, device=x_TD.device)
+    wide = max(16, block(num_experts))
+    kernels.logits[(-(-tokens // 16), PARTS)](
+        x_TD.contiguous(), router_ED.to(x_TD.dtype), parts, tokens, features, num_experts, PARTS=PARTS, BLOCK_T=16,
+        BLOCK_E=wide, BLOCK_K=64, num_warps=4)
+    kernels.choose[(tokens,)](parts, weights_TS, experts_TS, tokens, num_experts, CHOICES=choices,
+                              RENORMALIZE=renormalize, PARTS=PARTS, BLOCK_E=wide, BLOCK_S=block(choices), num_warps=1)
+    return weights_TS, experts_TS
+
+
+def _sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
+    from lowroll.kernels import triton_route as kernels
+
+    slots = experts_TS.numel()
+    slot_P, place_P = (torch.empty(slots, dtype=torch.int64, device=experts_TS.device) for _ in range(2))
+    ends_E = torch.empty(num_experts, dtype=torch.int32, device=experts_TS.device)
+    kernels.sort[(num_experts,)](experts_TS.contiguous(), slot_P, place_P, ends_E, slots,
+                                 BLOCK_P=min(1024, max(16, block(slots))), num_warps=4)
+    return Groups(slot_P, place_P, ends_E)
+
+
+def _combine(y_PD: Tensor, weights_TS: Tensor, dtype: torch.dtype) -> Tensor:
+    from lowroll.kernels import triton_route as kernels
+
+    (tokens, choices), features = weights_TS.shape, y_PD.shape[1]
+    out_TD = torch.empty((tokens, features), dtype=dtype, device=y_PD.device)
+    wide = min(1024, block(features))
+    kernels.combine[(tokens, -(-features // wide))](y_PD, weights_TS, out_TD, features, CHOICES=choices, BLOCK_D=wide,
+                                                    num_warps=4)
+    return out_TD

@@ -1,0 +1,192 @@
+"""The kernels of a mixture of experts: in Triton's interpreter against plain torch, and compiled for Hopper."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.kernels import grouped, route
+from lowroll.kernels.grouped import Stack, Tiles
+from lowroll.kernels.rows import quantize_rows
+from lowroll.model.experts import Experts
+from lowroll.model.spec import spec_from_config
+from lowroll.quant.formats import QTensor, quantize
+
+TENSORS = {"int8": ("codes", "scale"), "fp8": ("weight", "weight_scale"), "mxfp4": ("weight_packed", "weight_scale"),
+           "nvfp4": ("weight_packed", "weight_scale", "weight_global_scale"), "fp32": ("weight",)}
+KINDS = {"int8": "w8a8", "fp8": "w8a8", "fp32": "dense"}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stack_of(q: QTensor, count: int) -> Stack:
+    return Stack(KINDS.get(q.format, q.format), count, *(q.tensors[name] for name in TENSORS[q.format]))
+
+
+def rounded(x_MK: Tensor, format: str) -> Tensor:
+    """What the activations are after their own quantisation."""
+    if format not in ("int8", "fp8"):
+        return x_MK
+    rows = quantize_rows(x_MK, format)
+    return rows.codes_MK.float() * rows.scale_M1
+
+
+# -- routing ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("tokens", "num_experts", "choices", "renormalize"),
+                         [(1, 6, 2, True), (19, 128, 8, True), (5, 20, 3, False), (3, 1, 1, True)])
+def test_choices_are_those_of_plain_torch(tokens: int, num_experts: int, choices: int, renormalize: bool) -> None:
+    x_TD, router_ED = normal(tokens, 100), normal(num_experts, 100, seed=1) * 0.3
+    with torch.enable_grad():
+        want = route.choose(x_TD.requires_grad_(), router_ED, choices, renormalize)
+    weights_TS, experts_TS = route.choose(x_TD.detach(), router_ED, choices, renormalize)
+    assert experts_TS.dtype == torch.int32 and torch.equal(experts_TS.long(), want[1])
+    torch.testing.assert_close(weights_TS, want[0].detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.interpreted
+def test_equal_experts_are_taken_from_the_lowest() -> None:
+    router_ED = torch.zeros(7, 32)
+    router_ED[[2, 4, 6], 0] = 1.0
+    weights_TS, experts_TS = route.choose(torch.ones(2, 32), router_ED, 4, True)
+    assert experts_TS.tolist() == [[2, 4, 6, 0]] * 2
+    torch.testing.assert_close(weights_TS.sum(1), torch.ones(2))
+    nan = torch.full((1, 32), float("nan"))
+    weights_TS, experts_TS = route.choose(nan, router_ED, 4, True)
+    assert weights_TS.isnan().all() and 0 <= int(experts_TS.min()) and int(experts_TS.max()) < 7
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("slots", "num_experts"), [(1, 4), (30, 5), (1500, 6)])
+def test_sorting_is_torchs_stable_one(slots: int, num_experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts_TS = torch.randint(0, num_experts - 1, (slots, 1), generator=torch.Generator().manual_seed(0)).int()
+    got = route.sort_slots(experts_TS, num_experts)
+    monkeypatch.setattr(route, "MOST_SLOTS", 0)
+    want = route.sort_slots(experts_TS, num_experts)
+    for name in ("slot_P", "place_P", "ends_E"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert got.bounds == want.bounds and got.bounds[-1] == (slots, slots)              # the last has no slots
+
+
+@pytest.mark.interpreted
+def test_sums_over_slots() -> None:
+    y_PD, weights_TS = normal(15, 70), normal(5, 3, seed=1)
+    want = (y_PD.view(5, 3, 70) * weights_TS[..., None]).sum(1)
+    torch.testing.assert_close(route.combine(y_PD, weights_TS, torch.float32), want, rtol=1e-6, atol=1e-6)
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("format", TENSORS)
+def test_products_are_those_of_the_dequantised_matrices(format: str) -> None:
+    """Rows, features and places that no tile divides; an expert without rows, and one with more than a tile."""
+    num_out, num_in, count = 40, 96, 4
+    q = quantize(normal(count * num_out, num_in, seed=1), format)
+    experts_P = torch.tensor([3] * 20 + [0] * 3 + [1] * 5).int()
+    x_PK, groups = normal(28, num_in), route.sort_slots(experts_P[:, None], count)
+    stack, sorted_PK = stack_of(q, count), x_PK[groups.slot_P]
+    operand, scale = grouped._operand(sorted_PK, stack)
+    got = grouped._launch(operand, scale, stack, groups, torch.float32, chosen=Tiles(16, 32, 64))
+    w_ENK = q.dequantize(torch.float32).view(count, num_out, num_in)
+    want = torch.stack([w_ENK[e] @ x for e, x in zip(experts_P.sort().values, rounded(sorted_PK, format), strict=True)])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.interpreted
+def test_a_global_scale_a_row_is_read_by_row() -> None:
+    parts = [quantize(normal(32, 32, seed=seed) * size, "nvfp4") for seed, size in ((0, 1.0), (1, 7.0))]
+    rows = {name: torch.cat([part.tensors[name] for part in parts]) for name in TENSORS["nvfp4"][:2]}
+    scale_N = torch.cat([part.tensors["weight_global_scale"].expand(32) for part in parts])
+    groups, x_PK = route.sort_slots(torch.tensor([[0], [1]]), 2), normal(2, 32, seed=5)
+    stack = Stack("nvfp4", 2, rows["weight_packed"], rows["weight_scale"], scale_N)
+    got = grouped._launch(*grouped._operand(x_PK, stack), stack, groups, torch.float32, chosen=Tiles(16, 16, 32))
+    want = torch.stack([part.dequantize() @ x for part, x in zip(parts, x_PK, strict=True)])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("format", TENSORS)
+def test_a_mixture_of_experts_is_the_formula(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathering, SwiGLU, scattering and the sum, against plain torch on what the codes stand for."""
+    monkeypatch.setattr(grouped, "tiles", lambda stack, slots: Tiles(16, 128, 64))
+    tokens, hidden, wide, count, choices = 13, 64, 96, 6, 2
+    x_TD, router_ED = normal(tokens, hidden), normal(count, hidden, seed=1)
+    gate_up = quantize(normal(count * 2 * wide, hidden, seed=2) * 0.2, format)
+    down = quantize(normal(count * hidden, wide, seed=3) * 0.2, format)
+    got = grouped.experts(x_TD, router_ED, stack_of(gate_up, count), stack_of(down, count), choices, True)
+    p_TE = (x_TD @ router_ED.t()).softmax(-1)
+    best = p_TE.topk(choices, dim=-1)
+    w_EFD = gate_up.dequantize(torch.float32).view(count, 2 * wide, hidden)
+    w_EDF = down.dequantize(torch.float32).view(count, hidden, wide)
+    want = torch.zeros(tokens, hidden)
+    for t in range(tokens):
+        for p, e in zip(best.values[t] / best.values[t].sum(), best.indices[t], strict=True):
+            gate, up = (w_EFD[e] @ rounded(x_TD[t:t + 1], format)[0]).chunk(2)
+            want[t] += p * (w_EDF[e] @ rounded((F.silu(gate) * up)[None], format)[0])
+    bound = 0.02 if format in ("int8", "fp8") else 1e-4       # a code of the hidden row may round the other way
+    assert (got - want).abs().max() < bound * want.abs().max()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("format", [None, "int8", "fp8", "nvfp4", "int4"])
+def test_the_module_runs_the_kernels_where_nothing_learns(format: str | None) -> None:
+    """The same module with gradients (plain torch on the CPU, or the unfused products) and without."""
+    spec = spec_from_config({
+        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 8, "hidden_size": 64, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8, "num_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True})
+    module = Experts(spec, "cpu", torch.float32)
+    with torch.no_grad():
+        for seed, p in enumerate(module.parameters()):
+            p.copy_(normal(*p.shape, seed=seed) * 0.3)
+    for linear in (module.gate_up, module.down) if format else ():
+        linear.aligned = quantize(linear.weight, format)
+    x_TD = normal(7, 64, seed=9)
+    want = module(x_TD)
+    with torch.no_grad():
+        got = module(x_TD)
+    assert want.requires_grad and (got - want).abs().max() < (0.01 if format in ("int8", "fp8") else 1e-4)
+
+
+# -- the machine code -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("kind", "types", "matrix_unit", "features"), [
+    ("dense", {}, "wgmma", 64), ("w8a8", {"x_ptr": "*fp8e4nv", "w_ptr": "*fp8e4nv"}, "wgmma", 128),
+    ("w8a8", {"x_ptr": "*i8", "w_ptr": "*i8"}, "wgmma", 128),
+    ("nvfp4", {"w_ptr": "*i64", "ws_ptr": "*u8"}, "mma.sync", 512),
+    ("mxfp4", {"w_ptr": "*i64", "ws_ptr": "*u8"}, "mma.sync", 512)])
+def test_it_compiles_for_hopper_without_spills(kind: str, types: dict[str, str], matrix_unit: str,
+                                               features: int) -> None:
+    compiled = compile_for_hopper(kind, types, features)
+    ptx = compiled.asm["ptx"]
+    assert matrix_unit in ptx and "cp.async" in ptx
+    assert "wgmma" not in ptx or matrix_unit == "wgmma"     # 4-bit codes are decoded in registers, without waiting
+    assert "st.local" not in ptx and compiled.metadata.shared <= 227 * 1024
+
+
+def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lowroll.kernels import triton_grouped
+
+    signature = {"x_ptr": "*bf16", "xs_ptr": "*fp32", "w_ptr": "*bf16", "ws_ptr": "*fp32", "g_ptr": "*fp32",
+                 "y_ptr": "*bf16", "slot_ptr": "*i64", "ends_ptr": "*i32", "slots": "i32", "num_experts": "i32",
+                 **types}
+    constants = {"rows": 768, "features": 2048, "KIND": kind, "CHOICES": 8, "SWIGLU": True, "TO_SLOTS": False,
+                 "G_ROWS": False, "BLOCKED": kind.endswith("fp4"), "PTX": True, "BLOCK_E": 128,
+                 "BLOCK_P": 8 if kind.endswith("fp4") else 16,
+                 "BLOCK_N": 64, "BLOCK_K": features}
+    names = triton_grouped.multiply.arg_names
+    source = ASTSource(fn=triton_grouped.multiply, signature={name: signature.get(name, "constexpr") for name in names},
+                       constexprs={(names.index(name),): value for name, value in constants.items()},
+                       attrs={(names.index(name),): [["tt.divisibility", 16]] for name in signature if name != "slots"})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
