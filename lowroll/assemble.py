@@ -68,7 +68,9 @@ def learner(cfg: RunConfig, where: Place) -> Transformer:
 
     Its weights are scaled first and its forward is aligned last, when the configuration asks for either.
     """
-    model = hf.load(cfg.model, where.device, where.dtype)
+    early = cfg.train.lora and cfg.train.uaq_scale is None        # dense weights are scaled
+    frozen = rollout_format(cfg, where) if early else None
+    model = hf.load(cfg.model, where.device, where.dtype, frozen)
     if any(linear.adapter is not None for _, linear in model.linears()):
         raise ValueError(f"model: {cfg.model} is an adapter folder; merge it into its base before training on")
     if not cfg.train.lora:

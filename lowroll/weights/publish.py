@@ -132,8 +132,9 @@ def _draw(noise: Noise, rollout: Transformer) -> dict[str, Tensor]:
     for name, norm in noisy_norms(rollout):
         if norm.weight.dtype != torch.float32 or f"{name}.weight" in rollout.shared:
             raise ValueError(f"publish: {name}.weight cannot take noise; make the engine with noisy=True")
-    return {f"{name}.weight": noise.draw(name, norm.weight.numel()).to(rollout.device)
-            for name, norm in noisy_norms(rollout)}
+    drawn = {f"{name}.weight": noise.draw(name, norm.weight.numel()) for name, norm in noisy_norms(rollout)}
+    on_device = torch.cat(list(drawn.values())).to(rollout.device)            # in one transfer
+    return dict(zip(drawn, on_device.split([z.numel() for z in drawn.values()]), strict=True))
 
 
 def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Parameter]) -> dict[str, Tensor]:
