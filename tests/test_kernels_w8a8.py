@@ -43,7 +43,7 @@ def test_integer_products_are_exact(shape: tuple[int, int, int], splits: int, mo
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("shape", [(1, 9, 48), (2, 37, 528), (3, 5, 2048), (4, 6, 2576)])
+@pytest.mark.parametrize("shape", [(1, 9, 48), (2, 37, 528), (1, 5, 2048), (2, 6, 2576)])
 def test_few_rows_are_exact(shape: tuple[int, int, int]) -> None:
     rows, codes, scale, bias, want = problem(*shape)
     assert few.takes(rows.codes_MK, codes)
@@ -54,8 +54,8 @@ def test_few_rows_are_exact(shape: tuple[int, int, int]) -> None:
 @pytest.mark.interpreted
 def test_few_e4m3_rows() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(n, 2064, generator=generator).mul(90).to(E4M3) for n in (2, 7))
-    row, scale, bias = (torch.rand(shape, generator=generator) for shape in ((2, 1), (7, 1), 7))
+    x, w = (torch.randn(n, 2064, generator=generator).mul(90).to(E4M3) for n in (1, 7))
+    row, scale, bias = (torch.rand(shape, generator=generator) for shape in ((1, 1), (7, 1), 7))
     assert few.takes(x, w)
     got = few.multiply(Rows(x, row, torch.float32), w, scale, bias)
     want = (x.double() @ w.double().t()) * row * scale.t() + bias
@@ -156,9 +156,9 @@ def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
     codes, rows = ("*i32", few.MOST[torch.int8]) if kind == "int8" else ("*fp8e4nv", few.MOST[E4M3])
     types = {"x": codes, "w": codes, "row": "*fp32", "column": "*fp32", "bias": "*bf16", "y": "*bf16", "N": "i32",
              "K": "i32"}
-    constants = dict(ROWS=rows, COLUMNS=few.CHANNELS, DEPTH=few.STEP // (4 if kind == "int8" else 1), EVEN=False,
-                     DP4A=True)
-    code = compiled(few._few, types, constants, num_warps=4)
+    step, warps = few.schedule(rows, kind == "int8")
+    constants = dict(ROWS=rows, COLUMNS=few.CHANNELS, DEPTH=step // (4 if kind == "int8" else 1), EVEN=False, DP4A=True)
+    code = compiled(few._few, types, constants, num_warps=warps)
     assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"] and ("IDP" in code["sass"]) == (kind == "int8")
 
 

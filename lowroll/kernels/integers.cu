@@ -52,15 +52,9 @@ __device__ __forceinline__ void wait(uint32_t barrier, int parity) {
                  ::"r"(barrier), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ void wait_cluster(uint32_t barrier, int parity) {       // for arrivals from the other block
-    asm volatile("{\n.reg .pred done;\n"
-                 "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}\n"
-                 ::"r"(barrier), "r"(parity) : "memory");
-}
-
 __device__ __forceinline__ void arrive(uint32_t barrier, int block) {              // at the barrier of a block of the cluster
     asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier), "r"(block) : "memory");
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier), "r"(block) : "memory");
 }
 
 __device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap* map, int k, int row, uint32_t barrier) {
@@ -74,8 +68,8 @@ __device__ __forceinline__ void fetch_for_all(uint32_t to, const CUtensorMap* ma
                  ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "h"((uint16_t)((1 << CLUSTER) - 1)) : "memory");
 }
 
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+__device__ __forceinline__ void meet_cluster() {             // releases nothing: that would be a fence of the whole device
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP) : "memory"); }
@@ -210,7 +204,7 @@ integers(const __grid_constant__ Problem p, const __grid_constant__ CUtensorMap 
                 const int tile = unit / steps, k = unit % steps * STEP;
                 const int n = (tile / tiles_m * CLUSTER + block) * CHANNELS, m = tile % tiles_m * S::TOKENS;
                 const uint32_t to = address(ring + slot * S::STAGE), ready = full + 8 * slot;
-                wait_cluster(free + 8 * slot, parity);
+                wait(free + 8 * slot, parity);
                 expect(ready, S::STAGE);
                 fetch(to, &w_map, k, n, ready);
                 constexpr int SHARE = S::TOKENS / CLUSTER;
