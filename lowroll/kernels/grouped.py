@@ -99,15 +99,20 @@ class Tiles:
 
 
 def tiles(stack: Stack, slots: int) -> Tiles:
-    """By the slots that an expert has on average: up to 16 the weights' bytes decide, later the tensor cores do."""
-    places = min(128, max(16, block(slots // stack.num_experts)))
+    """By twice the slots that an expert has on average: few of them are cut, and the narrow side is filled.
+
+    4-bit weights are decoded in the tensor cores' registers, which only the older instructions (up to 8 places) read
+    without waiting.
+    """
+    places = min(128, max(16, block(2 * slots // stack.num_experts)))
     if stack.packed:
-        return Tiles(min(places, 64), 64, 512, stages=3)
+        few = slots <= 4 * stack.num_experts
+        return Tiles(8 if few else min(places, 32), 64, 512, stages=2)
     if stack.codes_NK.dtype == torch.float32:
         return Tiles(16, 64, 32, stages=2)
     if places >= 64:
-        return Tiles(places, 128, 64 * (2 if stack.kind == "w8a8" else 1), warps=8, stages=3)
-    return Tiles(places, 64, 128 * (2 if stack.kind == "w8a8" else 1), stages=4)
+        return Tiles(places, 128, 128 if stack.kind == "w8a8" else 64, warps=8, stages=3)
+    return Tiles(places, 64, 128, stages=4)
 
 
 def _launch(x: Tensor, x_scale: Tensor | None, stack: Stack, groups: Groups, dtype: torch.dtype, *, choices: int = 0,
@@ -169,10 +174,12 @@ def _grouped_mm_is_right(device: torch.device) -> bool:
     groups = sort_slots(torch.tensor([0, 2], device=device).repeat_interleave(20)[:, None], 3)
     try:
         got_PN = F.grouped_mm(x_PK, w_ENK.transpose(1, 2), offs=groups.ends_E)
+        got_PK = F.grouped_mm(got_PN, w_ENK, offs=groups.ends_E)
         got_ENK = F.grouped_mm(got_PN.t(), x_PK, offs=groups.ends_E)
     except (RuntimeError, AttributeError, NotImplementedError, ValueError, TypeError):
         return False
     wanted_PN = torch.cat([x_PK[:20] @ w_ENK[0].t(), x_PK[20:] @ w_ENK[2].t()])
+    wanted_PK = torch.cat([got_PN[:20] @ w_ENK[0], got_PN[20:] @ w_ENK[2]])
     wanted_ENK = torch.stack([got_PN[:20].t() @ x_PK[:20], torch.zeros_like(w_ENK[0]), got_PN[20:].t() @ x_PK[20:]])
     return all(torch.allclose(got.float(), wanted.float(), rtol=0.02, atol=0.5)
-               for got, wanted in ((got_PN, wanted_PN), (got_ENK, wanted_ENK)))
+               for got, wanted in ((got_PN, wanted_PN), (got_PK, wanted_PK), (got_ENK, wanted_ENK)))

@@ -15,29 +15,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Word a and word b, their two scales (packed bfloat16): nibble i of a and b as packed bfloat16, i = 0 .. 7.
-# $0..$7 results, $8 $9 words, $10 scales
+# $8, $9: a word of row a and one of row b (their nibbles are i = 0 .. 7 from the low end), $10: their scales as packed
+# bfloat16. $0 .. $7: nibble i of a and of b, times their scales, as packed bfloat16. A nibble n that lies alone in its
+# half of a register becomes n << 12 | n << 6 by one multiplication.
 _E2M1 = tl.constexpr("""
 {
-    .reg .b32 lo, hi, t, u;
-    prmt.b32 lo, $8, $9, 0x5410;
-    prmt.b32 hi, $8, $9, 0x7632;
-    shl.b32 t, lo, 12;  and.b32 t, t, 0x80008000;  shl.b32 u, lo, 6;  lop3.b32 t, u, 0x01C001C0, t, 0xEA;
-    mul.rn.bf16x2 $0, t, $10;
-    shl.b32 t, lo, 8;   and.b32 t, t, 0x80008000;  shl.b32 u, lo, 2;  lop3.b32 t, u, 0x01C001C0, t, 0xEA;
-    mul.rn.bf16x2 $1, t, $10;
-    shl.b32 t, lo, 4;   and.b32 t, t, 0x80008000;  shr.b32 u, lo, 2;  lop3.b32 t, u, 0x01C001C0, t, 0xEA;
-    mul.rn.bf16x2 $2, t, $10;
-    and.b32 t, lo, 0x80008000;                     shr.b32 u, lo, 6;  lop3.b32 t, u, 0x01C001C0, t, 0xEA;
-    mul.rn.bf16x2 $3, t, $10;
-    shl.b32 t, hi, 12;  and.b32 t, t, 0x80008000;  shl.b32 u, hi, 6;  lop3.b32 t, u, 0x01C001C0, t, 0xEA;
-    mul.rn.bf16x2 $4, t, $10;
-    shl.b32 t, hi, 8;   and.b32 t, t, 0x80008000;  shl.b32 u, hi, 2;  lop3.b32 t, u, 0x01C001C0, t, 0xEA;
-    mul.rn.bf16x2 $5, t, $10;
-    shl.b32 t, hi, 4;   and.b32 t, t, 0x80008000;  shr.b32 u, hi, 2;  lop3.b32 t, u, 0x01C001C0, t, 0xEA;
-    mul.rn.bf16x2 $6, t, $10;
-    and.b32 t, hi, 0x80008000;                     shr.b32 u, hi, 6;  lop3.b32 t, u, 0x01C001C0, t, 0xEA;
-    mul.rn.bf16x2 $7, t, $10;
+    .reg .b32 p, q, t;
+    prmt.b32 p, $8, $9, 0x5410;
+    and.b32 t, p, 0x000F000F;  mul.lo.u32 t, t, 0x1040;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $0, t, $10;
+    and.b32 t, p, 0x00F000F0;  mul.lo.u32 t, t, 0x0104;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $1, t, $10;
+    shr.u32 q, p, 8;
+    and.b32 t, q, 0x000F000F;  mul.lo.u32 t, t, 0x1040;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $2, t, $10;
+    and.b32 t, q, 0x00F000F0;  mul.lo.u32 t, t, 0x0104;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $3, t, $10;
+    prmt.b32 p, $8, $9, 0x7632;
+    and.b32 t, p, 0x000F000F;  mul.lo.u32 t, t, 0x1040;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $4, t, $10;
+    and.b32 t, p, 0x00F000F0;  mul.lo.u32 t, t, 0x0104;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $5, t, $10;
+    shr.u32 q, p, 8;
+    and.b32 t, q, 0x000F000F;  mul.lo.u32 t, t, 0x1040;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $6, t, $10;
+    and.b32 t, q, 0x00F000F0;  mul.lo.u32 t, t, 0x0104;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $7, t, $10;
 }
 """)
 

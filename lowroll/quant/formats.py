@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels import sweep, w4a16
+from lowroll.kernels.rows import Product, Rows
 
 EPS = torch.finfo(torch.float32).eps      # the scale of an all-zero channel or group
 
@@ -170,6 +171,7 @@ class Format(ABC):
     dense: bool = False              # dense formats hold plain floating point: there is nothing to correct for
     once: tuple[str, ...] = ()       # stored tensors that have one entry for the whole matrix
     stored_as: str | None = None     # another format that has the same stored tensors
+    rows: str | None = None          # the kind of codes that `product` takes; None: the format has no such product
 
     @abstractmethod
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -185,6 +187,10 @@ class Format(ABC):
 
     @abstractmethod
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor: ...
+
+    def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
+        """`linear` of activations that are quantised already; its scales may be left to the kernel that comes next."""
+        raise NotImplementedError(f"{self.name} has no product of quantised rows")
 
     def quantize(self, w_NK: Tensor) -> QTensor:
         """Quantise [N, K]. ValueError for a tensor that is no matrix, is empty, or holds a non-finite value."""
