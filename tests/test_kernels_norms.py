@@ -221,7 +221,33 @@ def wide_product(size: int) -> Product:
     return product(4, size, torch.int32, torch.bfloat16)
 
 
-# -- the lines of plain torch are what the model computes --------------------------------------------------------------
+# -- the lines of plain torch, by their formulas in float64 ------------------------------------------------------------
+
+def test_plain_norm_and_gate_by_formula() -> None:
+    x, update, weight = random(3, 37), random(3, 37, seed=1), random(37, seed=2)
+    total, normed = add_rms_norm(x, update, weight, EPS)
+    assert isinstance(normed, Tensor) and torch.equal(total, x + update)
+    wide = total.double()
+    torch.testing.assert_close(normed.double(), wide / ((wide ** 2).mean(-1, True) + EPS).sqrt() * weight,
+                               rtol=1e-6, atol=1e-6, check_dtype=False)
+    gate, up = x[:, :36].double().chunk(2, -1)
+    gated = silu_mul(x[:, :36])
+    assert isinstance(gated, Tensor)
+    torch.testing.assert_close(gated.double(), gate / (1 + (-gate).exp()) * up, rtol=1e-6, atol=1e-6)
+
+
+def test_plain_heads_turn_as_complex_numbers_do() -> None:
+    cos, sin = angles(3, 6)
+    qkv, norms = random(3, 4 * 6), (random(6, seed=8), random(6, seed=9))
+    q, k, v = rotate_heads(qkv, cos, sin, 2, 1, 6, *norms, EPS)
+    heads = qkv.double().view(3, 4, 6)
+    assert torch.equal(v.double(), heads[:, 3:])
+    normed = heads / ((heads ** 2).mean(-1, True) + EPS).sqrt()
+    for got, wanted in ((q, normed[:, :2] * norms[0]), (k, normed[:, 2:3] * norms[1])):
+        turned = torch.complex(wanted[..., :3], wanted[..., 3:]) * torch.complex(cos, sin)
+        torch.testing.assert_close(torch.complex(got[..., :3], got[..., 3:]).to(turned.dtype), turned,
+                                   rtol=1e-6, atol=1e-6)
+
 
 def test_no_tokens_are_no_error() -> None:
     none = torch.empty(0, 16)      # no tokens

@@ -63,6 +63,7 @@ def stream(files: dict[str, Path], batches: Sequence[Sequence[str]], device: tor
         pool.shutdown(wait=True, cancel_futures=True)
         if reader.device.type == "cuda":       # after an error, no copy may still write to memory that is given back
             torch.cuda.synchronize(reader.device)
+            torch.cuda.empty_cache()
 
 
 def join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
