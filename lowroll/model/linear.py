@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowroll.kernels.rows import Product, Rows, quantize_rows
 from lowroll.model import adapter as adapters
 from lowroll.model.adapter import Adapter
-from lowroll.quant.formats import QTensor
+from lowroll.quant.formats import QTensor, get_format
 
 
 class Linear(nn.Module):
@@ -54,7 +55,21 @@ class Linear(nn.Module):
         del self.weight
         self.weight, self.aligned = weight, None
 
-    def forward(self, x_TK: Tensor) -> Tensor:
+    @property
+    def reads(self) -> str | None:
+        """The codes that the layer wants its input in, where whoever makes it can quantise it: CUDA, low-bit."""
+        if not self.low_bit or not isinstance(self.weight, QTensor) or self.adapter is not None:
+            return None
+        return get_format(self.weight.format).rows if self.weight.device.type == "cuda" else None
+
+    def read(self, x_TK: Tensor) -> Tensor | Rows:
+        """The input as the layer wants it."""
+        return x_TK if self.reads is None else quantize_rows(x_TK, self.reads)
+
+    def forward(self, x_TK: Tensor | Rows) -> Tensor | Product:
+        if isinstance(x_TK, Rows):
+            assert isinstance(self.weight, QTensor)
+            return get_format(self.weight.format).product(x_TK, self.weight, self.bias)
         if self.low_bit and self.aligned is None and isinstance(self.weight, QTensor) and torch.is_grad_enabled() and (
                 x_TK.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             raise ValueError("low_bit: the engine's arithmetic has no gradient; a learner runs the dequantised "

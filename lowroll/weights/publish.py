@@ -89,9 +89,23 @@ def rollout_copy(master: Transformer, format: str, dtype: torch.dtype, noisy: bo
     return rollout.requires_grad_(False).run_low_bit(True).eval()
 
 
+def beside(master: Transformer, rollout: Transformer, format: str) -> Transformer:
+    """A second model for the engine: the linear weights in another format, all else the very tensors of `rollout`."""
+    other = Transformer(rollout.spec, "meta", rollout.dtype)
+    for name, p in rollout.named_parameters():
+        if ".adapter." not in name:
+            _set_parameter(other, name, p.detach())
+    for (name, ours), (_, same), (_, theirs) in zip(other.linears(), rollout.linears(), master.linears(), strict=True):
+        ours.set_weight(_quantize(name, theirs, format))
+        ours.adapter = same.adapter
+    other.freqs, other.shared, other.head = rollout.freqs, rollout.shared, rollout.head
+    return other.requires_grad_(False).run_low_bit(True).eval()
+
+
 @torch.no_grad()
-def publish(master: Transformer, rollout: Transformer, noise: Noise | None = None) -> None:
-    """Refill the engine's model from the master, in place. Shared tensors are left alone.
+def publish(master: Transformer, rollout: Transformer, noise: Noise | None = None,
+            bulk: Transformer | None = None) -> None:
+    """Refill the engine's model from the master, in place, and the model `beside` it. Shared tensors are left alone.
 
     The result is a function of the master's weights and `noise`; without noise (or at sigma 0) the norms are clean.
     ValueError, before anything is written, names what does not fit: a master of other sizes, another adapter, another
@@ -106,10 +120,11 @@ def publish(master: Transformer, rollout: Transformer, noise: Noise | None = Non
             target.copy_(value.float() + drawn[name] if name in drawn else value)
     if rollout.head is not None:
         rollout.head.renew()
-    for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
-        assert isinstance(ours.weight, QTensor)
-        if ours.weight is not theirs.weight:
-            _refill(name, ours.weight, theirs, amax.get(name))
+    for model in (rollout,) if bulk is None else (rollout, bulk):
+        for (name, ours), (_, theirs) in zip(model.linears(), master.linears(), strict=True):
+            assert isinstance(ours.weight, QTensor)
+            if ours.weight is not theirs.weight:
+                _refill(name, ours.weight, theirs, amax.get(name))
 
 
 def _draw(noise: Noise, rollout: Transformer) -> dict[str, Tensor]:
