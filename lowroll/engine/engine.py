@@ -23,7 +23,7 @@ from lowroll.engine.scheduler import Scheduler
 from lowroll.kv.cache import KVCache
 from lowroll.kv.pages import PagePool
 from lowroll.model import hf
-from lowroll.model.tokenizer import load_tokenizer
+from lowroll.model.tokenizer import eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
@@ -232,8 +232,9 @@ class Engine:
 
     def _eos_ids(self) -> set[int]:
         ids = set(self.spec.eos_ids)
-        if self._has_tokenizer and self.tokenizer.eos_token_id is not None:
-            ids.add(self.tokenizer.eos_token_id)
+        if self._has_tokenizer:
+            known = eos_id(self.folder) if self._tokenizer is None and self.folder else self.tokenizer.eos_token_id
+            ids |= set() if known is None else {known}
         return ids
 
     def _pick_dtype(self, weights: str, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
