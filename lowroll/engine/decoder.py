@@ -75,8 +75,10 @@ class Decoder:
         self.replays = 0                           # steps that ran as a graph
 
     def run(self, sequences: list[Sequence], steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Draw `steps` tokens of each sequence, one where rows are not `plain`: (ids, log-probs), both [B, S]. The pages
-        of all steps are in place. ValueError when the model gives a row no distribution."""
+        """Draw `steps` tokens of each sequence, one where rows are not `plain`: (ids, log-probs), both [B, S].
+
+        The pages of all steps are in place. ValueError when the model gives a row no distribution.
+        """
         size = self.size(len(sequences))
         self._upload(sequences, size)
         if plain(sequences):
