@@ -35,6 +35,7 @@ _STORED = {"int8": ("w8a8", "codes", "scale"), "fp8": ("w8a8", "weight", "weight
            "nvfp4": ("nvfp4", "weight_packed", "weight_scale", "weight_global_scale"),
            "mxfp4": ("mxfp4", "weight_packed", "weight_scale"),
            "mxfp4_floor": ("mxfp4", "weight_packed", "weight_scale"),
+           "int4": ("int4", "weight_packed", "weight_scale"),
            "bf16": ("dense", "weight"), "fp32": ("dense", "weight")}
 
 
