@@ -53,7 +53,8 @@ class Job:
     length: int = 2048
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
-    checkpointing: bool | str = False       # ours: `Transformer.activation_checkpointing`
+    checkpointing: bool | float = False     # ours: `Transformer.activation_checkpointing`
+    logprob_chunk: int = 1024
 
     @property
     def tokens(self) -> int:
@@ -64,8 +65,8 @@ class Job:
         return f"{self.name} {'LoRA r16' if self.lora else 'full'}, {self.tokens} tokens"
 
 
-JOBS = {"qwen2.5-1.5b": Job("qwen2.5-1.5b", SHAPES["qwen2.5-1.5b"], lora=False),
-        "qwen2.5-7b": Job("qwen2.5-7b", SHAPES["qwen2.5-7b"], lora=True, checkpointing="mlp")}
+JOBS = {"qwen2.5-1.5b": Job("qwen2.5-1.5b", SHAPES["qwen2.5-1.5b"], lora=False, logprob_chunk=4096),
+        "qwen2.5-7b": Job("qwen2.5-7b", SHAPES["qwen2.5-7b"], lora=True, checkpointing=0.25)}
 MUST = {"qwen2.5-1.5b": (1.3, 1.6), "qwen2.5-7b": (1.4, 2.0)}           # (must, aim) of the speed
 MUST_MEMORY = (0.6, 0.4)
 
@@ -113,7 +114,8 @@ def ours(job: Job) -> Callable[[], object]:
         model.requires_grad_(True)
     model.activation_checkpointing = job.checkpointing
     optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=RATE))
-    settings = LearnSettings(select("grpo"), tokens_per_microbatch=job.tokens)
+    settings = LearnSettings(select("grpo"), tokens_per_microbatch=job.tokens,
+                             logprob_chunk=job.logprob_chunk)
     steps = batch(job)
     return lambda: learn(model, steps, optimizer, settings)
 
@@ -212,15 +214,16 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(JOBS), help=f"out of {', '.join(JOBS)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of a turn")
-    parser.add_argument("--checkpointing", choices=["none", "mlp", "all"], help="ours, in the place of the default")
+    parser.add_argument("--checkpointing", help="ours, in the place of the default: all, or a share of the layers")
     parser.add_argument("--out", type=Path, default=BASELINES)
     args = parser.parse_args()
     rows: list[Row] = []
     for name in args.models.split(","):
         if name not in JOBS:
             parser.error(f"--models: unknown {name!r}; expected some of {', '.join(JOBS)}")
-        chosen: dict[str, bool | str] = {"none": False, "mlp": "mlp", "all": True}
-        job = replace(JOBS[name], checkpointing=chosen[args.checkpointing]) if args.checkpointing else JOBS[name]
+        job = JOBS[name]
+        if args.checkpointing:
+            job = replace(job, checkpointing=args.checkpointing == "all" or float(args.checkpointing))
         rows += compare(job, args.rounds, MUST[name], args.steps)
     met = show("Training", rows)
     print(merge("train", rows, args.out, rounds=args.rounds, steps=args.steps, length=2048))

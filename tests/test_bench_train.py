@@ -16,7 +16,7 @@ TINY = {**SHAPES["qwen2.5-1.5b"], "hidden_size": 32, "intermediate_size": 48, "n
 ALONE = (train.PeerSetting(1, False),)
 
 
-def job(lora: bool = False, checkpointing: bool | str = False) -> train.Job:
+def job(lora: bool = False, checkpointing: bool | float = False) -> train.Job:
     return train.Job("tiny", TINY, lora, rows=4, length=16, device="cpu", dtype=torch.float32,
                      checkpointing=checkpointing)
 
@@ -30,7 +30,7 @@ def test_every_token_is_fed_and_learned_from() -> None:
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_a_step_of_ours_learns(lora: bool) -> None:
-    metrics = train.ours(job(lora, "mlp"))()
+    metrics = train.ours(job(lora, 0.5))()
     assert metrics["optim/grad_norm"] > 0 and metrics["optim/update_norm"] > 0 and metrics["optim/skipped"] == 0
 
 
@@ -65,7 +65,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "MUST", {"tiny": (0.0, 1.0)})
     monkeypatch.setattr(train, "PEER_SETTINGS", ALONE)
     monkeypatch.setattr(sys, "argv", ["bench.train", "--models", "tiny", "--rounds", "1", "--steps", "1",
-                                      "--checkpointing", "mlp", "--out", str(tmp_path)])
+                                      "--checkpointing", "0.5", "--out", str(tmp_path)])
     assert train.main() == 0
     row, = json.loads((tmp_path / "train.json").read_text())["rows"]
     assert row["name"] == "tiny full, 64 tokens: transformers (1 x rows/1, no checkpointing)" and row["ratio"] > 0

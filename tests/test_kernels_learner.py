@@ -3,15 +3,21 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from compiled import compiled
+from test_trainer import tiny_model
 from torch import Tensor
 
 from lowroll.kernels import adamw, logprobs
 from lowroll.kernels.adamw import Tensors
 from lowroll.kernels.logprobs import token_log_probs
+from lowroll.kernels.low_rank import silu_mul_adapted
 from lowroll.model import logprobs as model_logprobs
+from lowroll.model import lora
+from lowroll.model.attention import varlen
 
 both = pytest.mark.parametrize("path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"])
 
@@ -75,6 +81,42 @@ def test_gradients_are_those_of_materialised_logits(learns: tuple[bool, bool], c
         want = torch.autograd.grad((truth[torch.arange(7), targets] * weights).sum(), learning)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+# -- SwiGLU with an update ---------------------------------------------------------------------------------------------
+
+@both
+@pytest.mark.parametrize("shape", [(5, 7, 3), (70, 130, 32), (64, 128, 16)])
+def test_the_gate_of_an_adapted_product(path: str, shape: tuple[int, int, int]) -> None:
+    tokens, size, rank = shape
+    gate_up, low, b = random(tokens, 2 * size), random(tokens, rank, seed=1), random(2 * size, rank, seed=2) * 0.3
+    gate_up.requires_grad_()
+    slope = random(tokens, size, seed=3)
+    got = silu_mul_adapted(gate_up, low, b)
+    whole = (gate_up.detach().double() + low.double() @ b.double().t()).requires_grad_()
+    gate, up = whole.chunk(2, dim=-1)
+    want = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-5)
+    for a, c in zip(torch.autograd.grad((got * slope).sum(), [gate_up]),
+                    torch.autograd.grad((want * slope.double()).sum(), [whole]), strict=True):
+        torch.testing.assert_close(a.double(), c, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("targets", [lora.TARGETS, ("up_proj", "q_proj")])
+def test_an_adapted_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> None:
+    """The update that the gate adds is neither lost nor added twice, forward and backward."""
+    found = []
+    for plain in (False, True):
+        model = lora.attach(tiny_model(), 4, 8.0, targets)
+        for p in model.trainable_parameters().values():
+            p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
+        with patch("lowroll.model.linear.fused", lambda x, plain=plain: not plain):
+            hidden = model(torch.arange(9), torch.arange(9), varlen([9]))
+            (hidden * random(*hidden.shape)).sum().backward()
+        found.append([hidden.detach(), *(p.grad for p in model.trainable_parameters().values())])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
 # -- AdamW -------------------------------------------------------------------------------------------------------------
@@ -142,3 +184,12 @@ def test_nothing_spills(kernel: str) -> None:
                    target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     assert "STL" not in made.asm["sass"], f"{kernel} spills"
     assert "LDG.E.128" in made.asm["sass"], f"{kernel} reads its tensors by single words"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
+def test_the_gate_spills_nothing() -> None:
+    gate_up = random(64, 2 * 18944).bfloat16().requires_grad_()
+    call = lambda: silu_mul_adapted(gate_up, random(64, 32).bfloat16(), random(2 * 18944, 32).bfloat16())  # noqa: E731
+    for name, listing in compiled(lambda: call().sum().backward()):
+        assert "STL" not in listing, f"{name} spills"
+        assert "HMMA" in listing or "HGMMA" in listing, f"{name} multiplies on no tensor core"

@@ -210,11 +210,11 @@ def test_what_has_no_gradient_says_so() -> None:
     lambda x, w: rotate_heads(x, *angles(4, 128), 24, 2, 128, w[:128], w[:128], EPS)[0].sum().backward()],
     ids=["norm-fp8", "norm-product-int8", "norm-backward", "gate-fp8", "gate-backward", "heads-backward"])
 def test_nothing_spills(call: Callable[[Tensor, Tensor], object]) -> None:
-    """Every kernel of the call, compiled for sm_90 at a 7B model's sizes, keeps all but a few scalars in registers."""
+    """Every kernel of the call, compiled for sm_90 at a 7B model's sizes, stays in registers."""
     x, w = (random(*shape, dtype=torch.bfloat16).requires_grad_() for shape in ((4, 3584), (3584,)))
     with torch.enable_grad() if call.__code__.co_names[-1] == "backward" else torch.no_grad():
         for name, listing in compiled(lambda: call(x, w)):
-            assert listing.count("STL") <= 3, f"{name} spills"
+            assert "STL" not in listing, f"{name} spills"
 
 
 def wide_product(size: int) -> Product:

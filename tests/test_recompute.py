@@ -3,9 +3,13 @@ from __future__ import annotations
 
 import weakref
 
+import pytest
 import torch
+from test_trainer import tiny_model
 from torch import Tensor
 
+from lowroll.model import lora
+from lowroll.model.attention import varlen
 from lowroll.model.recompute import remake, remaking
 
 
@@ -84,3 +88,27 @@ def test_blocks_nest_and_graphs_may_be_walked_twice() -> None:
     want, = torch.autograd.grad((x.exp().sin() ** 2).sum() + (x.exp() ** 2).sum(), x)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, want)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("interpreted", [pytest.param(True, marks=pytest.mark.interpreted), False])
+def test_a_model_has_the_same_gradient_whatever_is_made_again(adapter: bool, interpreted: bool) -> None:
+    ids, pos = torch.randint(0, 64, (11,), generator=torch.Generator().manual_seed(1)), torch.arange(11) % 7
+    found, products = [], []
+    for share in (False, 0.5, 1.0, True):
+        model = tiny_model()
+        if adapter:
+            lora.attach(model, 4, 8.0)
+            for p in model.trainable_parameters().values():
+                p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
+        model.activation_checkpointing, runs = share, []
+        for block in model.blocks:
+            block.gate_up.without_update = Counted(block.gate_up.without_update)
+            runs.append(block.gate_up.without_update)
+        hidden = model(ids, pos, varlen([7, 4]))
+        (hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+        found.append([p.grad for p in model.trainable_parameters().values()])
+        products.append([f.runs for f in runs])
+    assert products == [[1, 1], [2, 1], [2, 2], [2, 2]]
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

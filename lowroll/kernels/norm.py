@@ -23,7 +23,7 @@ from torch import Tensor
 from lowroll.kernels.launch import block, fused, jit, tl, warps
 from lowroll.kernels.rows import Product, Rows, empty_rows, load_dense, parts, quantize_rows, store_rows
 
-PROGRAMS = 256      # of the backward pass: as many as run at once on a large GPU
+PROGRAMS = 512      # of the backward pass, at most: more than run at once on a large GPU
 
 
 def add_rms_norm(x_TD: Tensor, update: Tensor | Product | None, weight_D: Tensor, eps: float,

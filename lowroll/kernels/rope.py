@@ -152,8 +152,7 @@ def _rotate_heads_backward(qkv, cos, sin, q_norm, k_norm, q_grad, k_grad, v_grad
     is_q, is_k = (h < heads)[:, None] & inside, ((h >= heads) & (h < heads + kv_heads))[:, None] & inside
     is_v = ((h >= heads + kv_heads) & (h < all_heads))[:, None] & inside
     live = is_q | is_k | is_v
-    q_sum_a, q_sum_b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
-    k_sum_a, k_sum_b = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+    sum_a, sum_b = tl.zeros((HEADS, HALF), tl.float32), tl.zeros((HEADS, HALF), tl.float32)
     for token in range(p, num_tokens, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         at_q = (t * heads + h)[:, None] * size + i[None, :]
@@ -170,10 +169,7 @@ def _rotate_heads_backward(qkv, cos, sin, q_norm, k_norm, q_grad, k_grad, v_grad
             x_b = tl.load(qkv + t * stride + n + half, mask=live, other=0.0).to(tl.float32)
             inverse = 1.0 / tl.sqrt_rn(tl.sum(x_a * x_a + x_b * x_b, axis=1) / size + eps)[:, None]
             x_a, x_b = x_a * inverse, x_b * inverse
-            q_sum_a += tl.sum(tl.where(is_q, a * x_a, 0.0), axis=0)
-            q_sum_b += tl.sum(tl.where(is_q, b * x_b, 0.0), axis=0)
-            k_sum_a += tl.sum(tl.where(is_k, a * x_a, 0.0), axis=0)
-            k_sum_b += tl.sum(tl.where(is_k, b * x_b, 0.0), axis=0)
+            sum_a, sum_b = sum_a + a * x_a, sum_b + b * x_b
             g_a = a * tl.where(is_q, _row(q_norm, i, half), _row(k_norm, i, half))
             g_b = b * tl.where(is_q, _row(q_norm + half, i, half), _row(k_norm + half, i, half))
             mean = (tl.sum(g_a * x_a + g_b * x_b, axis=1) / size)[:, None]
@@ -184,7 +180,7 @@ def _rotate_heads_backward(qkv, cos, sin, q_norm, k_norm, q_grad, k_grad, v_grad
         tl.store(grad + at + half, b.to(grad.dtype.element_ty), mask=live)
     if partial is not None:
         out = partial + (p * tl.num_programs(1) + tl.program_id(1)) * 2 * size + i
-        tl.store(out, q_sum_a, mask=i < half)
-        tl.store(out + half, q_sum_b, mask=i < half)
-        tl.store(out + size, k_sum_a, mask=i < half)
-        tl.store(out + size + half, k_sum_b, mask=i < half)
+        tl.store(out, tl.sum(tl.where(is_q, sum_a, 0.0), axis=0), mask=i < half)
+        tl.store(out + half, tl.sum(tl.where(is_q, sum_b, 0.0), axis=0), mask=i < half)
+        tl.store(out + size, tl.sum(tl.where(is_k, sum_a, 0.0), axis=0), mask=i < half)
+        tl.store(out + size + half, tl.sum(tl.where(is_k, sum_b, 0.0), axis=0), mask=i < half)

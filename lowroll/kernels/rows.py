@@ -139,12 +139,15 @@ def step_of(amax, KIND: tl.constexpr):
 def store_codes(y, amax, at, live, KIND: tl.constexpr):
     """Store the codes of float32 values of a row whose largest magnitude is amax."""
     if KIND == "int8":
-        scaled = y * tl.div_rn(127.0, tl.maximum(amax, 1e-30))
+        scaled = y * (tl.div_rn(1.0, tl.maximum(amax, 1e-30)) * 127.0)      # torch divides a number so, too
         rounded = (scaled + 12582912.0) - 12582912.0      # 1.5 * 2^23 leaves no fraction: half to even
         tl.store(at, rounded.to(tl.int8), mask=live)
     else:
-        scaled = tl.minimum(tl.maximum(tl.div_rn(y, step_of(amax, KIND)), -448.0), 448.0)
-        tl.store(at, scaled.to(tl.float8e4nv), mask=live)
+        step = step_of(amax, KIND)
+        reciprocal = tl.div_rn(1.0, step)
+        quotient = y * reciprocal                         # with the remainder's share: y / step, rounded once
+        quotient = tl.fma(tl.fma(-quotient, step, y), reciprocal, quotient)
+        tl.store(at, tl.minimum(tl.maximum(quotient, -448.0), 448.0).to(tl.float8e4nv), mask=live)
 
 
 @jit
@@ -153,6 +156,19 @@ def store_rows(y, codes, scale, m, size, n, live, KIND: tl.constexpr):
     amax = tl.max(magnitude(y), axis=0).to(tl.float32, bitcast=True)
     tl.store(scale + m, step_of(amax, KIND))
     store_codes(y, amax, codes + m * size + n, live, KIND)
+
+
+@jit
+def encode_rows(y, amaxes, codes, scale, size, NUM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """The second half of a row that many programs made: y [M, K] and the largest magnitude of each block of a row."""
+    m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks, num = tl.arange(0, NUM), tl.num_programs(1)
+    values = tl.load(y + m * size + n, mask=n < size, other=0.0).to(tl.float32)
+    bits = tl.load(amaxes + m * num + blocks, mask=blocks < num, other=0)
+    amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    if tl.program_id(1) == 0:
+        tl.store(scale + m, step_of(amax, KIND))
+    store_codes(values, amax, codes + m * size + n, n < size, KIND)
 
 
 @jit

@@ -14,20 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import block, fused, jit, tl, warps
-from lowroll.kernels.rows import (
-    Product,
-    Rows,
-    empty_rows,
-    load_dense,
-    magnitude,
-    parts,
-    quantize_rows,
-    step_of,
-    store_codes,
-)
+from lowroll.kernels.rows import Product, Rows, empty_rows, encode_rows, load_dense, magnitude, parts, quantize_rows
 
 BLOCK = 1024      # features of a program
-PIECE = 4096      # features at a time of a program that quantises, which needs the whole row: more would not fit
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Rows:
@@ -48,22 +37,21 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Row
 
 
 def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
+    """In codes the row's scale waits for all of it: a second launch encodes what the first one left, near the cache."""
     sums, row, column, bias = parts(gate_up)
     num_tokens, size = sums.shape[0], sums.shape[1] // 2
-    y: Any = (torch.empty(num_tokens, size, dtype=gate_up.dtype, device=sums.device) if rows is None
-         else empty_rows(sums, (num_tokens, size), rows, gate_up.dtype))
-    dtype = _names()[gate_up.dtype]
+    y_TF = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=sums.device)
+    width = min(BLOCK, block(size))
+    grid = (num_tokens, -(-size // width))
+    amaxes = torch.empty(grid, dtype=torch.int32, device=sums.device) if rows else None
+    _silu_mul[grid](sums, row, column, bias, y_TF, amaxes, sums.stride(0), size, BLOCK=width,
+                    num_warps=warps(width, 256), enable_fp_fusion=False)
     if rows is None:
-        width = min(BLOCK, block(size))
-        _silu_mul[(num_tokens, -(-size // width))](
-            sums, row, column, bias, y, sums.stride(0), size, DTYPE=dtype, BLOCK=width, num_warps=warps(width, 256),
-            enable_fp_fusion=False)
-        return y
-    width = min(PIECE, block(size))
-    _silu_mul_codes[(num_tokens,)](
-        sums, row, column, bias, y.codes_MK, y.scale_M1, sums.stride(0), size, DTYPE=dtype, KIND=rows, BLOCK=width,
-        PIECES=-(-size // width), num_warps=warps(width, 256), enable_fp_fusion=False)
-    return y
+        return y_TF
+    codes = empty_rows(y_TF, (num_tokens, size), rows)
+    encode_rows[grid](y_TF, amaxes, codes.codes_MK, codes.scale_M1, size, NUM=block(grid[1]), KIND=rows, BLOCK=width,
+                      num_warps=warps(width, 256), enable_fp_fusion=False)
+    return codes
 
 
 class _SiluMul(torch.autograd.Function):
@@ -82,40 +70,18 @@ class _SiluMul(torch.autograd.Function):
         return grad
 
 
-def _names() -> dict[torch.dtype, Any]:
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
 @jit
-def _gated(gate_up, row, column, bias, t, stride, n, size, DTYPE: tl.constexpr):
-    live = n < size
-    gate = load_dense(gate_up, row, column, bias, t, stride, n, live).to(DTYPE).to(tl.float32)
-    up = load_dense(gate_up, row, column, bias, t, stride, n + size, live).to(DTYPE).to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
-    return (gate * up).to(DTYPE)
-
-
-@jit
-def _silu_mul(gate_up, row, column, bias, out, stride, size, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.constexpr):
     t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = _gated(gate_up, row, column, bias, t, stride, n, size, DTYPE)
-    tl.store(out + t * size + n, y, mask=n < size)
-
-
-@jit
-def _silu_mul_codes(gate_up, row, column, bias, codes, scale, stride, size, DTYPE: tl.constexpr, KIND: tl.constexpr,
-                    BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    t, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    bits, pieces = tl.zeros((BLOCK,), tl.int32), ()
-    for piece in tl.static_range(PIECES):
-        y = _gated(gate_up, row, column, bias, t, stride, piece * BLOCK + n, size, DTYPE)
-        bits = tl.maximum(bits, magnitude(y))
-        pieces = pieces + (y,)      # type: ignore[assignment]
-    amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
-    tl.store(scale + t, step_of(amax, KIND))
-    for piece in tl.static_range(PIECES):
-        at = piece * BLOCK + n
-        store_codes(pieces[piece].to(tl.float32), amax, codes + t * size + at, at < size, KIND)
+    live = n < size
+    dtype = out.dtype.element_ty
+    gate = load_dense(gate_up, row, column, bias, t, stride, n, live).to(dtype).to(tl.float32)
+    up = load_dense(gate_up, row, column, bias, t, stride, n + size, live).to(dtype).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    y = (gate * up).to(dtype)
+    tl.store(out + t * size + n, y, mask=live)
+    if amaxes is not None:
+        tl.store(amaxes + t * tl.num_programs(1) + tl.program_id(1), tl.max(magnitude(y), axis=0))
 
 
 @jit

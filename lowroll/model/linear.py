@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowroll.kernels.launch import fused
 from lowroll.kernels.rows import Product, Rows, quantize_rows
 from lowroll.model import adapter as adapters
 from lowroll.model.adapter import Adapter
@@ -75,9 +76,7 @@ class Linear(nn.Module):
             raise ValueError("low_bit: the engine's arithmetic has no gradient; a learner runs the dequantised "
                              "weights (run_low_bit(False)) or the aligned forward")
         if self.adapter is not None and self.adapter.enabled:
-            codes = self.weight if self.low_bit and isinstance(self.weight, QTensor) else None
-            return adapters.product(x_TK, self.weight, codes if self.aligned is None else self.aligned, self.bias,
-                                    self.adapter, self.parts)
+            return self._adapted(self.adapter, x_TK)[0]
         if self.aligned is not None:
             master_NK = None if isinstance(self.weight, QTensor) else self.weight
             return _AlignedLinear.apply(x_TK, self.aligned, master_NK, self.bias)
@@ -86,6 +85,19 @@ class Linear(nn.Module):
         if self.low_bit:
             return self.weight.linear(x_TK, self.bias)
         return _DequantizedLinear.apply(x_TK, self.weight, self.bias)
+
+    def without_update(self, x_TK: Tensor | Rows) -> tuple[Tensor | Product, tuple[Tensor, Tensor] | None]:
+        """The product, and (l, B) of an adapter whose l B' is missing in it; None when nothing is missing. Only a
+        learner's adapter on a device is left out, for a reader whose gradient is that of the sum."""
+        if self.adapter is None or not self.adapter.enabled or not isinstance(x_TK, Tensor) or not fused(x_TK):
+            return self(x_TK), None
+        y_TN, low_TL, b_NL = self._adapted(self.adapter, x_TK, whole=False)
+        return y_TN, (low_TL, b_NL)
+
+    def _adapted(self, adapter: Adapter, x_TK: Tensor, whole: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        codes = self.weight if self.low_bit and isinstance(self.weight, QTensor) else None
+        return adapters.product(x_TK, self.weight, codes if self.aligned is None else self.aligned, self.bias, adapter,
+                                self.parts, whole)
 
 
 class _DequantizedLinear(torch.autograd.Function):

@@ -30,7 +30,7 @@ _active = threading.local()
 class _Recipe:
     """A function and its inputs, for `readers` that will ask for what it gives."""
 
-    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         self.function, self.inputs = function, inputs
         self.readers = 0
         self.made: Tensor | None = None
@@ -67,7 +67,7 @@ class _Book:
         recipe.read()
         return recipe
 
-    def add(self, output: Tensor, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
+    def add(self, output: Tensor, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         kept = tuple(self.recipes.get(_key(x), x.detach()) if isinstance(x, Tensor) else x for x in inputs)
         self.recipes[_key(output)] = _Recipe(function, kept)
         self.outputs.append(output)
@@ -94,7 +94,7 @@ def remaking(enabled: bool = True) -> Iterator[None]:
         book.close()
 
 
-def remake(output: Tensor, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def remake(output: Any, function: Callable[..., Any], *inputs: Any) -> Any:
     """Announce that function(*inputs) gives `output` again; returns it. Inputs are detached in the backward pass."""
     book = getattr(_active, "book", None)
     if book is not None and torch.is_grad_enabled():

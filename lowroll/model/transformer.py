@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lowroll.kernels.low_rank import silu_mul_adapted
 from lowroll.kernels.norm import add_rms_norm
 from lowroll.kernels.rope import rotate_heads
 from lowroll.kernels.rows import Product, Rows
@@ -25,6 +26,7 @@ from lowroll.kernels.swiglu import silu_mul
 from lowroll.model.attention import Attend
 from lowroll.model.experts import Experts
 from lowroll.model.linear import Linear
+from lowroll.model.recompute import remake, remaking
 from lowroll.model.rope import inverse_frequencies, rotations
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import QTensor
@@ -61,6 +63,7 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
+        self.remakes_gate_up = False         # in the backward pass, from the residual stream
         self.layer, self.heads, self.kv_heads, self.head_dim = layer, spec.num_heads, spec.num_kv_heads, spec.head_dim
         q, kv, hidden, wide = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size,
                                spec.intermediate_size)
@@ -81,8 +84,10 @@ class Block(nn.Module):
         """The residual stream, and what this block adds to it. The next norm does the addition in its own pass:
         `update` is what the block before adds."""
         x_TD, normed = self.input_norm.add(x_TD, update_TD, self.qkv.reads)
+        remake(normed, self.input_norm, x_TD)
         rows = None if self.experts is not None else self.gate_up.reads
         x_TD, normed = self.post_attention_norm.add(x_TD, self.attention(normed, cos, sin, attend), rows)
+        remake(normed, self.post_attention_norm, x_TD)
         return x_TD, self.mlp(normed)
 
     def attention(self, x_TD: Tensor | Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Stream:
@@ -96,7 +101,13 @@ class Block(nn.Module):
         if self.experts is not None:
             assert isinstance(x_TD, Tensor)
             return self.experts(x_TD)
-        return self.down(silu_mul(self.gate_up(x_TD), self.down.reads))
+        gate_up, update = self.gate_up.without_update(x_TD)
+        if self.remakes_gate_up:
+            remake(gate_up, lambda x: self.gate_up.without_update(x)[0], x_TD)
+        if update is None:
+            return self.down(remake(silu_mul(gate_up, self.down.reads), silu_mul, gate_up))
+        assert isinstance(gate_up, Tensor)
+        return self.down(self.down.read(remake(silu_mul_adapted(gate_up, *update), silu_mul_adapted, gate_up, *update)))
 
 
 class Transformer(nn.Module):
@@ -104,7 +115,8 @@ class Transformer(nn.Module):
 
     def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.spec, self.activation_checkpointing = spec, False
+        self.spec = spec
+        self.activation_checkpointing: bool | float = False
         self.shared: frozenset[str] = frozenset()     # names of weights whose storages belong to another model too
         self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype))
         self.blocks = nn.ModuleList(Block(spec, i, device, dtype) for i in range(spec.num_layers))
@@ -120,10 +132,13 @@ class Transformer(nn.Module):
         cos, sin = rotations(pos_T, self.freqs)
         x_TD, update_TD = F.embedding(ids_T, self.embedding), None
         for block in self.blocks:
-            if self.activation_checkpointing and torch.is_grad_enabled():
+            assert isinstance(block, Block)
+            if self.activation_checkpointing is True and torch.is_grad_enabled():
                 x_TD = checkpoint(whole, block, x_TD, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_TD, update_TD = block(x_TD, update_TD, cos, sin, attend)
+                block.remakes_gate_up = block.layer < self.activation_checkpointing * len(self.blocks)
+                with remaking():
+                    x_TD, update_TD = block(x_TD, update_TD, cos, sin, attend)
         normed_TD = self.norm.add(x_TD, update_TD)[1]
         assert isinstance(normed_TD, Tensor)
         return normed_TD
