@@ -1,4 +1,4 @@
-"""int8 rows times int8 weights with int32 sums: wgmma on Hopper (`integers.cu`), else a Triton kernel.
+"""int8 rows times int8 weights with int32 sums: for many rows wgmma on Hopper (`integers.cu`), else a Triton kernel.
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * column[n] * row[m] + bias[n]
 
@@ -29,6 +29,7 @@ from lowroll.kernels.rows import Rows
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MULTIPROCESSORS = 132                # of an H100 or H200; Triton's tiles are chosen for them, whatever the device
+TRITON_ROWS = 64                     # up to which the Triton kernel reads the weights as fast as any
 MOST_TURNS = 1 << 20                 # counters: tiles of a product that is split along K
 CAPTURED = -1
 
@@ -42,7 +43,7 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
     y_MN = torch.empty(len(codes_MK), len(codes_NK), dtype=rows.dtype, device=codes_NK.device)
     if y_MN.numel() == 0:
         return y_MN
-    if not (hopper(y_MN.device) and _by_wgmma(codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, y_MN)):
+    if not (len(y_MN) > TRITON_ROWS and hopper(y_MN.device) and _by_wgmma(codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, y_MN)):
         _by_triton(codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, y_MN)
     return y_MN
 
