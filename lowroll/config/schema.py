@@ -117,7 +117,8 @@ class TrainConfig(Section):
     teacher: Text | None = None                            # the frozen model of loss.aipo.teacher_tau: a folder, hub id
     uaq_scale: Positive | None = None                      # QuRL's update-aware scaling; it uses 1.5
     weight_metrics: bool = True                            # weights/*, at the price of a copy of what is learnt
-    activation_checkpointing: bool = False
+    # true: whole layers are made again in the backward pass; a number: the gate-up product of this share of them
+    activation_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = False
     logprob_chunk: Count = 1024                            # tokens whose logits exist at a time
     lora: bool = False
     lora_rank: Count = 16
