@@ -99,6 +99,6 @@ def _flash(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest:
 
 
 @cache
-def _grouped_heads(varlen_attn: Callable[..., Any]) -> dict[str, bool]:
+def _grouped_heads(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
     """torch 2.11 takes fewer key-value heads as they are; later versions want to be told."""
     return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
