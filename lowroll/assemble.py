@@ -98,7 +98,8 @@ def engine(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer
     rollout, name = cfg.rollout, rollout_format(cfg, where, weights)
     return Engine(model, weights=name, dtype=None if get_format(name).dense else where.dtype, tokenizer=chat.tokenizer,
                   page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, max_batch=rollout.max_batch,
-                  prefill_chunk=rollout.prefill_chunk, noisy=cfg.noise is not None, bulk=rollout.bulk)
+                  prefill_chunk=rollout.prefill_chunk, noisy=cfg.noise is not None, bulk=rollout.bulk,
+                  keep_dense=rollout.keep_dense)
 
 
 def environments(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:

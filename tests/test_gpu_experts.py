@@ -13,8 +13,8 @@ from lowroll.model.spec import spec_from_config
 from lowroll.quant.formats import quantize
 
 pytestmark = pytest.mark.gpu
-HIDDEN, WIDE, COUNT, CHOICES = 256, 96, 40, 4
-FORMATS = ("bf16", "int8", "fp8", "nvfp4", "mxfp4")
+HIDDEN, WIDE, COUNT, CHOICES = 256, 128, 40, 4
+FORMATS = ("bf16", "int8", "fp8", "nvfp4", "mxfp4", "int4")
 
 
 def stacks(format: str) -> tuple[Stack, Stack, Tensor, Tensor]:

@@ -17,8 +17,9 @@ from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor
 from lowroll.types import Group
+from lowroll.weights import aligned
 from lowroll.weights.noise import Noise
-from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
+from lowroll.weights.publish import beside, digest, publish, quantize_base, rollout_copy
 
 IDS = torch.randint(0, COMMON["vocab_size"], (31,), generator=torch.Generator().manual_seed(0))
 REQUEST = Request(IDS[:9].tolist(), n=3, max_tokens=12, seed=5, ignore_eos=True)
@@ -186,6 +187,26 @@ def test_three_publications_with_and_without_noise_move_nothing(folder: Path, ki
         assert torch.equal(logits(rollout), logits(fresh))
         seen.add(digest(rollout))
     assert len(seen) == 3
+
+
+def test_a_second_format_beside_the_first_is_published_with_it(folder: Path) -> None:
+    """Its codes are the engine's own, also where the learner multiplies with the same format; what was made of a frozen
+    base stays."""
+    master = aligned.align(hf.load(folder), "int8")
+    rollout = rollout_copy(master, "nvfp4", torch.float32)
+    bulk = beside(master, rollout, "int8")
+    places, stamp = pointers(bulk), digest(bulk)
+    aligned.refresh(nudge(master, seed=1))
+    assert digest(bulk) == stamp
+    publish(master, rollout, bulk=bulk)
+    assert pointers(bulk) == places and digest(bulk) == digest(rollout_copy(master, "int8", torch.float32)) != stamp
+    learner = lora_learner(folder, "nvfp4")
+    rollout = rollout_copy(learner, "nvfp4", torch.float32)
+    bulk = beside(learner, rollout, "int8")
+    before = {name: t.clone() for name, t in tensors(bulk).items()}
+    publish(nudge(learner, seed=2), rollout, bulk=bulk)
+    assert all(torch.equal(t, before[name]) == (".adapter." not in name) for name, t in tensors(bulk).items())
+    assert digest(bulk) == digest(beside(learner, rollout, "int8"))
 
 
 # -- rung P7: publish is a pure function of the master ----------------------------------------------------------------

@@ -29,13 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.engine.sampler import SamplingBatch, sample, signed
+from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
 from lowroll.engine.sequence import Sequence
 from lowroll.kernels.draw import draw
 from lowroll.kv.cache import KVCache, PagedDecode
 from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import all_finite
 
-MOST_STEPS = 8
+MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
@@ -74,9 +75,9 @@ class Decoder:
         self.replays = 0                           # steps that ran as a graph
 
     def run(self, sequences: list[Sequence], steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Draw `steps` tokens of each sequence: (ids, log-probs), both [B, S]. The pages of all steps are in place.
+        """Draw `steps` tokens of each sequence, one where rows are not `plain`: (ids, log-probs), both [B, S].
 
-        steps above 1 need rows that `plain` accepts.
+        The pages of all steps are in place. ValueError when the model gives a row no distribution.
         """
         size = self.size(len(sequences))
         self._upload(sequences, size)
@@ -85,13 +86,15 @@ class Decoder:
                 self._step(size, drawing=True)
             tokens_SB, logprobs_SB = self.tokens_SB[:steps], self.logprobs_SB[:steps]
         else:
-            assert steps == 1
             self._step(size, drawing=False)
             lengths_B = self.state[1, :len(sequences)] + 1
             tokens_B, logprobs_B = sample(self.logits[size][:len(sequences)], self._params(sequences), lengths_B)
             tokens_SB, logprobs_SB = tokens_B[None], logprobs_B[None]
             self._rows = []                        # the device's rows do not have these tokens
         tokens_SB, logprobs_SB = tokens_SB[:, :len(sequences)].cpu(), logprobs_SB[:, :len(sequences)].cpu()
+        if not all_finite(logprobs_SB):
+            self._rows = []
+            require_finite(logprobs_SB.t().amin(1).tolist())
         self._last = tokens_SB[-1].tolist()
         return tokens_SB.t().tolist(), logprobs_SB.t().tolist()
 
@@ -130,12 +133,13 @@ class Decoder:
             self._state[:, :len(sequences)] = torch.tensor(rows)
             self.state[:, :size].copy_(self._state[:, :size], non_blocking=True)
             self._rows, self._num_pages = list(sequences), [0] * len(sequences)
-        changed = False
-        for row, (sequence, known) in enumerate(zip(sequences, self._num_pages, strict=True)):
-            if len(sequence.pages) != known:
-                self._table[row, known:len(sequence.pages)] = torch.tensor(sequence.pages[known:])
-                self._num_pages[row], changed = len(sequence.pages), True
-        if changed:
+        new = [(row, column, sequence.pages[column])
+               for row, (sequence, known) in enumerate(zip(sequences, self._num_pages, strict=True))
+               for column in range(known, len(sequence.pages))]
+        if new:
+            row_N, column_N, page_N = torch.tensor(new, dtype=torch.int32).t()
+            self._table[row_N.long(), column_N.long()] = page_N
+            self._num_pages = [len(s.pages) for s in sequences]
             widest = max(self._num_pages)
             self.table_BP[:size, :widest].copy_(self._table[:size, :widest], non_blocking=True)
 

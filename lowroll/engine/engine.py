@@ -25,7 +25,7 @@ from lowroll.kv.pages import PagePool
 from lowroll.model import hf
 from lowroll.model.tokenizer import eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.quant.formats import get_format
+from lowroll.quant.formats import QTensor, get_format
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import beside, digest, publish, rollout_copy, rollout_load
@@ -57,7 +57,8 @@ class Engine:
     max_batch: samples decoded at once. max_prefill_tokens: prompt tokens a step. prefill_chunk: longest piece of a
     prompt in one step, None for whole prompts. noisy: `adopt` may put noise on the norms. bulk: a second format, kept
     beside the first and used while many rows decode and for prompts (`engine.decoder`); each token's policy span has
-    the digest of the weights that drew it.
+    the digest of the weights that drew it. keep_dense: hold the dequantised matrices of a 4-bit format beside its codes
+    (2 bytes a weight in bfloat16) for prompts and many rows; the weights are the same, and only time is saved (CUDA).
     ValueError names the argument that is wrong.
     """
 
@@ -65,7 +66,7 @@ class Engine:
                  device: str | torch.device = "auto", dtype: torch.dtype | None = None, *, tokenizer: Any = None,
                  page_size: int = 16, cache_tokens: int | None = None, max_batch: int = 256,
                  max_prefill_tokens: int = 8192, prefill_chunk: int | None = None, noisy: bool = False,
-                 bulk: str | None = None) -> None:
+                 bulk: str | None = None, keep_dense: bool = False) -> None:
         if kv is not None:
             raise ValueError(f"kv: {kv!r} is not available yet; None is the dense cache")
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
@@ -86,6 +87,9 @@ class Engine:
             assert self.folder is not None
             self.model = rollout_load(self.folder, weights, place, dtype, noisy)
         self.spec = self.model.spec
+        for _, linear in self.model.linears() if keep_dense and place.type == "cuda" else ():
+            if isinstance(linear.weight, QTensor) and not self.format.dense and self.format.rows is None:
+                linear.weight.keep_dense(dtype)
         num_pages = self._cache_tokens(cache_tokens, max_batch, dtype) // page_size
         if num_pages < 1:
             raise ValueError(f"cache_tokens: {cache_tokens} is less than one page of {page_size} tokens")

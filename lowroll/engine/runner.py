@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.engine.decoder import MOST_STEPS, Decoder, plain
+from lowroll.engine.decoder import MOST_STEPS, Decoder
 from lowroll.engine.sampler import SamplingBatch, require_finite, sample
 from lowroll.engine.sequence import Plan, PrefillChunk, Sequence
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention
@@ -55,13 +55,11 @@ class Runner:
         self.cache.copy_pages(plan.copies)
         drawn: list[Drawn] = []
         if plan.decodes:
-            steps = plan.steps if plain(plan.decodes) else 1
-            tokens_BS, logprobs_BS = self.decoder.run(plan.decodes, steps)
+            tokens_BS, logprobs_BS = self.decoder.run(plan.decodes, plan.steps)
             bulk = self.decoder.runs_bulk(self.decoder.size(len(plan.decodes)))
             drawn = [Drawn(*row, bulk) for row in zip(plan.decodes, tokens_BS, logprobs_BS, strict=True)]
         if plan.prefills:
             drawn += self._prefill(plan.prefills)
-        require_finite([logprob for d in drawn for logprob in d.logprobs])
         return drawn
 
     def _prefill(self, prefills: list[PrefillChunk]) -> list[Drawn]:
@@ -80,8 +78,10 @@ class Runner:
         params = SamplingBatch.of(sequences, self.model.spec.vocab_size, self.model.device)
         lengths_B = torch.tensor([s.length for s in sequences], device=self.model.device)
         tokens_B, logprobs_B = sample(logits_BV, params, lengths_B)
-        return [Drawn(*row, self.bulk is not None)
-                for row in zip(sequences, tokens_B[:, None].tolist(), logprobs_B[:, None].tolist(), strict=True)]
+        logprobs = logprobs_B.tolist()
+        require_finite(logprobs)
+        return [Drawn(sequence, [token], [logprob], self.bulk is not None)
+                for sequence, token, logprob in zip(sequences, tokens_B.tolist(), logprobs, strict=True)]
 
     @torch.inference_mode()
     def score(self, ids: list[int], prompt_len: int, pages: list[int], temperature: float) -> Tensor:

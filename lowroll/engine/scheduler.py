@@ -138,7 +138,8 @@ class Scheduler:
         self._admit()
         prefills = self._plan_prefills()
         rows = [sequence for sequence in self._running if sequence.token_ids]      # of the others the prompt is running
-        steps = 1 if prefills else min(self.lookahead, max((s.num_left for s in rows), default=1))
+        most = max(1, self.lookahead // 2) if self._waiting else self.lookahead      # others wait for rows that end
+        steps = 1 if prefills else min(most, max((s.num_left for s in rows), default=1))
         copies = [copy for sequence in rows if not sequence.pages for copy in self._fork(sequence)]
         for sequence in rows:
             last = sequence.position + min(steps, sequence.num_left) - 1           # whose K/V this plan's steps store

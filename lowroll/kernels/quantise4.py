@@ -47,11 +47,13 @@ def _round(x):
 
 @jit
 def _e2m1(x):
-    """Codes of the nearest e2m1 levels, as `quant.groups.encode_e2m1`."""
+    """Codes of the nearest e2m1 levels, as `quant.groups.encode_e2m1`. From 1 on, a code is the exponent and the first
+    bit of the mantissa, rounded to nearest with ties to even, and that is less below 1 than the two levels there."""
     size = tl.abs(x)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    return code + (size > 5.0).to(tl.int32) + tl.where(x < 0, 8, 0)
+    bits = size.to(tl.int32, bitcast=True)
+    code = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
+    code = tl.maximum(code, (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32))
+    return tl.minimum(code, 7) + tl.where(x < 0, 8, 0)
 
 
 @jit
@@ -89,8 +91,8 @@ def _quantise4(w, codes, scales, zeros, matrix, num_groups, K, G, U, KIND: tl.co
         bits = tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True)
         exponent = ((bits + (0x200000 if KIND == 1 else 0)) >> 23) - 2
         exponent = tl.minimum(tl.maximum(exponent, 0), 254)
-        scale = tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
-        code = _e2m1(tl.div_rn(x, scale[:, None]))
+        inverse = tl.where(exponent < 254, (254 - exponent) << 23, 1 << 22).to(tl.float32, bitcast=True)
+        code = _e2m1(x * inverse[:, None])         # of a power of two: exact, as the division is
         tl.store(scales + group, exponent.to(tl.uint8), mask=group < num_groups)
     elif KIND == 3:
         scale = _nonzero(tl.div_rn(tl.max(tl.abs(x), axis=1), 7.5))
