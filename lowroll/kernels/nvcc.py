@@ -1,7 +1,7 @@
 """CUDA C++ sources of this room, compiled by nvcc on first use and called through ctypes.
 
 The library lies in a folder of the user's own (`$XDG_CACHE_HOME/lowroll/kernels` or `~/.cache/lowroll/kernels`, mode
-0700), under a name that is the digest of the source, the compiler and the options: what is there needs no compiler. It
+0700), under a name that is the digest of the source, its headers (*.cuh beside it), the compiler and the options: what is there needs no compiler. It
 is made beside its name and moved there, so that processes that build at once do not meet. No torch headers take part:
 a build takes seconds, and a library fits every version of torch.
 """
@@ -49,7 +49,8 @@ def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]
     if nvcc is None:
         raise RuntimeError(f"{source.name}: no nvcc in $CUDA_HOME, on the PATH or in /usr/local/cuda")
     version = _run([str(nvcc), "--version"], source.name)
-    digest = hashlib.sha256("\0".join([source.read_text(), version, *flags]).encode()).hexdigest()[:24]
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.cuh")))]
+    digest = hashlib.sha256("\0".join([*texts, version, *flags]).encode()).hexdigest()[:24]
     path = folder / f"{source.stem}-{digest}.so"
     if not path.exists():
         handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
