@@ -35,7 +35,7 @@ def compiler() -> Path | None:
 def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]:
     """nvcc's options for devices of that capability."""
     chip = f"{capability[0]}{capability[1]}" + ("a" if capability[0] == 9 else "")
-    return ["-std=c++17", "-O3", "-gencode", f"arch=compute_{chip},code=sm_{chip}",
+    return ["-std=c++17", "-O3", "-gencode", f"arch=compute_{chip},code=sm_{chip}", f"-DHOPPER={capability[0] == 9:d}",
             *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
 
 

@@ -2,6 +2,9 @@
 //
 // Up to 32 rows by `narrow` where a part of x fits into shared memory, else by `wide`. One library a weight format.
 // Every choice depends on shapes and the device alone: a product has the same bits in every run.
+#if HOPPER
+#include "group.cuh"
+#endif
 #include "narrow.cuh"
 #include "wide.cuh"
 
@@ -11,6 +14,8 @@
 #ifndef STAGES1
 #define STAGES1 5
 #define STAGES2 3
+#define GROUP_STAGES32 6
+#define GROUP_STAGES64 4
 #endif
 
 constexpr int MEMORY = 227 * 1024, MAX_DEVICES = 64;
@@ -116,15 +121,42 @@ template <int NT, int TILES> static int start_wide(const Problem& p, int process
     return (int)cudaGetLastError();
 }
 
+#if HOPPER && FORMAT != 4
+template <int NT> static int start_group(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
+    using S = Group<FORMAT, NT, NT == 4 ? GROUP_STAGES32 : GROUP_STAGES64>;
+    const long long tiles = (long long)((p.N + S::BN - 1) / S::BN) * ((p.M + S::BM - 1) / S::BM);
+    const long long units = tiles * (p.K / S::KC), blocks = units < processors ? units : processors;
+    if (needed) {
+        needed[0] = blocks * 2 * S::BN * S::BM, needed[1] = 2 * tiles;
+        return 0;
+    }
+    auto* kernel = group<FORMAT, S>;
+    static bool ready[MAX_DEVICES] = {};
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess && !ready[device % MAX_DEVICES]) {
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::SMEM);
+        ready[device % MAX_DEVICES] = error == cudaSuccess;
+    }
+    if (error != cudaSuccess) return (int)error;
+    kernel<<<(unsigned)blocks, S::THREADS, S::SMEM, stream>>>(p);
+    return (int)cudaGetLastError();
+}
+#endif
+
 // Launches the product, or tells what it needs: floats of `partial`, ints of `arrived`. Returns a cudaError_t.
 extern "C" int streamed_linear(const Problem* p, int processors, long long* needed, void* stream) {
     cudaStream_t s = (cudaStream_t)stream;
-    if (!needed && p->M <= 32 && p->tuning != 2) {
+    if (!needed && p->M <= 32 && p->tuning != 2 && p->tuning != 3) {
         const int done = p->M <= 8    ? narrow_product<1>(*p, processors, s)
                          : p->M <= 16 ? narrow_product<2>(*p, processors, s)
                                       : narrow_product<4>(*p, processors, s);
         if (done >= 0) return done;
     }
+#if HOPPER && FORMAT != 4
+    if (p->M > 8 && p->tuning != 2)
+        return p->M <= 32 ? start_group<4>(*p, processors, needed, s) : start_group<8>(*p, processors, needed, s);
+#endif
     if (p->M <= 8) return start_wide<1, TILES8>(*p, processors, needed, s);
     if (p->M <= 16) return start_wide<2, TILES16>(*p, processors, needed, s);
     if (p->M <= 32) return start_wide<4, TILES32>(*p, processors, needed, s);
