@@ -38,6 +38,7 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes)
 template <int SIZE> __device__ __forceinline__ void copy(uint32_t to, const void* from, bool in) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(SIZE), "r"(in ? SIZE : 0));
 }
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
@@ -87,10 +88,9 @@ __device__ __forceinline__ uint32_t e8m0_factor(uint32_t code) { return min(code
 __device__ __forceinline__ uint32_t int4_zero(uint32_t zeros, int row) {
     return (zeros >> 4 * row & 15u) * 0x00010001u | 0x43004300u;
 }
-__device__ __forceinline__ void reorder(uint4* unit) {
-    const uint4 v = *unit;
-    *unit = make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-                       __byte_perm(v.y, v.w, 0x7632));
+__device__ __forceinline__ uint4 reordered(uint4 v) {     // 8 values of x: 0 4 1 5 2 6 3 7
+    return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+                      __byte_perm(v.y, v.w, 0x7632));
 }
 
 // A lane's sums [R][NT][4] of 16 R rows of the weights from n0 on and 8 NT rows of x from m0 on.

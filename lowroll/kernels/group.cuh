@@ -15,12 +15,14 @@
 template <int FMT, int NT_, int STAGES_> struct Group {
     static constexpr int NT = NT_, R = 1, STAGES = STAGES_, WARPS = 16, THREADS = 512;
     static constexpr int BN = 16 * WARPS, BM = 8 * NT, KC = 128;
-    static constexpr int S_ROW = FMT == NVFP4 ? 8 : 4, Z_BYTES = FMT == INT4_ASYM ? 16 : 0;
+    // Scales come four chunks at a time, a sector of 32 bytes a row (nvfp4) or half of one.
+    static constexpr int S_ROW = FMT == NVFP4 ? 32 : 16, SCALES = 16 * S_ROW + (FMT == INT4_ASYM ? 32 : 0);
+    static constexpr int NEEDS = FMT == NVFP4 ? 256 : 512;    // that divides K
     static constexpr int PIECES = BM * 16 / THREADS;          // of 16 bytes of x, a thread and chunk
-    static constexpr int W_STAGE = 16 * 64 + 16 * S_ROW + Z_BYTES;
+    static constexpr int W_STAGE = 16 * 64;
     static constexpr int X_CHUNK = BM * KC * 2, X_STAGES = 3;
     static constexpr int STAGE = WARPS * W_STAGE + X_CHUNK;
-    static constexpr int SMEM = X_STAGES * X_CHUNK + STAGES * STAGE;
+    static constexpr int SMEM = X_STAGES * X_CHUNK + STAGES * (STAGE + WARPS * SCALES);
 };
 
 template <int NT>
@@ -72,33 +74,43 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) gro
     const int begin = start_of(blockIdx.x), end = start_of(blockIdx.x + 1);
     uint8_t* const ring = smem + S::X_STAGES * S::X_CHUNK;
     const uint32_t to = smem_address(ring) + warp * S::W_STAGE, x_to = smem_address(ring) + S::WARPS * S::W_STAGE;
+    uint8_t* const scale_ring = ring + S::STAGES * S::STAGE + warp * S::STAGES * S::SCALES;
     const size_t pitch = (size_t)p.K / 2;
 
     // what this thread copies
-    int load_tile = begin / chunks, load_chunk = begin % chunks, rows;
-    const uint8_t *weight, *scale, *zero = nullptr;
+    int load_tile = begin / chunks, load_chunk = begin % chunks, scale_slot = S::STAGES - 1, rows, x_rows;
+    bool fresh;
+    const uint8_t* weight;
     const __nv_bfloat16* x;
-    int x_rows;
     auto aim = [&]() {
         const int n0 = load_tile / tiles_m * S::BN + warp * 16, m = load_tile % tiles_m * S::BM + (warp >> 2) * 8 + g;
         weight = p.weight + (size_t)(n0 + g) * pitch + load_chunk * 64 + t * 16;
-        rows = p.N - n0, x_rows = p.M - m;
-        scale = p.scale + ((size_t)(n0 + (lane & 15)) * chunks + load_chunk) * S::S_ROW;
+        rows = p.N - n0, x_rows = p.M - m, fresh = true;
         x = p.x + (size_t)m * p.K + load_chunk * S::KC + t * 32 + (warp & 3) * 8;
-        if constexpr (FMT == INT4_ASYM) zero = p.zero + ((size_t)(n0 / 8 + (lane & 1)) * chunks + load_chunk) * 4;
+    };
+    auto load_scales = [&]() {                            // of the four chunks around this one
+        const int n0 = load_tile / tiles_m * S::BN + warp * 16, quad = load_chunk >> 2;
+        scale_slot = scale_slot == S::STAGES - 1 ? 0 : scale_slot + 1;
+        const uint32_t at = smem_address(scale_ring) + scale_slot * S::SCALES + lane * 16;
+        constexpr int HALVES = S::S_ROW / 16;
+        const int row = lane / HALVES, half = lane % HALVES;
+        const bool in = row < rows && quad * 4 + half * 2 < chunks;
+        if (lane < 16 * HALVES)
+            copy16(at, p.scale + (size_t)(n0 + row) * (chunks * (S::S_ROW / 4)) + quad * S::S_ROW + half * 16, in ? 16 : 0);
+        if constexpr (FMT == INT4_ASYM)
+            if (lane < 2)
+                copy16(at + 16 * S::S_ROW, p.zero + ((size_t)(n0 / 8 + lane) * chunks + quad * 4) * 4, lane * 8 < rows ? 16 : 0);
     };
     auto load = [&](int slot) {
         const uint32_t at = to + slot * S::STAGE;
         copy16(at + lane * 16, weight, g < rows ? 16 : 0);
         copy16(at + 512 + lane * 16, weight + 8 * pitch, g + 8 < rows ? 16 : 0);
-        if (lane < 16) copy<S::S_ROW>(at + 1024 + lane * S::S_ROW, scale, lane < rows);
-        if constexpr (FMT == INT4_ASYM)
-            if (lane < 2) copy<4>(at + 1024 + 16 * S::S_ROW + lane * 4, zero, lane * 8 < rows);
+        if (fresh || load_chunk % 4 == 0) load_scales();
 #pragma unroll
         for (int j = 0; j < S::PIECES; ++j)               // rows of x: 32 of a pass, 8 for each four warps
             copy16(x_to + slot * S::STAGE + (j * S::THREADS + threadIdx.x) * 16, x + (size_t)j * 32 * p.K,
                    j * 32 < x_rows ? 16 : 0);
-        weight += 64, scale += S::S_ROW, zero += 4, x += S::KC;
+        weight += 64, x += S::KC, fresh = false;
         if (++load_chunk == chunks) {
             load_chunk = 0, ++load_tile;
             aim();
@@ -129,7 +141,7 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) gro
 
     float sum[SUMS], part[INT ? SUMS : 4];
     float* const acc = INT ? part : sum;
-    int tile = begin / chunks, head = -1, tail = -1, unit = begin, slot = 0, stage = 0;
+    int tile = begin / chunks, head = -1, tail = -1, unit = begin, slot = 0, stage = 0, at_scales = S::STAGES - 1;
     const int first_tile = tile;
     for (; unit < end; ++tile) {
         const int from = unit, until = min(end, (tile + 1) * chunks);
@@ -144,15 +156,17 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) gro
 
             const uint8_t* mine = ring + slot * S::STAGE + warp * S::W_STAGE;
             const uint4 low = ((const uint4*)mine)[lane], high = ((const uint4*)mine)[32 + lane];
-            const uint8_t* scales = mine + 1024;
+            const int quarter = (unit - tile * chunks) % 4;
+            if (unit == from || quarter == 0) at_scales = at_scales == S::STAGES - 1 ? 0 : at_scales + 1;
+            const uint8_t* scales = scale_ring + at_scales * S::SCALES;
             uint32_t factor[2][2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = h * 8 + g;
-                if constexpr (FMT == NVFP4) e4m3_factors(*(const uint16_t*)(scales + row * 8 + t * 2), factor[h]);
-                else if constexpr (FMT == MXFP4) factor[h][0] = factor[h][1] = e8m0_factor(scales[row * 4 + t]);
+                if constexpr (FMT == NVFP4) e4m3_factors(*(const uint16_t*)(scales + row * 32 + quarter * 8 + t * 2), factor[h]);
+                else if constexpr (FMT == MXFP4) factor[h][0] = factor[h][1] = e8m0_factor(scales[row * 16 + quarter * 4 + t]);
                 else if constexpr (FMT == INT4) factor[h][0] = factor[h][1] = 0x43084308u;       // 136
-                else factor[h][0] = factor[h][1] = int4_zero(((const uint32_t*)(scales + 64))[h], g);
+                else factor[h][0] = factor[h][1] = int4_zero(((const uint32_t*)(scales + 256))[h * 4 + quarter], g);
             }
             const uint64_t b = describe<S::BM>(smem_address(smem) + stage * S::X_CHUNK);
             uint32_t a[2][2][4];
@@ -176,7 +190,8 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) gro
             }
             if constexpr (INT) {
                 warpgroup_wait<0>();
-                const float lower = ((const float*)scales)[g], upper = ((const float*)scales)[8 + g];
+                const float* row = (const float*)scales + g * 4 + quarter;
+                const float lower = row[0], upper = row[32];
 #pragma unroll
                 for (int i = 0; i < SUMS; ++i) sum[i] += (i & 2 ? upper : lower) * part[i];
             }

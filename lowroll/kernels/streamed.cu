@@ -22,6 +22,7 @@ constexpr int MEMORY = 227 * 1024, MAX_DEVICES = 64;
 
 struct Plan {
     int R = 0, ranks = 0, teams = 0, bytes = 0;
+    Cut cut;
     double cost = 1e30;
 };
 
@@ -45,11 +46,12 @@ template <int NT, int R> static int consider(const Problem& p, int processors, i
         if (cudaError_t error = cudaOccupancyMaxActiveClusters(&teams, kernel, &config)) return (int)error;
     }
     const int all_tiles = (p.N + S::BN - 1) / S::BN, all_chunks = p.K / S::KC;
-    if (teams == 0 || all_chunks < ranks) return 0;
+    if (teams == 0 || all_chunks < ranks || p.K % S::NEEDS) return 0;
     const int used = teams < all_tiles ? teams : all_tiles, tiles = (all_tiles + used - 1) / used;
-    const int chunks = (all_chunks + ranks - 1) / ranks, bytes = S::bytes(tiles, chunks);
+    const int chunks = (all_chunks + ranks - 1) / ranks, bytes = S::bytes(all_tiles / used + 1, chunks);
     const double cost = ((tiles * chunks + S::WARPS - 1) / S::WARPS) * (R == 1 ? 1.08 : 2) + (ranks > 1);
-    if (bytes <= MEMORY && cost < best.cost) best = Plan{R, ranks, used, bytes, cost};
+    const Cut cut{all_tiles / used, all_tiles % used, all_chunks / ranks, all_chunks % ranks};
+    if (bytes && bytes <= MEMORY && cost < best.cost) best = Plan{R, ranks, used, bytes, cut, cost};
     return 0;
 }
 
@@ -61,7 +63,7 @@ template <int NT, int R> static int start_narrow(const Problem& p, const Plan& p
     attribute.val.clusterDim.x = plan.ranks, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     config.gridDim = plan.ranks * plan.teams, config.blockDim = S::THREADS, config.dynamicSmemBytes = plan.bytes;
     config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
-    return (int)cudaLaunchKernelEx(&config, narrow<FORMAT, S>, p);
+    return (int)cudaLaunchKernelEx(&config, narrow<FORMAT, S>, p, plan.cut);
 }
 
 // -1 where nothing fits. tuning (for measurements): 100 R + 10 ranks + 1.
@@ -70,12 +72,15 @@ template <int NT> static int narrow_product(const Problem& p, int processors, cu
     for (int ranks = 1; ranks <= 8; ranks *= 2) {
         if (p.tuning && p.tuning / 10 % 10 != ranks) continue;
         int error = 0;
-        if (!p.tuning || p.tuning / 100 == 2) error = consider<NT, 2>(p, processors, ranks, plan);
+        if constexpr (NT < 4)
+            if (!p.tuning || p.tuning / 100 == 2) error = consider<NT, 2>(p, processors, ranks, plan);
         if (!error && (!p.tuning || p.tuning / 100 == 1)) error = consider<NT, 1>(p, processors, ranks, plan);
         if (error) return error;
     }
     if (plan.ranks == 0) return -1;
-    return plan.R == 2 ? start_narrow<NT, 2>(p, plan, stream) : start_narrow<NT, 1>(p, plan, stream);
+    if constexpr (NT < 4)
+        if (plan.R == 2) return start_narrow<NT, 2>(p, plan, stream);
+    return start_narrow<NT, 1>(p, plan, stream);
 }
 
 // Tiles by rows of x, four digits: 16-row blocks of weights a warp, stages of the ring (two), blocks a multiprocessor.
@@ -154,7 +159,7 @@ extern "C" int streamed_linear(const Problem* p, int processors, long long* need
         if (done >= 0) return done;
     }
 #if HOPPER && FORMAT != 4
-    if (p->M > 8 && p->tuning != 2)
+    if (p->M > 8 && p->tuning != 2 && p->K % Group<FORMAT, 4, 4>::NEEDS == 0)
         return p->M <= 32 ? start_group<4>(*p, processors, needed, s) : start_group<8>(*p, processors, needed, s);
 #endif
     if (p->M <= 8) return start_wide<1, TILES8>(*p, processors, needed, s);

@@ -96,7 +96,10 @@ template <int FMT, class S> struct Ring {
             uint8_t* first = smem + slot * S::STAGE + S::W_BYTES + place<S>(row, threadIdx.x % S::UNITS);
 #pragma unroll
             for (int j = 0; j < S::BM; j += THREADS / S::UNITS)
-                if (row + j < p.M) reorder((uint4*)(first + j * S::UNITS * 16));
+                if (row + j < p.M) {
+                    uint4* unit = (uint4*)(first + j * S::UNITS * 16);
+                    *unit = reordered(*unit);
+                }
         }
     }
 };
