@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import sweep
+from lowroll.kernels.launch import fused
 
 pytest.importorskip("triton")
 M64 = (1 << 64) - 1
@@ -102,7 +103,7 @@ def test_compiled_for_a_gpu_nothing_spills(kernel: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    assert sweep.uses_triton(torch.empty(0))
+    assert fused(torch.empty(0))
     sweep.BLOCK_BYTES, sweep.STEP_BYTES = 4096, 2048       # the interpreter takes its time
     for check in CHECKS:
         check()
