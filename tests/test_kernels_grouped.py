@@ -82,6 +82,26 @@ def test_sums_over_slots() -> None:
     torch.testing.assert_close(route.combine(y_PD, weights_TS, torch.float32), want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gathering_and_summing_by_place_have_the_gradients_of_plain_torch(dtype: torch.dtype) -> None:
+    experts_TS = torch.tensor([[2, 0], [1, 2], [0, 2], [2, 3], [3, 1]]).int()
+    groups = route.sort_slots(experts_TS, 4)
+    x_TD, scale_PD, grad_TD = normal(5, 70).to(dtype), normal(10, 70, seed=1).to(dtype), normal(5, 70, seed=2).to(dtype)
+    got, want, bound = [], [], 1e-2 if dtype == torch.float16 else 1e-5
+    for results, plain in ((got, False), (want, True)):
+        x, w = x_TD.clone().requires_grad_(), normal(5, 2, seed=3).requires_grad_()
+        rows = x.repeat_interleave(2, 0)[groups.slot_P] if plain else route.gather(x, groups, 2)
+        y = rows * scale_PD
+        out = ((y[groups.place_P].view(5, 2, 70) * w[..., None]).sum(1).to(dtype) if plain
+               else route.combine(y, w, dtype, groups))
+        out.backward(grad_TD)
+        results.extend([rows.detach(), out.detach(), x.grad, w.grad])
+    for a, b in zip(got, want, strict=True):
+        assert a is not None and b is not None and a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=bound, atol=bound)
+
+
 # -- products ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.interpreted
