@@ -86,19 +86,6 @@ class Arena:
 
 
 @cache
-def arena_works(device: torch.device) -> bool:
-    """Has this device, with its driver and this torch, memory that can leave and come back to its address?"""
-    try:
-        arena = Arena(1 << 20, device)
-        tensor = arena.tensor().fill_(1)
-        arena.release()
-        arena.restore()
-        return not tensor.any() and bool(tensor.fill_(3).eq(3).all())
-    except (OSError, RuntimeError, AttributeError, TypeError):
-        return False
-
-
-@cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
