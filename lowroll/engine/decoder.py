@@ -40,7 +40,7 @@ MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
-BULK_FROM = 48
+BULK_FROM = 9
 
 
 def bucket(num_rows: int) -> int:
