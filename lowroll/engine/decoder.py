@@ -113,6 +113,13 @@ class Decoder:
         """Whether so many rows run on the second model."""
         return self.bulk is not None and num_rows >= BULK_FROM
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture the graph of every size of batch now, instead of when it first comes up."""
+        for size in BUCKETS if self.device.type == "cuda" else ():
+            if size <= self.state.shape[1] and (size, True) not in self._graphs:
+                self._capture(size, drawing=True)
+
     def forget(self) -> None:
         """Drop the captured graphs: the storages behind them are about to move."""
         self._graphs.clear()
