@@ -171,6 +171,10 @@ class Engine:
                 self.pool.free(pages)
         return scores
 
+    def warm_up(self) -> None:
+        """Compile and capture now what a decode step of any size of batch needs (seconds, on CUDA), not on the way."""
+        self.runner.decoder.warm_up()
+
     def abort(self, handle: int) -> bool:
         """End a request now; its group comes back with finish reason "abort". False if it had ended."""
         return self.scheduler.abort(handle)
