@@ -46,12 +46,18 @@ class Runner:
         """Steps that decoding rows may take without the host: more than one where starting a step is what costs."""
         return MOST_STEPS if self.model.device.type == "cuda" else 1
 
+    def release(self) -> None:
+        """Give the cache's memory away until the next step."""
+        self.decoder.forget()
+        self.cache.release()
+
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Drawn]:
         """The tokens of every decode row, then of every sample of a prompt that is through.
 
         ValueError when the model gives a row no distribution (NaN or infinite logits).
         """
+        self.cache.restore()
         self.cache.copy_pages(plan.copies)
         drawn: list[Drawn] = []
         if plan.decodes:
@@ -86,6 +92,7 @@ class Runner:
     @torch.inference_mode()
     def score(self, ids: list[int], prompt_len: int, pages: list[int], temperature: float) -> Tensor:
         """Log-probs [response tokens], float32, of a sequence that is prefilled in one piece into `pages`."""
+        self.cache.restore()
         attend = PagedAttention(self.cache, [Chunk(0, len(ids), pages)], [])
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)
