@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.attention import paged_decode
+from lowroll.kernels.attention import paged_decode, write_pages
 from lowroll.model.attention import Attend, varlen
 from lowroll.model.spec import ModelSpec
 
@@ -66,8 +66,7 @@ class KVCache:
             self.clear()
 
     def write(self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TGd)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v_TGd)
+        write_pages(self.keys[layer], self.values[layer], slots_T, k_TGd, v_TGd)
 
     def gather(self, layer: int, table_BP: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of each row's pages, both [B, G, L, d] (views of [B, L, G, d] copies)."""
