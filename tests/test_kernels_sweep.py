@@ -95,7 +95,7 @@ def test_compiled_for_a_gpu_nothing_spills(kernel: str, size: int) -> None:
     from triton.compiler import ASTSource
 
     function = getattr(sweep, kernel)
-    types = ("*i64", "*i32", "*i64" if size == 8 else "*i32", "i32", "constexpr", "constexpr", "constexpr")
+    types = ("*i64", "*i32", "*i64" if size == 8 else "*i32", "constexpr", "constexpr", "constexpr")
     constants = {"SIZE": size, "BLOCK": sweep.BLOCK_BYTES // size, "STEP": sweep.STEP_BYTES // size}
     source = ASTSource(function, dict(zip(function.arg_names, types, strict=True)), constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})

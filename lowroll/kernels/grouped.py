@@ -50,6 +50,11 @@ class Stack:
         return self.codes_NK.shape[1] * (2 * self.codes_NK.element_size() if self.packed else 1)
 
     @property
+    def block(self) -> int:
+        """Features that stand together in the order of packed codes, see `triton_grouped`."""
+        return 32 if self.kind == "mxfp4" else 16 if self.packed else 0
+
+    @property
     def packed(self) -> bool:
         """Two codes a byte?"""
         return self.kind in ("nvfp4", "mxfp4", "int4")
@@ -60,7 +65,7 @@ def experts(x_TD: Tensor, router_ED: Tensor, gate_up: Stack, down: Stack, choice
     weights_TS, experts_TS = choose(x_TD, router_ED, choices, renormalize)
     groups = sort_slots(experts_TS, gate_up.num_experts)
     h_PF = _launch(*_operand(x_TD, gate_up), gate_up, groups, x_TD.dtype, choices=choices, swiglu=True,
-                   blocked=down.packed)
+                   blocked=down.block)
     h_PF, scale_P1 = (h_PF, None) if down.packed else _operand(h_PF, down)
     y_PD = _launch(h_PF, scale_P1, down, groups, x_TD.dtype, to_slots=True)
     return combine(y_PD, weights_TS, x_TD.dtype)
@@ -74,14 +79,14 @@ def multiply(x_PK: Tensor, stack: Stack, groups: Groups) -> Tensor:
 def runs(stack: Stack, dtype: torch.dtype) -> bool:
     """Do the kernels multiply these matrices with activations of this dtype?"""
     if stack.packed:
-        return dtype == torch.bfloat16 and stack.features % (128 if stack.kind == "mxfp4" else 16) == 0
+        return dtype == torch.bfloat16 and stack.features % stack.block == 0
     return stack.kind == "w8a8" or stack.codes_NK.dtype == dtype
 
 
 def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
     """Activations as the product with these matrices reads them, and their scales."""
-    if stack.packed:           # [M, 16, K / 16]: the features of the first code of all blocks, then of the second, ...
-        return x_MK.view(len(x_MK), -1, 16).transpose(1, 2).contiguous(), None
+    if stack.packed:           # the features of the first code of all blocks, then of the second, ...
+        return x_MK.view(len(x_MK), -1, stack.block).transpose(1, 2).contiguous(), None
     if stack.kind == "dense":
         return x_MK.contiguous(), None
     quantized = quantize_rows(x_MK, "int8" if stack.codes_NK.dtype == torch.int8 else "fp8")
@@ -100,15 +105,12 @@ class Tiles:
 
 
 def tiles(stack: Stack, slots: int) -> Tiles:
-    """By twice the slots that an expert has on average: few of them are cut, and the narrow side is filled.
-
-    4-bit weights are decoded in the tensor cores' registers, which only the older instructions (up to 8 places) read
-    without waiting.
-    """
+    """By twice the slots that an expert has on average: few experts are cut, and the narrow side is filled."""
     places = min(128, max(16, block(2 * slots // stack.num_experts)))
     if stack.packed:
-        few = slots <= 4 * stack.num_experts
-        return Tiles(8 if few else min(places, 32), 64, 512, stages=2)
+        few = 4 * slots < stack.num_experts
+        features = 16 * stack.block                   # as few as the tensor cores take of each code of a block
+        return Tiles(8, 32, features, warps=2, stages=3) if few else Tiles(min(places, 32), 64, features, stages=2)
     if stack.codes_NK.dtype == torch.float32:
         return Tiles(16, 64, 32, stages=2)
     if places >= 64:
@@ -116,11 +118,8 @@ def tiles(stack: Stack, slots: int) -> Tiles:
     return Tiles(places, 64, 128, stages=4)
 
 
-_SCALES = {"nvfp4": torch.uint8, "mxfp4": torch.int32}      # as the kernel reads their bytes
-
-
 def _launch(x: Tensor, x_scale: Tensor | None, stack: Stack, groups: Groups, dtype: torch.dtype, *, choices: int = 0,
-            swiglu: bool = False, to_slots: bool = False, blocked: bool = False, chosen: Tiles | None = None) -> Tensor:
+            swiglu: bool = False, to_slots: bool = False, blocked: int = 0, chosen: Tiles | None = None) -> Tensor:
     """One product. The arguments are those of `triton_grouped.multiply`; `chosen` in place of `tiles`."""
     from lowroll.kernels import triton_grouped as kernels
 
@@ -132,7 +131,7 @@ def _launch(x: Tensor, x_scale: Tensor | None, stack: Stack, groups: Groups, dty
     per_expert = -(-rows // (size.rows // 2 if swiglu else size.rows))
     kernels.multiply[(most * per_expert,)](
         x, x_scale, stack.codes_NK.view(torch.int64) if stack.packed else stack.codes_NK,
-        None if stack.scale_N1 is None else stack.scale_N1.view(_SCALES.get(stack.kind, torch.float32)),
+        stack.scale_N1.view(torch.uint8) if stack.kind == "nvfp4" and stack.scale_N1 is not None else stack.scale_N1,
         stack.global_scale, y, groups.slot_P, groups.ends_E, slots, count, rows, stack.features, KIND=stack.kind,
         CHOICES=choices, SWIGLU=swiglu, TO_SLOTS=to_slots,
         G_ROWS=stack.global_scale is not None and stack.global_scale.numel() > 1, BLOCKED=blocked,

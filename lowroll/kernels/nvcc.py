@@ -1,9 +1,9 @@
 """CUDA C++ sources of this room, compiled by nvcc on first use and called through ctypes.
 
 The library lies in a folder of the user's own (`$XDG_CACHE_HOME/lowroll/kernels` or `~/.cache/lowroll/kernels`, mode
-0700), under a name that is the digest of the source, the compiler and the options: what is there needs no compiler. It
-is made beside its name and moved there, so that processes that build at once do not meet. No torch headers take part:
-a build takes seconds, and a library fits every version of torch.
+0700), under a name that is the digest of the source, its headers (*.cuh beside it), the compiler and the options. It is
+made beside its name and moved there, so that processes that build at once do not meet. No torch headers take part: a
+build takes seconds, and a library fits every version of torch.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compiler() -> Path | None:
 def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]:
     """nvcc's options for devices of that capability."""
     chip = f"{capability[0]}{capability[1]}" + ("a" if capability[0] == 9 else "")
-    return ["-std=c++17", "-O3", "-gencode", f"arch=compute_{chip},code=sm_{chip}",
+    return ["-std=c++17", "-O3", "-gencode", f"arch=compute_{chip},code=sm_{chip}", f"-DHOPPER={capability[0] == 9:d}",
             *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
 
 
@@ -49,7 +49,8 @@ def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]
     if nvcc is None:
         raise RuntimeError(f"{source.name}: no nvcc in $CUDA_HOME, on the PATH or in /usr/local/cuda")
     version = _run([str(nvcc), "--version"], source.name)
-    digest = hashlib.sha256("\0".join([source.read_text(), version, *flags]).encode()).hexdigest()[:24]
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.cuh")))]
+    digest = hashlib.sha256("\0".join([*texts, version, *flags]).encode()).hexdigest()[:24]
     path = folder / f"{source.stem}-{digest}.so"
     if not path.exists():
         handle, made = tempfile.mkstemp(suffix=".so", dir=folder)

@@ -23,13 +23,14 @@ from lowroll.kernels import nvcc
 SOURCE = Path(__file__).with_name("streamed.cu")
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3, "bf16": 4}
 MULTIPLE = {"bf16": 32}                 # of K; 128 for the others
+TUNING = 0                              # the kernel's own choice; others to measure
 PARTIAL, TILES = 6 << 20, 1 << 16       # floats and counters of a workspace
 
 
 class Problem(ctypes.Structure):
     _fields_ = ([(name, ctypes.c_void_p) for name in
                  ("weight", "scale", "zero", "global_", "bias", "x", "y", "partial", "arrived")]
-                + [(name, ctypes.c_int) for name in ("M", "N", "K", "global_per_row", "bias_fp32", "y_fp32")])
+                + [(name, ctypes.c_int) for name in ("M", "N", "K", "global_per_row", "bias_fp32", "y_fp32", "tuning")])
 
 
 @cache
@@ -69,7 +70,7 @@ def linear(kind: str, tensors: Mapping[str, Tensor], x_MK: Tensor, num_out: int,
     problem = Problem(weight.data_ptr(), _pointer(scale), _pointer(zero), _pointer(global_), _pointer(bias_N),
                       x_MK.data_ptr(), y_MN.data_ptr(), partial.data_ptr(), arrived.data_ptr(), x_MK.shape[0], num_out,
                       x_MK.shape[1], global_ is not None and global_.numel() > 1,
-                      bias_N is not None and bias_N.dtype == torch.float32, out_dtype == torch.float32)
+                      bias_N is not None and bias_N.dtype == torch.float32, out_dtype == torch.float32, TUNING)
     needed = (ctypes.c_longlong * 2)()
     library.streamed_linear(ctypes.byref(problem), processors, needed, None)
     if needed[0] > PARTIAL or needed[1] > TILES:

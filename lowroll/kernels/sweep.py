@@ -106,12 +106,12 @@ def _sweep(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
     """Launch `kernel` with one program a block. Blocks of all tensors lie one after the other."""
     tensors = [_aligned(t) for t in tensors]
     counts = torch.tensor([-(-t.nbytes // BLOCK_BYTES) for t in tensors])
-    table = torch.tensor([[t.data_ptr() for t in tensors], [t.nbytes for t in tensors],
-                          (counts.cumsum(0) - counts).tolist()])
+    firsts = (counts.cumsum(0) - counts).tolist()
+    table = torch.tensor([(t.data_ptr(), t.nbytes, first) for t, first in zip(tensors, firsts, strict=True)])
     owner = torch.repeat_interleave(torch.arange(len(tensors), dtype=torch.int32), counts)
     if len(owner):
         size = 8 if kernel is _checksum_kernel else tensors[0].itemsize
-        kernel[(len(owner),)](table.to(out.device), owner.to(out.device), out, len(tensors), SIZE=size,
+        kernel[(len(owner),)](table.to(out.device), owner.to(out.device), out, SIZE=size,
                               BLOCK=BLOCK_BYTES // size, STEP=STEP_BYTES // size, num_warps=4)
 
 
@@ -122,13 +122,13 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 @jit
-def _block(table, owner, count, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """(the tensor of this program, the address of its integers, how many they are, the first of the block)."""
     tensor = tl.load(owner + tl.program_id(0))
     integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
-    values = tl.multiple_of(tl.load(table + tensor).to(tl.pointer_type(integer)), 16)
-    first = (tl.program_id(0) - tl.load(table + 2 * count + tensor)) * BLOCK
-    return tensor, values, tl.load(table + count + tensor) // SIZE, tl.multiple_of(first, BLOCK)
+    values = tl.multiple_of(tl.load(table + 3 * tensor).to(tl.pointer_type(integer)), 16)
+    first = (tl.program_id(0) - tl.load(table + 3 * tensor + 2)) * BLOCK
+    return tensor, values, tl.load(table + 3 * tensor + 1) // SIZE, tl.multiple_of(first, BLOCK)
 
 
 @jit
@@ -138,17 +138,17 @@ def _mix(word):
 
 
 @jit
-def _last_word(table, tensor, count):
+def _last_word(table, tensor):
     """The word that the last bytes of a tensor fill in part, with zeros behind them; 0 when there is none."""
-    size, lane = tl.load(table + count + tensor), tl.arange(0, 8)
+    size, lane = tl.load(table + 3 * tensor + 1), tl.arange(0, 8)
     at = size // 8 * 8 + lane
-    byte = tl.load(tl.load(table + tensor).to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0)
+    byte = tl.load(tl.load(table + 3 * tensor).to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0)
     return tl.sum(byte.to(tl.int64) << (8 * lane).to(tl.int64), axis=0)
 
 
 @jit
-def _checksum_kernel(table, owner, sums, count, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    tensor, words, size, first = _block(table, owner, count, SIZE, BLOCK)
+def _checksum_kernel(table, owner, sums, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    tensor, words, size, first = _block(table, owner, SIZE, BLOCK)
     total = tl.zeros([STEP], dtype=tl.int64)
     if first + BLOCK <= size:                    # without a mask, loads are as wide as the hardware's
         for start in range(0, BLOCK, STEP):
@@ -159,13 +159,13 @@ def _checksum_kernel(table, owner, sums, count, SIZE: tl.constexpr, BLOCK: tl.co
         for start in range(0, BLOCK, STEP):
             at = first + start + tl.arange(0, STEP)
             total += _mix(tl.load(words + at, mask=at < size, other=0)) * (2 * at + 1)
-        last = tl.where(size >= first, _mix(_last_word(table, tensor, count)) * (2 * size + 1), 0)
+        last = tl.where(size >= first, _mix(_last_word(table, tensor)) * (2 * size + 1), 0)
         tl.atomic_add(sums + tensor, tl.sum(total, axis=0) + last, sem="relaxed")
 
 
 @jit
-def _amax_kernel(table, owner, bits, count, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    tensor, values, size, first = _block(table, owner, count, SIZE, BLOCK)
+def _amax_kernel(table, owner, bits, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    tensor, values, size, first = _block(table, owner, SIZE, BLOCK)
     most: tl.constexpr = 0x7FFF if SIZE == 2 else 0x7FFFFFFF
     top = tl.zeros([STEP], dtype=values.dtype.element_ty)
     if first + BLOCK <= size:

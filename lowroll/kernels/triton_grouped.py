@@ -106,30 +106,26 @@ def _level(words, scales, NIBBLE: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def _packed_sum(sums_np, w_ptr, s_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_B: tl.constexpr,
                 KIND: tl.constexpr, PTX: tl.constexpr):
-    """w_ptr: int64, sixteen codes of a row. s_ptr: uint8, a scale for as many (NVFP4); int32, the scales of four pairs
-    (MXFP4); float32, a scale for eight times as many (INT4)."""
-    blocks = features // 16
-    group: tl.constexpr = 1 if KIND == "nvfp4" else 8
-    groups = tl.cdiv(blocks, group)
+    """w_ptr: int64, sixteen codes of a row. A block is one of them, or two with MXFP4, whose scales are for as many.
+    INT4 has a scale for eight blocks."""
+    span: tl.constexpr = 2 if KIND == "mxfp4" else 1
+    group: tl.constexpr = 8 if KIND == "int4" else 1
+    blocks = features // (16 * span)
     for first in range(0, blocks, BLOCK_B):
         offs_b = first + tl.arange(0, BLOCK_B)
         keep_b = offs_b < blocks
         mask_nb = keep_n[:, None] & keep_b[None, :]
-        w_nb = tl.load(w_ptr + row_n[:, None] * blocks + offs_b[None, :], mask=mask_nb, other=0)
-        s_nb = tl.load(s_ptr + row_n[:, None] * groups + (offs_b // group)[None, :], mask=mask_nb, other=0)
-        if KIND == "mxfp4":
-            s_nb = (s_nb >> (offs_b // 2 % 4 * 8)[None, :]) & 255
+        s_nb = tl.load(s_ptr + row_n[:, None] * tl.cdiv(blocks, group) + (offs_b // group)[None, :], mask=mask_nb,
+                       other=0)
         s_nb = _scale(s_nb, KIND, PTX)
-        low = _decoded((w_nb & 0xFFFFFFFF).to(tl.int32), s_nb, KIND, PTX)
-        for i in tl.static_range(8):
-            x_bp = tl.load(x_ptr + token_p[None, :] * features + (i * blocks + offs_b)[:, None],
-                           mask=keep_p[None, :] & keep_b[:, None], other=0.0)
-            sums_np = tl.dot(low[i].to(x_bp.dtype), x_bp, sums_np, input_precision="ieee")
-        high = _decoded((w_nb >> 32).to(tl.int32), s_nb, KIND, PTX)
-        for i in tl.static_range(8):
-            x_bp = tl.load(x_ptr + token_p[None, :] * features + ((8 + i) * blocks + offs_b)[:, None],
-                           mask=keep_p[None, :] & keep_b[:, None], other=0.0)
-            sums_np = tl.dot(high[i].to(x_bp.dtype), x_bp, sums_np, input_precision="ieee")
+        for part in tl.static_range(2 * span):
+            w_nb = tl.load(w_ptr + row_n[:, None] * (blocks * span) + (offs_b * span + part // 2)[None, :],
+                           mask=mask_nb, other=0)
+            codes = _decoded((w_nb >> 32 if part % 2 else w_nb & 0xFFFFFFFF).to(tl.int32), s_nb, KIND, PTX)
+            for i in tl.static_range(8):
+                x_bp = tl.load(x_ptr + token_p[None, :] * features + ((8 * part + i) * blocks + offs_b)[:, None],
+                               mask=keep_p[None, :] & keep_b[:, None], other=0.0)
+                sums_np = tl.dot(codes[i].to(x_bp.dtype), x_bp, sums_np, input_precision="ieee")
     return sums_np
 
 
@@ -145,7 +141,7 @@ def _scale(stored_nb, KIND: tl.constexpr, PTX: tl.constexpr):
             scale_nb = scale_nb.to(tl.bfloat16)
     elif KIND == "mxfp4":
         if PTX:
-            scale_nb = ((tl.minimum(stored_nb, 136) + 118) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            scale_nb = ((tl.minimum(stored_nb.to(tl.int32), 136) + 118) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
         else:
             scale_nb = tl.exp2(stored_nb.to(tl.float32) - 127.0)
     else:
@@ -185,7 +181,7 @@ def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slo
     the place's token, its slot / CHOICES, or at the place itself if CHOICES is 0; y at the place, or (TO_SLOTS) at the
     slot.
     SWIGLU: the matrix has `rows` of gates and then as many of ups, and y = silu(gate) * up. BLOCKED: the features of y
-    are written in the order that 4-bit matrices read them in.
+    are written in the order that matrices with so many in a block read them in; 0: as they are.
     """
     tiles: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N         # rows of y in a tile
     tiles_n = tl.cdiv(rows, tiles)
@@ -204,8 +200,8 @@ def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slo
 
     sums_np = tl.zeros((BLOCK_N, BLOCK_P), tl.int32 if w_ptr.dtype.element_ty == tl.int8 else tl.float32)
     if KIND == "nvfp4" or KIND == "mxfp4" or KIND == "int4":
-        sums_np = _packed_sum(sums_np, w_ptr, ws_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_K // 16,
-                              KIND, PTX)
+        sums_np = _packed_sum(sums_np, w_ptr, ws_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features,
+                              BLOCK_K // (32 if KIND == "mxfp4" else 16), KIND, PTX)
         if PTX and KIND != "int4":
             sums_np *= 256.0
         if KIND == "nvfp4":
@@ -226,6 +222,6 @@ def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slo
         y_np, out_n = sums_np, local_n
     keep_n = out_n < rows
     if BLOCKED:
-        out_n = out_n % 16 * (rows // 16) + out_n // 16
+        out_n = out_n % BLOCKED * (rows // BLOCKED) + out_n // BLOCKED
     tl.store(y_ptr + out_p[None, :] * rows + out_n[:, None], y_np.to(y_ptr.dtype.element_ty),
              mask=keep_n[:, None] & keep_p[None, :])

@@ -111,17 +111,22 @@ def publish(master: Transformer, rollout: Transformer, noise: Noise | None = Non
     ValueError, before anything is written, names what does not fit: a master of other sizes, another adapter, another
     base than the shared one, a linear weight that is not finite, or noise for an engine that was not made for it.
     """
-    weights = {name: theirs.weight for name, theirs in master.linears() if isinstance(theirs.weight, nn.Parameter)}
+    linears = dict(master.linears())
+    weights = {name: linear.weight for name, linear in linears.items() if isinstance(linear.weight, nn.Parameter)}
     amax = dict(zip(weights, sweep.amax(list(weights.values())), strict=True))     # the device reads, the host compares
     mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
-    _check_fits(master, rollout, mine, amax)
+    targets = dict(rollout.named_parameters())
+    _check_fits(master, rollout, mine, targets)
+    for name, finite in zip(amax, sweep.finite(list(amax.values())), strict=True):
+        if not finite:
+            raise ValueError(f"publish: {name}.weight holds a non-finite value")
     drawn = {} if noise is None or noise.sigma == 0 else _draw(noise, rollout)
     for model in (rollout,) if bulk is None else (rollout, bulk):
-        for (name, ours), (_, theirs) in zip(model.linears(), master.linears(), strict=True):
+        for name, ours in model.linears():
             assert isinstance(ours.weight, QTensor)
-            if f"{name}.weight" not in rollout.shared and ours.weight is not theirs.weight:
-                _refill(name, ours.weight, theirs, amax.get(name))
-    for name, target in rollout.named_parameters():
+            if f"{name}.weight" not in rollout.shared and ours.weight is not linears[name].weight:
+                _refill(name, ours.weight, linears[name], amax.get(name))
+    for name, target in targets.items():
         if name not in rollout.shared:
             value = mine[name] if ".adapter." in name else mine[name].to(rollout.dtype)
             target.copy_(value.float() + drawn[name] if name in drawn else value)
@@ -140,11 +145,10 @@ def _draw(noise: Noise, rollout: Transformer) -> dict[str, Tensor]:
 
 
 def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Parameter],
-                amax: dict[str, Tensor]) -> None:
-    """ValueError as `publish` says. amax: the largest magnitude of every dense linear weight of the master."""
+                targets: dict[str, nn.Parameter]) -> None:
+    """ValueError as `publish` says, but for values that are not finite."""
     if master.spec != rollout.spec:
         raise ValueError("publish: the master's sizes are not those of the engine's model")
-    targets = dict(rollout.named_parameters())
     odd = sorted({name for name in mine.keys() | targets.keys()
                   if name not in mine or name not in targets or mine[name].shape != targets[name].shape})
     if odd:
@@ -158,9 +162,6 @@ def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Pa
     for name in rollout.shared & mine.keys():
         if targets[name].data_ptr() != mine[name].data_ptr():
             raise ValueError(f"publish: {name} belongs to another model, whose base the engine shares")
-    for name, finite in zip(amax, sweep.finite(list(amax.values())), strict=True):
-        if not finite:
-            raise ValueError(f"publish: {name}.weight holds a non-finite value")
 
 
 def digest(model: Transformer) -> str:
