@@ -43,7 +43,8 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
     y_MN = torch.empty(len(codes_MK), len(codes_NK), dtype=rows.dtype, device=codes_NK.device)
     if y_MN.numel() == 0:
         return y_MN
-    if not (len(y_MN) > TRITON_ROWS and hopper(y_MN.device) and _by_wgmma(codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, y_MN)):
+    many = len(y_MN) > TRITON_ROWS and hopper(y_MN.device)
+    if not (many and _by_wgmma(codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, y_MN)):
         _by_triton(codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, y_MN)
     return y_MN
 
