@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowroll.kernels import adamw, logprobs
 from lowroll.kernels.adamw import Tensors
-from lowroll.kernels.logprobs import token_log_probs
+from lowroll.kernels.logprobs import logit_gradient, token_log_probs
 from lowroll.kernels.low_rank import silu_mul_adapted
 from lowroll.model import logprobs as model_logprobs
 from lowroll.model import lora
@@ -46,6 +46,9 @@ def test_statistics_and_gradient(path: str, vocab: int, temperature: float) -> N
                                atol=1e-7)
     token_log_probs(logits, targets, temperature, gradient)
     torch.testing.assert_close(gradient.double(), (onehot - p) / temperature, rtol=1e-4, atol=1e-7)
+    again = torch.empty(3, vocab)
+    logit_gradient(logits, targets, logp, torch.ones(3), temperature, again)
+    torch.testing.assert_close(again, gradient, rtol=1e-5, atol=1e-7)
 
 
 @both
@@ -126,7 +129,8 @@ DECAYS = [0.1, 0.0, 0.1, 0.05]
 
 
 @pytest.mark.interpreted
-def test_adamw_in_one_launch_is_torchs() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_adamw_in_one_launch_is_torchs(dtype: torch.dtype) -> None:
     masters = [random(*shape, seed=i) for i, shape in enumerate(SHAPES)]
     truth = [torch.nn.Parameter(m.double()) for m in masters]
     firsts, seconds = ([torch.zeros_like(m) for m in masters] for _ in range(2))
@@ -135,9 +139,9 @@ def test_adamw_in_one_launch_is_torchs() -> None:
                                lr=1e-2, betas=(0.9, 0.99), eps=1e-8)
     tensors = Tensors(masters, firsts, seconds, lows, DECAYS)
     for t in (1, 2, 3):
-        gradients = [random(*shape, seed=10 * t + i) for i, shape in enumerate(SHAPES)]
+        gradients = [random(*shape, seed=10 * t + i).to(dtype) for i, shape in enumerate(SHAPES)]
         gradients[0] = gradients[0].t()                                       # strides that the kernel does not read
-        gradients[1] = torch.cat([torch.zeros(1), gradients[1]])[1:]          # and a slice off its 16 bytes
+        gradients[1] = torch.cat([torch.zeros(1).to(dtype), gradients[1]])[1:]          # and a slice off its 16 bytes
         before = [p.detach().clone() for p in truth]
         for p, g in zip(truth, gradients, strict=True):
             p.grad = g.double() * 0.5
@@ -157,6 +161,9 @@ def test_adamw_refuses_tensors_that_it_cannot_write(odd: Tensor) -> None:
     with pytest.raises(ValueError, match="one dtype"):
         Tensors([torch.zeros(4)] * 2, [torch.zeros(4)] * 2, [torch.zeros(4)] * 2,
                 [torch.zeros(4).half(), torch.zeros(4).bfloat16()], [0.0] * 2)
+    with pytest.raises(ValueError, match="gradients"):
+        Tensors([torch.zeros(4)], [torch.zeros(4)], [torch.zeros(4)], [torch.zeros(4).half()], [0.0]).step(
+            [torch.zeros(4).double()], torch.tensor(1.0), rate=0.1, betas=(0.9, 0.9), eps=0.1, t=1)
 
 
 # -- compiled for Hopper -----------------------------------------------------------------------------------------------
@@ -174,7 +181,7 @@ def test_nothing_spills(kernel: str) -> None:
         "logits_ptr": "*fp32", "targets_ptr": "*i64", "scale_ptr": "*fp32", "logp_ptr": "*fp32", "entropy_ptr": "*fp32",
         "gradient_ptr": "*bf16", "vocab": "i32", "logits_stride": "i32", "gradient_stride": "i32"}
     if kernel == "adamw":
-        constants = {"COLUMNS": 6, "LOW": language.bfloat16, "BLOCK": adamw.BLOCK}
+        constants = {"COLUMNS": 6, "GRADIENT": language.float32, "LOW": language.bfloat16, "BLOCK": adamw.BLOCK}
         types |= {"table_ptr": "*i64", "decay_ptr": "*fp32", "tensor_ptr": "*i32", "start_ptr": "*i64",
                   "clip_ptr": "*fp32", "moved_ptr": "*fp32"}
     signature = {name: "constexpr" if name in constants else types[name] for name in function.arg_names}

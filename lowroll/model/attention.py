@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
+from inspect import signature
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,10 +92,13 @@ def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor) -> Tensor:
 def _flash(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    repeats = q_THd.shape[1] // k_TGd.shape[1]
-    if repeats > 1:                           # torch 2.11's varlen attention has no grouped heads
-        k_TGd, v_TGd = k_TGd.repeat_interleave(repeats, 1), v_TGd.repeat_interleave(repeats, 1)
     o_THd = varlen_attn(q_THd.contiguous(), k_TGd.contiguous(), v_TGd.contiguous(), bounds, bounds, longest, longest,
-                        window_size=(-1, 0))
+                        window_size=(-1, 0), **_grouped_heads(varlen_attn))
     assert isinstance(o_THd, Tensor)
     return o_THd
+
+
+@cache
+def _grouped_heads(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
+    """torch 2.11 takes fewer key-value heads as they are; later versions want to be told."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
