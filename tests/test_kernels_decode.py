@@ -275,7 +275,7 @@ def test_attention_compiles_for_hopper_without_spills(rows: int, cascaded: bool)
     types |= {"out_ptr": "*fp32" if splits > 1 else "*bf16", "lse_ptr": "*fp32", "rows": "i32", "splits": "i32",
               "q_stride": "i32", "k_stride": "i32", "v_stride": "i32", "table_stride": "i32", "scale": "fp32"}
     constants = dict(H=28, G=4, d=128, PAGE=16, D=128, R=16, BLOCK=length, SPLIT=splits > 1, EXACT=False,
-                     STAGES=stages, SHARES=shares if cascaded else 0, SHARE_BLOCK=share)
+                     STAGES=3 if cascaded else stages, SHARES=shares if cascaded else 0, SHARE_BLOCK=share)
     prefix = {"shared_ptr": "*i64", "prefix_ptr": "*fp32", "prefix_lse_ptr": "*fp32"}
     kernel = compiled(attention._decode_kernel, types | prefix if cascaded else types,
                       constants if cascaded else constants | dict.fromkeys(prefix), warps)

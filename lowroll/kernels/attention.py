@@ -34,9 +34,9 @@ from lowroll.kernels.launch import block, fused, jit, tl
 
 PROGRAMS = 132 * 3                 # an H200's SMs, three programs each: 64 rows of 4 key-value heads are faster unsplit
 MAX_SPLITS = 64
-CASCADE_FROM = 64                  # rows; with fewer, a launch costs more than the prompts
+CASCADE_FROM = 256                 # rows; with 128, one launch more costs what prompts of 256 tokens do
 TILE_ROWS = 8
-PREFIX_PROGRAMS = 132 * 2
+PREFIX_PROGRAMS = 132
 
 
 def tile_rows(heads: int, kv_heads: int) -> int:
@@ -78,6 +78,7 @@ def paged_decode(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor,
         shares, share, prefix_stages, prefix_warps = _prefix_launch(rows, kv_heads, together,
                                                                     padded * keys_pPGd.element_size())
         prefix, prefix_lse = parts(shares)
+        stages = 3                                  # what is left of a row is short: more programs on an SM count more
         _prefix_kernel[(kv_heads * shares * rows,)](
             q_BHd, keys_pPGd, values_pPGd, table_BN, shared_B, tiles_B, prefix, prefix_lse,
             rows, q_BHd.stride(0), table_BN.stride(0), scale, H=heads, G=kv_heads, d=d, PAGE=page, D=padded,
@@ -190,9 +191,11 @@ def _prefix_kernel(q_ptr, keys_ptr, values_ptr, table_ptr, shared_ptr, tiles_ptr
     first = tl.load(tiles_ptr + tile).to(tl.int32)
     end = tl.load(tiles_ptr + tile + 1, mask=tile + 1 < rows, other=rows).to(tl.int32)
     end = tl.minimum(end, first + TOGETHER)
-    shared = tl.load(shared_ptr + first, mask=first < end, other=0).to(tl.int32)
+    if first >= end:
+        return
+    shared = tl.load(shared_ptr + first).to(tl.int32)
     share, active = _share(shared, SHARES, BLOCK)
-    if shared * (share_id < active) <= 0:
+    if (shared <= 0) | (share_id >= active):
         return
     offs_m = tl.arange(0, M)
     offs_d = tl.arange(0, D)
