@@ -35,6 +35,9 @@ def addresses(model: Transformer) -> dict[str, int]:
     """Of everything that a graph may hold: parameters, codes, scales, and what kernels derived from them."""
     held = pointers(model)
     qtensors = {name: linear.weight for name, linear in model.linears() if isinstance(linear.weight, QTensor)}
+    for name, linear in model.linears():
+        if linear.adapter is not None and linear.adapter._made is not None:
+            held |= {f"{name}.adapter.{i}": t.data_ptr() for i, t in enumerate(linear.adapter._made)}
     if model.head is not None:
         qtensors["head"] = model.head
     for name, q in qtensors.items():

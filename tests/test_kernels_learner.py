@@ -15,6 +15,7 @@ from lowroll.kernels import adamw, logprobs
 from lowroll.kernels.adamw import Tensors
 from lowroll.kernels.logprobs import logit_gradient, token_log_probs
 from lowroll.kernels.low_rank import silu_mul_adapted
+from lowroll.kernels.swiglu import silu_mul, silu_mul_backward
 from lowroll.model import logprobs as model_logprobs
 from lowroll.model import lora
 from lowroll.model.attention import varlen
@@ -106,20 +107,27 @@ def test_the_gate_of_an_adapted_product(path: str, shape: tuple[int, int, int]) 
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("targets", [lora.TARGETS, ("up_proj", "q_proj")])
-def test_an_adapted_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> None:
-    """The update that the gate adds is neither lost nor added twice, forward and backward."""
+@pytest.mark.parametrize("targets", [lora.TARGETS, ("up_proj", "q_proj"), ()])
+def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> None:
+    """The update that the gate adds is neither lost nor added twice, forward and backward; and without an adapter."""
     found = []
     for plain in (False, True):
-        model = lora.attach(tiny_model(), 4, 8.0, targets)
+        model = lora.attach(tiny_model(), 4, 8.0, targets) if targets else tiny_model()
         for p in model.trainable_parameters().values():
-            p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
+            p.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(p.numel()))
         with patch("lowroll.model.linear.fused", lambda x, plain=plain: not plain):
             hidden = model(torch.arange(9), torch.arange(9), varlen([9]))
             (hidden * random(*hidden.shape)).sum().backward()
         found.append([hidden.detach(), *(p.grad for p in model.trainable_parameters().values())])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.interpreted
+def test_the_gate_is_made_again_beside_its_gradient() -> None:
+    gate_up, grad, again = random(5, 2 * 70), random(5, 70, seed=1), torch.empty(5, 70)
+    silu_mul_backward(gate_up, grad, again)
+    assert torch.equal(again, silu_mul(gate_up))
 
 
 # -- AdamW -------------------------------------------------------------------------------------------------------------
@@ -194,7 +202,7 @@ def test_nothing_spills(kernel: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
-def test_the_gate_spills_nothing() -> None:
+def test_the_gates_spill_nothing() -> None:
     gate_up = random(64, 2 * 18944).bfloat16().requires_grad_()
     call = lambda: silu_mul_adapted(gate_up, random(64, 32).bfloat16(), random(2 * 18944, 32).bfloat16())  # noqa: E731
     for name, listing in compiled(lambda: call().sum().backward()):
