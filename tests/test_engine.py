@@ -144,8 +144,8 @@ def test_rows_know_which_of_them_share_their_prompt(folder: Path) -> None:
         engine.add(Request(prompt(length, seed=n), n=n, max_tokens=6, ignore_eos=True))
     while len(engine.runner.decoder._rows) < 16:
         engine.step()
-    assert engine.runner.decoder.state[5, :16].tolist() == [8] * 13 + [0] * 3
-    assert engine.runner.decoder.state[6, :16].tolist() == [0, 8, 11, 13] + [16] * 12
+    assert engine.runner.decoder.state[-2, :16].tolist() == [8] * 13 + [0] * 3
+    assert engine.runner.decoder.state[-1, :16].tolist() == [0, 8, 11, 13] + [16] * 12
 
 
 def test_abort_and_wrong_requests_leave_the_others_alone(folder: Path) -> None:
