@@ -137,17 +137,6 @@ def test_pages_return_and_prompts_are_shared(folder: Path) -> None:
     assert tokens(first) == tokens(cold)
 
 
-def test_rows_know_which_of_them_share_their_prompt(folder: Path) -> None:
-    """Tiles of siblings, in the layout that decode attention reads; heads of two make 8 rows a tile."""
-    engine = engine_of(folder)
-    for length, n in ((10, 11), (10, 2), (6, 1), (3, 2)):
-        engine.add(Request(prompt(length, seed=n), n=n, max_tokens=6, ignore_eos=True))
-    while len(engine.runner.decoder._rows) < 16:
-        engine.step()
-    assert engine.runner.decoder.state[-2, :16].tolist() == [8] * 13 + [0] * 3
-    assert engine.runner.decoder.state[-1, :16].tolist() == [0, 8, 11, 13] + [16] * 12
-
-
 def test_abort_and_wrong_requests_leave_the_others_alone(folder: Path) -> None:
     alone = engine_of(folder).generate([Request(prompt(7), n=2, max_tokens=25, seed=2, ignore_eos=True)])[0]
     engine = engine_of(folder)

@@ -2,17 +2,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from test_kernels_decode import Case
-from tiny import COMMON, hf_folder
 from torch import Tensor
 
-from lowroll import Engine, Request
-from lowroll.engine.decoder import Decoder
-from lowroll.kernels import attention
 from lowroll.kernels.attention import paged_decode, write_pages
 from lowroll.kernels.draw import TILE, draw, uniform
 
@@ -21,49 +16,6 @@ pytestmark = pytest.mark.gpu
 
 def cuda(case: Case) -> list[Tensor]:
     return [x.cuda() for x in (case.q, case.k, case.v, case.keys, case.values, case.table, case.lengths)]
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("tiles, heads, kv_heads, head_dim, page", [
-    ([(8, 16)] * 8, 28, 4, 128, 16), ([(8, 3), (3, 3), (1, 20), (8, 40)] * 4, 12, 2, 80, 4),
-    ([(5, 3)] * 20, 8, 1, 256, 32), ([(8, 70)] * 9, 16, 8, 64, 1)])
-def test_siblings_read_their_prompt_once(tiles: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int,
-                                         page: int, dtype: torch.dtype, tolerance: float,
-                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "CASCADE_FROM", 1)
-    lengths = [pages * page + 1 + i * 37 % 150 for rows, pages in tiles for i in range(rows)] + [0]
-    lengths[2] = 0
-    case = Case(lengths, heads, kv_heads, head_dim, page, dtype).share(tiles)
-    inputs, sharing = cuda(case), [x.cuda() for x in (case.shared, case.tiles)]
-    got = paged_decode(*inputs, case.scale, *sharing)
-    assert torch.equal(got, paged_decode(*inputs, case.scale, *sharing))
-    alone = torch.arange(len(lengths)).cuda()
-    assert torch.equal(got, paged_decode(*inputs, case.scale, sharing[0], alone)), "a row's bits are its own"
-    for x in ("q", "k", "v", "keys", "values"):
-        setattr(case, x, getattr(case, x).float().nan_to_num(0))
-    torch.testing.assert_close(got.cpu().float(), case.run(), rtol=tolerance, atol=tolerance)
-
-
-def test_groups_are_drawn_with_their_prompt_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "CASCADE_FROM", 1)
-    ids = torch.randint(2, COMMON["vocab_size"], (40,), generator=torch.Generator().manual_seed(0)).tolist()
-    requests = [Request(ids[:length], n=n, max_tokens=5 + length, seed=n, ignore_eos=True)
-                for length, n in ((40, 8), (21, 11), (3, 2), (9, 1))]
-    folder = hf_folder(tmp_path)
-
-    def draw_all() -> tuple[list[list[int]], Tensor, Tensor]:
-        engine = Engine(folder, weights="bf16", cache_tokens=2048, page_size=4)
-        rows = [(group.request.prompt_ids, r) for group in engine.generate(requests) for r in group.rollouts]
-        scores = engine.score([prompt + r.token_ids for prompt, r in rows], [len(prompt) for prompt, _ in rows])
-        return ([r.token_ids for _, r in rows], torch.tensor([x for _, r in rows for x in r.logprobs]),
-                torch.cat(scores).cpu())
-
-    tokens, logprobs, scores = draw_all()
-    gap = (logprobs - scores).abs()
-    assert gap.mean() < 0.02 and gap.max() < 0.2
-    monkeypatch.setattr(Decoder, "_step", Decoder._advance)
-    eager, logprobs_eager, _ = draw_all()
-    assert tokens == eager and torch.equal(logprobs, logprobs_eager)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

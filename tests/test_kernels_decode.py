@@ -35,28 +35,14 @@ class Case:
         self.table = (torch.randperm(rows * width, generator=g) + 1).view(rows, width).int()
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
         self.scale = head_dim ** -0.5
-        self.shared = self.tiles = None
         for row, length in enumerate(lengths):
             for t in range(length - 1):
                 at = self.table[row, t // page], t % page
                 self.keys[at] = torch.randn(kv_heads, head_dim, generator=g).to(dtype)
                 self.values[at] = torch.randn(kv_heads, head_dim, generator=g).to(dtype)
 
-    def share(self, tiles: list[tuple[int, int]]) -> Case:
-        """Let adjacent rows be tiles: (rows, whole pages of the first one that all of them share)."""
-        self.shared, firsts = torch.zeros(len(self.lengths), dtype=torch.int64), []
-        row = 0
-        for rows, pages in tiles:
-            self.table[row:row + rows, :pages] = self.table[row, :pages].clone()
-            self.shared[row:row + rows] = pages * self.keys.shape[1]
-            firsts.append(row)
-            row += rows
-        self.tiles = torch.tensor(firsts + [row] * (len(self.lengths) - len(firsts)))
-        return self
-
     def run(self) -> Tensor:
-        return paged_decode(self.q, self.k, self.v, self.keys, self.values, self.table, self.lengths, self.scale,
-                            self.shared, self.tiles)
+        return paged_decode(self.q, self.k, self.v, self.keys, self.values, self.table, self.lengths, self.scale)
 
     def row(self, row: int, cache: Tensor, new: Tensor) -> Tensor:
         """[H, length, d] float64, a head of the cache for each query head."""
@@ -92,51 +78,6 @@ class Case:
 def test_attention_over_pages(case: tuple, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "PROGRAMS", programs)
     Case(*case).check(2e-3 if case[-1] == torch.float16 else 1e-5)
-
-
-@pytest.fixture
-def cascade(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows share however few they are, in two splits, or three shares of a prefix."""
-    for name, value in (("CASCADE_FROM", 1), ("PROGRAMS", 20), ("PREFIX_PROGRAMS", 6)):
-        monkeypatch.setattr(attention, name, value)
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("programs, prefix_programs", [(1, 1), (200, 60)])
-@pytest.mark.parametrize("shape, tiles", [
-    ((6, 2, 24, 4, torch.float32), [(1, 2), (3, 17), (8, 5), (3, 5), (2, 0)]),             # 1, 3 and 11 rows
-    ((7, 1, 16, 16, torch.float16), [(8, 5), (1, 1)]), ((4, 4, 16, 1, torch.float16), [(5, 70), (2, 3)]),
-    ((17, 1, 32, 8, torch.float16), [(1, 9), (2, 4)])])
-def test_siblings_read_their_prompt_once(shape: tuple, tiles: list[tuple[int, int]], programs: int,
-                                         prefix_programs: int, cascade: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "PROGRAMS", programs)
-    monkeypatch.setattr(attention, "PREFIX_PROGRAMS", prefix_programs)
-    page = shape[3]
-    lengths = [pages * page + 1 + (i * 29) % 40 for rows, pages in tiles for i in range(rows)]
-    lengths[2] = 0                                                       # one of them has ended ...
-    lengths += [0, 0]                                                    # ... and two belong to no tile
-    Case(lengths, *shape).share(tiles).check(2e-3 if shape[-1] == torch.float16 else 1e-5)
-
-
-@pytest.mark.interpreted
-def test_a_dead_first_row_still_reads_for_its_tile(cascade: None) -> None:
-    case = Case([40, 30, 35], 4, 2, 16, 4).share([(3, 6)])
-    case.lengths[0] = 0
-    case.check(1e-5)
-
-
-@pytest.mark.interpreted
-def test_bits_of_a_row_do_not_depend_on_its_siblings(cascade: None) -> None:
-    lengths = [90, 81, 100, 84, 83]
-    want = Case(lengths, 6, 2, 24, 8, torch.float16).share([(5, 10)]).run()
-    for tiles in ([(1, 10)] * 5, [(2, 10), (3, 10)]):                   # of the same pages
-        assert torch.equal(Case(lengths, 6, 2, 24, 8, torch.float16).share([(5, 10)]).share(tiles).run(), want)
-
-
-@pytest.mark.interpreted
-def test_without_shared_tokens_nothing_changes(cascade: None) -> None:
-    case, alone = (Case([45, 0, 1, 16, 17], 6, 2, 24, 4) for _ in range(2))
-    assert torch.equal(case.share([(1, 0), (4, 0)]).run(), alone.run())
 
 
 @pytest.mark.interpreted
@@ -265,34 +206,22 @@ def compiled(kernel: object, types: dict[str, str], constants: dict[str, object]
                           target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
-@pytest.mark.parametrize("rows, cascaded", [(1, False), (256, False), (256, True), (32, True)])
-def test_attention_compiles_for_hopper_without_spills(rows: int, cascaded: bool) -> None:
+@pytest.mark.parametrize("rows", [1, 256])
+def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
     pytest.importorskip("triton")
     splits, length, stages, warps = attention._launch(rows, 4, 256)
-    shares, share, prefix_stages, prefix_warps = attention._prefix_launch(rows, 4, 8, 256)
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "keys_ptr", "values_ptr"), "*bf16")
     types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
     types |= {"out_ptr": "*fp32" if splits > 1 else "*bf16", "lse_ptr": "*fp32", "rows": "i32", "splits": "i32",
               "q_stride": "i32", "k_stride": "i32", "v_stride": "i32", "table_stride": "i32", "scale": "fp32"}
     constants = dict(H=28, G=4, d=128, PAGE=16, D=128, R=16, BLOCK=length, SPLIT=splits > 1, EXACT=False,
-                     STAGES=3 if cascaded else stages, SHARES=shares if cascaded else 0, SHARE_BLOCK=share)
-    prefix = {"shared_ptr": "*i64", "prefix_ptr": "*fp32", "prefix_lse_ptr": "*fp32"}
-    kernel = compiled(attention._decode_kernel, types | prefix if cascaded else types,
-                      constants if cascaded else constants | dict.fromkeys(prefix), warps)
+                     STAGES=stages)
+    kernel = compiled(attention._decode_kernel, types, constants, warps)
     sass = disassembled(kernel)
     assert "STL " not in sass and "STL." not in sass, "registers spill"
     assert "LDGSTS.E.BYPASS.128" in sass, "16 bytes a load, past the L1 cache"
     assert "HMMA" in sass
     assert kernel.metadata.shared <= 75 * 1024, "three programs and more fit on an SM"
-    if cascaded:
-        names = attention._prefix_kernel.arg_names
-        types = {n: t for n, t in types.items() if n in names} | {"shared_ptr": "*i64", "tiles_ptr": "*i64",
-                                                                  "part_ptr": "*fp32"}
-        constants = {n: c for n, c in constants.items() if n in names} | dict(
-            TOGETHER=8, EACH=8, M=64, SHARES=shares, BLOCK=share, STAGES=prefix_stages)
-        sass = disassembled(compiled(attention._prefix_kernel, types, constants, prefix_warps))
-        assert "STL " not in sass and "STL." not in sass, "registers spill"
-        assert "LDGSTS.E.BYPASS.128" in sass and "HGMMA" in sass
 
 
 def disassembled(kernel: object) -> str:

@@ -1,8 +1,7 @@
 """The rows that decode, resident on the device: several steps run without the host looking at any.
 
 A row's state is its last token, where that token stands, the position at which it must have stopped, its noise key,
-temperature, page table, and how many tokens of that it shares with its siblings. One step reads the state and leaves
-the next one in its place:
+temperature, and page table. One step reads the state and leaves the next one in its place:
 
     hidden = model(last token, position)      K/V go to the row's page, attention reads the pages
     token, log-prob = draw(logits)            written behind those of the steps before
@@ -33,7 +32,6 @@ from torch import Tensor
 from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
 from lowroll.engine.sequence import Sequence
 from lowroll.kernels.advance import advance
-from lowroll.kernels.attention import tile_rows
 from lowroll.kernels.draw import draw
 from lowroll.kv.cache import KVCache, PagedDecode
 from lowroll.model.transformer import Transformer
@@ -63,7 +61,7 @@ class Decoder:
         self._steady: tuple[list[Sequence], SamplingBatch] | None = None
         # on the host, what will be uploaded: one row of `state` a quantity
         pinned = self.device.type == "cuda"
-        self._state = torch.zeros(8, most, dtype=torch.int64, pin_memory=pinned)
+        self._state = torch.zeros(6, most, dtype=torch.int64, pin_memory=pinned)
         self._table = torch.zeros(most, max_pages, dtype=torch.int32, pin_memory=pinned)
         self.state = torch.zeros_like(self._state, device=self.device)
         self.table_BP = torch.zeros_like(self._table, device=self.device)
@@ -139,13 +137,11 @@ class Decoder:
             rows = [[s.last_token for s in sequences], [s.position for s in sequences], [s.length for s in sequences],
                     [len(s.prompt_ids) + s.request.max_tokens - 1 for s in sequences],
                     [signed(s.noise_key) for s in sequences],
-                    (temperature.view(torch.int32).long() | greedy.long() << 32).tolist(),
-                    *self._shared(sequences)]
+                    (temperature.view(torch.int32).long() | greedy.long() << 32).tolist()]
             self._state[:, :size] = 0
-            self._state[-1, :size] = len(sequences)         # behind the last tile
             self._state[:, :len(sequences)] = torch.tensor(rows)
             self.state[:, :size].copy_(self._state[:, :size], non_blocking=True)
-            pos_B, next_B, end_B, settings_B = (self.state[i, :size] for i in (1, 2, 3, 5))
+            _, pos_B, next_B, end_B, _, settings_B = self.state[:, :size].unbind()
             self.lengths_B[:size] = next_B * (pos_B < end_B)
             self.temperature_B[:size] = settings_B.int().view(torch.float32)
             self.greedy_B[:size] = settings_B >> 32 > 0
@@ -159,19 +155,6 @@ class Decoder:
             self._num_pages = [len(s.pages) for s in sequences]
             widest = max(self._num_pages)
             self.table_BP[:size, :widest].copy_(self._table[:size, :widest], non_blocking=True)
-
-    def _shared(self, sequences: list[Sequence]) -> tuple[list[int], list[int]]:
-        """`shared_B` and `tiles_B` of attention. A row shares all full pages of its prompt if it ever had a sibling,
-        also when that one has ended: its numbers must not depend on it."""
-        page_size, spec = self.cache.page_size, self.model.spec
-        most = tile_rows(spec.num_heads, spec.num_kv_heads)
-        pages = [len(s.prompt_ids) // page_size if s.request.n > 1 else 0 for s in sequences]
-        tiles: list[int] = []
-        for row, (sequence, count) in enumerate(zip(sequences, pages, strict=True)):
-            if (not tiles or row - tiles[-1] == most or count != pages[tiles[-1]]
-                    or sequence.pages[:count] != sequences[tiles[-1]].pages[:count]):
-                tiles.append(row)
-        return [count * page_size for count in pages], tiles + [len(sequences)] * (len(sequences) - len(tiles))
 
     def _step(self, size: int, drawing: bool) -> None:
         if self.device.type != "cuda":
@@ -203,10 +186,10 @@ class Decoder:
 
     def _advance(self, size: int, drawing: bool) -> None:
         """One step of the first `size` rows, on the device alone."""
-        ids_B, pos_B, next_B, end_B, keys_B, _, shared_B, tiles_B = self.state[:, :size].unbind()
+        ids_B, pos_B, next_B, end_B, keys_B, _ = self.state[:, :size].unbind()
         lengths_B = self.lengths_B[:size]
         pages = self.table_BP.shape[1] if self.device.type == "cuda" else max(self._num_pages)
-        attend = PagedDecode(self.cache, self.table_BP[:size, :pages], lengths_B, shared_B, tiles_B)
+        attend = PagedDecode(self.cache, self.table_BP[:size, :pages], lengths_B)
         model = self.bulk if self.bulk is not None and self.runs_bulk(size) else self.model
         logits_BV = model.logits(model(ids_B, pos_B, attend))
         if not drawing:

@@ -9,18 +9,13 @@ are cut into `splits` equal shares of whole blocks, each with its own softmax, a
 
 The new token never passes through the cache: the first split starts its softmax with it and writes it to its slot,
 while every split reads only what stood there before. The number of splits depends on the rows and the key-value heads
-alone: a captured graph is right for every length, and a batch size always gives the same bits.
-
-In batches of CASCADE_FROM rows and more, siblings read the pages of their prompt once. Adjacent rows whose tables begin
-alike are a tile: one product has the query heads of all of them as its rows, over the `shared` tokens of those pages
-(cascade attention, as in Hydragen, arXiv:2402.05099). Every row goes on from there as after one more key, whose score
-is the prefix's log-sum-exp and whose value is its output, over the tokens behind `shared`. A row of the product knows
-nothing of the others: its bits depend on its own `shared`, and not on who is beside it.
+alone: a captured graph is right for every length, and a batch size always gives the same bits. Sibling rows, whose
+prompts share pages, run next to each other, and the second finds those pages in the L2 cache.
 
 On the CPU it is torch: index writes, gathered pages, scaled_dot_product_attention under a mask.
 
 Legend: B rows, T tokens, H query heads, G key-value heads, d head size, p pages of the cache, P tokens of a page,
-N pages of a table row, L = N * P. In kernels: m the rows of a tile's product, r those of one row's.
+N pages of a table row, L = N * P.
 """
 from __future__ import annotations
 
@@ -34,27 +29,14 @@ from lowroll.kernels.launch import block, fused, jit, tl
 
 PROGRAMS = 132 * 3                 # an H200's SMs, three programs each: 64 rows of 4 key-value heads are faster unsplit
 MAX_SPLITS = 64
-CASCADE_FROM = 256                 # rows; with 128, one launch more costs what prompts of 256 tokens do
-TILE_ROWS = 8
-PREFIX_PROGRAMS = 132
-
-
-def tile_rows(heads: int, kv_heads: int) -> int:
-    """Most rows of a tile: as many as make a product of 64 rows."""
-    return max(1, min(TILE_ROWS, 64 // block(heads // kv_heads)))
 
 
 def paged_decode(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor, values_pPGd: Tensor,
-                 table_BN: Tensor, lengths_B: Tensor, scale: float, shared_B: Tensor | None = None,
-                 tiles_B: Tensor | None = None) -> Tensor:
+                 table_BN: Tensor, lengths_B: Tensor, scale: float) -> Tensor:
     """Write the new key and value of each row to its slot, and attend over the row. Returns o [B, H, d] in q's dtype.
 
     table_BN, lengths_B: int32; a length counts the new token. A row of length 0 is dead: nothing of it is written and
     its output is 0. Heads of q, k and v lie contiguous within a row; rows may be strided. The cache is contiguous.
-
-    shared_B, tiles_B (int32 or int64, contiguous): tile t is the rows from tiles_B[t] up to tiles_B[t + 1], at most
-    `tile_rows`; behind the last tile stands the number of rows. The first shared_B[row] cached tokens, whole pages,
-    are the same pages for all rows of a tile, and as many. A row outside every tile has shared_B = 0.
     """
     if not fused(q_BHd):
         return _plain(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
@@ -64,36 +46,19 @@ def paged_decode(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor,
     padded = max(16, block(d))
     splits, length, stages, warps = _launch(rows, kv_heads, padded * keys_pPGd.element_size())
     out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=q_BHd.device)
-    scale, exact = scale * math.log2(math.e), q_BHd.dtype == torch.float32
-
-    def parts(number: int) -> tuple[Tensor, Tensor]:
-        return (torch.empty((number, rows, heads, d), dtype=torch.float32, device=q_BHd.device),
-                torch.empty((number, rows, heads), dtype=torch.float32, device=q_BHd.device))
-
-    prefix, prefix_lse, shares, share = None, None, 0, 0
-    if rows < CASCADE_FROM:
-        shared_B = tiles_B = None
-    if shared_B is not None and tiles_B is not None:
-        together, each = tile_rows(heads, kv_heads), block(heads // kv_heads)
-        shares, share, prefix_stages, prefix_warps = _prefix_launch(rows, kv_heads, together,
-                                                                    padded * keys_pPGd.element_size())
-        prefix, prefix_lse = parts(shares)
-        stages = 3                                  # what is left of a row is short: more programs on an SM count more
-        _prefix_kernel[(kv_heads * shares * rows,)](
-            q_BHd, keys_pPGd, values_pPGd, table_BN, shared_B, tiles_B, prefix, prefix_lse,
-            rows, q_BHd.stride(0), table_BN.stride(0), scale, H=heads, G=kv_heads, d=d, PAGE=page, D=padded,
-            TOGETHER=together, EACH=each, M=max(16, together * each), SHARES=shares, BLOCK=share, EXACT=exact,
-            STAGES=prefix_stages, num_warps=prefix_warps)
-    part, lse = parts(splits) if splits > 1 else (out_BHd, out_BHd)
+    part, lse = out_BHd, out_BHd
+    if splits > 1:
+        part = torch.empty((splits, rows, heads, d), dtype=torch.float32, device=q_BHd.device)
+        lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=q_BHd.device)
     _decode_kernel[(kv_heads * rows * splits,)](
-        q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, shared_B, prefix, prefix_lse, part, lse,
-        rows, splits, q_BHd.stride(0), k_BGd.stride(0), v_BGd.stride(0), table_BN.stride(0), scale,
+        q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, part, lse,
+        rows, splits, q_BHd.stride(0), k_BGd.stride(0), v_BGd.stride(0), table_BN.stride(0), scale * math.log2(math.e),
         H=heads, G=kv_heads, d=d, PAGE=page, D=padded, R=max(16, block(heads // kv_heads)), BLOCK=length,
-        SPLIT=splits > 1, SHARES=shares, SHARE_BLOCK=share, EXACT=exact, STAGES=stages, num_warps=warps)
+        SPLIT=splits > 1, EXACT=q_BHd.dtype == torch.float32, STAGES=stages, num_warps=warps)
     if splits > 1:
         width = min(padded, 64)
         _combine_kernel[(rows * heads, -(-d // width))](
-            part, lse, lengths_B, shared_B, out_BHd, rows, splits, H=heads, d=d, D=width, S=block(splits), BLOCK=length,
+            part, lse, lengths_B, out_BHd, rows, splits, H=heads, d=d, D=width, S=block(splits), BLOCK=length,
             num_warps=4)
     return out_BHd
 
@@ -148,15 +113,6 @@ def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, in
     return splits, max(16, min(64 if splits <= 4 else 32, 1 << (most.bit_length() - 1))), stages, 4
 
 
-def _prefix_launch(rows: int, kv_heads: int, together: int, row_bytes: int) -> tuple[int, int, int, int]:
-    """(shares of a prefix, tokens of a block, stages, warps), as if all tiles were full."""
-    shares = max(1, min(8, PREFIX_PROGRAMS // (-(-rows // together) * kv_heads)))
-    stages, length = 3, 64
-    while length > 16 and 2 * length * row_bytes > 64 * 1024:
-        length //= 2
-    return shares, length, stages, 8 if row_bytes >= 512 else 4
-
-
 def _packed_heads(x_THd: Tensor) -> Tensor:
     return x_THd if x_THd.stride()[1:] == (x_THd.shape[2], 1) else x_THd.contiguous()
 
@@ -172,96 +128,17 @@ def _share(cached, splits, BLOCK: tl.constexpr):
 
 
 @jit
-def _shared(shared_ptr, row):
-    if shared_ptr is None:
-        return 0
-    else:
-        return tl.load(shared_ptr + row).to(tl.int32)
-
-
-@jit
-def _prefix_kernel(q_ptr, keys_ptr, values_ptr, table_ptr, shared_ptr, tiles_ptr, part_ptr, lse_ptr,
-                   rows, q_stride, table_stride, scale,
-                   H: tl.constexpr, G: tl.constexpr, d: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-                   TOGETHER: tl.constexpr, EACH: tl.constexpr, M: tl.constexpr, SHARES: tl.constexpr,
-                   BLOCK: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr):
-    """One key-value head of one tile, over one share of its shared tokens; programs without a tile come last."""
-    pid = tl.program_id(0)
-    head, share_id, tile = pid % G, (pid // G) % SHARES, pid // (G * SHARES)
-    first = tl.load(tiles_ptr + tile).to(tl.int32)
-    end = tl.load(tiles_ptr + tile + 1, mask=tile + 1 < rows, other=rows).to(tl.int32)
-    end = tl.minimum(end, first + TOGETHER)
-    if first >= end:
-        return
-    shared = tl.load(shared_ptr + first).to(tl.int32)
-    share, active = _share(shared, SHARES, BLOCK)
-    if (shared <= 0) | (share_id >= active):
-        return
-    offs_m = tl.arange(0, M)
-    offs_d = tl.arange(0, D)
-    row_m = first + offs_m // EACH
-    in_m = (row_m < end) & (offs_m % EACH < H // G)
-    head_m = head * (H // G) + offs_m % EACH
-    in_d = offs_d < d
-    in_md = in_m[:, None] & in_d[None, :]
-    q_md = tl.load(q_ptr + row_m.to(tl.int64)[:, None] * q_stride + head_m[:, None] * d + offs_d[None, :],
-                   mask=in_md, other=0.0)
-    m_m = tl.full([M], float("-inf"), tl.float32)
-    l_m = tl.zeros([M], tl.float32)
-    acc_md = tl.zeros([M, D], tl.float32)
-    for start in tl.range(share_id * share * BLOCK, tl.minimum((share_id + 1) * share * BLOCK, shared), BLOCK,
-                          num_stages=STAGES):
-        offs_n = start + tl.arange(0, BLOCK)
-        in_n = offs_n < shared
-        page_n = tl.load(table_ptr + first.to(tl.int64) * table_stride + offs_n // PAGE, mask=in_n, other=0)
-        base_n = (page_n.to(tl.int64) * PAGE + offs_n % PAGE) * (G * d) + head * d
-        if D == d:
-            in_nd = in_n[:, None]
-        else:
-            in_nd = in_n[:, None] & in_d[None, :]
-        k_nd = tl.load(keys_ptr + base_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
-        v_nd = tl.load(values_ptr + base_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
-        m_m, l_m, acc_md = _attend(q_md, k_nd, v_nd, in_n, m_m, l_m, acc_md, scale, EXACT)
-    out_m = (share_id * rows + row_m).to(tl.int64) * H + head_m
-    tl.store(part_ptr + out_m[:, None] * d + offs_d[None, :], acc_md / l_m[:, None], mask=in_md)
-    tl.store(lse_ptr + out_m, m_m + tl.log2(l_m), mask=in_m)
-
-
-@jit
-def _attend(q_rd, k_nd, v_nd, in_n, m_r, l_r, acc_rd, scale, EXACT: tl.constexpr):
-    """The online softmax (largest score, mass, weighted values) after one more block of keys."""
-    if EXACT:
-        s_rn = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee") * scale
-    else:
-        s_rn = tl.dot(q_rd, tl.trans(k_nd)) * scale
-    s_rn = tl.where(in_n[None, :], s_rn, float("-inf"))
-    new_r = tl.maximum(m_r, tl.max(s_rn, 1))
-    p_rn = tl.exp2(s_rn - new_r[:, None])
-    old_r = tl.exp2(m_r - new_r)
-    l_r = l_r * old_r + tl.sum(p_rn, 1)
-    acc_rd *= old_r[:, None]
-    if EXACT:
-        acc_rd = tl.dot(p_rn.to(v_nd.dtype), v_nd, acc_rd, input_precision="ieee")
-    else:
-        acc_rd = tl.dot(p_rn.to(v_nd.dtype), v_nd, acc_rd)
-    return new_r, l_r, acc_rd
-
-
-@jit
-def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, shared_ptr, prefix_ptr,
-                   prefix_lse_ptr, out_ptr, lse_ptr,
+def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, out_ptr, lse_ptr,
                    rows, splits, q_stride, k_stride, v_stride, table_stride, scale,
                    H: tl.constexpr, G: tl.constexpr, d: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-                   R: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SHARES: tl.constexpr,
-                   SHARE_BLOCK: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr):
-    """One key-value head of one row, over one share of its cached tokens behind the shared ones, which the first split
-    joins from their SHARES parts; G fastest, then rows, then splits."""
+                   R: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+                   EXACT: tl.constexpr, STAGES: tl.constexpr):
+    """One key-value head of one row, over one share of its cached tokens; G fastest, then rows, then splits."""
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
     length = tl.load(lengths_ptr + row)
     cached = length - 1
-    shared = _shared(shared_ptr, row)
-    share, active = _share(cached - shared, splits, BLOCK)
+    share, active = _share(cached, splits, BLOCK)
     if split >= active:
         return
     PER: tl.constexpr = H // G
@@ -285,21 +162,8 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths
             m_r = tl.sum(q_rd.to(tl.float32) * k_d.to(tl.float32)[None, :], 1) * scale
             l_r += 1.0
             acc_rd += v_d.to(tl.float32)[None, :]
-            if SHARES > 0:
-                _, prefixes = _share(shared, SHARES, SHARE_BLOCK)
-                for i in tl.static_range(SHARES):
-                    is_part = (shared > 0) & (i < prefixes)
-                    from_r = (i * rows + row).to(tl.int64) * H + head * PER + offs_r
-                    lse_r = tl.load(prefix_lse_ptr + from_r, mask=(offs_r < PER) & is_part, other=float("-inf"))
-                    o_rd = tl.load(prefix_ptr + from_r[:, None] * d + offs_d[None, :], mask=in_rd & is_part, other=0.0)
-                    new_r = tl.maximum(m_r, lse_r)
-                    old_r = tl.exp2(m_r - new_r)
-                    weight_r = tl.exp2(lse_r - new_r)
-                    l_r = l_r * old_r + weight_r
-                    acc_rd = acc_rd * old_r[:, None] + o_rd * weight_r[:, None]
-                    m_r = new_r
-    begin = shared + split * share * BLOCK
-    for start in tl.range(begin, tl.minimum(begin + share * BLOCK, cached), BLOCK, num_stages=STAGES):
+    for start in tl.range(split * share * BLOCK, tl.minimum((split + 1) * share * BLOCK, cached), BLOCK,
+                          num_stages=STAGES):
         offs_n = start + tl.arange(0, BLOCK)
         in_n = offs_n < cached
         page_n = tl.load(table_ptr + row.to(tl.int64) * table_stride + offs_n // PAGE, mask=in_n, other=0)
@@ -310,7 +174,21 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths
             in_nd = in_n[:, None] & in_d[None, :]
         k_nd = tl.load(keys_ptr + base_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
         v_nd = tl.load(values_ptr + base_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
-        m_r, l_r, acc_rd = _attend(q_rd, k_nd, v_nd, in_n, m_r, l_r, acc_rd, scale, EXACT)
+        if EXACT:
+            s_rn = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee") * scale
+        else:
+            s_rn = tl.dot(q_rd, tl.trans(k_nd)) * scale
+        s_rn = tl.where(in_n[None, :], s_rn, float("-inf"))
+        new_r = tl.maximum(m_r, tl.max(s_rn, 1))
+        p_rn = tl.exp2(s_rn - new_r[:, None])
+        old_r = tl.exp2(m_r - new_r)
+        l_r = l_r * old_r + tl.sum(p_rn, 1)
+        acc_rd *= old_r[:, None]
+        if EXACT:
+            acc_rd = tl.dot(p_rn.to(v_nd.dtype), v_nd, acc_rd, input_precision="ieee")
+        else:
+            acc_rd = tl.dot(p_rn.to(v_nd.dtype), v_nd, acc_rd)
+        m_r = new_r
     dead = length <= 0
     o_rd = tl.where(dead, 0.0, acc_rd / tl.where(dead, 1.0, l_r)[:, None])
     out_r = (split * rows + row).to(tl.int64) * H + head * PER + offs_r
@@ -320,13 +198,13 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths
 
 
 @jit
-def _combine_kernel(part_ptr, lse_ptr, lengths_ptr, shared_ptr, out_ptr, rows, splits,
+def _combine_kernel(part_ptr, lse_ptr, lengths_ptr, out_ptr, rows, splits,
                     H: tl.constexpr, d: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):
     """Splits of one head of one row, D of its d numbers: o = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max)."""
     pid = tl.program_id(0)
     row, head = pid // H, pid % H
     length = tl.load(lengths_ptr + row)
-    _, active = _share(length - 1 - _shared(shared_ptr, row), splits, BLOCK)
+    _, active = _share(length - 1, splits, BLOCK)
     offs_s = tl.arange(0, S)
     offs_d = tl.program_id(1) * D + tl.arange(0, D)
     in_s = offs_s < active

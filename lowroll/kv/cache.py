@@ -92,20 +92,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class PagedDecode:
-    """`attend` for rows of one token each. lengths_B counts the new token; 0 is a dead row, which writes nothing.
-
-    shared_B and tiles_B: which rows share the pages of their prompt, see `paged_decode`.
-    """
+    """`attend` for rows of one token each. lengths_B counts the new token; 0 is a dead row, which writes nothing."""
 
     cache: KVCache
     table_BP: Tensor           # int32
     lengths_B: Tensor          # int32
-    shared_B: Tensor | None = None
-    tiles_B: Tensor | None = None
 
     def __call__(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:
         return paged_decode(q_BHd, k_BGd, v_BGd, self.cache.keys[layer], self.cache.values[layer], self.table_BP,
-                            self.lengths_B, q_BHd.shape[-1] ** -0.5, self.shared_B, self.tiles_B)
+                            self.lengths_B, q_BHd.shape[-1] ** -0.5)
 
 
 class PagedAttention:
