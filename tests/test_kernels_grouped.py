@@ -121,6 +121,16 @@ def test_products_are_those_of_the_dequantised_matrices(format: str) -> None:
 
 
 @pytest.mark.interpreted
+def test_the_learners_products_take_matrices_that_lie_either_way() -> None:
+    groups, x_PK = route.sort_slots(torch.tensor([[2], [0], [2], [2], [0]]), 3), normal(5, 48).half()
+    w_ENK = (normal(3, 40, 48, seed=1) * 0.2).half()
+    want = torch.stack([w_ENK[e].float() @ x for e, x in zip((0, 0, 2, 2, 2), x_PK.float(), strict=True)])
+    for w_EKN in (w_ENK.transpose(1, 2), w_ENK.transpose(1, 2).contiguous()):
+        got = grouped.product(x_PK, w_EKN, groups)
+        assert got.dtype == torch.float16 and (got.float() - want).abs().max() < 0.01
+
+
+@pytest.mark.interpreted
 def test_a_global_scale_a_row_is_read_by_row() -> None:
     parts = [quantize(normal(32, 32, seed=seed) * size, "nvfp4") for seed, size in ((0, 1.0), (1, 7.0))]
     rows = {name: torch.cat([part.tensors[name] for part in parts]) for name in TENSORS["nvfp4"][:2]}
@@ -202,6 +212,7 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
                  "y_ptr": "*bf16", "slot_ptr": "*i64", "ends_ptr": "*i32", "slots": "i32", "num_experts": "i32",
                  **types}
     constants = {"rows": 768, "features": 2048, "KIND": kind, "CHOICES": 8, "SWIGLU": True, "TO_SLOTS": False,
+                 "TRANSPOSED": False,
                  "G_ROWS": False, "BLOCKED": 16 if kind.endswith("4") else 0, "PTX": True, "BLOCK_E": 128,
                  "BLOCK_P": 16, "BLOCK_N": 64, "BLOCK_K": features}
     names = triton_grouped.multiply.arg_names
