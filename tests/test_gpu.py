@@ -195,7 +195,8 @@ def test_decode_equals_prefill_in_bfloat16(folder: Path, weights: str) -> None:
     ids, recorded = rollouts(groups)
     again = lowroll.score(engine.model, [groups[0].request.prompt_ids + row for row in ids], [21] * 8)
     gap = (recorded - torch.cat(again).cpu()).abs()
-    assert gap.mean() < 0.02 and gap.max() < 0.2
+    mean, most = {"bf16": (0.02, 0.2), "int8": (0.05, 0.5)}[weights]       # a rounding of bf16 moves an int8 code
+    assert gap.mean() < mean and gap.max() < most
 
 
 # -- the corridor -----------------------------------------------------------------------------------------------------

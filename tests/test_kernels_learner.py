@@ -15,6 +15,7 @@ from lowroll.kernels import adamw, logprobs
 from lowroll.kernels.adamw import Tensors
 from lowroll.kernels.logprobs import logit_gradient, token_log_probs
 from lowroll.kernels.low_rank import silu_mul_adapted
+from lowroll.kernels.swiglu import silu_mul, silu_mul_backward
 from lowroll.model import logprobs as model_logprobs
 from lowroll.model import lora
 from lowroll.model.attention import varlen
@@ -89,13 +90,16 @@ def test_gradients_are_those_of_materialised_logits(learns: tuple[bool, bool], c
 # -- SwiGLU with an update ---------------------------------------------------------------------------------------------
 
 @both
-@pytest.mark.parametrize("shape", [(5, 7, 3), (70, 130, 32), (64, 128, 16)])
-def test_the_gate_of_an_adapted_product(path: str, shape: tuple[int, int, int]) -> None:
-    tokens, size, rank = shape
-    gate_up, low, b = random(tokens, 2 * size), random(tokens, rank, seed=1), random(2 * size, rank, seed=2) * 0.3
+@pytest.mark.parametrize("shape", [(5, 7, 3, 1), (70, 130, 16, 2), (33, 129, 5, 2), (64, 128, 16, 1)])
+def test_the_gate_of_an_adapted_product(path: str, shape: tuple[int, int, int, int]) -> None:
+    tokens, size, rank, parts = shape
+    gate_up, low = random(tokens, 2 * size), random(tokens, parts * rank, seed=1)
+    b = random(2 * size, parts * rank, seed=2) * 0.3
+    if parts == 2:                 # block-diagonal
+        b[:size, rank:] = b[size:, :rank] = 0
     gate_up.requires_grad_()
     slope = random(tokens, size, seed=3)
-    got = silu_mul_adapted(gate_up, low, b)
+    got = silu_mul_adapted(gate_up, low, b, rank)
     whole = (gate_up.detach().double() + low.double() @ b.double().t()).requires_grad_()
     gate, up = whole.chunk(2, dim=-1)
     want = torch.nn.functional.silu(gate) * up
@@ -106,20 +110,27 @@ def test_the_gate_of_an_adapted_product(path: str, shape: tuple[int, int, int]) 
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("targets", [lora.TARGETS, ("up_proj", "q_proj")])
-def test_an_adapted_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> None:
-    """The update that the gate adds is neither lost nor added twice, forward and backward."""
+@pytest.mark.parametrize("targets", [lora.TARGETS, ("up_proj", "q_proj"), ()])
+def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> None:
+    """The update that the gate adds is neither lost nor added twice, forward and backward; and without an adapter."""
     found = []
     for plain in (False, True):
-        model = lora.attach(tiny_model(), 4, 8.0, targets)
+        model = lora.attach(tiny_model(), 4, 8.0, targets) if targets else tiny_model()
         for p in model.trainable_parameters().values():
-            p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
+            p.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(p.numel()))
         with patch("lowroll.model.linear.fused", lambda x, plain=plain: not plain):
             hidden = model(torch.arange(9), torch.arange(9), varlen([9]))
             (hidden * random(*hidden.shape)).sum().backward()
         found.append([hidden.detach(), *(p.grad for p in model.trainable_parameters().values())])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.interpreted
+def test_the_gate_is_made_again_beside_its_gradient() -> None:
+    gate_up, grad, again = random(5, 2 * 70), random(5, 70, seed=1), torch.empty(5, 70)
+    silu_mul_backward(gate_up, grad, again)
+    assert torch.equal(again, silu_mul(gate_up))
 
 
 # -- AdamW -------------------------------------------------------------------------------------------------------------
@@ -194,9 +205,9 @@ def test_nothing_spills(kernel: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
-def test_the_gate_spills_nothing() -> None:
+def test_the_gates_spill_nothing() -> None:
     gate_up = random(64, 2 * 18944).bfloat16().requires_grad_()
-    call = lambda: silu_mul_adapted(gate_up, random(64, 32).bfloat16(), random(2 * 18944, 32).bfloat16())  # noqa: E731
+    call = lambda: silu_mul_adapted(gate_up, random(64, 32).bfloat16(), random(2 * 18944, 32).bfloat16(), 16)  # noqa: E731
     for name, listing in compiled(lambda: call().sum().backward()):
         assert "STL" not in listing, f"{name} spills"
         assert "HMMA" in listing or "HGMMA" in listing, f"{name} multiplies on no tensor core"

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
 from lowroll.engine.sequence import Sequence
+from lowroll.kernels.advance import advance
 from lowroll.kernels.draw import draw
 from lowroll.kv.cache import KVCache, PagedDecode
 from lowroll.model.transformer import Transformer
@@ -38,9 +39,7 @@ from lowroll.quant.formats import all_finite
 
 MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-
-
-BULK_FROM = 9
+BULK_FROM = 9      # rows
 
 
 def bucket(num_rows: int) -> int:
@@ -62,10 +61,13 @@ class Decoder:
         self._steady: tuple[list[Sequence], SamplingBatch] | None = None
         # on the host, what will be uploaded: one row of `state` a quantity
         pinned = self.device.type == "cuda"
-        self._state = torch.zeros(5, most, dtype=torch.int64, pin_memory=pinned)
+        self._state = torch.zeros(6, most, dtype=torch.int64, pin_memory=pinned)
         self._table = torch.zeros(most, max_pages, dtype=torch.int32, pin_memory=pinned)
         self.state = torch.zeros_like(self._state, device=self.device)
         self.table_BP = torch.zeros_like(self._table, device=self.device)
+        self.lengths_B = torch.zeros(most, dtype=torch.int32, device=self.device)      # with the new token; 0 is dead
+        self.temperature_B = torch.ones(most, device=self.device)
+        self.greedy_B = torch.zeros(most, dtype=torch.bool, device=self.device)
         self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.tokens_SB = torch.zeros(MOST_STEPS, most, dtype=torch.int64, device=self.device)
         self.logprobs_SB = torch.zeros(MOST_STEPS, most, dtype=torch.float32, device=self.device)
@@ -132,13 +134,17 @@ class Decoder:
         if sequences != self._rows or [s.last_token for s in sequences] != self._last:
             temperature = torch.tensor([s.request.temperature or 1.0 for s in sequences])
             greedy = torch.tensor([s.request.temperature == 0 for s in sequences])
-            rows = [[s.last_token for s in sequences], [s.position for s in sequences],
+            rows = [[s.last_token for s in sequences], [s.position for s in sequences], [s.length for s in sequences],
                     [len(s.prompt_ids) + s.request.max_tokens - 1 for s in sequences],
                     [signed(s.noise_key) for s in sequences],
                     (temperature.view(torch.int32).long() | greedy.long() << 32).tolist()]
             self._state[:, :size] = 0
             self._state[:, :len(sequences)] = torch.tensor(rows)
             self.state[:, :size].copy_(self._state[:, :size], non_blocking=True)
+            _, pos_B, next_B, end_B, _, settings_B = self.state[:, :size].unbind()
+            self.lengths_B[:size] = next_B * (pos_B < end_B)
+            self.temperature_B[:size] = settings_B.int().view(torch.float32)
+            self.greedy_B[:size] = settings_B >> 32 > 0
             self._rows, self._num_pages = list(sequences), [0] * len(sequences)
         new = [(row, column, sequence.pages[column])
                for row, (sequence, known) in enumerate(zip(sequences, self._num_pages, strict=True))
@@ -161,8 +167,8 @@ class Decoder:
 
     def _capture(self, size: int, drawing: bool) -> None:
         """Capture one step. The steps before it, which compile and warm up, must leave no trace: the rows are dead."""
-        kept = self.state[:, :size].clone()
-        self.state[:, :size] = 0
+        kept, lengths_B = self.state[:, :size].clone(), self.lengths_B[:size].clone()
+        self.state[:, :size], self.lengths_B[:size] = 0, 0
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -175,14 +181,13 @@ class Decoder:
             self._advance(size, drawing)
         self._pool = self._pool or graph.pool()
         self._graphs[size, drawing] = graph
-        self.state[:, :size] = kept
+        self.state[:, :size], self.lengths_B[:size] = kept, lengths_B
         self.step_1.zero_()
 
     def _advance(self, size: int, drawing: bool) -> None:
         """One step of the first `size` rows, on the device alone."""
-        ids_B, pos_B, end_B, keys_B, settings_B = self.state[:, :size].unbind()
-        alive_B = pos_B < end_B
-        lengths_B = torch.where(alive_B, pos_B + 1, 0).int()
+        ids_B, pos_B, next_B, end_B, keys_B, _ = self.state[:, :size].unbind()
+        lengths_B = self.lengths_B[:size]
         pages = self.table_BP.shape[1] if self.device.type == "cuda" else max(self._num_pages)
         attend = PagedDecode(self.cache, self.table_BP[:size, :pages], lengths_B)
         model = self.bulk if self.bulk is not None and self.runs_bulk(size) else self.model
@@ -190,13 +195,9 @@ class Decoder:
         if not drawing:
             self.logits[size] = logits_BV
             return
-        temperature_B = settings_B.int().view(torch.float32)
-        tokens_B, logprobs_B = draw(logits_BV, keys_B, pos_B + 1, temperature_B, settings_B >> 32 > 0)
-        self.tokens_SB[:, :size].index_copy_(0, self.step_1, tokens_B[None])
-        self.logprobs_SB[:, :size].index_copy_(0, self.step_1, logprobs_B[None])
-        ids_B.copy_(tokens_B)
-        pos_B.add_(alive_B)
-        self.step_1.add_(1)
+        tokens_B, logprobs_B = draw(logits_BV, keys_B, next_B, self.temperature_B[:size], self.greedy_B[:size])
+        advance(tokens_B, logprobs_B, self.step_1, self.tokens_SB, self.logprobs_SB, ids_B, pos_B, next_B, end_B,
+                lengths_B)
 
 
 def plain(sequences: Rows[Sequence]) -> bool:
