@@ -212,7 +212,6 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
                  "y_ptr": "*bf16", "slot_ptr": "*i64", "ends_ptr": "*i32", "slots": "i32", "num_experts": "i32",
                  **types}
     constants = {"rows": 768, "features": 2048, "KIND": kind, "CHOICES": 8, "SWIGLU": True, "TO_SLOTS": False,
-                 "TRANSPOSED": False,
                  "G_ROWS": False, "BLOCKED": 16 if kind.endswith("4") else 0, "PTX": True, "BLOCK_E": 128,
                  "BLOCK_P": 16, "BLOCK_N": 64, "BLOCK_K": features}
     names = triton_grouped.multiply.arg_names

@@ -152,13 +152,12 @@ def _scale(stored_nb, KIND: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, STRIDE_N: tl.constexpr,
-         STRIDE_K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_K: tl.constexpr):
     for first in range(0, features, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         keep_k = offs_k < features
-        w_nk = tl.load(w_ptr + row_n[:, None] * STRIDE_N + offs_k[None, :] * STRIDE_K,
-                       mask=keep_n[:, None] & keep_k[None, :], other=0.0)
+        w_nk = tl.load(w_ptr + row_n[:, None] * features + offs_k[None, :], mask=keep_n[:, None] & keep_k[None, :],
+                       other=0.0)
         x_kp = tl.load(x_ptr + token_p[None, :] * features + offs_k[:, None], mask=keep_p[None, :] & keep_k[:, None],
                        other=0.0)
         if w_nk.dtype == tl.int8:
@@ -173,9 +172,9 @@ def _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, STRIDE
 @triton.jit(do_not_specialize=["slots", "num_experts"])
 def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slots, num_experts,
              rows: tl.constexpr, features: tl.constexpr, KIND: tl.constexpr, CHOICES: tl.constexpr,
-             SWIGLU: tl.constexpr, TO_SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, G_ROWS: tl.constexpr,
-             BLOCKED: tl.constexpr, PTX: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
-             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+             SWIGLU: tl.constexpr, TO_SLOTS: tl.constexpr, G_ROWS: tl.constexpr, BLOCKED: tl.constexpr,
+             PTX: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr):
     """y = w[e] x for some places of an expert and some of the `rows` of its output.
 
     KIND: dense, w8a8 (xs, ws: a scale a row), nvfp4 (g: the global scale, one or one a row), mxfp4 or int4. x lies at
@@ -183,7 +182,6 @@ def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slo
     slot.
     SWIGLU: the matrix has `rows` of gates and then as many of ups, and y = silu(gate) * up. BLOCKED: the features of y
     are written in the order that matrices with so many in a block read them in; 0: as they are.
-    TRANSPOSED: a dense matrix lies by feature, [features, rows].
     """
     tiles: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N         # rows of y in a tile
     tiles_n = tl.cdiv(rows, tiles)
@@ -198,8 +196,7 @@ def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slo
     first_n, offs_n = (tl.program_id(0) % tiles_n) * tiles, tl.arange(0, BLOCK_N)
     local_n = first_n + offs_n % tiles
     keep_n = local_n < rows
-    per_expert: tl.constexpr = rows * features if TRANSPOSED else rows * (BLOCK_N // tiles)
-    row_n = expert.to(tl.int64) * per_expert + local_n + (offs_n // tiles) * rows
+    row_n = expert.to(tl.int64) * rows * (BLOCK_N // tiles) + local_n + (offs_n // tiles) * rows
 
     sums_np = tl.zeros((BLOCK_N, BLOCK_P), tl.int32 if w_ptr.dtype.element_ty == tl.int8 else tl.float32)
     if KIND == "nvfp4" or KIND == "mxfp4" or KIND == "int4":
@@ -210,8 +207,7 @@ def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slo
         if KIND == "nvfp4":
             sums_np /= tl.load(g_ptr + row_n, mask=keep_n, other=1.0)[:, None] if G_ROWS else tl.load(g_ptr)
     else:
-        sums_np = _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, 1 if TRANSPOSED else features,
-                       rows if TRANSPOSED else 1, BLOCK_K)
+        sums_np = _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_K)
         if KIND == "w8a8":
             sums_np = sums_np.to(tl.float32) * tl.load(xs_ptr + token_p, mask=keep_p, other=0.0)[None, :]
             sums_np *= tl.load(ws_ptr + row_n, mask=keep_n, other=0.0)[:, None]
