@@ -4,7 +4,8 @@
 
 Sums of integers are exact in every order, so neither tiles nor splits along K nor a row's batch-mates show in the
 result. Weights are the left operand of the product when there are few rows, because Hopper's matrix instruction takes
-64 of the left operand's rows at least and as few as 8 of the right one's. The scales and the bias are applied to the sums before they are written.
+64 of the left operand's rows at least and as few as 8 of the right one's. The scales and the bias are applied to the
+sums before they are written.
 
 K is split among programs where the tiles of the result do not fill the device; the last program of a tile to come adds
 the parts.
