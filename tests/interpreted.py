@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 REPORT = "LOWROLL_INTERPRETED_REPORT"       # where the child writes
-SECONDS = 240
+SECONDS = 900
 OUTCOMES = pytest.StashKey[dict[str, str]]()
 MARKED = pytest.StashKey[list[str]]()
 
@@ -42,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("interpreted")]
     config.stash[MARKED] = [item.nodeid for item in marked]
+    for item in marked:                     # whichever comes first waits for the child
+        item.add_marker(pytest.mark.timeout(SECONDS + 60))
     if marked and (reason := unusable()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -58,8 +58,8 @@ def masters(folder: Path, kind: str, format: str) -> Transformer:
     return model if kind == "full" else lora.attach(quantize_base(model, format), rank=3, alpha=6.0, seed=1)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("format", [name for name in lowroll.formats() if name != "fp32"])
+@pytest.mark.parametrize(("kind", "format"), [*(("full", name) for name in lowroll.formats() if name != "fp32"),
+                                              *(("lora", name) for name in ("bf16", "int8", "fp8", "nvfp4", "int4"))])
 def test_three_publications_move_nothing_and_reach_every_step(folder: Path, format: str, kind: str,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """After each, an engine that has run for long draws what a new one draws, and graphs draw what single steps do."""

@@ -41,18 +41,6 @@ def test_integer_products_are_exact(shape: tuple[int, int], dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_integer_kernels_agree(shape: tuple[int, int]) -> None:
-    if not integers.hopper(torch.device("cuda", 0)) or shape[1] % 16 or shape[0] % 8:
-        pytest.skip("the CUDA kernel does not take this product")
-    for num_rows in ROWS:
-        rows, codes, scale, bias = problem("int8", num_rows, shape, torch.bfloat16)
-        a, b = (torch.empty(num_rows, shape[0], device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        assert integers._by_wgmma(rows.codes_MK, codes, rows.scale_M1, scale, bias.bfloat16(), a)
-        integers._by_triton(rows.codes_MK, codes, rows.scale_M1, scale, bias.bfloat16(), b)
-        assert torch.equal(a, b), num_rows
-
-
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_e4m3_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """The bound: what the device's sums lose, and two roundings to the dtype."""

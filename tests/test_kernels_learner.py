@@ -101,13 +101,16 @@ def test_the_gradient_of_a_plain_sum_is_that_of_equal_weights(path: str) -> None
 # -- SwiGLU with an update ---------------------------------------------------------------------------------------------
 
 @both
-@pytest.mark.parametrize("shape", [(5, 7, 3), (70, 130, 32), (64, 128, 16)])
-def test_the_gate_of_an_adapted_product(path: str, shape: tuple[int, int, int]) -> None:
-    tokens, size, rank = shape
-    gate_up, low, b = random(tokens, 2 * size), random(tokens, rank, seed=1), random(2 * size, rank, seed=2) * 0.3
+@pytest.mark.parametrize("shape", [(5, 7, 3, 1), (70, 130, 16, 2), (33, 129, 5, 2), (64, 128, 16, 1)])
+def test_the_gate_of_an_adapted_product(path: str, shape: tuple[int, int, int, int]) -> None:
+    tokens, size, rank, parts = shape
+    gate_up, low = random(tokens, 2 * size), random(tokens, parts * rank, seed=1)
+    b = random(2 * size, parts * rank, seed=2) * 0.3
+    if parts == 2:                 # block-diagonal
+        b[:size, rank:] = b[size:, :rank] = 0
     gate_up.requires_grad_()
     slope = random(tokens, size, seed=3)
-    got = silu_mul_adapted(gate_up, low, b)
+    got = silu_mul_adapted(gate_up, low, b, rank)
     whole = (gate_up.detach().double() + low.double() @ b.double().t()).requires_grad_()
     gate, up = whole.chunk(2, dim=-1)
     want = torch.nn.functional.silu(gate) * up
@@ -215,7 +218,7 @@ def test_nothing_spills(kernel: str) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
 def test_the_gates_spill_nothing() -> None:
     gate_up = random(64, 2 * 18944).bfloat16().requires_grad_()
-    call = lambda: silu_mul_adapted(gate_up, random(64, 32).bfloat16(), random(2 * 18944, 32).bfloat16())  # noqa: E731
+    call = lambda: silu_mul_adapted(gate_up, random(64, 32).bfloat16(), random(2 * 18944, 32).bfloat16(), 16)  # noqa: E731
     for name, listing in compiled(lambda: call().sum().backward()):
         assert "STL" not in listing, f"{name} spills"
         assert "HMMA" in listing or "HGMMA" in listing, f"{name} multiplies on no tensor core"

@@ -1,35 +1,28 @@
-"""int8 rows times int8 weights with int32 sums: for many rows wgmma on Hopper (`integers.cu`), else a Triton kernel.
+"""int8 rows times int8 weights with int32 sums, in Triton.
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * column[n] * row[m] + bias[n]
 
 Sums of integers are exact in every order, so neither tiles nor splits along K nor a row's batch-mates show in the
-result, and both kernels give the same bits. Weights are the left operand of the product when there are few rows,
-because Hopper's matrix instruction takes 64 of the left operand's rows at least and as few as 8 of the right one's.
-The scales and the bias are applied to the sums before they are written.
+result. Weights are the left operand of the product when there are few rows, because Hopper's matrix instruction takes
+64 of the left operand's rows at least and as few as 8 of the right one's. The scales and the bias are applied to the
+sums before they are written.
 
-The CUDA kernel needs nvcc, capability 9.x, K in multiples of 16 and N in multiples of 8. The Triton kernel splits K
-among programs where the tiles of the result do not fill the device. Where several blocks share a tile, the last one to
-come adds the parts.
+K is split among programs where the tiles of the result do not fill the device; the last program of a tile to come adds
+the parts.
 
 Legend: M rows (tokens), N out features, K in features.
 """
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowroll.kernels import nvcc
 from lowroll.kernels.launch import block, jit, tl
 from lowroll.kernels.rows import Rows
 
-SOURCE = Path(__file__).with_suffix(".cu")
 MULTIPROCESSORS = 132                # of an H100 or H200; Triton's tiles are chosen for them, whatever the device
-TRITON_ROWS = 64                     # up to which the Triton kernel reads the weights as fast as any
 MOST_TURNS = 1 << 20                 # counters: tiles of a product that is split along K
 CAPTURED = -1
 
@@ -43,9 +36,7 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
     y_MN = torch.empty(len(codes_MK), len(codes_NK), dtype=rows.dtype, device=codes_NK.device)
     if y_MN.numel() == 0:
         return y_MN
-    many = len(y_MN) > TRITON_ROWS and hopper(y_MN.device)
-    if not (many and _by_wgmma(codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, y_MN)):
-        _by_triton(codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, y_MN)
+    _launch(codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, y_MN)
     return y_MN
 
 
@@ -67,63 +58,6 @@ def _turns(device: torch.device) -> Tensor:
             _TURNS.setdefault((device, key), torch.zeros(MOST_TURNS, dtype=torch.int32, device=device))
     return _TURNS[device, stream]
 
-
-# -- CUDA C++ ---------------------------------------------------------------------------------------------------------
-
-class Problem(ctypes.Structure):
-    _fields_ = ([(name, ctypes.c_void_p) for name in ("x", "w", "row", "column", "bias", "y", "partial", "arrived")]
-                + [(name, ctypes.c_int) for name in ("M", "N", "K", "bias_fp32", "y_fp32")])
-
-
-@cache
-def hopper(device: torch.device) -> bool:
-    """Is it a device of capability 9.x, on a machine with nvcc?"""
-    return (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-            and nvcc.compiler() is not None)
-
-
-def tokens(num_rows: int) -> int:
-    """Rows of x in a tile."""
-    return min(256, max(16, block(num_rows)))
-
-
-def _by_wgmma(x_MK: Tensor, w_NK: Tensor, row_M1: Tensor, column_N: Tensor, bias_N: Tensor | None,
-              y_MN: Tensor) -> bool:
-    """Write y, or return False when the kernel does not take these tensors."""
-    (num_rows, num_in), num_out, device = x_MK.shape, w_NK.shape[0], y_MN.device
-    if num_in % 16 or num_out % 8 or x_MK.data_ptr() % 16 or w_NK.data_ptr() % 16 or y_MN.dtype == torch.float16:
-        return False
-    library, processors = _library(), torch.cuda.get_device_properties(device).multi_processor_count
-    if bias_N is not None and bias_N.dtype not in (torch.bfloat16, torch.float32):
-        bias_N = bias_N.float()
-    turns = _turns(device)
-    problem = Problem(x_MK.data_ptr(), w_NK.data_ptr(), row_M1.data_ptr(), column_N.data_ptr(),
-                      None if bias_N is None else bias_N.data_ptr(), y_MN.data_ptr(), None, turns.data_ptr(), num_rows,
-                      num_out, num_in, bias_N is not None and bias_N.dtype == torch.float32,
-                      y_MN.dtype == torch.float32)
-    needed = (ctypes.c_longlong * 2)()
-    library.integers_product(ctypes.byref(problem), tokens(num_rows), processors, needed, None)
-    if needed[1] > MOST_TURNS:
-        return False
-    partial = torch.empty(needed[0], dtype=torch.int32, device=device)
-    problem.partial = partial.data_ptr()
-    with torch.cuda.device(device):
-        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        if error := library.integers_product(ctypes.byref(problem), tokens(num_rows), processors, None, stream):
-            raise RuntimeError(f"int8: integers_product failed: {library.integers_error(error).decode()}")
-    return True
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = nvcc.library(SOURCE, (9, 0), {})
-    library.integers_product.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
-    library.integers_product.restype = ctypes.c_int
-    library.integers_error.argtypes, library.integers_error.restype = [ctypes.c_int], ctypes.c_char_p
-    return library
-
-
-# -- Triton -----------------------------------------------------------------------------------------------------------
 
 class Tile(NamedTuple):
     """How the kernel is launched: a tile of the result and a step along K, parts of K, loads in flight, warps."""
@@ -153,8 +87,7 @@ def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
     return tile._replace(splits=-(-steps // -(-steps // splits)))        # no part without a step
 
 
-def _by_triton(x_MK: Tensor, w_NK: Tensor, row_M1: Tensor, column_N: Tensor, bias_N: Tensor | None,
-               y_MN: Tensor) -> None:
+def _launch(x_MK: Tensor, w_NK: Tensor, row_M1: Tensor, column_N: Tensor, bias_N: Tensor | None, y_MN: Tensor) -> None:
     (num_rows, num_in), num_out = x_MK.shape, w_NK.shape[0]
     tile = choose(num_rows, num_out, num_in)
     tiles = -(-num_rows // tile.rows) * -(-num_out // tile.columns)

@@ -5,7 +5,8 @@
 An update of rank r costs no arithmetic to speak of, but adding it to [T, 2F] by itself reads and writes the largest
 tensor of a layer once more. Here it is made a tile at a time, where the tile is read anyway, forward and backward.
 
-Legend: T tokens, F intermediate size, L rank of the stacked update (twice r), N = 2F.
+Legend: T tokens, F intermediate size, r rank, L columns of the stacked update: r where one of gate and up has an
+adapter, 2r where both have (B is block-diagonal then, and the other block is not read); N = 2F.
 """
 from __future__ import annotations
 
@@ -17,26 +18,25 @@ from torch import Tensor
 
 from lowroll.kernels.launch import block, fused, jit, tl
 
-TOKENS, FEATURES = 64, 128      # of a tile
+TOKENS, FEATURES = 32, 128      # of a tile: small, so that many are in flight
 
 
-def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor) -> Tensor:
+def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
     """silu(gate) * up [T, F] of gate_up + low @ b'. Differentiable in gate_up: the gradient is that of the sum, which
-    is what an adapter needs for its own."""
+    is what an adapter needs for its own. The first `rank` columns are the gate's and the last are up's."""
     if not fused(gate_up_TN) or gate_up_TN.numel() == 0:
         gate_TF, up_TF = (gate_up_TN + low_TL @ b_NL.t()).chunk(2, dim=-1)
         return F.silu(gate_TF) * up_TF
     if torch.is_grad_enabled() and gate_up_TN.requires_grad:
-        return _SiluMulAdapted.apply(gate_up_TN, low_TL, b_NL)
-    return _forward(gate_up_TN, low_TL, b_NL)
+        return _SiluMulAdapted.apply(gate_up_TN, low_TL, b_NL, rank)
+    return _forward(gate_up_TN, low_TL, b_NL, rank)
 
 
-def _forward(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor) -> Tensor:
+def _forward(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
     num_tokens, size = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
     y_TF = torch.empty(num_tokens, size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
-    rank = low_TL.shape[1]
     _silu_mul_adapted[_grid(num_tokens, size)](
-        gate_up_TN, low_TL, b_NL, y_TF, num_tokens, size, rank, TOKENS=TOKENS, FEATURES=FEATURES,
+        gate_up_TN, low_TL, b_NL, y_TF, num_tokens, size, low_TL.shape[1], rank, TOKENS=TOKENS, FEATURES=FEATURES,
         RANK=max(16, block(rank)), num_warps=8)
     return y_TF
 
@@ -47,56 +47,61 @@ def _grid(num_tokens: int, size: int) -> tuple[int, int]:
 
 class _SiluMulAdapted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
         ctx.save_for_backward(gate_up_TN, low_TL, b_NL)
-        return _forward(gate_up_TN, low_TL, b_NL)
+        ctx.rank = rank
+        return _forward(gate_up_TN, low_TL, b_NL, rank)
 
     @staticmethod
     def backward(ctx: Any, y_grad_TF: Tensor) -> tuple[Tensor | None, ...]:
         gate_up_TN, low_TL, b_NL = ctx.saved_tensors
-        (num_tokens, size), rank = y_grad_TF.shape, low_TL.shape[1]
+        num_tokens, size = y_grad_TF.shape
         grad_TN = torch.empty_like(gate_up_TN)
         _silu_mul_adapted_backward[_grid(num_tokens, size)](
-            gate_up_TN, low_TL, b_NL, y_grad_TF.contiguous(), grad_TN, num_tokens, size, rank, TOKENS=TOKENS,
-            FEATURES=FEATURES, RANK=max(16, block(rank)), num_warps=8)
-        return grad_TN, None, None
+            gate_up_TN, low_TL, b_NL, y_grad_TF.contiguous(), grad_TN, num_tokens, size, low_TL.shape[1], ctx.rank,
+            TOKENS=TOKENS, FEATURES=FEATURES, RANK=max(16, block(ctx.rank)), num_warps=8)
+        return grad_TN, None, None, None
 
 
 @jit
-def _gate_and_up(gate_up, low, b, t, n, live, size, rank, num_tokens, RANK: tl.constexpr):
+def _gate_and_up(gate_up, low, b, t, n, live, size, columns, rank, num_tokens, RANK: tl.constexpr):
     """Gate and up of a tile, float32, with the update added."""
-    r = tl.arange(0, RANK)
     at = t[:, None].to(tl.int64) * 2 * size + n[None, :]
-    low_tr = tl.load(low + t[:, None] * rank + r[None, :], mask=(t < num_tokens)[:, None] & (r < rank)[None, :],
-                     other=0.0)
-    inside = (n < size)[:, None] & (r < rank)[None, :]
-    b_gate = tl.load(b + n[:, None] * rank + r[None, :], mask=inside, other=0.0)
-    b_up = tl.load(b + (n + size)[:, None] * rank + r[None, :], mask=inside, other=0.0)
     gate = tl.load(gate_up + at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_up + at + size, mask=live, other=0.0).to(tl.float32)
-    gate += tl.dot(low_tr, tl.trans(b_gate), input_precision="ieee")
-    up += tl.dot(low_tr, tl.trans(b_up), input_precision="ieee")
+    gate += _update(low, b, t, n, n < size, columns, rank, num_tokens, RANK)
+    up += _update(low + columns - rank, b + size * columns + columns - rank, t, n, n < size, columns, rank, num_tokens,
+                  RANK)
     return gate, up
 
 
 @jit
-def _silu_mul_adapted(gate_up, low, b, out, num_tokens, size, rank, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
-                      RANK: tl.constexpr):
+def _update(low, b, t, n, inside, columns, rank, num_tokens, RANK: tl.constexpr):
+    r = tl.arange(0, RANK)
+    low_tr = tl.load(low + t[:, None] * columns + r[None, :], mask=(t < num_tokens)[:, None] & (r < rank)[None, :],
+                     other=0.0)
+    b_nr = tl.load(b + n[:, None] * columns + r[None, :], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
+    return tl.dot(low_tr, tl.trans(b_nr), input_precision="ieee")
+
+
+@jit
+def _silu_mul_adapted(gate_up, low, b, out, num_tokens, size, columns, rank, TOKENS: tl.constexpr,
+                      FEATURES: tl.constexpr, RANK: tl.constexpr):
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     live = (t < num_tokens)[:, None] & (n < size)[None, :]
-    gate, up = _gate_and_up(gate_up, low, b, t, n, live, size, rank, num_tokens, RANK)
+    gate, up = _gate_and_up(gate_up, low, b, t, n, live, size, columns, rank, num_tokens, RANK)
     y = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + t[:, None].to(tl.int64) * size + n[None, :], y.to(out.dtype.element_ty), mask=live)
 
 
 @jit
-def _silu_mul_adapted_backward(gate_up, low, b, y_grad, grad, num_tokens, size, rank, TOKENS: tl.constexpr,
+def _silu_mul_adapted_backward(gate_up, low, b, y_grad, grad, num_tokens, size, columns, rank, TOKENS: tl.constexpr,
                                FEATURES: tl.constexpr, RANK: tl.constexpr):
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     live = (t < num_tokens)[:, None] & (n < size)[None, :]
-    gate, up = _gate_and_up(gate_up, low, b, t, n, live, size, rank, num_tokens, RANK)
+    gate, up = _gate_and_up(gate_up, low, b, t, n, live, size, columns, rank, num_tokens, RANK)
     dy = tl.load(y_grad + t[:, None].to(tl.int64) * size + n[None, :], mask=live, other=0.0).to(tl.float32)
     s = 1.0 / (1.0 + tl.exp(-gate))
     at = t[:, None].to(tl.int64) * 2 * size + n[None, :]

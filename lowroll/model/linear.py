@@ -88,13 +88,13 @@ class Linear(nn.Module):
             return self.weight.linear(x_TK, self.bias)
         return _DequantizedLinear.apply(x_TK, self.weight, self.bias)
 
-    def without_update(self, x_TK: Tensor | Rows) -> tuple[Tensor | Product, tuple[Tensor, Tensor] | None]:
-        """The product, and (l, B) of an adapter whose l B' is missing in it; None when nothing is missing. Only a
+    def without_update(self, x_TK: Tensor | Rows) -> tuple[Tensor | Product, tuple[Tensor, Tensor, int] | None]:
+        """The product, and (l, B, rank) of an adapter whose l B' is missing in it; None when nothing is missing. Only a
         learner's adapter on a device is left out, for a reader whose gradient is that of the sum."""
         if self.adapter is None or not self.adapter.enabled or not isinstance(x_TK, Tensor) or not fused(x_TK):
             return self(x_TK), None
         y_TN, low_TL, b_NL = self._adapted(self.adapter, x_TK, whole=False)
-        return y_TN, (low_TL, b_NL)
+        return y_TN, (low_TL, b_NL, self.adapter.rank)
 
     def of_gate(self, gate_up_TN: Tensor | Product) -> Tensor | Product:
         """The product of silu(gate) * up, which the backward pass makes again."""
