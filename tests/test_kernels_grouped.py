@@ -121,6 +121,16 @@ def test_products_are_those_of_the_dequantised_matrices(format: str) -> None:
 
 
 @pytest.mark.interpreted
+def test_the_learners_products_take_matrices_that_lie_either_way() -> None:
+    groups, x_PK = route.sort_slots(torch.tensor([[2], [0], [2], [2], [0]]), 3), normal(5, 48).half()
+    w_ENK = (normal(3, 40, 48, seed=1) * 0.2).half()
+    want = torch.stack([w_ENK[e].float() @ x for e, x in zip((0, 0, 2, 2, 2), x_PK.float(), strict=True)])
+    for w_EKN in (w_ENK.transpose(1, 2), w_ENK.transpose(1, 2).contiguous()):
+        got = grouped.product(x_PK, w_EKN, groups)
+        assert got.dtype == torch.float16 and (got.float() - want).abs().max() < 0.01
+
+
+@pytest.mark.interpreted
 def test_a_global_scale_a_row_is_read_by_row() -> None:
     parts = [quantize(normal(32, 32, seed=seed) * size, "nvfp4") for seed, size in ((0, 1.0), (1, 7.0))]
     rows = {name: torch.cat([part.tensors[name] for part in parts]) for name in TENSORS["nvfp4"][:2]}
