@@ -79,19 +79,13 @@ def _tokens(finished: list[tuple[int, Any]]) -> int:
 
 
 def rows(model: str, device: torch.device, rounds: int = 2, rollouts: int = 512) -> list[Row]:
-    """A row a workload; without its numbers when the engine has no adaptive weights."""
+    """A row a workload."""
     config = SHAPES[model]
     works = {name: Lengths.drawn(name, config["vocab_size"], rollouts) for name in SIZES}
     most = max(work.cache_tokens() for work in works.values())
     master = random_model(config, device)
     options: dict[str, Any] = {"max_batch": rollouts, "cache_tokens": most, "max_prefill_tokens": 16384}
-    try:
-        ours = Engine(master, weights="nvfp4", bulk="fp8", **options)
-    except TypeError as error:
-        if "bulk" not in str(error):
-            raise
-        return [Row(adaptive(model, name), "tokens/s", None, note="not run: this engine has no adaptive weights")
-                for name in SIZES]
+    ours = Engine(master, weights="nvfp4", bulk="fp8", **options)
     peer = Engine(master, weights="bf16", **options)
     del master
     gc.collect()

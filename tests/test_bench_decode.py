@@ -226,16 +226,6 @@ def test_lengths_are_forced_and_skewed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lengths.run(engine, work) == lengths.run(engine, work) == 24
 
 
-def test_an_engine_without_adaptive_weights_is_said_so(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise TypeError("Engine.__init__() got an unexpected keyword argument 'bulk'")
-
-    monkeypatch.setattr(lengths, "Engine", refuse)
-    rows = lengths.rows("tiny", torch.device("cpu"), rollouts=8)
-    assert all(row.ours is None and "no adaptive" in row.note for row in rows) and len(rows) == 2
-    assert targets.aimed([Row(targets.adaptive("qwen2.5-7b", "gsm8k-like"), "tokens/s", None)])[0].verdict == "not run"
-
-
 # -- a whole step -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("rank", [None, 4])

@@ -214,8 +214,7 @@ def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
     types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
     types |= {"out_ptr": "*fp32" if splits > 1 else "*bf16", "lse_ptr": "*fp32", "rows": "i32", "splits": "i32",
               "q_stride": "i32", "k_stride": "i32", "v_stride": "i32", "table_stride": "i32", "scale": "fp32"}
-    constants = dict(H=28, G=4, d=128, PAGE=16, D=128, R=16, BLOCK=length, SPLIT=splits > 1, EXACT=False,
-                     STAGES=stages)
+    constants = dict(H=28, G=4, d=128, PAGE=16, D=128, R=16, BLOCK=length, SPLIT=splits > 1, STAGES=stages)
     kernel = compiled(attention._decode_kernel, types, constants, warps)
     sass = disassembled(kernel)
     assert "STL " not in sass and "STL." not in sass, "registers spill"

@@ -87,6 +87,17 @@ def test_gradients_are_those_of_materialised_logits(learns: tuple[bool, bool], c
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@both
+def test_the_gradient_of_a_plain_sum_is_that_of_equal_weights(path: str) -> None:
+    """Autograd hands a sum's gradient on as one number with stride 0."""
+    hidden, weight, targets = random(7, 8), random(13, 8, seed=1).requires_grad_(), torch.arange(7)
+    logp, _ = model_logprobs.token_log_probs(hidden, weight, targets, chunk=3)
+    got, = torch.autograd.grad(logp.sum(), [weight])
+    truth = torch.log_softmax(hidden.double() @ weight.double().t(), -1)[torch.arange(7), targets]
+    want, = torch.autograd.grad(truth.sum(), [weight])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 # -- SwiGLU with an update ---------------------------------------------------------------------------------------------
 
 @both

@@ -7,16 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowroll.engine.sampler import (
-    SamplingBatch,
-    _inverse_cdf,
-    distribution,
-    philox4x32,
-    require_finite,
-    sample,
-    uniform,
-)
+from lowroll.engine.sampler import SamplingBatch, distribution, require_finite, sample
 from lowroll.engine.sequence import LiveGroup, Sequence
+from lowroll.kernels.draw import inverse_cdf, philox4x32, uniform
 from lowroll.types import Request
 
 PLAIN = Request(prompt_ids=[1, 2], max_tokens=9)
@@ -206,7 +199,7 @@ def test_a_target_on_a_block_boundary_skips_impossible_ids():
     mass_B = logp_BV[:, 5].exp().double()
     u_B = mass_B / (mass_B + 1)
     for _ in range(4):
-        assert set(_inverse_cdf(logp_BV, u_B).tolist()) <= {5, 129}
+        assert set(inverse_cdf(logp_BV, u_B).tolist()) <= {5, 129}
         u_B = torch.nextafter(u_B, torch.ones(500, dtype=torch.float64))
 
 

@@ -13,13 +13,13 @@ The rest is normalised by the one logits-to-logprob function; the token is drawn
 Greedy (temperature 0) takes the argmax after 1 and 2, lower id first, and records the log-prob at temperature 1 after
 1 and 2: the draw itself has log-prob 0, which says nothing.
 
-Noise is counter-based (Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). A row's
-uniform is u(key, position), key = `request.noise_key`: it does not depend on the batch, the device or the past.
+Noise is that of `kernels.draw`: a row's uniform is u(key, position), key = `request.noise_key`, and does not depend on
+the batch, the device or the past.
 
 Nothing here waits for the device. A row without a distribution (NaN or +inf logits, or nothing but -inf) gets token 0
 and log-prob NaN; `require_finite` turns that into an error once the numbers are on the host.
 
-Shapes: B rows, V vocabulary, R filtered rows, K tokens a block of the CDF, C = ceil(V / K) blocks.
+Shapes: B rows, V vocabulary, R filtered rows.
 """
 from __future__ import annotations
 
@@ -28,14 +28,11 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.engine.sequence import Sequence
+from lowroll.kernels.draw import inverse_cdf, uniform
 from lowroll.model.logprobs import log_probs
-
-CDF_BLOCK = 128
-_WORD = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tup
     """
     logits_BV = _penalise(logits_BV.float(), params)
     logp_BV = _normalise(logits_BV, params)
-    tokens_B = _inverse_cdf(logp_BV, uniform(params.keys_B, positions_B))
+    tokens_B = inverse_cdf(logp_BV, uniform(params.keys_B, positions_B))
     if params.greedy_B is not None:
         tokens_B = torch.where(params.greedy_B, logits_BV.argmax(-1), tokens_B)
     return tokens_B, logp_BV.gather(-1, tokens_B[:, None])[:, 0]
@@ -117,31 +114,6 @@ def require_finite(logprobs: Rows[float]) -> None:
     rows = [i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
     if rows:
         raise ValueError(f"logits: no distribution to draw from (NaN, +inf or all -inf) in rows {rows}")
-
-
-def uniform(keys_B: Tensor, counters_B: Tensor) -> Tensor:
-    """One float64 in [0, 1), a multiple of 2^-53, a (64-bit key, 64-bit counter) pair. Both int64 [B]."""
-    zero_B = torch.zeros_like(counters_B)
-    counter_4B = torch.stack([counters_B & _WORD, (counters_B >> 32) & _WORD, zero_B, zero_B])
-    words_4B = philox4x32(counter_4B, torch.stack([keys_B & _WORD, (keys_B >> 32) & _WORD]))
-    return (words_4B[0] * 2**21 + (words_4B[1] >> 11)).double() * 2.0**-53
-
-
-def philox4x32(counter_4B: Tensor, key_2B: Tensor, rounds: int = 10) -> Tensor:
-    """Philox4x32 of Salmon et al. 2011, section 3.4: words [4, B] of each column. All int64, values in [0, 2^32).
-
-    Both halves of a round run as one [2, B] operation, and constants are made on the device: few, small launches.
-    """
-    lane_21 = torch.arange(2, device=counter_4B.device)[:, None]
-    multiplier_21 = lane_21 * (0xCD9E8D57 - 0xD2511F53) + 0xD2511F53
-    weyl_21 = lane_21 * (0xBB67AE85 - 0x9E3779B9) + 0x9E3779B9
-    multiplied_2B, other_2B = counter_4B[0::2], counter_4B[1::2]
-    for i in range(rounds):
-        product_2B = multiplied_2B * multiplier_21            # modulo 2^64: the sign bit is bit 63 of the product
-        high_2B, low_2B = (product_2B >> 32) & _WORD, product_2B & _WORD
-        multiplied_2B = high_2B.flip(0) ^ other_2B ^ ((key_2B + i * weyl_21) & _WORD)
-        other_2B = low_2B.flip(0)
-    return torch.stack([multiplied_2B, other_2B], dim=1).flatten(0, 1)
 
 
 def _penalise(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
@@ -185,30 +157,3 @@ def _keep_top(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
     # p = 1 is off: there, rounding of the sum must not drop a tail
     keep_RV = (rank_V < top_k_R[:, None]) & ((before_RV < top_p_R[:, None]) | (top_p_R[:, None] >= 1))
     return torch.zeros_like(keep_RV).scatter(-1, ids_RV, keep_RV)
-
-
-def _inverse_cdf(logp_BV: Tensor, u_B: Tensor) -> Tensor:
-    """The first id whose cumulative probability exceeds u * total. An id of probability 0 is never drawn.
-
-    Two levels, so that the V-long sum is never written: block masses, the block that u falls into, the id within it.
-    """
-    p_BV = logp_BV.exp()
-    missing = -p_BV.shape[-1] % CDF_BLOCK
-    p_BCK = (F.pad(p_BV, (0, missing)) if missing else p_BV).unflatten(-1, (-1, CDF_BLOCK))
-    cdf_BC = p_BCK.sum(-1).double().cumsum(-1)
-    target_B1 = u_B[:, None] * cdf_BC[:, -1:]
-    block_B1 = _first_above(cdf_BC, target_B1)
-    rest_B1 = target_B1 - F.pad(cdf_BC[:, :-1], (1, 0)).gather(-1, block_B1)
-    p_BK = p_BCK.gather(1, block_B1[:, :, None].expand(-1, -1, CDF_BLOCK))[:, 0].double()
-    cdf_BK = p_BK.cumsum(-1)
-    # the fp32 mass of the block may exceed the sum of its ids by a rounding: then the last possible id is meant
-    inside_B1 = torch.minimum(_first_above(cdf_BK, rest_B1), _last_positive(p_BK))
-    return (block_B1 * CDF_BLOCK + inside_B1)[:, 0]
-
-
-def _first_above(cdf_BN: Tensor, target_B1: Tensor) -> Tensor:
-    return (cdf_BN <= target_B1).sum(-1, keepdim=True).clamp(max=cdf_BN.shape[-1] - 1)
-
-
-def _last_positive(p_BK: Tensor) -> Tensor:
-    return ((p_BK > 0) * torch.arange(p_BK.shape[-1], device=p_BK.device)).amax(-1, keepdim=True)

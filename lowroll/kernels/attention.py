@@ -54,7 +54,7 @@ def paged_decode(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor,
         q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, part, lse,
         rows, splits, q_BHd.stride(0), k_BGd.stride(0), v_BGd.stride(0), table_BN.stride(0), scale * math.log2(math.e),
         H=heads, G=kv_heads, d=d, PAGE=page, D=padded, R=max(16, block(heads // kv_heads)), BLOCK=length,
-        SPLIT=splits > 1, EXACT=q_BHd.dtype == torch.float32, STAGES=stages, num_warps=warps)
+        SPLIT=splits > 1, STAGES=stages, num_warps=warps)
     if splits > 1:
         width = min(padded, 64)
         _combine_kernel[(rows * heads, -(-d // width))](
@@ -131,8 +131,7 @@ def _share(cached, splits, BLOCK: tl.constexpr):
 def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, out_ptr, lse_ptr,
                    rows, splits, q_stride, k_stride, v_stride, table_stride, scale,
                    H: tl.constexpr, G: tl.constexpr, d: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-                   R: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-                   EXACT: tl.constexpr, STAGES: tl.constexpr):
+                   R: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr):
     """One key-value head of one row, over one share of its cached tokens; G fastest, then rows, then splits."""
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
@@ -174,20 +173,14 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths
             in_nd = in_n[:, None] & in_d[None, :]
         k_nd = tl.load(keys_ptr + base_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
         v_nd = tl.load(values_ptr + base_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
-        if EXACT:
-            s_rn = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee") * scale
-        else:
-            s_rn = tl.dot(q_rd, tl.trans(k_nd)) * scale
+        s_rn = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee") * scale
         s_rn = tl.where(in_n[None, :], s_rn, float("-inf"))
         new_r = tl.maximum(m_r, tl.max(s_rn, 1))
         p_rn = tl.exp2(s_rn - new_r[:, None])
         old_r = tl.exp2(m_r - new_r)
         l_r = l_r * old_r + tl.sum(p_rn, 1)
         acc_rd *= old_r[:, None]
-        if EXACT:
-            acc_rd = tl.dot(p_rn.to(v_nd.dtype), v_nd, acc_rd, input_precision="ieee")
-        else:
-            acc_rd = tl.dot(p_rn.to(v_nd.dtype), v_nd, acc_rd)
+        acc_rd = tl.dot(p_rn.to(v_nd.dtype), v_nd, acc_rd, input_precision="ieee")
         m_r = new_r
     dead = length <= 0
     o_rd = tl.where(dead, 0.0, acc_rd / tl.where(dead, 1.0, l_r)[:, None])

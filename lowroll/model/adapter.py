@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowroll.model.logprobs import float32_product
 from lowroll.quant.formats import QTensor
 
 
@@ -136,15 +137,8 @@ class _AdaptedProduct(torch.autograd.Function):
         bias_grad = grad_TN.sum(0).to(ctx.dtypes[1]) if needs_bias else None
         master_grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad[8:])
         if any(ctx.needs_input_grad[8:]):
-            a_grad_LK = _float32_product(low_grad_TL.t(), x_TK)
-            b_grad_NL = _float32_product(grad_TN.t(), low_TL) * ctx.scaling
+            a_grad_LK = float32_product(low_grad_TL.t(), x_TK).float()
+            b_grad_NL = float32_product(grad_TN.t(), low_TL).float() * ctx.scaling
             master_grads = [*(a_grad_LK[columns] for _, _, columns in ctx.blocks),
                             *(b_grad_NL[rows, columns] for _, rows, columns in ctx.blocks)]
         return x_grad_TK, weight_grad, bias_grad, None, None, None, None, None, *master_grads
-
-
-def _float32_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32: the sums as the device makes them where it gives them, else rounded to the dtype of a."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).float()

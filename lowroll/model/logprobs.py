@@ -52,7 +52,7 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy_T, slope_TD = torch.empty_like(logp_T), torch.empty_like(hidden_TD) if only_hidden else None
         grad_CV = _room(hidden_TD, weight_VD, chunk) if only_hidden else None
         for rows in _chunks(hidden_TD, chunk):
-            logits_CV = _float32_product(hidden_TD[rows], weight_VD.t())
+            logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
             grad_CV = None if grad_CV is None else grad_CV[:len(logits_CV)]
             logp_T[rows], entropy_T[rows] = kernels.token_log_probs(logits_CV, targets_T[rows], temperature, grad_CV)
             if slope_TD is not None and grad_CV is not None:
@@ -70,11 +70,12 @@ class _TokenLogProbs(torch.autograd.Function):
             slope_TD, = ctx.saved_tensors
             return (slope_TD * grad_T[:, None]).to(slope_TD.dtype), None, None, None, None
         hidden_TD, weight_VD, targets_T, logp_T = ctx.saved_tensors
+        grad_T = grad_T.contiguous()           # of a plain sum it is one number with stride 0; kernels read addresses
         hidden_grad = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
         grad_CV = _room(hidden_TD, weight_VD, ctx.chunk)
         for rows in _chunks(hidden_TD, ctx.chunk):
-            logits_CV = _float32_product(hidden_TD[rows], weight_VD.t())
+            logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
             grad_CV = grad_CV[:len(logits_CV)]
             kernels.logit_gradient(logits_CV, targets_T[rows], logp_T[rows], grad_T[rows], ctx.temperature, grad_CV)
             if hidden_grad is not None:
@@ -97,7 +98,7 @@ def _wide(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def _float32_product(a: Tensor, b: Tensor) -> Tensor:
+def float32_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, in float32 where the device gives its sums unrounded, else in the dtype of a."""
     return torch.mm(a, b, out_dtype=torch.float32) if _wide(a) else a @ b
 

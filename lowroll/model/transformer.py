@@ -25,6 +25,7 @@ from lowroll.kernels.rows import Product, Rows
 from lowroll.model.attention import Attend
 from lowroll.model.experts import Experts
 from lowroll.model.linear import Linear
+from lowroll.model.logprobs import float32_product
 from lowroll.model.recompute import remake, remaking
 from lowroll.model.rope import inverse_frequencies, rotations
 from lowroll.model.spec import ModelSpec
@@ -149,8 +150,8 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, V]: on CUDA float32 sums, unrounded before the softmax; elsewhere in the model's dtype."""
-        if hidden_TD.is_cuda and self.lm_head_weight.dtype == torch.bfloat16 and not torch.is_grad_enabled():
-            return torch.mm(hidden_TD, self.lm_head_weight.t(), out_dtype=torch.float32)
+        if hidden_TD.is_cuda and not torch.is_grad_enabled():
+            return float32_product(hidden_TD, self.lm_head_weight.t())
         return F.linear(hidden_TD, self.lm_head_weight) if self.head is None else self.head.linear(hidden_TD)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
