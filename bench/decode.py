@@ -39,12 +39,19 @@ import torch
 from bench import lengths, startup
 from bench.peer import Peer, PeerFailed, vllm_command, vllm_path
 from bench.record import BASELINES, Row, merge, show, speed_row
-from bench.roofline import bandwidth, kv_bytes_per_token, step_bytes, synchronize, weight_bytes
+from bench.roofline import (
+    bandwidth,
+    kv_bytes_per_token,
+    linear_weights,
+    step_bytes,
+    synchronize,
+    weight_bytes,
+)
 from bench.shapes import SHAPES, random_model
 from bench.targets import aimed, rollout, roof
 from lowroll import Engine, Group, Request, score
 from lowroll.engine.engine import pick_device
-from lowroll.quant.formats import get_format
+from lowroll.quant.formats import formats, get_format
 
 PARTS = ("rollout", "agreement", "start", "lengths")
 FORMATS = ("bf16", "fp8", "int8", "nvfp4")
@@ -145,8 +152,14 @@ def rollout_rows(model: str, format: str, batch: int, work: Work, times: Mapping
 
 # -- both engines on one GPU ------------------------------------------------------------------------------------------
 
+def dense_bytes(model: str, format: str) -> float:
+    """Bytes of the dense matrices that our engine keeps beside 4-bit ones."""
+    kept = get_format(format).bits < 8 and "num_experts" not in SHAPES[model]
+    return 2.0 * linear_weights(SHAPES[model]) if kept else 0.0
+
+
 def room(model: str, format: str, batch: int, work: Work) -> tuple[float, float]:
-    """Bytes that one engine takes, and those of them that are its KV cache."""
+    """Bytes that one engine takes without them, and those of them that are its KV cache."""
     config = SHAPES[model]
     tied = 0 if config["tie_word_embeddings"] else 2 * config["vocab_size"] * config["hidden_size"]
     cache = work.cache_tokens(batch) * float(kv_bytes_per_token(config))
@@ -157,7 +170,8 @@ def room(model: str, format: str, batch: int, work: Work) -> tuple[float, float]
 
 def fit_together(model: str, format: str, batch: int, work: Work, device: torch.device) -> bool:
     """Whether both engines can be resident."""
-    return device.type != "cuda" or 2 * room(model, format, batch, work)[0] < torch.cuda.mem_get_info()[1]
+    needed = 2 * room(model, format, batch, work)[0] + dense_bytes(model, format)
+    return device.type != "cuda" or needed < torch.cuda.mem_get_info()[1]
 
 
 def make_engine(model: str, format: str, batch: int, work: Work, device: torch.device) -> tuple[Engine, float]:
@@ -166,7 +180,11 @@ def make_engine(model: str, format: str, batch: int, work: Work, device: torch.d
     synchronize(device)
     began = time.perf_counter()
     engine = Engine(master, weights=format, max_batch=batch, cache_tokens=work.cache_tokens(batch),
-                    max_prefill_tokens=PREFILL, keep_dense=get_format(format).bits < 8)
+                    max_prefill_tokens=PREFILL)
+    with released():
+        del master
+    if dense_bytes(model, format):
+        engine.keep_dense()
     synchronize(device)
     return engine, time.perf_counter() - began
 
@@ -275,12 +293,16 @@ def agreement(ours: Ours, model: str, format: str, work: Work, batch: int) -> li
                  for rollout in group.rollouts]
     starts = [work.prompt_tokens] * len(sequences)
     recorded = torch.tensor([rollout.logprobs for group in first for rollout in group.rollouts]).flatten()
-    own = torch.cat(engine.score(sequences, starts)).cpu()
-    with released():
-        learner = torch.cat(score(random_model(SHAPES[model], device), sequences, starts)).cpu()
+    compared = [("engine's prefill", torch.cat(engine.score(sequences, starts)).cpu())]
+    if device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > 2.5 * linear_weights(SHAPES[model]):
+        with released():
+            learner = torch.cat(score(random_model(SHAPES[model], device), sequences, starts)).cpu()
+        compared.insert(0, ("learner", learner))
+    else:
+        say(f"{model} {format}: no room for the learner beside the engine; not compared")
     rows = [Row(f"{model} {format}: same seed, same tokens", "1 if so", float(tokens == _tokens(ours.groups)),
                 must=1.0, aim=1.0, goal="ours at least")]
-    for whose, theirs in (("learner", learner), ("engine's prefill", own)):
+    for whose, theirs in compared:
         difference = (recorded - theirs).abs()
         for name, value in (("mean", difference.mean()), ("p99.9", difference.quantile(0.999))):
             rows.append(Row(f"{model} {format}: |delta log-prob| to the {whose}, {name}", "nats", float(value)))
@@ -313,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if "start" in args.parts:
                 store(aimed(startup.rows(model, format, device)))
         if "lengths" in args.parts:
-            store(aimed(lengths.rows(model, device)))
+            store(aimed(lengths.rows(model, device, args.rounds)))
     met = show(f"Decoding, prompts of {work.prompt_tokens}, {work.new_tokens} new tokens", rows)
     print(args.out / "decode.json")
     return 0 if met else 1
@@ -322,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Rollouts on one GPU: our engine and vLLM in turns.")
     parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"], choices=SHAPES, metavar="NAME")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), metavar="NAME")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=formats(), metavar="NAME")
     parser.add_argument("--batches", type=lambda text: [int(b) for b in text.split(",")], default=[1, 64, 256])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)

@@ -38,6 +38,7 @@ from lowroll.advantages.group import grpo
 from lowroll.engine.engine import pick_device
 from lowroll.model import lora
 from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import formats
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import Forward, LearnSettings, learn
 from lowroll.types import Batch, Group, Prompt, Sample, Score
@@ -217,6 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=BASELINES)
     args = parser.parse_args(argv)
     device, rows = pick_device(args.device), []
+    for pair in args.publish:
+        name, _, weights = pair.partition(":")
+        if name not in SHAPES or weights not in formats():
+            parser.error(f"--publish: {pair!r} is not MODEL:FORMAT, such as qwen2.5-7b:fp8")
     jobs = [partial(publish_rows, *pair.split(":"), device) for pair in args.publish]
     jobs += [partial(step_rows, CASES[name], device, args.steps) for name in args.cases]
     for job in jobs:

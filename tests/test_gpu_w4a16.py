@@ -34,7 +34,7 @@ def error(y: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_exact_up_to_float32_sums(kind: str, shape: tuple[int, int]) -> None:
-    if not streamed.available(torch.device("cuda", 0)):
+    if not streamed.available("nvfp4", torch.device("cuda", 0)):
         pytest.skip("needs capability 9.0 and nvcc")
     q = matrix(kind, shape)
     w_NK, bias_N = q.dequantize().double(), torch.randn(shape[0], device="cuda")

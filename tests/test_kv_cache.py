@@ -34,3 +34,19 @@ def test_released_memory_comes_back_empty_in_the_same_tensors(tmp_path: Path) ->
     with pytest.raises(RuntimeError, match="in flight"):
         engine.release()
     assert not cache.released
+
+
+def test_memory_that_does_not_come_back_leaves_the_cache_released(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(hf_folder(tmp_path / "m"), weights="fp32", device="cpu", cache_tokens=64, page_size=4)
+    engine.release()
+
+    def refuse() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.cache, "restore", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.generate([Request([5, 6, 7], max_tokens=3)])
+    assert engine.runner.cache.released
+    assert len(engine.generate([Request([5, 6, 7], max_tokens=3, ignore_eos=True)])[0].rollouts[0].token_ids) == 3

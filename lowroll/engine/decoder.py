@@ -74,6 +74,7 @@ class Decoder:
         self.logits: dict[int, Tensor] = {}
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None
         self.replays = 0                           # steps that ran as a graph
 
     def run(self, sequences: list[Sequence], steps: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -169,7 +170,7 @@ class Decoder:
         """Capture one step. The steps before it, which compile and warm up, must leave no trace: the rows are dead."""
         kept, lengths_B = self.state[:, :size].clone(), self.lengths_B[:size].clone()
         self.state[:, :size], self.lengths_B[:size] = 0, 0
-        side = torch.cuda.Stream(self.device)
+        side = self._side = self._side or torch.cuda.Stream(self.device)      # one: memory is kept by stream
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             for _ in range(2):

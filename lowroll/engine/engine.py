@@ -23,6 +23,7 @@ from lowroll.engine.scheduler import Scheduler
 from lowroll.kv.cache import KVCache
 from lowroll.kv.pages import PagePool
 from lowroll.model import hf
+from lowroll.model.experts import StackedLinear
 from lowroll.model.tokenizer import eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
@@ -87,9 +88,8 @@ class Engine:
             assert self.folder is not None
             self.model = rollout_load(self.folder, weights, place, dtype, noisy)
         self.spec = self.model.spec
-        for _, linear in self.model.linears() if keep_dense and place.type == "cuda" else ():
-            if isinstance(linear.weight, QTensor) and not self.format.dense and self.format.rows is None:
-                linear.weight.keep_dense(dtype)
+        if keep_dense:
+            self.keep_dense()
         num_pages = self._cache_tokens(cache_tokens, max_batch, dtype) // page_size
         if num_pages < 1:
             raise ValueError(f"cache_tokens: {cache_tokens} is less than one page of {page_size} tokens")
@@ -170,6 +170,13 @@ class Engine:
             finally:
                 self.pool.free(pages)
         return scores
+
+    def keep_dense(self) -> None:
+        """What `keep_dense=True` does, for an engine that has not decoded yet. Stacked experts are left as they are:
+        their product reads the codes."""
+        for _, linear in self.model.linears() if self.model.device.type == "cuda" else ():
+            if isinstance(linear.weight, QTensor) and not isinstance(linear, StackedLinear) and self.format.bits < 8:
+                linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
         """Compile and capture now what a decode step of any size of batch needs (seconds, on CUDA), not on the way."""

@@ -11,6 +11,7 @@ Legend: M rows of activations, N out features, K in features.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import nvcc
+
+log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("streamed.cu")
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3, "bf16": 4}
@@ -34,16 +37,22 @@ class Problem(ctypes.Structure):
 
 
 @cache
-def available(device: torch.device) -> bool:
-    """Is it a CUDA device of capability 9.0 or later, on a machine with nvcc?"""
-    return (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-            and nvcc.compiler() is not None)
+def available(kind: str, device: torch.device) -> bool:
+    """Is it a CUDA device of capability 9.0 or later, on a machine with an nvcc that builds the kernel?"""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0) or nvcc.compiler() is None:
+        return False
+    try:
+        _library(kind, torch.cuda.get_device_capability(device))
+    except RuntimeError as error:
+        log.warning("%s weights are dequantised for every product: their kernel cannot be built (%s)", kind, error)
+        return False
+    return True
 
 
 def takes(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> bool:
     """Is there a kernel for these activations and a matrix of that shape? It has no gradient."""
     return (x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and x_MK.ndim == 2 and x_MK.shape[0] > 0
-            and shape[1] % MULTIPLE.get(kind, 128) == 0 and available(x_MK.device)
+            and shape[1] % MULTIPLE.get(kind, 128) == 0 and available(kind, x_MK.device)
             and not (torch.is_grad_enabled() and x_MK.requires_grad))
 
 

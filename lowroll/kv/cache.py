@@ -44,7 +44,9 @@ class KVCache:
             buffer[targets] = buffer[sources]
 
     def clear(self) -> None:
-        """Zero everything, after a forward pass that was not finite."""
+        """Zero everything, after a forward pass that was not finite. A released cache has nothing to zero."""
+        if self.released:
+            return
         for buffer in (*self.keys, *self.values):
             buffer.zero_()
 
@@ -58,10 +60,17 @@ class KVCache:
             buffer.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Allocate what `release` gave back, filled with zeros; costs one write of the memory. Else do nothing."""
+        """Allocate what `release` gave back, filled with zeros; costs one write of the memory. Else do nothing.
+
+        The cache stays released when the memory is not to be had.
+        """
         if self.released:
-            for buffer in (*self.keys, *self.values):
-                buffer.untyped_storage().resize_(buffer.nbytes)
+            try:
+                for buffer in (*self.keys, *self.values):
+                    buffer.untyped_storage().resize_(buffer.nbytes)
+            except BaseException:
+                self.release()
+                raise
             self.released = False
             self.clear()
 
