@@ -73,7 +73,7 @@ def test_products_replay_in_a_graph(kind: str, num_rows: int) -> None:
 
 
 def test_few_rows_are_those_of_more() -> None:
-    """A row of int8 alone is the row in a batch, though three kernels take part."""
+    """A row of int8 alone is the row in a batch, though two kernels take part."""
     rows, codes, scale, bias = problem("int8", 64, (4608, 3584), torch.bfloat16)
     batch = w8a8.multiply(rows, codes, scale, bias).dense()
     for size in (1, 2, 4, 5, 16, 32):

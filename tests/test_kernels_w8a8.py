@@ -82,7 +82,7 @@ def test_a_tile_fits_the_device_and_no_part_is_empty(num_rows: int, shape: tuple
     steps, tiles = -(-num_in // tile.depth), -(-num_rows // tile.rows) * -(-num_out // tile.columns)
     assert (tile.rows + tile.columns) * tile.depth * tile.stages <= 227 * 1024
     assert tile.splits == 1 or (tiles <= integers.MOST_TURNS and (tile.splits - 1) * -(-steps // tile.splits) < steps)
-    assert (tile.columns if tile.swap else tile.rows) >= 64
+    assert tile.columns >= 64
 
 
 @pytest.mark.interpreted
@@ -132,7 +132,7 @@ def test_the_product_compiles_for_hopper_without_spills(num_rows: int, num_out: 
     types = {"x": "*i8", "w": "*i8", "row": "*fp32", "column": "*fp32", "bias": "*bf16", "y": "*bf16", "M": "i32",
              "N": "i32", "K": "i32", "splits": "i32"}
     types |= {"parts": "*i32", "turns": "*i32"} if tile.splits > 1 else {}
-    constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SPLIT=tile.splits > 1, SWAP=tile.swap,
+    constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SPLIT=tile.splits > 1,
                      EVEN=True) | ({} if tile.splits > 1 else {"parts": None, "turns": None})
     code = compiled(integers._kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
     assert re.search(r"wgmma\S+s32\.s8\.s8", code["ptx"]) and "LDGSTS.E.BYPASS.128" in code["sass"]
@@ -143,7 +143,7 @@ def test_the_product_compiles_for_hopper_without_spills(num_rows: int, num_out: 
 def test_the_quantiser_compiles_for_hopper_without_spills(integer: bool) -> None:
     pytest.importorskip("triton")
     types = {"w": "*bf16", "codes": "*i8" if integer else "*fp8e4nv", "scales": "*fp32", "K": "i32"}
-    constants = dict(WIDTH=quantise8.LONGEST, WHOLE=False, INTEGER=integer, EXACT=False)
+    constants = dict(WIDTH=quantise8.LONGEST, WHOLE=False, INTEGER=integer)
     code = compiled(quantise8._quantise8, types, constants, num_warps=8)
     assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"]
 
@@ -154,7 +154,7 @@ def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
     codes, rows = ("*i32", few.MOST[torch.int8]) if kind == "int8" else ("*fp8e4nv", few.MOST[E4M3])
     types = {"x": codes, "w": codes, "row": "*fp32", "column": "*fp32", "bias": "*bf16", "y": "*bf16", "N": "i32",
              "K": "i32"}
-    step, warps = few.schedule(rows, kind == "int8")
-    constants = dict(ROWS=rows, COLUMNS=few.CHANNELS, DEPTH=step // (4 if kind == "int8" else 1), EVEN=False, DP4A=True)
+    channels, step, warps = few.schedule(rows, kind == "int8")
+    constants = dict(ROWS=rows, COLUMNS=channels, DEPTH=step // (4 if kind == "int8" else 1), EVEN=False, DP4A=True)
     code = compiled(few._few, types, constants, num_warps=warps)
     assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"] and ("IDP" in code["sass"]) == (kind == "int8")

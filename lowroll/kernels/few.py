@@ -17,7 +17,6 @@ from lowroll.kernels.launch import INTERPRETED, fused, jit, tl
 from lowroll.kernels.rows import Rows
 
 MOST = {torch.int8: 2, torch.float8_e4m3fn: 1}           # rows up to which this is the fastest product
-CHANNELS = 4                                             # of a program
 
 
 def takes(codes_MK: Tensor, codes_NK: Tensor) -> bool:
@@ -29,19 +28,21 @@ def takes(codes_MK: Tensor, codes_NK: Tensor) -> bool:
 def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Tensor:
     """y [M, N] in the dtype of `rows`. Both codes are int8 or float8_e4m3fn."""
     x, w, integer = rows.codes_MK, codes_NK, codes_NK.dtype == torch.int8
-    step, warps = schedule(len(x), integer)
+    channels, step, warps = schedule(len(x), integer)
     y_MN = torch.empty(len(x), len(w), dtype=rows.dtype, device=w.device)
     if integer:
         x, w, step = x.view(torch.int32), w.view(torch.int32), step // 4
-    _few[(-(-len(w) // CHANNELS),)](x, w, rows.scale_M1, scale_N, bias_N, y_MN, w.shape[0], w.shape[1], ROWS=len(x),
-                                    COLUMNS=CHANNELS, DEPTH=step, EVEN=w.shape[1] % step == 0, DP4A=not INTERPRETED,
+    _few[(-(-len(w) // channels),)](x, w, rows.scale_M1, scale_N, bias_N, y_MN, w.shape[0], w.shape[1], ROWS=len(x),
+                                    COLUMNS=channels, DEPTH=step, EVEN=w.shape[1] % step == 0, DP4A=not INTERPRETED,
                                     num_warps=warps, enable_fp_fusion=not integer)
     return y_MN
 
 
-def schedule(num_rows: int, integer: bool) -> tuple[int, int]:
-    """Weights of a channel that a program reads at a time, and its warps: what an H200 liked best."""
-    return (2048, 4) if integer and num_rows == 1 else (1024, 2 if integer else 4)
+def schedule(num_rows: int, integer: bool) -> tuple[int, int, int]:
+    """Channels of a program, weights of a channel that it reads at a time, and its warps: what an H200 liked best."""
+    if not integer:
+        return 2, 1024, 2
+    return (4, 2048, 4) if num_rows == 1 else (4, 1024, 2)
 
 
 @jit

@@ -3,12 +3,9 @@
     y[m, n] = (sum_k x[m, k] w[n, k]) * column[n] * row[m] + bias[n]
 
 Sums of integers are exact in every order, so neither tiles nor splits along K nor a row's batch-mates show in the
-result. Weights are the left operand of the product when there are few rows, because Hopper's matrix instruction takes
-64 of the left operand's rows at least and as few as 8 of the right one's. The scales and the bias are applied to the
-sums before they are written.
-
-K is split among programs where the tiles of the result do not fill the device; the last program of a tile to come adds
-the parts.
+result. Weights are the left operand of the product, because Hopper's matrix instruction takes 64 of the left operand's
+rows at least and as few as 8 of the right one's. K is split among programs where the tiles of the result do not fill
+the device; the last program of a tile to come adds the parts. The scales and the bias are applied before y is written.
 
 Legend: M rows (tokens), N out features, K in features.
 """
@@ -22,7 +19,7 @@ from torch import Tensor
 from lowroll.kernels.launch import block, jit, tl
 from lowroll.kernels.rows import Rows
 
-MULTIPROCESSORS = 132                # of an H100 or H200; Triton's tiles are chosen for them, whatever the device
+MULTIPROCESSORS = 132                # of an H100 or H200; tiles are chosen for them, whatever the device
 MOST_TURNS = 1 << 20                 # counters: tiles of a product that is split along K
 CAPTURED = -1
 
@@ -32,11 +29,21 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
 
     RuntimeError when the first product of a device is within the capture of a CUDA graph.
     """
-    codes_MK, codes_NK = rows.codes_MK.contiguous(), codes_NK.contiguous()
-    y_MN = torch.empty(len(codes_MK), len(codes_NK), dtype=rows.dtype, device=codes_NK.device)
+    x_MK, w_NK = rows.codes_MK.contiguous(), codes_NK.contiguous()
+    (num_rows, num_in), num_out = x_MK.shape, w_NK.shape[0]
+    y_MN = torch.empty(num_rows, num_out, dtype=rows.dtype, device=w_NK.device)
     if y_MN.numel() == 0:
         return y_MN
-    _launch(codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, y_MN)
+    tile = choose(num_rows, num_out, num_in)
+    tiles = -(-num_rows // tile.rows) * -(-num_out // tile.columns)
+    parts = turns = None
+    if tile.splits > 1:
+        parts = y_MN.new_empty(tiles * tile.splits * tile.rows * tile.columns, dtype=torch.int32)
+        turns = _turns(y_MN.device)
+    _kernel[(tiles, tile.splits)](
+        x_MK, w_NK, rows.scale_M1, scale_N, bias_N, y_MN, parts, turns, num_rows, num_out, num_in, tile.splits,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SPLIT=tile.splits > 1,
+        EVEN=num_in % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False)
     return y_MN
 
 
@@ -68,7 +75,6 @@ class Tile(NamedTuple):
     splits: int
     stages: int
     warps: int
-    swap: bool                       # the weights are the left operand
 
 
 def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
@@ -76,35 +82,20 @@ def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
     rows, narrow = min(128, max(16, block(num_rows))), -(-num_out // 64)
     if num_rows <= 64:
         wide = narrow > 3 * MULTIPROCESSORS
-        tile = Tile(rows, 128, 128, 1, 3, 4, True) if wide else Tile(rows, 64, 256, 1, 4, 4, True)
+        tile = Tile(rows, 128, 128, 1, 3, 4) if wide else Tile(rows, 64, 256, 1, 4, 4)
     elif num_rows >= 1024:
-        tile = Tile(256, 128, 128, 1, 3, 8, True)
+        tile = Tile(256, 128, 128, 1, 3, 8)
     else:
         wide = -(-num_rows // 128) * narrow > 2 * MULTIPROCESSORS
-        tile = Tile(128, 128, 128, 1, 3, 8, True) if wide else Tile(128, 64, 128, 1, 4, 4, True)
+        tile = Tile(128, 128, 128, 1, 3, 8) if wide else Tile(128, 64, 128, 1, 4, 4)
     tiles, steps = -(-num_rows // tile.rows) * -(-num_out // tile.columns), -(-num_in // tile.depth)
     splits = max(1, min(8, 2 * MULTIPROCESSORS // tiles, steps // (8 if num_rows <= 64 else 28)))
     return tile._replace(splits=-(-steps // -(-steps // splits)))        # no part without a step
 
 
-def _launch(x_MK: Tensor, w_NK: Tensor, row_M1: Tensor, column_N: Tensor, bias_N: Tensor | None, y_MN: Tensor) -> None:
-    (num_rows, num_in), num_out = x_MK.shape, w_NK.shape[0]
-    tile = choose(num_rows, num_out, num_in)
-    tiles = -(-num_rows // tile.rows) * -(-num_out // tile.columns)
-    parts = turns = None
-    if tile.splits > 1:
-        parts = y_MN.new_empty(tiles * tile.splits * tile.rows * tile.columns, dtype=torch.int32)
-        turns = _turns(y_MN.device)
-    _kernel[(tiles, tile.splits)](
-        x_MK, w_NK, row_M1, column_N, bias_N, y_MN, parts, turns, num_rows, num_out, num_in, tile.splits,
-        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SPLIT=tile.splits > 1, SWAP=tile.swap,
-        EVEN=num_in % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False)
-
-
 @jit
 def _kernel(x, w, row, column, bias, y, parts, turns, M, N, K, splits,
-            ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
-            EVEN: tl.constexpr):
+            ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr):
     """One tile of y, or one part of K of it, a program. Tiles of the same weights are neighbours."""
     tile, part = tl.program_id(0), tl.program_id(1)
     tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
@@ -116,7 +107,7 @@ def _kernel(x, w, row, column, bias, y, parts, turns, M, N, K, splits,
     x_at = x + tl.where(m < M, m, 0).to(tl.int64)[:, None] * K + depth[None, :]      # what lies outside is read
     w_at = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + depth[None, :]      # as row 0, never written
     each = tl.cdiv(tl.cdiv(K, DEPTH), splits)
-    sums = tl.zeros((COLUMNS, ROWS) if SWAP else (ROWS, COLUMNS), dtype=tl.int32)
+    sums = tl.zeros((COLUMNS, ROWS), dtype=tl.int32)
     for step in range(part * each, tl.minimum(part * each + each, tl.cdiv(K, DEPTH))):
         k = step * DEPTH
         if EVEN:
@@ -124,12 +115,10 @@ def _kernel(x, w, row, column, bias, y, parts, turns, M, N, K, splits,
         else:
             x_tile = tl.load(x_at + k, mask=depth[None, :] < K - k, other=0)
             w_tile = tl.load(w_at + k, mask=depth[None, :] < K - k, other=0)
-        sums = tl.dot(w_tile, x_tile.T, sums, out_dtype=tl.int32) if SWAP else \
-            tl.dot(x_tile, w_tile.T, sums, out_dtype=tl.int32)
+        sums = tl.dot(w_tile, x_tile.T, sums, out_dtype=tl.int32)
     if SPLIT:
-        long: tl.constexpr = ROWS if SWAP else COLUMNS
-        wide: tl.constexpr = COLUMNS if SWAP else ROWS
-        parts += tile.to(tl.int64) * splits * ROWS * COLUMNS + (tl.arange(0, wide)[:, None] * long + tl.arange(0, long))
+        inside = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        parts += tile.to(tl.int64) * splits * ROWS * COLUMNS + inside
         tl.store(parts + part * ROWS * COLUMNS, sums)
         tl.debug_barrier()                                       # every thread's part is written before it is counted
         if tl.atomic_add(turns + tile, 1, sem="acq_rel") < splits - 1:
@@ -138,9 +127,7 @@ def _kernel(x, w, row, column, bias, y, parts, turns, M, N, K, splits,
         sums = tl.zeros_like(sums)
         for other in range(splits):
             sums += tl.load(parts + other * ROWS * COLUMNS, cache_modifier=".cg")
-    if SWAP:
-        sums = tl.trans(sums)
-    out = sums.to(tl.float32) * tl.load(column + n, mask=n < N, other=0.0)[None, :]
+    out = tl.trans(sums).to(tl.float32) * tl.load(column + n, mask=n < N, other=0.0)[None, :]
     out = out * tl.load(row + m, mask=m < M, other=0.0)[:, None]
     if bias is not None:
         out = out + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
