@@ -36,17 +36,20 @@ def test_released_memory_comes_back_empty_in_the_same_tensors(tmp_path: Path) ->
     assert not cache.released
 
 
-def test_memory_that_does_not_come_back_leaves_the_cache_released(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(hf_folder(tmp_path / "m"), weights="fp32", device="cpu", cache_tokens=64, page_size=4)
+def test_memory_that_does_not_come_back_ends_the_step_and_no_more(tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine gives up what was in flight without touching storages that are not there, and goes on later."""
+    engine = Engine(hf_folder(tmp_path / "m"), weights="int8", device="cpu", cache_tokens=256)
+    request = Request([5, 6, 7, 8], n=3, max_tokens=20, seed=1, ignore_eos=True)
+    want = [r.token_ids for r in engine.generate([request])[0].rollouts]
     engine.release()
 
-    def refuse() -> None:
-        raise torch.OutOfMemoryError("no memory")
+    def full() -> None:
+        raise torch.OutOfMemoryError("the learner has it")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner.cache, "restore", refuse)
-        with pytest.raises(torch.OutOfMemoryError):
-            engine.generate([Request([5, 6, 7], max_tokens=3)])
-    assert engine.runner.cache.released
-    assert len(engine.generate([Request([5, 6, 7], max_tokens=3, ignore_eos=True)])[0].rollouts[0].token_ids) == 3
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner.cache, "restore", full)
+        with pytest.raises(torch.OutOfMemoryError, match="the learner has it"):
+            engine.generate([request])
+    assert not engine.has_work
+    assert [r.token_ids for r in engine.generate([request])[0].rollouts] == want

@@ -119,8 +119,9 @@ class Decoder:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture the graph of every size of batch now, instead of when it first comes up."""
-        for size in BUCKETS if self.device.type == "cuda" else ():
-            if size <= self.state.shape[1] and (size, True) not in self._graphs:
+        most = self.state.shape[1]
+        for size in sorted({bucket(rows) for rows in range(1, most + 1)}) if self.device.type == "cuda" else ():
+            if (size, True) not in self._graphs:
                 self._capture(size, drawing=True)
 
     def forget(self) -> None:

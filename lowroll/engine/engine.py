@@ -74,6 +74,8 @@ class Engine:
         weights = weights or self._own_format(model)
         self.format = get_format(weights)
         place = model.device if isinstance(model, Transformer) and str(device) == "auto" else pick_device(device)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)        # kernels are launched on the current device
         dtype = self._pick_dtype(weights, dtype, place)
         if isinstance(model, Transformer) and model.device != place:
             raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
@@ -153,6 +155,7 @@ class Engine:
     def score(self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float = 1.0,
               ) -> list[Tensor]:
         """Log-probs of each sequence's response under the engine's weights and kernels, prefilled; as `lowroll.score`.
+        With `bulk` the weights are those of few rows.
 
         Rollouts in flight are not disturbed. ValueError names a sequence that does not fit, OutOfPages says that the
         cache is full of others.
@@ -248,7 +251,8 @@ class Engine:
         """After a step that failed: nothing in flight can go on, and no K/V may be trusted."""
         self.scheduler.abort_all()
         self.pool.clear_prefixes()
-        self.runner.cache.clear()
+        if not self.runner.cache.released:        # memory that could not be had is no memory to write to
+            self.runner.cache.clear()
 
     def _validate(self, request: Request, where: str) -> None:
         try:
