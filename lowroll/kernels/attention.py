@@ -82,6 +82,12 @@ def write_pages(keys_pPGd: Tensor, values_pPGd: Tensor, slots_T: Tensor, k_TGd: 
             N=numbers, WIDTH=width, BLOCK=together, num_warps=4)
 
 
+def gather_pages(buffer_pPGd: Tensor, table_BN: Tensor) -> Tensor:
+    """What each row's pages hold: [B, G, L, d], a view of a copy [B, L, G, d]."""
+    flat = buffer_pPGd.view(buffer_pPGd.shape[0], -1).index_select(0, table_BN.flatten())
+    return flat.view(table_BN.shape[0], -1, *buffer_pPGd.shape[2:]).transpose(1, 2)
+
+
 def _plain(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor, values_pPGd: Tensor,
            table_BN: Tensor, lengths_B: Tensor, scale: float) -> Tensor:
     page = keys_pPGd.shape[1]
@@ -91,14 +97,11 @@ def _plain(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor, value
     slots_B = table_BN.gather(1, (last_B // page)[:, None].long())[:, 0].long() * page + last_B % page
     write_pages(keys_pPGd, values_pPGd, torch.where(live_B, slots_B, -1), k_BGd, v_BGd)
 
-    def gather(buffer: Tensor) -> Tensor:
-        flat = buffer.view(buffer.shape[0], -1).index_select(0, table_BN.flatten())
-        return flat.view(table_BN.shape[0], -1, *buffer.shape[2:]).transpose(1, 2)
-
     # a dead row attends to whatever its first slot holds, and is zeroed: without any key it would be NaN
     allowed_BL = torch.arange(table_BN.shape[1] * page, device=q_BHd.device) < lengths_B.clamp(min=1)[:, None]
     q_BGRd = q_BHd.reshape(q_BHd.shape[0], k_BGd.shape[1], -1, q_BHd.shape[-1])
-    o_BGRd = F.scaled_dot_product_attention(q_BGRd, gather(keys_pPGd), gather(values_pPGd),
+    o_BGRd = F.scaled_dot_product_attention(q_BGRd, gather_pages(keys_pPGd, table_BN),
+                                            gather_pages(values_pPGd, table_BN),
                                             attn_mask=allowed_BL[:, None, None], scale=scale)
     o_BHd = o_BGRd.reshape(q_BHd.shape)
     return o_BHd if live_B.all() else o_BHd.masked_fill(~live_B[:, None, None], 0.0)

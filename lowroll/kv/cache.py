@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.attention import paged_decode, write_pages
+from lowroll.kernels.attention import gather_pages, paged_decode, write_pages
 from lowroll.model.attention import Attend, varlen
 from lowroll.model.spec import ModelSpec
 
@@ -79,11 +79,7 @@ class KVCache:
 
     def gather(self, layer: int, table_BP: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of each row's pages, both [B, G, L, d] (views of [B, L, G, d] copies)."""
-        def pages(buffer: Tensor) -> Tensor:
-            flat = buffer.view(buffer.shape[0], -1).index_select(0, table_BP.flatten())
-            return flat.view(table_BP.shape[0], -1, *buffer.shape[2:]).transpose(1, 2)
-
-        return pages(self.keys[layer]), pages(self.values[layer])
+        return gather_pages(self.keys[layer], table_BP), gather_pages(self.values[layer], table_BP)
 
 
 @dataclass(frozen=True)

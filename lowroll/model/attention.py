@@ -43,13 +43,13 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
         by_length[length].append(start)
     shapes = [(len(firsts), length) for length, firsts in by_length.items()]
     longest, on_cuda = max(lengths), torch.device(device).type == "cuda"
-    bounds = _upload(starts, torch.int32, device) if on_cuda else None
+    bounds = upload(torch.tensor(starts, dtype=torch.int32), device) if on_cuda else None
 
     @cache
     def order() -> tuple[Tensor, Tensor]:
         """Where the tokens of each stack are, and the way back."""
         places = [t for length, firsts in by_length.items() for first in firsts for t in range(first, first + length)]
-        there = _upload(places, torch.int64, device)
+        there = upload(torch.tensor(places), device)
         back = torch.empty_like(there)
         back[there] = torch.arange(len(there), device=device)
         return there, back
@@ -68,9 +68,8 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
     return attend
 
 
-def _upload(values: list[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """The values on the device; the host does not wait for the copy."""
-    x = torch.tensor(values, dtype=dtype)
+def upload(x: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on the device; the host does not wait for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowroll.model.attention import upload
 from lowroll.types import MicroBatch, Sample
 
 PerToken = dict[int, Tensor]       # sample index -> float32 [tokens of its response], detached, on any device
@@ -88,7 +89,7 @@ class Packed:
         return torch.tensor([len(s.rollout.token_ids) for s in self.chosen])
 
     def _put(self, x: Tensor) -> Tensor:
-        return _upload(x, self.device)
+        return upload(x, self.device)
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
@@ -179,9 +180,4 @@ def _tensor(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
 def gather(values: PerToken, packed: Packed) -> Tensor:
     """The values of the packed samples, end to end, [N], where the others of the micro-batch are."""
     x_N = torch.cat([values[i] for i in packed.samples])
-    return x_N if x_N.device.type == packed.device.type else _upload(x_N, packed.device)
-
-
-def _upload(x: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on the device; the host does not wait for the copy."""
-    return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)
+    return x_N if x_N.device.type == packed.device.type else upload(x_N, packed.device)
