@@ -20,6 +20,20 @@
 
 constexpr int MEMORY = 227 * 1024, MAX_DEVICES = 64;
 
+template <class Kernel, class... Rest>
+static int launch(Kernel* kernel, int blocks, int ranks, int threads, int bytes, cudaStream_t stream, const Problem& p,
+                  Rest... rest) {
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = ranks, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = blocks, config.blockDim = threads, config.dynamicSmemBytes = bytes, config.stream = stream;
+    config.attrs = attributes, config.numAttrs = p.early ? 2 : 1;
+    return (int)cudaLaunchKernelEx(&config, kernel, p, rest...);
+}
+
 struct Plan {
     int R = 0, ranks = 0, teams = 0, bytes = 0;
     Cut cut;
@@ -57,13 +71,7 @@ template <int NT, int R> static int consider(const Problem& p, int processors, i
 
 template <int NT, int R> static int start_narrow(const Problem& p, const Plan& plan, cudaStream_t stream) {
     using S = Narrow<FORMAT, NT, R, R == 1 ? STAGES1 : STAGES2, 16>;
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = plan.ranks, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.gridDim = plan.ranks * plan.teams, config.blockDim = S::THREADS, config.dynamicSmemBytes = plan.bytes;
-    config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
-    return (int)cudaLaunchKernelEx(&config, narrow<FORMAT, S>, p, plan.cut);
+    return launch(narrow<FORMAT, S>, plan.ranks * plan.teams, plan.ranks, S::THREADS, plan.bytes, stream, p, plan.cut);
 }
 
 // -1 where nothing fits. tuning (for measurements): 100 R + 10 ranks + 1.
@@ -144,8 +152,7 @@ template <int NT> static int start_group(const Problem& p, int processors, long 
         ready[device % MAX_DEVICES] = error == cudaSuccess;
     }
     if (error != cudaSuccess) return (int)error;
-    kernel<<<(unsigned)blocks, S::THREADS, S::SMEM, stream>>>(p);
-    return (int)cudaGetLastError();
+    return launch(kernel, (int)blocks, 1, S::THREADS, S::SMEM, stream, p);
 }
 #endif
 
