@@ -3,8 +3,8 @@
 // A block has tiles of 256 rows of the weights (16 a warp) and 8 NT rows of x. The tiles are rows of chunks along k, and
 // the blocks of the grid take equal runs of these chunks (stream-K, Osama et al. 2023), so all of them end together
 // whatever the shape. Every lane copies (cp.async) its own weights and its own pieces of x into a ring that runs ahead
-// over tile borders; a chunk later, x goes into the 8x8 core matrices that the tensor cores read, in the order of the
-// codes. One barrier a chunk; the decoding of a word runs while the tensor cores multiply the word before it.
+// over tile borders; a chunk ahead of its use, x goes into the 8x8 core matrices that the tensor cores read, in the order
+// of the codes, and a warp says so at a barrier that the others pass before they multiply, not before they decode.
 //
 // What several blocks share of a tile goes to a workspace. At the end each of them adds up its share of the tile in the
 // order of k: no float atomics, the same bits in every run. They wait for each other, so all blocks of the grid must be
@@ -22,7 +22,7 @@ template <int FMT, int NT_, int STAGES_> struct Group {
     static constexpr int W_STAGE = 16 * 64;
     static constexpr int X_CHUNK = BM * KC * 2, X_STAGES = 3;
     static constexpr int STAGE = WARPS * W_STAGE + X_CHUNK;
-    static constexpr int SMEM = X_STAGES * X_CHUNK + STAGES * (STAGE + WARPS * SCALES);
+    static constexpr int SMEM = 64 + X_STAGES * X_CHUNK + STAGES * (STAGE + WARPS * SCALES);
 };
 
 template <int NT>
@@ -58,6 +58,16 @@ template <int BM> __device__ __forceinline__ uint64_t describe(uint32_t address)
     return (uint64_t)(address >> 4 & 0x3FFF) | (uint64_t)(BM * 16 >> 4) << 16 | (uint64_t)(128 >> 4) << 32;
 }
 
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void await(uint32_t barrier, int parity) {
+    asm volatile("{\n.reg .pred p;\nagain%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again%=;\n}\n" ::"r"(
+                     barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
 struct Eight {                                             // columns: what blocks share of a warp's 16 rows
     static constexpr int R = 1, NT = 1;
 };
@@ -73,6 +83,7 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) gro
     auto owner_of = [&](int unit) { return (int)(((long long)(unit + 1) * blocks - 1) / units); };
     const int begin = start_of(blockIdx.x), end = start_of(blockIdx.x + 1);
     uint8_t* const ring = smem + S::X_STAGES * S::X_CHUNK;
+    const uint32_t arranged = smem_address(ring) + S::STAGES * (S::STAGE + S::WARPS * S::SCALES);     // barriers
     const uint32_t to = smem_address(ring) + warp * S::W_STAGE, x_to = smem_address(ring) + S::WARPS * S::W_STAGE;
     uint8_t* const scale_ring = ring + S::STAGES * S::STAGE + warp * S::STAGES * S::SCALES;
     const size_t pitch = (size_t)p.K / 2;
@@ -140,7 +151,12 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) gro
             *(uint32_t*)(m + S::BM * 48) = __byte_perm(v.y, v.w, 0x7632);
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) arrive(arranged + to_stage * 8);
     };
+    if (threadIdx.x < S::X_STAGES)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(arranged + threadIdx.x * 8), "r"(S::WARPS) : "memory");
+    __syncthreads();
     let_others_start();
     aim(), aim_x();
 #pragma unroll
@@ -153,11 +169,12 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) gro
         commit();
     }
     wait<S::STAGES - 2>();
+    __syncwarp();
     arrange(0, 0);
 
     float sum[SUMS], part[INT ? SUMS : 4];
     float* const acc = INT ? part : sum;
-    int tile = begin / chunks, head = -1, tail = -1, unit = begin, slot = 0, stage = 0, at_scales = S::STAGES - 1;
+    int tile = begin / chunks, head = -1, tail = -1, unit = begin, slot = 0, stage = 0, parity = 0, at_scales = S::STAGES - 1;
     const int first_tile = tile;
     for (; unit < end; ++tile) {
         const int from = unit, until = min(end, (tile + 1) * chunks);
@@ -166,7 +183,6 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) gro
             for (int i = 0; i < SUMS; ++i) sum[i] = 0.f;
         }
         for (; unit < until; ++unit) {
-            __syncthreads();
             if (unit + S::STAGES - 1 < end) {
                 const int free = slot == 0 ? S::STAGES - 1 : slot - 1;
                 load(free), load_x(free);
@@ -194,6 +210,7 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) gro
                 uint32_t lows[4], highs[4];
                 decode<INT>(i == 0 ? low.x : i == 1 ? low.y : i == 2 ? low.z : low.w, factor[0][i >> 1], lows);
                 decode<INT>(i == 0 ? high.x : i == 1 ? high.y : i == 2 ? high.z : high.w, factor[1][i >> 1], highs);
+                if (i == 0) await(arranged + stage * 8, parity);
                 warpgroup_wait<1>();                          // the products that read this half of a
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
@@ -215,7 +232,9 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) gro
                 for (int i = 0; i < SUMS; ++i) sum[i] += (i & 2 ? upper : lower) * part[i];
             }
             wait<S::STAGES - 2>();
-            slot = slot == S::STAGES - 1 ? 0 : slot + 1, stage = stage == S::X_STAGES - 1 ? 0 : stage + 1;
+            __syncwarp();                                     // scales are for all lanes
+            slot = slot == S::STAGES - 1 ? 0 : slot + 1;
+            if (++stage == S::X_STAGES) stage = 0, parity ^= 1;
             if (unit + 1 < end) arrange(slot, stage);
         }
         warpgroup_wait<0>();

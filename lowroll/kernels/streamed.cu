@@ -12,8 +12,8 @@
 #define FORMAT NVFP4
 #endif
 #ifndef STAGES1
-#define STAGES1 5
-#define STAGES2 3
+#define STAGES1 4
+#define STAGES2 2
 #define GROUP_STAGES32 6
 #define GROUP_STAGES64 4
 #endif
