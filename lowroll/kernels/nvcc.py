@@ -1,9 +1,9 @@
 """CUDA C++ sources of this room, compiled by nvcc on first use and called through ctypes.
 
 The library lies in a folder of the user's own (`$XDG_CACHE_HOME/lowroll/kernels` or `~/.cache/lowroll/kernels`, mode
-0700), under a name that is the digest of the source, its headers (*.cuh beside it), the compiler and the options: what is there needs no compiler. It
-is made beside its name and moved there, so that processes that build at once do not meet. No torch headers take part:
-a build takes seconds, and a library fits every version of torch.
+0700), under a name that is the digest of the source, its headers (*.cuh beside it), the compiler and the options. It is
+made beside its name and moved there, so that processes that build at once do not meet. No torch headers take part: a
+build takes seconds, and a library fits every version of torch.
 """
 from __future__ import annotations
 
