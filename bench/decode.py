@@ -44,6 +44,7 @@ from bench.shapes import SHAPES, random_model
 from bench.targets import aimed, rollout, roof
 from lowroll import Engine, Group, Request, score
 from lowroll.engine.engine import pick_device
+from lowroll.quant.formats import get_format
 
 PARTS = ("rollout", "agreement", "start", "lengths")
 FORMATS = ("bf16", "fp8", "int8", "nvfp4")
@@ -165,7 +166,7 @@ def make_engine(model: str, format: str, batch: int, work: Work, device: torch.d
     synchronize(device)
     began = time.perf_counter()
     engine = Engine(master, weights=format, max_batch=batch, cache_tokens=work.cache_tokens(batch),
-                    max_prefill_tokens=PREFILL)
+                    max_prefill_tokens=PREFILL, keep_dense=get_format(format).bits < 8)
     synchronize(device)
     return engine, time.perf_counter() - began
 

@@ -35,7 +35,8 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 from bench.record import BASELINES, Row, interleave, show, speed_row, write
 from lowroll import Engine, Request
 from lowroll.demo import CONFIG as DEMO
-from lowroll.engine.scheduler import Plan, Sequence
+from lowroll.engine.runner import Drawn
+from lowroll.engine.sequence import Plan
 from lowroll.model import hf, initialize
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
@@ -89,15 +90,14 @@ def ours(engine: Engine, work: Workload, share: bool = True) -> Callable[[], lis
                                     seed=7, id=f"{i}.{j}"))
     draw = engine.runner.run
 
-    def scripted(plan: Plan) -> list[tuple[Sequence, int, float]]:
+    def scripted(plan: Plan) -> list[Drawn]:
         """What the runner drew, with each sample's last token replaced by the stop id, and no stop before it."""
         drawn = []
-        for sequence, token, logprob in draw(plan):
-            if len(sequence.token_ids) + 1 == length_of[sequence.request.id, sequence.sample]:
-                token = STOP
-            elif token == STOP:
-                token = STOP + 1
-            drawn.append((sequence, token, logprob))
+        for row in draw(plan):
+            past = len(row.sequence.token_ids) + 1
+            end = length_of[row.sequence.request.id, row.sequence.sample]
+            drawn.append(replace(row, token_ids=[STOP if past + i == end else STOP + 1 if token == STOP else token
+                                                 for i, token in enumerate(row.token_ids)]))
         return drawn
 
     def run() -> list[list[int]]:

@@ -68,7 +68,9 @@ def learner(cfg: RunConfig, where: Place) -> Transformer:
 
     Its weights are scaled first and its forward is aligned last, when the configuration asks for either.
     """
-    model = hf.load(cfg.model, where.device, where.dtype)
+    early = cfg.train.lora and cfg.train.uaq_scale is None        # dense weights are scaled
+    frozen = rollout_format(cfg, where) if early else None
+    model = hf.load(cfg.model, where.device, where.dtype, frozen)
     if any(linear.adapter is not None for _, linear in model.linears()):
         raise ValueError(f"model: {cfg.model} is an adapter folder; merge it into its base before training on")
     if not cfg.train.lora:
@@ -96,7 +98,8 @@ def engine(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer
     rollout, name = cfg.rollout, rollout_format(cfg, where, weights)
     return Engine(model, weights=name, dtype=None if get_format(name).dense else where.dtype, tokenizer=chat.tokenizer,
                   page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, max_batch=rollout.max_batch,
-                  prefill_chunk=rollout.prefill_chunk, noisy=cfg.noise is not None)
+                  prefill_chunk=rollout.prefill_chunk, noisy=cfg.noise is not None, bulk=rollout.bulk,
+                  keep_dense=rollout.keep_dense)
 
 
 def environments(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:

@@ -16,6 +16,7 @@ FILES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
     "config": (set(), {"pydantic", "pydantic_core", "yaml"}),
+    # quant -> kernels: a format multiplies by its kernel
     "quant": ({"kernels"}, {"torch"}),
     "checkpoint": ({"types"}, {"torch", "safetensors"}),
     # model -> checkpoint: folders of weights are published by the one atomic publisher, which knows no model
@@ -38,7 +39,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
 }
 # no room knows them
 COMPOSITION = {"assemble", "calibration", "inprocess", "evaluate", "diagnose", "supervised", "demo", "export", "cli"}
-TORCH_FREE = ("engine/scheduler.py", "engine/request.py", "kv/pages.py")
+TORCH_FREE = ("engine/scheduler.py", "engine/sequence.py", "engine/request.py", "kv/pages.py")
 LIGHT = ("types", "config", "advantages", "envs", "transport", "metrics", "orchestrator", "cli.main",
          "engine.scheduler", "engine.request", "kv.pages")
 

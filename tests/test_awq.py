@@ -16,7 +16,7 @@ from lowroll.demo import build_tokenizer
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
 from lowroll.model.rope import rotations
-from lowroll.model.transformer import Transformer
+from lowroll.model.transformer import Transformer, whole
 from lowroll.quant.formats import get_format
 from lowroll.weights import awq
 from lowroll.weights.publish import quantize_base, rollout_copy
@@ -80,8 +80,8 @@ def test_a_quantised_block_is_never_worse(tmp_path: Path, format: str) -> None:
     low, low_plain = (rollout_copy(m, format, torch.float32) for m in (model, plain))
     with torch.no_grad():
         for i, record in enumerate(records):
-            dense = plain.blocks[i](x, cos, sin, attend)
-            error, plain_error = (float((m.blocks[i](x, cos, sin, attend) - dense).square().mean())
+            dense = whole(plain.blocks[i], x, cos, sin, attend)
+            error, plain_error = (float((whole(m.blocks[i], x, cos, sin, attend) - dense).square().mean())
                                   for m in (low, low_plain))
             assert record.error == pytest.approx(error, rel=1e-3)
             assert record.plain_error == pytest.approx(plain_error, rel=1e-3)

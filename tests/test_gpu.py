@@ -14,6 +14,7 @@ from torch import Tensor
 
 import lowroll
 from lowroll import Engine, Request
+from lowroll.kernels import w8a8
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
@@ -105,8 +106,8 @@ def test_int8_products_are_the_cpus_integers(shape: tuple[int, int], rows: int) 
     codes_gpu, scale_gpu = int8.quantize_rows(x.cuda())
     assert torch.equal(codes_gpu.cpu(), codes) and torch.equal(scale_gpu.cpu(), scale)
     sums = codes.double() @ q.tensors["codes"].double().t()                # exact: integers below 2^53
-    want = sums.float() * q.tensors["scale"].flatten()
-    assert torch.equal(int8._integer_product(codes_gpu, q_gpu).cpu(), want)
+    want = sums.float() * q.tensors["scale"].flatten() * scale + bias
+    assert torch.equal(q_gpu.linear(x.cuda(), bias.cuda()).cpu(), want)
     torch.testing.assert_close(q_gpu.linear(x.cuda(), bias.cuda()).cpu(), q.linear(x, bias), rtol=1e-6, atol=1e-6)
 
 
@@ -146,12 +147,12 @@ def test_low_bit_codes_values_and_products_are_the_cpus(name: str, shape: tuple[
 def test_fp8_products_are_the_devices(shape: tuple[int, int]) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this device has no e4m3 product")
-    assert fp8._scaled_mm_is_right(torch.device("cuda", 0))
+    assert w8a8.has_e4m3(torch.device("cuda", 0))
     torch.manual_seed(0)
     codes_NK, codes_MK = fp8.to_e4m3(torch.randn(shape).cuda() * 99), fp8.to_e4m3(torch.randn(5, shape[1]).cuda() * 99)
     exact = codes_MK.double() @ codes_NK.double().t()
     bound = 1e-3 * codes_MK.double().norm(dim=-1, keepdim=True) * codes_NK.double().norm(dim=-1)
-    assert ((fp8._device_sums(codes_MK, codes_NK).double() - exact).abs() <= bound).all()
+    assert ((w8a8.e4m3_sums(codes_MK, codes_NK, torch.float32).double() - exact).abs() <= bound).all()
 
 
 # -- bfloat16: within its bound ---------------------------------------------------------------------------------------

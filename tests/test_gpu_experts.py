@@ -13,8 +13,8 @@ from lowroll.model.spec import spec_from_config
 from lowroll.quant.formats import quantize
 
 pytestmark = pytest.mark.gpu
-HIDDEN, WIDE, COUNT, CHOICES = 256, 96, 40, 4
-FORMATS = ("bf16", "int8", "fp8", "nvfp4", "mxfp4")
+HIDDEN, WIDE, COUNT, CHOICES = 256, 128, 40, 4
+FORMATS = ("bf16", "int8", "fp8", "nvfp4", "mxfp4", "int4")
 
 
 def stacks(format: str) -> tuple[Stack, Stack, Tensor, Tensor]:
@@ -34,7 +34,7 @@ def test_a_layer_is_near_float32(format: str, tokens: int) -> None:
     got = grouped.experts(x_TD, router_ED, gate_up, down, CHOICES, True)
     weights_TS, experts_TS = route.choose(x_TD, router_ED, CHOICES, True)
     logits_TE = x_TD.double() @ router_ED.double().t()
-    best = logits_TE.sort(-1, descending=True, stable=True).indices[:, :CHOICES]
+    best = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :CHOICES]
     assert (experts_TS.long() == best).float().mean() > 0.99
     want = torch.zeros(tokens, HIDDEN, device="cuda")
     x = rounded(x_TD, format).float()

@@ -16,7 +16,7 @@ from tiny import COMMON, FAMILIES, LLAMA3_ROPE, hf_folder, hf_model
 from torch import Tensor
 
 from lowroll.demo import build_tokenizer
-from lowroll.model import hf, lora
+from lowroll.model import hf, lora, tokenizer
 from lowroll.model.attention import varlen
 from lowroll.model.spec import ARCHITECTURES, spec_from_config
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
@@ -392,3 +392,29 @@ def test_headers_are_checked_before_anything_is_allocated(folder: Path, monkeypa
     refused(folder, UP1)
     with safe_open(folder / "model.safetensors", framework="pt") as opened:
         assert UP1 not in opened.keys()
+
+
+def test_the_end_of_sequence_is_read_without_transformers(tmp_path: Path, qwen3: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """The id that transformers says; and where the files do not say it, or not well, transformers is asked."""
+    build_tokenizer().save_pretrained(tmp_path)
+    want = load_tokenizer(tmp_path).eos_token_id
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    asked = []
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda folder: asked.append(folder) or load_tokenizer(folder))
+    for eos in (config["eos_token"], {"content": config["eos_token"], "__type": "AddedToken"}):
+        path.write_text(json.dumps({**config, "eos_token": eos}))
+        assert tokenizer.eos_id(tmp_path) == want and not asked
+    path.write_text(json.dumps({key: value for key, value in config.items() if key != "eos_token"}))
+    assert tokenizer.eos_id(tmp_path) == load_tokenizer(tmp_path).eos_token_id and len(asked) == 1
+    path.write_text(json.dumps({**config, "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
+    with pytest.raises(ValueError, match="auto_map"):
+        tokenizer.eos_id(tmp_path)
+    for damage in ("{", "[]", '{"added_tokens": [1]}', '{"added_tokens": 1}'):
+        build_tokenizer().save_pretrained(tmp_path)
+        (tmp_path / "tokenizer.json").write_text(damage)
+        with pytest.raises(ValueError, match=f"{tmp_path}: no tokenizer could be loaded"):
+            tokenizer.eos_id(tmp_path)
+    with pytest.raises(ValueError, match="no tokenizer here"):
+        tokenizer.eos_id(qwen3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowroll.kernels import quantise4
-from lowroll.kernels.sweep import uses_triton
+from lowroll.kernels.launch import fused
 from lowroll.quant.formats import get_format
 
 pytest.importorskip("triton")
@@ -63,5 +63,5 @@ if __name__ == "__main__":
     import warnings
 
     warnings.simplefilter("ignore")            # numpy counts overflows that are meant
-    assert uses_triton(torch.empty(0))
+    assert fused(torch.empty(0))
     check_bytes_are_those_of_plain_torch()

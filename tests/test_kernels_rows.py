@@ -24,7 +24,7 @@ def test_plain_rows_are_those_of_the_formats() -> None:
     assert torch.equal(got.codes_MK.float(), codes_MK) and torch.equal(got.scale_M1, scale_M1)
     got, (codes_MK, scale_M1) = quantize_rows(x_MK, "fp8"), fp8.quantize_rows(x_MK)
     assert torch.equal(got.codes_MK.float(), codes_MK.float()) and torch.equal(got.scale_M1, scale_M1)
-    with pytest.raises(ValueError, match="kind: 'fp4'"):
+    with pytest.raises(ValueError, match="rows: 'fp4'"):
         quantize_rows(x_MK, "fp4")
 
 

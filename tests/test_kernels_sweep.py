@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import sweep
+from lowroll.kernels.launch import fused
 
 pytest.importorskip("triton")
 M64 = (1 << 64) - 1
@@ -94,7 +95,7 @@ def test_compiled_for_a_gpu_nothing_spills(kernel: str, size: int) -> None:
     from triton.compiler import ASTSource
 
     function = getattr(sweep, kernel)
-    types = ("*i64", "*i32", "*i64" if size == 8 else "*i32", "i32", "constexpr", "constexpr", "constexpr")
+    types = ("*i64", "*i32", "*i64" if size == 8 else "*i32", "constexpr", "constexpr", "constexpr")
     constants = {"SIZE": size, "BLOCK": sweep.BLOCK_BYTES // size, "STEP": sweep.STEP_BYTES // size}
     source = ASTSource(function, dict(zip(function.arg_names, types, strict=True)), constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
@@ -102,7 +103,7 @@ def test_compiled_for_a_gpu_nothing_spills(kernel: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    assert sweep.uses_triton(torch.empty(0))
+    assert fused(torch.empty(0))
     sweep.BLOCK_BYTES, sweep.STEP_BYTES = 4096, 2048       # the interpreter takes its time
     for check in CHECKS:
         check()

@@ -17,7 +17,9 @@ from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor
 from lowroll.types import Group
-from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
+from lowroll.weights import aligned
+from lowroll.weights.noise import Noise
+from lowroll.weights.publish import beside, digest, publish, quantize_base, rollout_copy
 
 IDS = torch.randint(0, COMMON["vocab_size"], (31,), generator=torch.Generator().manual_seed(0))
 REQUEST = Request(IDS[:9].tolist(), n=3, max_tokens=12, seed=5, ignore_eos=True)
@@ -42,7 +44,7 @@ def nudge(model: Transformer, seed: int, size: float = 0.3) -> Transformer:
     """A training step, as the corridor sees it: everything that learns moves."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.trainable_parameters().values():
-        p += size * torch.randn(p.shape, generator=generator)
+        p += size * torch.randn(p.shape, generator=generator).to(p.device)
     return model
 
 
@@ -165,6 +167,46 @@ def test_norms_that_learn_over_a_quantised_base_are_not_shared(folder: Path) -> 
     assert all((mine[name] == theirs[name]) == name.endswith((".codes", ".scale")) for name in mine)
     publish(nudge(master, seed=2), rollout)
     assert all(torch.equal(t, tensors(rollout)[name]) for name, t in tensors(master).items())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_three_publications_with_and_without_noise_move_nothing(folder: Path, kind: str, format: str) -> None:
+    """Whoever holds an address (a CUDA graph) goes on with the new weights: it sees what a fresh copy has."""
+    master = hf.load(folder) if kind == "full" else lora_learner(folder, format)
+    dtype = torch.bfloat16 if format == "bf16" else torch.float32
+    rollout = rollout_copy(master, format, dtype, noisy=True)
+    places, held, seen = pointers(rollout), tensors(rollout), set()
+    head = None if rollout.head is None else rollout.head.tensors["weight"].data_ptr()
+    for version, noise in enumerate((Noise(1, 0.1), Noise(2, 0.1), None)):
+        publish(nudge(master, seed=version), rollout, noise)
+        fresh = rollout_copy(master, format, dtype, noisy=True)
+        publish(master, fresh, noise)
+        assert pointers(rollout) == places and (head is None or rollout.head.tensors["weight"].data_ptr() == head)
+        assert all(torch.equal(held[n].view(torch.uint8), t.view(torch.uint8)) for n, t in tensors(fresh).items())
+        assert torch.equal(logits(rollout), logits(fresh))
+        seen.add(digest(rollout))
+    assert len(seen) == 3
+
+
+def test_a_second_format_beside_the_first_is_published_with_it(folder: Path) -> None:
+    """Its codes are the engine's own, also where the learner multiplies with the same format; what was made of a frozen
+    base stays."""
+    master = aligned.align(hf.load(folder), "int8")
+    rollout = rollout_copy(master, "nvfp4", torch.float32)
+    bulk = beside(master, rollout, "int8")
+    places, stamp = pointers(bulk), digest(bulk)
+    aligned.refresh(nudge(master, seed=1))
+    assert digest(bulk) == stamp
+    publish(master, rollout, bulk=bulk)
+    assert pointers(bulk) == places and digest(bulk) == digest(rollout_copy(master, "int8", torch.float32)) != stamp
+    learner = lora_learner(folder, "nvfp4")
+    rollout = rollout_copy(learner, "nvfp4", torch.float32)
+    bulk = beside(learner, rollout, "int8")
+    before = {name: t.clone() for name, t in tensors(bulk).items()}
+    publish(nudge(learner, seed=2), rollout, bulk=bulk)
+    assert all(torch.equal(t, before[name]) == (".adapter." not in name) for name, t in tensors(bulk).items())
+    assert digest(bulk) == digest(beside(learner, rollout, "int8"))
 
 
 # -- rung P7: publish is a pure function of the master ----------------------------------------------------------------

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 import lowroll
+from lowroll.kernels.rows import quantize_rows
+from lowroll.kernels.w8a8 import multiply
 from lowroll.quant import int8
 from lowroll.quant.formats import get_format
 
@@ -46,10 +48,11 @@ def test_both_int8_products_agree_bitwise() -> None:
     """The fallback product and oneDNN's give the same float32 numbers."""
     torch.manual_seed(1)
     q = lowroll.quantize(torch.randn(48, 80), "int8")
-    codes, _ = int8.quantize_rows(torch.randn(9, 80))
+    rows, bias = quantize_rows(torch.randn(9, 80), "int8"), torch.randn(48)
     if not int8._onednn_is_exact():
         pytest.skip("this CPU's oneDNN int8 kernel is not exact")
-    assert torch.equal(int8._onednn_product(codes, q), int8._integer_product(codes, q))
+    fallback = multiply(rows, q.tensors["codes"], q.tensors["scale"], bias)
+    assert torch.equal(int8.Int8().product(rows, q, bias).dense(torch.float32), fallback.dense(torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

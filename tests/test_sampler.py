@@ -16,7 +16,7 @@ from lowroll.engine.sampler import (
     sample,
     uniform,
 )
-from lowroll.engine.scheduler import LiveGroup, Sequence
+from lowroll.engine.sequence import LiveGroup, Sequence
 from lowroll.types import Request
 
 PLAIN = Request(prompt_ids=[1, 2], max_tokens=9)

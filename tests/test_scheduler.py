@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowroll.engine.request import noise_key
-from lowroll.engine.scheduler import Plan, Scheduler
+from lowroll.engine.scheduler import Scheduler
+from lowroll.engine.sequence import Plan
 from lowroll.kv.pages import PagePool, page_keys, slots
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
 
@@ -60,17 +61,21 @@ class FakeRunner:
                 written.append(slot)
             assert chunk.is_last == (chunk.stop == len(s.prompt_ids))
             assert list(chunk.samples) == (s.group.sequences if chunk.is_last else [])
-            samples += [(x, draw(x.noise_key, x.length)) for x in chunk.samples]
+            samples += [(x, [draw(x.noise_key, x.length)]) for x in chunk.samples]
+        appended: dict[int, object] = {}
         for s in plan.decodes:
-            ids = s.prompt_ids + s.token_ids
+            ids, drawn = s.prompt_ids + s.token_ids, []
             assert s.num_cached == s.position == len(ids) - 1
-            self.read(s.pages, ids, s.position)
-            slot = s.pages[s.position // size] * size + s.position % size
-            self.store[slot] = (version, tuple(ids))
-            written.append(slot)
-            samples.append((s, draw(s.noise_key, s.length)))
-        pages = [slot // size for slot in written[len(written) - len(plan.decodes):]]
-        assert len(set(pages)) == len(pages), "two samples append to one page"
+            for _ in range(min(plan.steps, s.num_left)):
+                position = len(ids) - 1
+                self.read(s.pages, ids, position)
+                slot = s.pages[position // size] * size + position % size
+                self.store[slot] = (version, tuple(ids))
+                written.append(slot)
+                assert appended.setdefault(slot // size, s) is s, "two samples append to one page"
+                drawn.append(draw(s.noise_key, len(ids)))
+                ids.append(drawn[-1])
+            samples.append((s, drawn + [0] * (plan.steps - len(drawn))))       # a dead row's tokens mean nothing
         assert len(set(written)) == len(written), "two rows wrote one slot"
         return samples
 
@@ -129,8 +134,8 @@ def run_all(scheduler: Scheduler, runner: FakeRunner, limit: int = 5000) -> dict
 
 
 def commit_all(scheduler: Scheduler, samples: list[tuple]) -> None:
-    for sequence, token in samples:
-        scheduler.commit(sequence, token, -0.25)
+    for sequence, tokens in samples:
+        scheduler.commit_run(sequence, tokens, [-0.25] * len(tokens))
 
 
 def make(num_pages=16, page_size=4, **knobs) -> tuple[Scheduler, FakeRunner]:
@@ -385,7 +390,8 @@ def test_any_interleaving_keeps_pages_exact_and_rollouts_those_of_a_request_alon
     page_size = rng.randint(1, 4)
     num_pages = rng.randint(-(-17 // page_size), 24)            # one sample always fits, as validation guarantees
     scheduler, runner = make(num_pages, page_size, max_batch=rng.randint(1, 6), decode=letters,
-                             prefill_chunk=rng.choice([None, 1, 3]), max_prefill_tokens=rng.randint(1, 12))
+                             prefill_chunk=rng.choice([None, 1, 3]), max_prefill_tokens=rng.randint(1, 12),
+                             lookahead=rng.choice([1, 1, 2, 5]))
     requests: dict[int, Request] = {}
     aborted: set[int] = set()
     done: dict[int, Group] = {}

@@ -83,6 +83,8 @@ class RolloutConfig(Section):
     stop: Annotated[tuple[Text, ...], Strict(False)] = ()  # stop strings
     page_size: Count = 16                                  # tokens in a page of the KV cache
     max_batch: Count = 256                                 # sequences decoded together
+    bulk: Literal["int8", "fp8", "bf16"] | None = None     # a second format, used while many rows decode
+    keep_dense: bool = False                               # 4 bits on CUDA: dense weights beside, for many rows
     cache_tokens: Count | None = None                      # tokens that the KV cache holds; null: from the memory
     prefill_chunk: Count | None = None                     # prompt tokens a sequence prefills in one step; null: all
 

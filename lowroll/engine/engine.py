@@ -23,12 +23,12 @@ from lowroll.engine.scheduler import Scheduler
 from lowroll.kv.cache import KVCache
 from lowroll.kv.pages import PagePool
 from lowroll.model import hf
-from lowroll.model.tokenizer import load_tokenizer
+from lowroll.model.tokenizer import eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.quant.formats import get_format
+from lowroll.quant.formats import QTensor, get_format
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
 from lowroll.weights.noise import Noise
-from lowroll.weights.publish import digest, publish, rollout_copy
+from lowroll.weights.publish import beside, digest, publish, rollout_copy, rollout_load
 
 _DENSE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,14 +55,18 @@ class Engine:
     dtype: of activations, norms and KV cache; default float32 on CPU, bfloat16 on CUDA, and what a dense format says.
     cache_tokens: size of the KV cache; default a quarter of the free memory, at most `max_batch` whole contexts.
     max_batch: samples decoded at once. max_prefill_tokens: prompt tokens a step. prefill_chunk: longest piece of a
-    prompt in one step, None for whole prompts. noisy: `adopt` may put noise on the norms.
+    prompt in one step, None for whole prompts. noisy: `adopt` may put noise on the norms. bulk: a second format, kept
+    beside the first and used while many rows decode and for prompts (`engine.decoder`); each token's policy span has
+    the digest of the weights that drew it. keep_dense: hold the dequantised matrices of a 4-bit format beside its codes
+    (2 bytes a weight in bfloat16) for prompts and many rows; the weights are the same, and only time is saved (CUDA).
     ValueError names the argument that is wrong.
     """
 
     def __init__(self, model: Transformer | str | Path, weights: str | None = None, kv: None = None,
                  device: str | torch.device = "auto", dtype: torch.dtype | None = None, *, tokenizer: Any = None,
                  page_size: int = 16, cache_tokens: int | None = None, max_batch: int = 256,
-                 max_prefill_tokens: int = 8192, prefill_chunk: int | None = None, noisy: bool = False) -> None:
+                 max_prefill_tokens: int = 8192, prefill_chunk: int | None = None, noisy: bool = False,
+                 bulk: str | None = None, keep_dense: bool = False) -> None:
         if kv is not None:
             raise ValueError(f"kv: {kv!r} is not available yet; None is the dense cache")
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
@@ -70,24 +74,33 @@ class Engine:
         self.format = get_format(weights)
         place = model.device if isinstance(model, Transformer) and str(device) == "auto" else pick_device(device)
         dtype = self._pick_dtype(weights, dtype, place)
-        if not isinstance(model, Transformer):
-            assert self.folder is not None
-            model = hf.load(self.folder, place, dtype)
-        if model.device != place:
+        if isinstance(model, Transformer) and model.device != place:
             raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
-        self.model = rollout_copy(model, weights, dtype, noisy)
-        self.spec = model.spec
+        self.bulk: Transformer | None = None
+        if bulk is not None:
+            master = model if isinstance(model, Transformer) else hf.load(model, place, dtype)
+            self.model = rollout_copy(master, weights, dtype, noisy)
+            self.bulk = beside(master, self.model, get_format(bulk).name)
+        elif isinstance(model, Transformer):
+            self.model = rollout_copy(model, weights, dtype, noisy)
+        else:
+            assert self.folder is not None
+            self.model = rollout_load(self.folder, weights, place, dtype, noisy)
+        self.spec = self.model.spec
+        for _, linear in self.model.linears() if keep_dense and place.type == "cuda" else ():
+            if isinstance(linear.weight, QTensor) and not self.format.dense and self.format.rows is None:
+                linear.weight.keep_dense(dtype)
         num_pages = self._cache_tokens(cache_tokens, max_batch, dtype) // page_size
         if num_pages < 1:
             raise ValueError(f"cache_tokens: {cache_tokens} is less than one page of {page_size} tokens")
-        self.runner = Runner(self.model, num_pages, page_size)
+        self.runner = Runner(self.model, self.bulk, num_pages, page_size, max_batch)
         self.pool = PagePool(num_pages, page_size)
-        self.behavior = BehaviorTag((PolicySpan(0, digest(self.model)),), weights=weights)
+        self.behavior = BehaviorTag(self._policy(0), weights=weights if bulk is None else f"{weights}+{bulk}")
         self._tokenizer = tokenizer
         decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
         self.scheduler = Scheduler(self.pool, behavior=self.behavior, max_batch=max_batch,
                                    max_prefill_tokens=max_prefill_tokens, prefill_chunk=prefill_chunk,
-                                   eos_ids=self._eos_ids(), decode=decode)
+                                   lookahead=self.runner.lookahead, eos_ids=self._eos_ids(), decode=decode)
 
     # -- the door -----------------------------------------------------------------------------------------------
 
@@ -133,8 +146,9 @@ class Engine:
         except BaseException:
             self._give_up()
             raise
-        for sequence, token, logprob in drawn:
-            self.scheduler.commit(sequence, token, logprob)
+        for row in drawn:
+            self.scheduler.policy = self.behavior.policy[-1 if row.bulk else 0]
+            self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs)
 
     def score(self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float = 1.0,
               ) -> list[Tensor]:
@@ -175,12 +189,16 @@ class Engine:
         the noise, and the digest of what the engine now samples from. Pages of the prefix cache that were made under
         other weights are never served again.
         """
-        publish(master, self.model, noise)
-        span = PolicySpan(version, digest(self.model))
+        publish(master, self.model, noise, self.bulk)
         seed, sigma = (None, 0.0) if noise is None or noise.sigma == 0 else (noise.seed, noise.sigma)
-        self.behavior = replace(self.behavior, policy=(span,), noise_seed=seed, noise_sigma=sigma)
+        self.behavior = replace(self.behavior, policy=self._policy(version), noise_seed=seed, noise_sigma=sigma)
         self.scheduler.adopt(self.behavior)
         return self.behavior
+
+    def _policy(self, version: int) -> tuple[PolicySpan, ...]:
+        """A span for the weights of few rows, and one for those of many when there are such."""
+        models = (self.model,) if self.bulk is None else (self.model, self.bulk)
+        return tuple(PolicySpan(version, digest(model)) for model in models)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -218,8 +236,9 @@ class Engine:
 
     def _eos_ids(self) -> set[int]:
         ids = set(self.spec.eos_ids)
-        if self._has_tokenizer and self.tokenizer.eos_token_id is not None:
-            ids.add(self.tokenizer.eos_token_id)
+        if self._has_tokenizer:
+            known = eos_id(self.folder) if self._tokenizer is None and self.folder else self.tokenizer.eos_token_id
+            ids |= set() if known is None else {known}
         return ids
 
     def _pick_dtype(self, weights: str, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:

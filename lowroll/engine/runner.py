@@ -1,4 +1,4 @@
-"""Runs a plan on the model: page copies, one forward pass over all of its tokens, one draw for every row that needs it.
+"""Runs a plan on the model: page copies, the prompts of the step in one packed pass, and the rows that decode.
 
 `score` prefills a sequence for its log-probs alone.
 
@@ -6,11 +6,14 @@ Legend: T tokens of the step, D hidden size, V vocabulary, B rows that draw a to
 """
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from lowroll.engine.decoder import MOST_STEPS, Decoder
 from lowroll.engine.sampler import SamplingBatch, require_finite, sample
-from lowroll.engine.scheduler import Plan, Sequence
+from lowroll.engine.sequence import Plan, PrefillChunk, Sequence
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
@@ -18,26 +21,52 @@ from lowroll.model.transformer import Transformer
 SCORE_ROWS = 256           # rows whose logits exist at a time while a sequence is scored
 
 
-class Runner:
-    """Owns the KV cache and the device side of a step."""
+@dataclass(frozen=True)
+class Drawn:
+    """What a step drew for one sequence, in order, and whether the second model did."""
 
-    def __init__(self, model: Transformer, num_pages: int, page_size: int) -> None:
-        self.model = model
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: list[float]
+    bulk: bool
+
+
+class Runner:
+    """Owns the KV cache and the device side of a step. bulk: the model for many rows at once (`engine.decoder`)."""
+
+    def __init__(self, model: Transformer, bulk: Transformer | None, num_pages: int, page_size: int,
+                 max_batch: int) -> None:
+        self.model, self.bulk = model, bulk
         self.cache = KVCache(model.spec, num_pages, page_size, model.dtype, model.device)
-        self._steady: tuple[list[Sequence], SamplingBatch] | None = None
+        longest = min(num_pages, -(-model.spec.max_position // page_size))
+        self.decoder = Decoder(model, bulk, self.cache, max_batch, longest)
+
+    @property
+    def lookahead(self) -> int:
+        """Steps that decoding rows may take without the host: more than one where starting a step is what costs."""
+        return MOST_STEPS if self.model.device.type == "cuda" else 1
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> list[tuple[Sequence, int, float]]:
-        """(sequence, token, log-prob) of every decode row, then of every sample of a prompt that is through.
+    def run(self, plan: Plan) -> list[Drawn]:
+        """The tokens of every decode row, then of every sample of a prompt that is through.
 
         ValueError when the model gives a row no distribution (NaN or infinite logits).
         """
         self.cache.copy_pages(plan.copies)
-        if not plan.decodes and not plan.prefills:
-            return []
-        hidden_TD, last_rows = self._forward(plan)
-        rows, sequences = list(range(len(plan.decodes))), list(plan.decodes)
-        for chunk, last_row in zip(plan.prefills, last_rows, strict=True):
+        drawn: list[Drawn] = []
+        if plan.decodes:
+            tokens_BS, logprobs_BS = self.decoder.run(plan.decodes, plan.steps)
+            bulk = self.decoder.runs_bulk(self.decoder.size(len(plan.decodes)))
+            drawn = [Drawn(*row, bulk) for row in zip(plan.decodes, tokens_BS, logprobs_BS, strict=True)]
+        if plan.prefills:
+            drawn += self._prefill(plan.prefills)
+        return drawn
+
+    def _prefill(self, prefills: list[PrefillChunk]) -> list[Drawn]:
+        """Run chunks of prompts; the first token of each sample whose prompt is through."""
+        hidden_TD, last_rows = self._forward(prefills)
+        rows, sequences = list[int](), list[Sequence]()
+        for chunk, last_row in zip(prefills, last_rows, strict=True):
             rows += [last_row] * len(chunk.samples)
             sequences += chunk.samples
         if not sequences:
@@ -46,15 +75,18 @@ class Runner:
         logits_BV = self.model.logits(hidden_TD[unique.to(hidden_TD.device)])
         if len(unique) < len(rows):
             logits_BV = logits_BV[which_B.to(hidden_TD.device)]
-        tokens_B, logprobs_B = self._sample(logits_BV, sequences)
+        params = SamplingBatch.of(sequences, self.model.spec.vocab_size, self.model.device)
+        lengths_B = torch.tensor([s.length for s in sequences], device=self.model.device)
+        tokens_B, logprobs_B = sample(logits_BV, params, lengths_B)
         logprobs = logprobs_B.tolist()
         require_finite(logprobs)
-        return list(zip(sequences, tokens_B.tolist(), logprobs, strict=True))
+        return [Drawn(sequence, [token], [logprob], self.bulk is not None)
+                for sequence, token, logprob in zip(sequences, tokens_B.tolist(), logprobs, strict=True)]
 
     @torch.inference_mode()
     def score(self, ids: list[int], prompt_len: int, pages: list[int], temperature: float) -> Tensor:
         """Log-probs [response tokens], float32, of a sequence that is prefilled in one piece into `pages`."""
-        attend = PagedAttention(self.cache, [], [Chunk(0, len(ids), pages)], [])
+        attend = PagedAttention(self.cache, [Chunk(0, len(ids), pages)], [])
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)
         rows = [log_probs(self.model.logits(hidden_CD), temperature).gather(1, targets_C[:, None])[:, 0]
@@ -62,29 +94,17 @@ class Runner:
                                                 ids_T[prompt_len:].split(SCORE_ROWS), strict=True)]
         return torch.cat(rows)
 
-    def _forward(self, plan: Plan) -> tuple[Tensor, list[int]]:
-        """Hidden states of the step's tokens, and for each prefill chunk the row of its last token."""
-        decodes = [Chunk(s.position, s.position + 1, s.pages) for s in plan.decodes]
-        chunks = [Chunk(c.start, c.stop, c.sequence.pages) for c in plan.prefills]
+    def _forward(self, prefills: list[PrefillChunk]) -> tuple[Tensor, list[int]]:
+        """Hidden states of the chunks' tokens, and for each chunk the row of its last token."""
+        chunks = [Chunk(c.start, c.stop, c.sequence.pages) for c in prefills]
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
-        ids = [s.last_token for s in plan.decodes]
-        positions = [chunk.start for chunk in decodes]
-        last_rows = [0] * len(chunks)
+        ids, positions, last_rows = list[int](), list[int](), [0] * len(chunks)
         for i in (*fresh, *later):
             chunk = chunks[i]
-            ids += plan.prefills[i].sequence.prompt_ids[chunk.start:chunk.stop]
+            ids += prefills[i].sequence.prompt_ids[chunk.start:chunk.stop]
             positions += range(chunk.start, chunk.stop)
             last_rows[i] = len(ids) - 1
-        attend = PagedAttention(self.cache, decodes, [chunks[i] for i in fresh], [chunks[i] for i in later])
-        device = self.model.device
-        return self.model(torch.tensor(ids, device=device), torch.tensor(positions, device=device), attend), last_rows
-
-    def _sample(self, logits_BV: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-        if self._steady is None or self._steady[0] != sequences:
-            params = SamplingBatch.of(sequences, self.model.spec.vocab_size, self.model.device)
-            self._steady = (sequences, params) if params.steady else None
-        else:
-            params = self._steady[1]
-        positions_B = torch.tensor([s.length for s in sequences], device=self.model.device)
-        return sample(logits_BV, params, positions_B)
+        attend = PagedAttention(self.cache, [chunks[i] for i in fresh], [chunks[i] for i in later])
+        model, device = self.bulk or self.model, self.model.device
+        return model(torch.tensor(ids, device=device), torch.tensor(positions, device=device), attend), last_rows

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.engine.scheduler import Sequence
+from lowroll.engine.sequence import Sequence
 from lowroll.model.logprobs import log_probs
 
 CDF_BLOCK = 128
@@ -61,7 +61,6 @@ class SamplingBatch:
     def of(cls, sequences: Rows[Sequence], vocab_size: int, device: torch.device | str = "cpu") -> SamplingBatch:
         """Collect the parameters of the next token of each sequence."""
         requests = [s.request for s in sequences]
-        signed = [key - 2**64 if key >= 2**63 else key for key in (s.noise_key for s in sequences)]
         # greedy rows skip the filters: the argmax survives each of them
         ranked = [(i, min(r.top_k or vocab_size, vocab_size), r.top_p) for i, r in enumerate(requests)
                   if r.temperature and (r.top_k or r.top_p < 1)]
@@ -79,7 +78,7 @@ class SamplingBatch:
             return tuple(map(put, zip(*rows, strict=True), dtypes)) if rows else None
 
         return cls(
-            keys_B=put(signed, torch.int64),
+            keys_B=put([signed(s.noise_key) for s in sequences], torch.int64),
             temperature_B=put(temperature, torch.float32) if any(t != 1 for t in temperature) else None,
             greedy_B=put(greedy, torch.bool) if any(greedy) else None,
             penalised=columns(seen, torch.int64, torch.int64, torch.float32),      # type: ignore[arg-type]
@@ -87,6 +86,11 @@ class SamplingBatch:
             ranked=columns(ranked, torch.int64, torch.int64, torch.float64),       # type: ignore[arg-type]
             log_min_p_B=put(log_min_p, torch.float32) if max(log_min_p, default=-math.inf) > -math.inf else None,
         )
+
+
+def signed(key: int) -> int:
+    """The int64 with the bits of a 64-bit noise key."""
+    return key - 2**64 if key >= 2**63 else key
 
 
 def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tuple[Tensor, Tensor]:

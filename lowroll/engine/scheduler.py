@@ -17,7 +17,7 @@ sample enters when a row is free and when the pages it could ever need,
 
     ceil((prompt + max_tokens - 1) / page_size) - (pages it shares)        (the last sampled token is never stored)
 
-are free and promised to nobody else. They are given out one by one as it grows, and the promise lapses when it ends.
+are free and promised to nobody else. They are given out as it grows, and the promise lapses when it ends.
 Only the oldest group can have samples outside; it holds nothing but its prompt, which they need anyway. So when all
 others have ended, one more sample always fits: no deadlock. A group larger than the cache or than `max_batch`
 simply enters in waves.
@@ -30,99 +30,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from lowroll.engine.request import noise_key, sampler_settings
+from lowroll.engine.sequence import LiveGroup, Plan, PrefillChunk, Sequence
 from lowroll.kv.pages import PagePool, page_keys
-from lowroll.types import BehaviorTag, FinishReason, Group, PolicySpan, Request, Rollout
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One sample while it is generated. Position t counts from the first prompt token."""
-
-    group: LiveGroup = field(repr=False)
-    sample: int
-    noise_key: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[PolicySpan] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)     # its page table; empty until it forks and after it ends
-    num_cached: int = 0                                # positions whose K/V are stored
-    promised: int = 0                                  # pages reserved for it and not yet given out
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    behavior: BehaviorTag | None = None                # how its last token was drawn
-
-    @property
-    def request(self) -> Request:
-        return self.group.request
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        return self.group.request.prompt_ids
-
-    @property
-    def length(self) -> int:
-        """Prompt and sampled tokens: the position at which the next token will stand (the noise counter)."""
-        return len(self.prompt_ids) + len(self.token_ids)
-
-    @property
-    def position(self) -> int:
-        """Where the last token stands. A decode row runs that token and stores its K/V there."""
-        return self.length - 1
-
-    @property
-    def last_token(self) -> int:
-        return self.token_ids[-1]
-
-    def banned_ids(self) -> tuple[int, ...]:
-        """Ids that must not be drawn next: those that would end the sample before `min_tokens` tokens."""
-        return self.group.stop_ids if len(self.token_ids) < self.request.min_tokens else ()
-
-
-@dataclass(eq=False)
-class LiveGroup:
-    """A request in the engine."""
-
-    handle: int
-    request: Request
-    stop_ids: tuple[int, ...]
-    sequences: list[Sequence] = field(default_factory=list)
-    outside: deque[Sequence] = field(default_factory=deque)    # samples not admitted yet, in order
-    prompt_pages: list[int] = field(default_factory=list)      # held from admission until the last sample has forked
-    num_unforked: int = 0                  # samples that have no page table yet and have not ended
-    num_prefilled: int = 0                 # prompt positions given to a prefill chunk (or served by the prefix cache)
-    num_open: int = 0                      # samples that have not ended
-    tail_writer: Sequence | None = None    # who may append to the partial last prompt page
-    salt: bytes = b""                      # the prefix cache's salt when the prompt was admitted
-
-    @property
-    def leader(self) -> Sequence:
-        return self.sequences[0]
-
-
-@dataclass(frozen=True)
-class PrefillChunk:
-    """Run prompt tokens [start, stop) and store their K/V in the leader's pages.
-
-    If `is_last`, the last hidden state gives the first token's logits: sample and commit all of `samples`.
-    """
-
-    sequence: Sequence         # the group's leader
-    start: int
-    stop: int
-    is_last: bool
-    samples: tuple[Sequence, ...]      # the group's sequences if is_last, else none
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One step's work. `copies` (source page, target page) come first; no page is both a source and a target."""
-
-    prefills: list[PrefillChunk]
-    decodes: list[Sequence]
-    copies: list[tuple[int, int]]
+from lowroll.types import BehaviorTag, FinishReason, Group, Request, Rollout
 
 
 class Scheduler:
@@ -130,21 +43,24 @@ class Scheduler:
 
     max_batch: rows, i.e. samples admitted at once. max_prefill_tokens: prompt tokens of one step (a single chunk may
     exceed it, so that every prompt can run). prefill_chunk: longest chunk of a prompt in one step, None for whole
-    prompts. behavior: how tokens are drawn now; its last policy span names the weights. decode: token ids to text,
+    prompts. lookahead: most steps that decode rows take between two plans, when no prompt waits for its turn.
+    behavior: how tokens are drawn now; its last policy span names the weights. decode: token ids to text,
     needed for stop strings only.
     """
 
     def __init__(self, pool: PagePool, *, behavior: BehaviorTag, max_batch: int, max_prefill_tokens: int,
-                 prefill_chunk: int | None = None, eos_ids: Iterable[int] = (),
+                 prefill_chunk: int | None = None, lookahead: int = 1, eos_ids: Iterable[int] = (),
                  decode: Callable[[list[int]], str] | None = None) -> None:
         for name, value in (("max_batch", max_batch), ("max_prefill_tokens", max_prefill_tokens),
-                            ("prefill_chunk", 1 if prefill_chunk is None else prefill_chunk)):
+                            ("prefill_chunk", 1 if prefill_chunk is None else prefill_chunk),
+                            ("lookahead", lookahead)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.pool = pool
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
         self.prefill_chunk = prefill_chunk
+        self.lookahead = lookahead
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
         self.promised = 0                                   # sum of the sequences' promises; never over pool.num_free
@@ -221,17 +137,17 @@ class Scheduler:
         """Admit what fits, then give every decode row the page that its token's K/V go to."""
         self._admit()
         prefills = self._plan_prefills()
-        decodes, copies = [], []
-        for sequence in self._running:
-            if not sequence.token_ids:
-                continue                                    # its prompt is still running
-            if not sequence.pages:
-                copies += self._fork(sequence)
-            if len(sequence.pages) * self.pool.page_size <= sequence.position:
-                sequence.pages += self.pool.allocate(1)
-                self._promise(sequence, sequence.promised - 1)
-            decodes.append(sequence)
-        return Plan(prefills, decodes, copies)
+        rows = [sequence for sequence in self._running if sequence.token_ids]      # of the others the prompt is running
+        most = max(1, self.lookahead // 2) if self._waiting else self.lookahead      # others wait for rows that end
+        steps = 1 if prefills else min(most, max((s.num_left for s in rows), default=1))
+        copies = [copy for sequence in rows if not sequence.pages for copy in self._fork(sequence)]
+        for sequence in rows:
+            last = sequence.position + min(steps, sequence.num_left) - 1           # whose K/V this plan's steps store
+            missing = last // self.pool.page_size + 1 - len(sequence.pages)
+            if missing > 0:
+                sequence.pages += self.pool.allocate(missing)
+                self._promise(sequence, sequence.promised - missing)
+        return Plan(prefills, rows, copies, steps)
 
     def commit(self, sequence: Sequence, token_id: int, logprob: float) -> None:
         """Append a sampled token; end the sample if it stops here. Raises ValueError for a non-finite log-prob."""
@@ -253,6 +169,20 @@ class Scheduler:
             self._finish(sequence, "stop", stop)
         elif len(sequence.token_ids) == sequence.request.max_tokens:
             self._finish(sequence, "length")
+
+    def commit_run(self, sequence: Sequence, token_ids: list[int], logprobs: list[float]) -> None:
+        """`commit` of several tokens; those behind the end of the sample are dropped."""
+        group = sequence.group
+        may_end = (not sequence.token_ids or sequence.finish_reason is not None or group.request.stop_strings
+                   or len(token_ids) >= sequence.num_left or not set(token_ids).isdisjoint(group.stop_ids))
+        self.commit(sequence, token_ids[0], logprobs[0])
+        if may_end:
+            for token_id, logprob in zip(token_ids[1:], logprobs[1:], strict=True):
+                self.commit(sequence, token_id, logprob)
+            return
+        sequence.token_ids += token_ids[1:]
+        sequence.logprobs += logprobs[1:]
+        sequence.num_cached = sequence.length - 1
 
     # -- admission ----------------------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ from lowroll.kernels.launch import block, fused, jit, tl
 
 CDF_BLOCK = 128
 TILE = 2048
+WARPS = 4
+PICK_WARPS = 4
 _WORD = 0xFFFFFFFF
 
 
@@ -45,10 +47,10 @@ def draw(logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor, temperature_B: 
     tokens_B = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
     logprobs_B = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
     _masses_kernel[(rows * tiles,)](logits_BV, temperature_B, greedy_B, largest_BC, mass_BC, tokens, tiles, stride,
-                                    BLOCK=TILE, num_warps=4)
+                                    BLOCK=TILE, num_warps=WARPS)
     _pick_kernel[(rows,)](logits_BV, keys_B, positions_B, temperature_B, greedy_B, largest_BC, mass_BC, tokens_B,
                           logprobs_B, tokens, tiles, stride, BLOCK=TILE, TILES=max(16, block(tiles)),
-                          num_warps=4)
+                          num_warps=PICK_WARPS)
     return tokens_B, logprobs_B
 
 
@@ -122,14 +124,19 @@ def _last_positive(p_BK: Tensor) -> Tensor:
 # -- Triton -----------------------------------------------------------------------------------------------------------
 
 @jit
+def _shift(largest, factor):
+    """The exponent of 2 that a tile's masses leave out, rounded once."""
+    return tl.where(largest == float("-inf"), 0.0, largest * factor)
+
+
+@jit
 def _tile(logits_ptr, row, tile, factor, tokens, stride, BLOCK: tl.constexpr):
-    """Logits of a tile, their maximum, and their masses 2^((x - max) * factor); -inf and 0 beyond the vocabulary."""
+    """Logits of a tile, their maximum, and their masses 2^(x * factor - shift); -inf and 0 beyond the vocabulary."""
     offs_n = tile * BLOCK + tl.arange(0, BLOCK)
     x_n = tl.load(logits_ptr + row.to(tl.int64) * stride + offs_n, mask=offs_n < tokens, other=float("-inf"))
     x_n = x_n.to(tl.float32)
     largest = tl.max(x_n, 0)
-    p_n = tl.exp2((x_n - tl.where(largest == float("-inf"), 0.0, largest)) * factor)
-    return offs_n, x_n, largest, p_n
+    return offs_n, x_n, largest, tl.exp2(tl.fma(x_n, factor, -_shift(largest, factor)))
 
 
 @jit
@@ -172,9 +179,9 @@ def _pick_kernel(logits_ptr, keys_ptr, positions_ptr, temperature_ptr, greedy_pt
     max_c = tl.load(largest_ptr + row * tiles + offs_c, mask=offs_c < tiles, other=float("-inf"))
     mass_c = tl.load(mass_ptr + row * tiles + offs_c, mask=offs_c < tiles, other=0.0).to(tl.float64)
     largest = tl.max(max_c, 0)
-    share_c = tl.exp((max_c - largest).to(tl.float64) / temperature)
-    share_c = tl.where(mass_c == 0, 0.0, share_c)
-    mass_c = mass_c * share_c
+    factor = 1.4426950408889634 / temperature
+    shift = _shift(largest, factor)
+    mass_c = tl.where(mass_c == 0, 0.0, mass_c * tl.exp2(_shift(max_c, factor) - shift))
     total = tl.sum(mass_c, 0)
 
     key, position = tl.load(keys_ptr + row), tl.load(positions_ptr + row)
@@ -187,14 +194,16 @@ def _pick_kernel(logits_ptr, keys_ptr, positions_ptr, temperature_ptr, greedy_pt
         first = tl.min(tl.where(max_c == largest, offs_c, TILES - 1), 0)
         tile = tl.where(greedy, first, tile)
 
-    offs_n, x_n, tile_max, p_n = _tile(logits_ptr, row, tile, 1.4426950408889634 / temperature, tokens, stride, BLOCK)
-    share = tl.exp((tile_max - largest).to(tl.float64) / temperature)
-    token, _ = _reached(p_n.to(tl.float64), offs_n, (u * total - before) / share, 2147483647)
+    offs_n, x_n, tile_max, p_n = _tile(logits_ptr, row, tile, factor, tokens, stride, BLOCK)
+    target = (u * total - before) / tl.exp2(_shift(tile_max, factor) - shift)
+    token, _ = _reached(p_n.to(tl.float64), offs_n, target, 2147483647)
     if greedy_ptr is not None:
         best = tl.min(tl.where(x_n == largest, offs_n, 2147483647), 0)
         token = tl.where(greedy, best, token)
     chosen = tl.sum(tl.where(offs_n == token, x_n, 0.0), 0)
-    logp = (chosen - largest).to(tl.float64) / temperature - tl.log(total)
+    # the rounding of the shift stands in the total, and is taken out again
+    rounded = largest.to(tl.float64) * factor - shift
+    logp = (chosen - largest).to(tl.float64) / temperature + rounded * 0.6931471805599453 - tl.log(total)
     finite = (total > 0) & (total < float("inf")) & (largest > float("-inf")) & (largest < float("inf"))
     tl.store(token_ptr + row, tl.where(finite, token, 0).to(tl.int64))
     tl.store(logp_ptr + row, tl.where(finite, logp, float("nan")).to(tl.float32))

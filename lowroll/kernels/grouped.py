@@ -10,6 +10,7 @@ the first product. `experts` chains it all.
     w8a8      int8 or e4m3 codes on both sides, (sum_k q_x q_w) s_x s_w
     nvfp4     e2m1 codes, an e4m3 scale for 16 weights of a row, over a global scale of the matrix or the row
     mxfp4     e2m1 codes, a power of two for 32 weights of a row
+    int4      codes that stand for n - 8, a scale for 128 weights of a row, which is rounded to bfloat16 first
 
 Tiles depend on shapes alone: a launch has as many programs as the tiles can be in the worst case.
 
@@ -35,8 +36,8 @@ class Stack:
 
     kind: str
     num_experts: int
-    codes_NK: Tensor                        # floats, int8, float8_e4m3fn; uint8 [N, K / 2]: two e2m1 codes a byte
-    scale_N1: Tensor | None = None          # w8a8: float32; nvfp4: float8_e4m3fn [N, K / 16]; mxfp4: uint8 [N, K / 32]
+    codes_NK: Tensor                        # floats, int8, float8_e4m3fn; uint8 [N, K / 2]; int4: int32 [N, K / 8]
+    scale_N1: Tensor | None = None          # w8a8, int4: float32; nvfp4: float8_e4m3fn; mxfp4: uint8
     global_scale: Tensor | None = None      # nvfp4: float32 [1] or [N]
 
     @property
@@ -46,12 +47,17 @@ class Stack:
 
     @property
     def features(self) -> int:
-        return self.codes_NK.shape[1] * (2 if self.packed else 1)
+        return self.codes_NK.shape[1] * (2 * self.codes_NK.element_size() if self.packed else 1)
+
+    @property
+    def block(self) -> int:
+        """Features that stand together in the order of packed codes, see `triton_grouped`."""
+        return 32 if self.kind == "mxfp4" else 16 if self.packed else 0
 
     @property
     def packed(self) -> bool:
         """Two codes a byte?"""
-        return self.kind in ("nvfp4", "mxfp4")
+        return self.kind in ("nvfp4", "mxfp4", "int4")
 
 
 def experts(x_TD: Tensor, router_ED: Tensor, gate_up: Stack, down: Stack, choices: int, renormalize: bool) -> Tensor:
@@ -59,7 +65,7 @@ def experts(x_TD: Tensor, router_ED: Tensor, gate_up: Stack, down: Stack, choice
     weights_TS, experts_TS = choose(x_TD, router_ED, choices, renormalize)
     groups = sort_slots(experts_TS, gate_up.num_experts)
     h_PF = _launch(*_operand(x_TD, gate_up), gate_up, groups, x_TD.dtype, choices=choices, swiglu=True,
-                   blocked=down.packed)
+                   blocked=down.block)
     h_PF, scale_P1 = (h_PF, None) if down.packed else _operand(h_PF, down)
     y_PD = _launch(h_PF, scale_P1, down, groups, x_TD.dtype, to_slots=True)
     return combine(y_PD, weights_TS, x_TD.dtype)
@@ -73,14 +79,14 @@ def multiply(x_PK: Tensor, stack: Stack, groups: Groups) -> Tensor:
 def runs(stack: Stack, dtype: torch.dtype) -> bool:
     """Do the kernels multiply these matrices with activations of this dtype?"""
     if stack.packed:
-        return dtype == torch.bfloat16 and stack.features % (32 if stack.kind == "mxfp4" else 16) == 0
+        return dtype == torch.bfloat16 and stack.features % stack.block == 0
     return stack.kind == "w8a8" or stack.codes_NK.dtype == dtype
 
 
 def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
     """Activations as the product with these matrices reads them, and their scales."""
-    if stack.packed:           # [M, 16, K / 16]: the features of the first code of all blocks, then of the second, ...
-        return x_MK.view(len(x_MK), -1, 16).transpose(1, 2).contiguous(), None
+    if stack.packed:           # the features of the first code of all blocks, then of the second, ...
+        return x_MK.view(len(x_MK), -1, stack.block).transpose(1, 2).contiguous(), None
     if stack.kind == "dense":
         return x_MK.contiguous(), None
     quantized = quantize_rows(x_MK, "int8" if stack.codes_NK.dtype == torch.int8 else "fp8")
@@ -99,19 +105,21 @@ class Tiles:
 
 
 def tiles(stack: Stack, slots: int) -> Tiles:
-    """By the slots that an expert has on average: up to 16 the weights' bytes decide, later the tensor cores do."""
-    places = min(128, max(16, block(slots // stack.num_experts)))
+    """By twice the slots that an expert has on average: few experts are cut, and the narrow side is filled."""
+    places = min(128, max(16, block(2 * slots // stack.num_experts)))
     if stack.packed:
-        return Tiles(min(places, 64), 64, 512, stages=3)
+        few = 4 * slots < stack.num_experts
+        features = 16 * stack.block                   # as few as the tensor cores take of each code of a block
+        return Tiles(8, 32, features, warps=2, stages=3) if few else Tiles(min(places, 32), 64, features, stages=2)
     if stack.codes_NK.dtype == torch.float32:
         return Tiles(16, 64, 32, stages=2)
     if places >= 64:
-        return Tiles(places, 128, 64 * (2 if stack.kind == "w8a8" else 1), warps=8, stages=3)
-    return Tiles(places, 64, 128 * (2 if stack.kind == "w8a8" else 1), stages=4)
+        return Tiles(places, 128, 128 if stack.kind == "w8a8" else 64, warps=8, stages=3)
+    return Tiles(places, 64, 128, stages=4)
 
 
 def _launch(x: Tensor, x_scale: Tensor | None, stack: Stack, groups: Groups, dtype: torch.dtype, *, choices: int = 0,
-            swiglu: bool = False, to_slots: bool = False, blocked: bool = False, chosen: Tiles | None = None) -> Tensor:
+            swiglu: bool = False, to_slots: bool = False, blocked: int = 0, chosen: Tiles | None = None) -> Tensor:
     """One product. The arguments are those of `triton_grouped.multiply`; `chosen` in place of `tiles`."""
     from lowroll.kernels import triton_grouped as kernels
 
@@ -123,7 +131,7 @@ def _launch(x: Tensor, x_scale: Tensor | None, stack: Stack, groups: Groups, dty
     per_expert = -(-rows // (size.rows // 2 if swiglu else size.rows))
     kernels.multiply[(most * per_expert,)](
         x, x_scale, stack.codes_NK.view(torch.int64) if stack.packed else stack.codes_NK,
-        stack.scale_N1 if stack.scale_N1 is None or not stack.packed else stack.scale_N1.view(torch.uint8),
+        stack.scale_N1.view(torch.uint8) if stack.kind == "nvfp4" and stack.scale_N1 is not None else stack.scale_N1,
         stack.global_scale, y, groups.slot_P, groups.ends_E, slots, count, rows, stack.features, KIND=stack.kind,
         CHOICES=choices, SWIGLU=swiglu, TO_SLOTS=to_slots,
         G_ROWS=stack.global_scale is not None and stack.global_scale.numel() > 1, BLOCKED=blocked,
@@ -169,10 +177,12 @@ def _grouped_mm_is_right(device: torch.device) -> bool:
     groups = sort_slots(torch.tensor([0, 2], device=device).repeat_interleave(20)[:, None], 3)
     try:
         got_PN = F.grouped_mm(x_PK, w_ENK.transpose(1, 2), offs=groups.ends_E)
+        got_PK = F.grouped_mm(got_PN, w_ENK, offs=groups.ends_E)
         got_ENK = F.grouped_mm(got_PN.t(), x_PK, offs=groups.ends_E)
     except (RuntimeError, AttributeError, NotImplementedError, ValueError, TypeError):
         return False
     wanted_PN = torch.cat([x_PK[:20] @ w_ENK[0].t(), x_PK[20:] @ w_ENK[2].t()])
+    wanted_PK = torch.cat([got_PN[:20] @ w_ENK[0], got_PN[20:] @ w_ENK[2]])
     wanted_ENK = torch.stack([got_PN[:20].t() @ x_PK[:20], torch.zeros_like(w_ENK[0]), got_PN[20:].t() @ x_PK[20:]])
     return all(torch.allclose(got.float(), wanted.float(), rtol=0.02, atol=0.5)
-               for got, wanted in ((got_PN, wanted_PN), (got_ENK, wanted_ENK)))
+               for got, wanted in ((got_PN, wanted_PN), (got_PK, wanted_PK), (got_ENK, wanted_ENK)))

@@ -15,6 +15,7 @@ Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,11 +65,69 @@ def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
     return Groups(slot_P, place_P, torch.searchsorted(sorted_P, every_E, right=True, out_int32=True))
 
 
-def combine(y_PD: Tensor, weights_TS: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weighted sums over the slots (in their order, not by place) of every token: [T, D]. Differentiable."""
-    if fused(y_PD) and not (torch.is_grad_enabled() and (y_PD.requires_grad or weights_TS.requires_grad)):
-        return _combine(y_PD, weights_TS, dtype)
-    return (y_PD.view(*weights_TS.shape, -1) * weights_TS[..., None]).sum(1).to(dtype)
+def gather(x_TD: Tensor, groups: Groups, choices: int) -> Tensor:
+    """The rows of tokens at the places of their slots: [P, D]. Differentiable, in a fixed order of sums."""
+    return _Gather.apply(x_TD, groups, choices)
+
+
+def combine(y_PD: Tensor, weights_TS: Tensor, dtype: torch.dtype, groups: Groups | None = None) -> Tensor:
+    """The weighted sum over the slots of every token: [T, D]. y lies by place, or by slot if no groups are given.
+
+    Differentiable where y lies by place.
+    """
+    if groups is None:
+        return _sum_slots(y_PD, None, weights_TS, weights_TS.shape[1], dtype)
+    return _Combine.apply(y_PD, weights_TS, dtype, groups)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, groups: Groups, choices: int) -> Tensor:
+        ctx.groups, ctx.choices = groups, choices
+        return x_TD[groups.slot_P // choices]
+
+    @staticmethod
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum_slots(grad_PD, ctx.groups, None, ctx.choices, grad_PD.dtype), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_PD: Tensor, weights_TS: Tensor, dtype: torch.dtype, groups: Groups) -> Tensor:
+        ctx.save_for_backward(y_PD, weights_TS)
+        ctx.groups = groups
+        return _sum_slots(y_PD, groups, weights_TS, weights_TS.shape[1], dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        y_PD, weights_TS = ctx.saved_tensors
+        (slots, features), choices, slot_P = y_PD.shape, weights_TS.shape[1], ctx.groups.slot_P
+        if not fused(y_PD):
+            grad_PD = grad_TD.float()[slot_P // choices]
+            w_grad_TS = (grad_PD * y_PD.float()).sum(1)[ctx.groups.place_P].view_as(weights_TS)
+            return (grad_PD * weights_TS.flatten()[slot_P, None]).to(y_PD.dtype), w_grad_TS, None, None
+        from lowroll.kernels import triton_route as kernels
+
+        y_grad_PD, w_grad_TS = torch.empty_like(y_PD), torch.empty_like(weights_TS)
+        kernels.spread[(slots,)](grad_TD.contiguous(), y_PD, slot_P, weights_TS, y_grad_PD, w_grad_TS, features,
+                                 CHOICES=choices, BLOCK_D=min(2048, block(features)), num_warps=4)
+        return y_grad_PD, w_grad_TS, None, None
+
+
+def _sum_slots(y_PD: Tensor, groups: Groups | None, weights_TS: Tensor | None, choices: int,
+               dtype: torch.dtype) -> Tensor:
+    tokens, features = y_PD.shape[0] // choices, y_PD.shape[1]
+    if not fused(y_PD):
+        y_TSD = (y_PD if groups is None else y_PD[groups.place_P]).view(tokens, choices, features)
+        return (y_TSD if weights_TS is None else y_TSD * weights_TS[..., None]).sum(1).to(dtype)
+    from lowroll.kernels import triton_route as kernels
+
+    out_TD = torch.empty((tokens, features), dtype=dtype, device=y_PD.device)
+    wide = min(1024, block(features))
+    kernels.combine[(tokens, -(-features // wide))](
+        y_PD.contiguous(), None if groups is None else groups.place_P, weights_TS, out_TD, features, CHOICES=choices,
+        BLOCK_D=wide, num_warps=4)
+    return out_TD
 
 
 def _choose(x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -96,14 +155,3 @@ def _sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
     kernels.sort[(num_experts,)](experts_TS.contiguous(), slot_P, place_P, ends_E, slots,
                                  BLOCK_P=min(1024, max(16, block(slots))), num_warps=4)
     return Groups(slot_P, place_P, ends_E)
-
-
-def _combine(y_PD: Tensor, weights_TS: Tensor, dtype: torch.dtype) -> Tensor:
-    from lowroll.kernels import triton_route as kernels
-
-    (tokens, choices), features = weights_TS.shape, y_PD.shape[1]
-    out_TD = torch.empty((tokens, features), dtype=dtype, device=y_PD.device)
-    wide = min(1024, block(features))
-    kernels.combine[(tokens, -(-features // wide))](y_PD, weights_TS, out_TD, features, CHOICES=choices, BLOCK_D=wide,
-                                                    num_warps=4)
-    return out_TD

@@ -10,18 +10,13 @@ Sums and maxima are of integers, so their order does not matter and the results 
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:                  # a machine without Triton has no CUDA device to use it on
-    triton = None
+from lowroll.kernels.launch import fused, jit, tl
 
 GOLDEN = -7046029254386353131
 BLOCK_BYTES = 1 << 18                # what one program reads
@@ -54,11 +49,6 @@ def finite(extents: Sequence[Tensor]) -> list[bool]:
     for mine in _together(extents, lambda t: t.device):
         found.update(zip(mine, torch.cat([extents[i] for i in mine]).isfinite().tolist(), strict=True))
     return [found[i] for i in range(len(extents))]
-
-
-def uses_triton(tensor: Tensor) -> bool:
-    """Do Triton kernels run on this tensor: on CUDA, and anywhere under Triton's interpreter."""
-    return triton is not None and (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def _together(tensors: Sequence[Tensor], key: Callable[[Tensor], Any]) -> Iterator[list[int]]:
@@ -95,7 +85,7 @@ def _extent(tensor: Tensor) -> Tensor:
 
 def _checksums(tensors: list[Tensor]) -> Tensor:
     """Of tensors on one device, int64."""
-    if not uses_triton(tensors[0]):
+    if not fused(tensors[0]):
         return torch.stack([_checksum(t) for t in tensors])
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     _sweep(_checksum_kernel, tensors, sums)
@@ -104,7 +94,7 @@ def _checksums(tensors: list[Tensor]) -> Tensor:
 
 def _amax(tensors: list[Tensor]) -> Tensor:
     """Of tensors on one device and of one dtype, in that dtype."""
-    if not uses_triton(tensors[0]):
+    if not fused(tensors[0]):
         return torch.stack([_extent(t) for t in tensors])
     whole = {2: torch.int16, 4: torch.int32}[tensors[0].itemsize]
     bits = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
@@ -116,12 +106,12 @@ def _sweep(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
     """Launch `kernel` with one program a block. Blocks of all tensors lie one after the other."""
     tensors = [_aligned(t) for t in tensors]
     counts = torch.tensor([-(-t.nbytes // BLOCK_BYTES) for t in tensors])
-    table = torch.tensor([[t.data_ptr() for t in tensors], [t.nbytes for t in tensors],
-                          (counts.cumsum(0) - counts).tolist()])
+    firsts = (counts.cumsum(0) - counts).tolist()
+    table = torch.tensor([(t.data_ptr(), t.nbytes, first) for t, first in zip(tensors, firsts, strict=True)])
     owner = torch.repeat_interleave(torch.arange(len(tensors), dtype=torch.int32), counts)
     if len(owner):
         size = 8 if kernel is _checksum_kernel else tensors[0].itemsize
-        kernel[(len(owner),)](table.to(out.device), owner.to(out.device), out, len(tensors), SIZE=size,
+        kernel[(len(owner),)](table.to(out.device), owner.to(out.device), out, SIZE=size,
                               BLOCK=BLOCK_BYTES // size, STEP=STEP_BYTES // size, num_warps=4)
 
 
@@ -131,55 +121,58 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-if triton is not None:
-    @triton.jit
-    def _block(table, owner, count, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-        """(the tensor of this program, the address of its integers, how many they are, the first of the block)."""
-        tensor = tl.load(owner + tl.program_id(0))
-        integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
-        values = tl.multiple_of(tl.load(table + tensor).to(tl.pointer_type(integer)), 16)
-        first = (tl.program_id(0) - tl.load(table + 2 * count + tensor)) * BLOCK
-        return tensor, values, tl.load(table + count + tensor) // SIZE, tl.multiple_of(first, BLOCK)
+@jit
+def _block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """(the tensor of this program, the address of its integers, how many they are, the first of the block)."""
+    tensor = tl.load(owner + tl.program_id(0))
+    integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
+    values = tl.multiple_of(tl.load(table + 3 * tensor).to(tl.pointer_type(integer)), 16)
+    first = (tl.program_id(0) - tl.load(table + 3 * tensor + 2)) * BLOCK
+    return tensor, values, tl.load(table + 3 * tensor + 1) // SIZE, tl.multiple_of(first, BLOCK)
 
-    @triton.jit
-    def _mix(word):
-        word = (word ^ (word >> 32)) * -7046029254386353131
-        return word ^ (word >> 29)
 
-    @triton.jit
-    def _last_word(table, tensor, count):
-        """The word that the last bytes of a tensor fill in part, with zeros behind them; 0 when there is none."""
-        size, lane = tl.load(table + count + tensor), tl.arange(0, 8)
-        at = size // 8 * 8 + lane
-        byte = tl.load(tl.load(table + tensor).to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0)
-        return tl.sum(byte.to(tl.int64) << (8 * lane).to(tl.int64), axis=0)
+@jit
+def _mix(word):
+    word = (word ^ (word >> 32)) * -7046029254386353131
+    return word ^ (word >> 29)
 
-    @triton.jit
-    def _checksum_kernel(table, owner, sums, count, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-        tensor, words, size, first = _block(table, owner, count, SIZE, BLOCK)
-        total = tl.zeros([STEP], dtype=tl.int64)
-        if first + BLOCK <= size:                    # without a mask, loads are as wide as the hardware's
-            for start in range(0, BLOCK, STEP):
-                at = first + start + tl.arange(0, STEP)
-                total += _mix(tl.load(words + at)) * (2 * at + 1)
-            tl.atomic_add(sums + tensor, tl.sum(total, axis=0), sem="relaxed")
-        else:
-            for start in range(0, BLOCK, STEP):
-                at = first + start + tl.arange(0, STEP)
-                total += _mix(tl.load(words + at, mask=at < size, other=0)) * (2 * at + 1)
-            last = tl.where(size >= first, _mix(_last_word(table, tensor, count)) * (2 * size + 1), 0)
-            tl.atomic_add(sums + tensor, tl.sum(total, axis=0) + last, sem="relaxed")
 
-    @triton.jit
-    def _amax_kernel(table, owner, bits, count, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-        tensor, values, size, first = _block(table, owner, count, SIZE, BLOCK)
-        most: tl.constexpr = 0x7FFF if SIZE == 2 else 0x7FFFFFFF
-        top = tl.zeros([STEP], dtype=values.dtype.element_ty)
-        if first + BLOCK <= size:
-            for start in range(0, BLOCK, STEP):
-                top = tl.maximum(top, tl.load(values + first + start + tl.arange(0, STEP)) & most)
-        else:
-            for start in range(0, BLOCK, STEP):
-                at = first + start + tl.arange(0, STEP)
-                top = tl.maximum(top, tl.load(values + at, mask=at < size, other=0) & most)
-        tl.atomic_max(bits + tensor, tl.max(top.to(tl.int32), axis=0), sem="relaxed")
+@jit
+def _last_word(table, tensor):
+    """The word that the last bytes of a tensor fill in part, with zeros behind them; 0 when there is none."""
+    size, lane = tl.load(table + 3 * tensor + 1), tl.arange(0, 8)
+    at = size // 8 * 8 + lane
+    byte = tl.load(tl.load(table + 3 * tensor).to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0)
+    return tl.sum(byte.to(tl.int64) << (8 * lane).to(tl.int64), axis=0)
+
+
+@jit
+def _checksum_kernel(table, owner, sums, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    tensor, words, size, first = _block(table, owner, SIZE, BLOCK)
+    total = tl.zeros([STEP], dtype=tl.int64)
+    if first + BLOCK <= size:                    # without a mask, loads are as wide as the hardware's
+        for start in range(0, BLOCK, STEP):
+            at = first + start + tl.arange(0, STEP)
+            total += _mix(tl.load(words + at)) * (2 * at + 1)
+        tl.atomic_add(sums + tensor, tl.sum(total, axis=0), sem="relaxed")
+    else:
+        for start in range(0, BLOCK, STEP):
+            at = first + start + tl.arange(0, STEP)
+            total += _mix(tl.load(words + at, mask=at < size, other=0)) * (2 * at + 1)
+        last = tl.where(size >= first, _mix(_last_word(table, tensor)) * (2 * size + 1), 0)
+        tl.atomic_add(sums + tensor, tl.sum(total, axis=0) + last, sem="relaxed")
+
+
+@jit
+def _amax_kernel(table, owner, bits, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    tensor, values, size, first = _block(table, owner, SIZE, BLOCK)
+    most: tl.constexpr = 0x7FFF if SIZE == 2 else 0x7FFFFFFF
+    top = tl.zeros([STEP], dtype=values.dtype.element_ty)
+    if first + BLOCK <= size:
+        for start in range(0, BLOCK, STEP):
+            top = tl.maximum(top, tl.load(values + first + start + tl.arange(0, STEP)) & most)
+    else:
+        for start in range(0, BLOCK, STEP):
+            at = first + start + tl.arange(0, STEP)
+            top = tl.maximum(top, tl.load(values + at, mask=at < size, other=0) & most)
+    tl.atomic_max(bits + tensor, tl.max(top.to(tl.int32), axis=0), sem="relaxed")

@@ -1,10 +1,22 @@
-"""SwiGLU's gate: silu(gate) * up, from the fused gate-up product (Shazeer 2020). Legend: T tokens, F intermediate."""
+"""SwiGLU's gate, silu(gate) * up, from the fused gate-up product (Shazeer 2020), and the next product's codes.
+
+    y = silu(g) * u,      silu(g) = g s,  s = 1 / (1 + exp(-g))      silu and y each rounded to the dtype of gate_up
+    d u = d y silu(g),    d g = d y u s (1 + g (1 - s))
+
+Legend: T tokens, F intermediate size.
+"""
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.rows import Product, Rows, quantize_rows
+from lowroll.kernels.launch import block, fused, jit, tl, warps
+from lowroll.kernels.rows import Product, Rows, empty_rows, encode_rows, load_dense, magnitude, parts, quantize_rows
+
+BLOCK = 1024      # features of a program
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Rows:
@@ -12,8 +24,74 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Row
 
     Differentiable when gate_up is a tensor and rows None.
     """
-    if isinstance(gate_up, Product):
-        gate_up = gate_up.dense()
-    gate_TF, up_TF = gate_up.chunk(2, dim=-1)
-    y_TF = F.silu(gate_TF) * up_TF
-    return y_TF if rows is None else quantize_rows(y_TF, rows)
+    sums = gate_up.sums_MN if isinstance(gate_up, Product) else gate_up
+    if not fused(sums) or sums.numel() == 0:
+        gate_TF, up_TF = (gate_up.dense() if isinstance(gate_up, Product) else gate_up).chunk(2, dim=-1)
+        y_TF = F.silu(gate_TF) * up_TF
+        return y_TF if rows is None else quantize_rows(y_TF, rows)
+    if isinstance(gate_up, Tensor) and gate_up.requires_grad and torch.is_grad_enabled():
+        if rows is not None:
+            raise ValueError("silu_mul: codes have no gradient; take a tensor to learn")
+        return _SiluMul.apply(gate_up)
+    return _forward(gate_up, rows)
+
+
+def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
+    """In codes the row's scale waits for all of it: a second launch encodes what the first one left, near the cache."""
+    sums, row, column, bias = parts(gate_up)
+    num_tokens, size = sums.shape[0], sums.shape[1] // 2
+    y_TF = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=sums.device)
+    width = min(BLOCK, block(size))
+    grid = (num_tokens, -(-size // width))
+    amaxes = torch.empty(grid, dtype=torch.int32, device=sums.device) if rows else None
+    _silu_mul[grid](sums, row, column, bias, y_TF, amaxes, sums.stride(0), size, BLOCK=width,
+                    num_warps=warps(width, 256), enable_fp_fusion=False)
+    if rows is None:
+        return y_TF
+    codes = empty_rows(y_TF, (num_tokens, size), rows)
+    encode_rows[grid](y_TF, amaxes, codes.codes_MK, codes.scale_M1, size, NUM=block(grid[1]), KIND=rows, BLOCK=width,
+                      num_warps=warps(width, 256), enable_fp_fusion=False)
+    return codes
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _forward(gate_up, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> Tensor:
+        gate_up, _, _, _ = parts(ctx.saved_tensors[0])
+        (num_tokens, size), grad = grad_TF.shape, torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+        width = min(BLOCK, block(size))
+        _silu_mul_backward[(num_tokens, -(-size // width))](
+            gate_up, grad_TF.contiguous(), grad, gate_up.stride(0), size, BLOCK=width, num_warps=warps(width, 256))
+        return grad
+
+
+@jit
+def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.constexpr):
+    t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = n < size
+    dtype = out.dtype.element_ty
+    gate = load_dense(gate_up, row, column, bias, t, stride, n, live).to(dtype).to(tl.float32)
+    up = load_dense(gate_up, row, column, bias, t, stride, n + size, live).to(dtype).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    y = (gate * up).to(dtype)
+    tl.store(out + t * size + n, y, mask=live)
+    if amaxes is not None:
+        tl.store(amaxes + t * tl.num_programs(1) + tl.program_id(1), tl.max(magnitude(y), axis=0))
+
+
+@jit
+def _silu_mul_backward(gate_up, y_grad, grad, stride, size, BLOCK: tl.constexpr):
+    t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = n < size
+    gate = tl.load(gate_up + t * stride + n, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + t * stride + n + size, mask=live, other=0.0).to(tl.float32)
+    g = tl.load(y_grad + t * size + n, mask=live, other=0.0).to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp(-gate))
+    dtype = grad.dtype.element_ty
+    tl.store(grad + t * 2 * size + n, (g * up * s * (1.0 + gate * (1.0 - s))).to(dtype), mask=live)
+    tl.store(grad + t * 2 * size + n + size, (g * gate * s).to(dtype), mask=live)

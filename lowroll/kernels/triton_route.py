@@ -70,11 +70,32 @@ def sort(experts_ptr, slot_ptr, place_ptr, ends_ptr, slots, BLOCK_P: tl.constexp
 
 
 @triton.jit
-def combine(y_ptr, weights_ptr, out_ptr, features, CHOICES: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The weighted sum over one token's slots, in the order of its choices."""
+def combine(y_ptr, place_ptr, weights_ptr, out_ptr, features, CHOICES: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The sum over one token's slots, in the order of its choices. y lies by place, or by slot without places."""
     token, offs_d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     sums_d = tl.zeros((BLOCK_D,), tl.float32)
     for s in tl.static_range(CHOICES):
-        y_d = tl.load(y_ptr + (token * CHOICES + s) * features + offs_d, mask=offs_d < features, other=0.0)
-        sums_d += y_d.to(tl.float32) * tl.load(weights_ptr + token * CHOICES + s)
+        row = token * CHOICES + s
+        weight = 1.0 if weights_ptr is None else tl.load(weights_ptr + row)
+        if place_ptr is not None:
+            row = tl.load(place_ptr + row)
+        y_d = tl.load(y_ptr + row * features + offs_d, mask=offs_d < features, other=0.0)
+        sums_d += y_d.to(tl.float32) * weight
     tl.store(out_ptr + token * features + offs_d, sums_d.to(out_ptr.dtype.element_ty), mask=offs_d < features)
+
+
+@triton.jit
+def spread(grad_ptr, y_ptr, slot_ptr, weights_ptr, y_grad_ptr, w_grad_ptr, features, CHOICES: tl.constexpr,
+           BLOCK_D: tl.constexpr):
+    """The gradient of `combine` at one place: of y, and of its slot's weight."""
+    place = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + place)
+    weight, total = tl.load(weights_ptr + slot), 0.0
+    for first in range(0, features, BLOCK_D):
+        offs_d = first + tl.arange(0, BLOCK_D)
+        keep_d = offs_d < features
+        grad_d = tl.load(grad_ptr + slot // CHOICES * features + offs_d, mask=keep_d, other=0.0).to(tl.float32)
+        y_d = tl.load(y_ptr + place * features + offs_d, mask=keep_d, other=0.0).to(tl.float32)
+        total += tl.sum(grad_d * y_d, 0)
+        tl.store(y_grad_ptr + place * features + offs_d, (weight * grad_d).to(y_grad_ptr.dtype.element_ty), mask=keep_d)
+    tl.store(w_grad_ptr + slot, total)

@@ -1,9 +1,9 @@
 """The paged KV cache, and the engine's side of the `attend` seam.
 
-One buffer a layer for keys and one for values, [pages, page, G, d], allocated once. `PagedAttention` is built for one
-step: it writes the step's keys and values to their slots and attends over each row's page table. Prompts that start
-at position 0 attend over their own fresh keys exactly as the learner does; decode rows and later chunks of a prompt
-gather their pages. The query heads of a group are stacked as rows, so keys and values are never repeated.
+One buffer a layer for keys and one for values, [pages, page, G, d], allocated once. `PagedDecode` is one token a row
+over the row's page table: all of it lives on the device, nothing is gathered. `PagedAttention` is built for the
+prompts of one step: it writes their keys and values to their slots; prompts that start at position 0 attend over their
+own fresh keys exactly as the learner does, later chunks of a prompt gather their pages.
 
 Legend: T tokens of the step, B decode rows, P pages of the longest row, L = P * page, H query heads, G key-value
 heads, d head size, C tokens of a chunk.
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels.attention import paged_decode
 from lowroll.model.attention import Attend, varlen
 from lowroll.model.spec import ModelSpec
 
@@ -47,6 +48,21 @@ class KVCache:
         for buffer in (*self.keys, *self.values):
             buffer.zero_()
 
+    def release(self) -> None:
+        """Give the memory back until `restore`, for a learner that runs in between. What the pages held is lost.
+
+        The tensors stay the same objects, but they move: whoever holds addresses (a CUDA graph) must let go of them.
+        """
+        for buffer in (*self.keys, *self.values):
+            buffer.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Allocate what `release` gave back, filled with zeros; costs one write of the memory. Else do nothing."""
+        for buffer in (*self.keys, *self.values):
+            if buffer.untyped_storage().nbytes() == 0:
+                buffer.untyped_storage().resize_(buffer.nbytes)
+                buffer.zero_()
+
     def write(self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
         self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TGd)
         self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v_TGd)
@@ -73,46 +89,42 @@ class Chunk:
         return self.stop - self.start
 
 
-class PagedAttention:
-    """`attend` for one step: first the decode rows (chunks of one token), then fresh prompts, then later chunks."""
+@dataclass(frozen=True)
+class PagedDecode:
+    """`attend` for rows of one token each. lengths_B counts the new token; 0 is a dead row, which writes nothing."""
 
-    def __init__(self, cache: KVCache, decodes: list[Chunk], fresh: list[Chunk], later: list[Chunk]) -> None:
+    cache: KVCache
+    table_BP: Tensor           # int32
+    lengths_B: Tensor          # int32
+
+    def __call__(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:
+        return paged_decode(q_BHd, k_BGd, v_BGd, self.cache.keys[layer], self.cache.values[layer], self.table_BP,
+                            self.lengths_B, q_BHd.shape[-1] ** -0.5)
+
+
+class PagedAttention:
+    """`attend` for the prompts of one step: first the fresh ones, then later chunks."""
+
+    def __init__(self, cache: KVCache, fresh: list[Chunk], later: list[Chunk]) -> None:
         device = cache.keys[0].device
-        self.cache, self.num_decodes, self.later = cache, len(decodes), later
+        self.cache, self.later = cache, later
         page_size = cache.page_size
         self.slots_T = torch.tensor(
             [c.pages[t // page_size] * page_size + t % page_size
-             for c in (*decodes, *fresh, *later) for t in range(c.start, c.stop)], device=device)
+             for c in (*fresh, *later) for t in range(c.start, c.stop)], device=device)
         self.num_fresh = sum(c.num_tokens for c in fresh)
         self.fresh: Attend | None = varlen([c.num_tokens for c in fresh], device) if fresh else None
-        if decodes:
-            num_pages = max(-(-c.stop // page_size) for c in decodes)
-            table = [(c.pages + [0] * num_pages)[:num_pages] for c in decodes]
-            self.table_BP = torch.tensor(table, device=device)
-            lengths_B = torch.tensor([c.stop for c in decodes], device=device)
-            self.mask_B11L = (torch.arange(num_pages * page_size, device=device) < lengths_B[:, None])[:, None, None]
         self.tables = [torch.tensor([c.pages[:-(-c.stop // page_size)]], device=device) for c in later]
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
-        outputs, first = [], self.num_decodes
-        if first:
-            outputs.append(self.decode(layer, q_THd[:first], k_TGd.shape[1]))
+        outputs, first = [], self.num_fresh
         if self.fresh is not None:
-            rows = slice(first, first + self.num_fresh)
-            outputs.append(self.fresh(layer, q_THd[rows], k_TGd[rows], v_TGd[rows]))
-            first += self.num_fresh
+            outputs.append(self.fresh(layer, q_THd[:first], k_TGd[:first], v_TGd[:first]))
         for chunk, table_1P in zip(self.later, self.tables, strict=True):
             outputs.append(self.chunk(layer, q_THd[first:first + chunk.num_tokens], chunk, table_1P))
             first += chunk.num_tokens
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def decode(self, layer: int, q_BHd: Tensor, num_kv_heads: int) -> Tensor:
-        """One query a row over its own pages. The H / G query heads of a key-value head are rows of one product."""
-        k_BGLd, v_BGLd = self.cache.gather(layer, self.table_BP)
-        q_BGRd = q_BHd.view(q_BHd.shape[0], num_kv_heads, -1, q_BHd.shape[-1])
-        o_BGRd = F.scaled_dot_product_attention(q_BGRd, k_BGLd, v_BGLd, attn_mask=self.mask_B11L)
-        return o_BGRd.reshape(q_BHd.shape)
 
     def chunk(self, layer: int, q_CHd: Tensor, chunk: Chunk, table_1P: Tensor) -> Tensor:
         """A later chunk of a prompt over everything before it and, causally, itself."""

@@ -9,42 +9,64 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+MOST_STACKS = 4       # lengths of a micro-batch that get a call each on CUDA
+FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+                 SDPBackend.MATH]
 
 
 def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
     """Causal attention over packed sequences of these lengths; nothing is padded.
 
-    In half precision on CUDA it is torch's variable-length flash attention, for the head sizes that it takes.
-    Elsewhere sequences of equal length are stacked and share one call. ValueError for a length below 1.
+    Sequences of equal length are stacked and share one call: cuDNN's in half precision on CUDA, where it takes half of
+    the time of flash attention. On CUDA more than MOST_STACKS lengths go to torch's variable-length flash attention
+    instead, in half precision and the head sizes that it takes. ValueError for a length below 1.
     """
     if any(length < 1 for length in lengths):
         raise ValueError(f"lengths: every packed sequence needs at least one token, got {min(lengths)}")
     starts = [0, *accumulate(lengths)]
-    bounds = torch.tensor(starts, dtype=torch.int32, device=device)
     by_length: dict[int, list[int]] = defaultdict(list)
     for start, length in zip(starts, lengths, strict=False):
         by_length[length].append(start)
-    order = torch.tensor([t for length, firsts in by_length.items() for first in firsts
-                          for t in range(first, first + length)], device=device)
     shapes = [(len(firsts), length) for length, firsts in by_length.items()]
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=device)
-    longest = max(lengths)
+    longest, on_cuda = max(lengths), torch.device(device).type == "cuda"
+    bounds = _upload(starts, torch.int32, device) if on_cuda else None
+
+    @cache
+    def order() -> tuple[Tensor, Tensor]:
+        """Where the tokens of each stack are, and the way back."""
+        places = [t for length, firsts in by_length.items() for first in firsts for t in range(first, first + length)]
+        there = _upload(places, torch.int64, device)
+        back = torch.empty_like(there)
+        back[there] = torch.arange(len(there), device=device)
+        return there, back
 
     def attend(_layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         half = q_THd.is_cuda and q_THd.dtype in (torch.bfloat16, torch.float16)
-        if half and q_THd.shape[-1] % 8 == 0 and q_THd.shape[-1] <= 256:       # what the flash kernels take
+        if half and len(shapes) > MOST_STACKS and q_THd.shape[-1] % 8 == 0 and q_THd.shape[-1] <= 256:
+            assert bounds is not None
             return _flash(q_THd, k_TGd, v_TGd, bounds, longest)
-        return _by_length(q_THd[order], k_TGd[order], v_TGd[order], shapes)[back]
+        if len(shapes) == 1:
+            return _by_length(q_THd, k_TGd, v_TGd, shapes)
+        there, back = order()
+        return _by_length(q_THd[there], k_TGd[there], v_TGd[there], shapes)[back]
 
     return attend
+
+
+def _upload(values: list[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """The values on the device; the host does not wait for the copy."""
+    x = torch.tensor(values, dtype=dtype)
+    return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)
 
 
 def _by_length(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, shapes: list[tuple[int, int]]) -> Tensor:
@@ -54,9 +76,15 @@ def _by_length(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, shapes: list[tuple[i
     for (count, length), q, k, v in zip(shapes, q_THd.split(sizes), k_TGd.split(sizes), v_TGd.split(sizes),
                                         strict=True):
         q_SHLd, k_SGLd, v_SGLd = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        o_SHLd = F.scaled_dot_product_attention(q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True)
-        outputs.append(o_SHLd.transpose(1, 2).reshape(q.shape))
-    return torch.cat(outputs)
+        outputs.append(_stack(q_SHLd, k_SGLd, v_SGLd).transpose(1, 2).reshape(q.shape))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor) -> Tensor:
+    if not q_SHLd.is_cuda:
+        return F.scaled_dot_product_attention(q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True)
+    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
+        return F.scaled_dot_product_attention(q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True)
 
 
 def _flash(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest: int) -> Tensor:

@@ -19,13 +19,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowroll.kernels import grouped
 from lowroll.kernels.grouped import Stack
 from lowroll.kernels.launch import fused
-from lowroll.kernels.route import Groups, choose, combine, sort_slots
+from lowroll.kernels.route import Groups, choose, combine, gather, sort_slots
+from lowroll.kernels.swiglu import silu_mul
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import QTensor, get_format
@@ -35,6 +35,7 @@ _STORED = {"int8": ("w8a8", "codes", "scale"), "fp8": ("w8a8", "weight", "weight
            "nvfp4": ("nvfp4", "weight_packed", "weight_scale", "weight_global_scale"),
            "mxfp4": ("mxfp4", "weight_packed", "weight_scale"),
            "mxfp4_floor": ("mxfp4", "weight_packed", "weight_scale"),
+           "int4": ("int4", "weight_packed", "weight_scale"),
            "bf16": ("dense", "weight"), "fp32": ("dense", "weight")}
 
 
@@ -102,35 +103,11 @@ class Experts(nn.Module):
                                    self.router.renormalize)
         weights_TS, experts_TS = self.router(x_TD)
         groups = sort_slots(experts_TS, self.gate_up.num_experts)
-        gate, up = self.gate_up.multiply(_Gather.apply(x_TD, groups, self.router.choices), groups).chunk(2, dim=-1)
-        y_PD = _Scatter.apply(self.down.multiply(F.silu(gate) * up, groups), groups)
-        return combine(y_PD, weights_TS, x_TD.dtype)
-
-
-class _Gather(torch.autograd.Function):
-    """The rows of tokens at the places of their slots. Its gradient is a sum in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, groups: Groups, choices: int) -> Tensor:
-        ctx.groups, ctx.choices = groups, choices
-        return x_TD[groups.slot_P // choices]
-
-    @staticmethod
-    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_PD[ctx.groups.place_P].view(-1, ctx.choices, grad_PD.shape[1]).sum(1), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """Sorted rows in the order of their slots."""
-
-    @staticmethod
-    def forward(ctx: Any, y_PD: Tensor, groups: Groups) -> Tensor:
-        ctx.groups = groups
-        return y_PD[groups.place_P]
-
-    @staticmethod
-    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_PD[ctx.groups.slot_P], None
+        gate_up_P = self.gate_up.multiply(gather(x_TD, groups, self.router.choices), groups)
+        h_PF = silu_mul(gate_up_P)
+        assert isinstance(h_PF, Tensor)
+        y_PD = self.down.multiply(h_PF, groups)
+        return combine(y_PD, weights_TS, x_TD.dtype, groups)
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -18,10 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lowroll.kernels import sweep
+from lowroll.model import shards
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 from lowroll.model.transformer import Transformer
-from lowroll.quant.formats import QTensor, all_finite, get_format
+from lowroll.quant.dense import over
+from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.layouts import FLOATS, Header, Layout, describe, read_layout
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
@@ -96,11 +99,14 @@ def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
             "v_proj": spec.num_kv_heads * spec.head_dim, "gate_proj": wide, "up_proj": wide}.get(part, whole)
 
 
-def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
+def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
+         weights: str | None = None) -> Transformer:
     """A model from a Hugging Face folder or hub id, in `dtype` (default: float32 on CPU, bfloat16 on CUDA).
 
-    The linear layers of a low-bit folder are the QTensors that it holds; such a model is frozen. A PEFT adapter folder
-    gives the base that its adapter_config.json names, with the adapter on top.
+    The linear layers of a low-bit folder are the QTensors that it holds; such a model is frozen. weights: the format
+    in which the layers of a dense folder are kept, frozen too; each is quantised when it arrives, so that no more than
+    a few of them are ever dense. A PEFT adapter folder gives the base that its adapter_config.json names, with the
+    adapter on top.
 
     ValueError names the file, tensors or key for: an unsupported config, missing, extra or mis-shaped tensors,
     non-finite values, wrong dtypes, damaged files, `.bin`/`.pt` weights, and repositories with their own code.
@@ -109,32 +115,43 @@ def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
     if (folder / "adapter_config.json").is_file():
         from lowroll.model import lora
 
-        return lora.load(load(lora.base_of(folder), device, dtype), folder).eval()
+        return lora.load(load(lora.base_of(folder), device, dtype, weights), folder).eval()
     spec, layout = read_spec(folder), read_folder_layout(folder)
     files = _weight_files(folder)
     _check_headers(folder, spec, files, layout)
     if dtype is None:
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     model = Transformer(spec, "meta", dtype)
-    opened = {path: safe_open(path, framework="pt") for path in set(files.values())}
-    for name, parts, shape in hf_names(spec):
-        owner = model.get_submodule(name.rpartition(".")[0])
-        shapes = {part: (part_rows(spec, part, shape[0]), *shape[1:]) for part in parts}
-        if layout is not None and _is_linear(parts[0]):
-            assert isinstance(owner, Linear)
-            owner.set_weight(_read_low_bit(opened, files, layout, shapes).to(device))
+    shapes = {name: {part: (part_rows(spec, part, whole[0]), *whole[1:]) for part in parts}
+              for name, parts, whole in hf_names(spec)}
+    amax: dict[str, Tensor] = {}
+    for name, stored in zip(shapes, shards.stream(files, _batches(shapes, layout), device), strict=True):
+        owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        linear = owner if isinstance(owner, Linear) and leaf == "weight" else None
+        if layout is not None and linear is not None:
+            linear.set_weight(_decode_low_bit(stored, files, layout, shapes[name]))
             continue
-        whole, start = torch.empty(shape, device=device, dtype=dtype), 0
-        for part, (rows, *_) in shapes.items():
-            value = opened[files[part]].get_tensor(part).to(dtype)
-            if not all_finite(value):
-                raise ValueError(f"{files[part]}: tensor {part} holds a value that is not finite in "
-                                 f"{_DTYPES.get(dtype, dtype)}")
-            whole[start:start + rows].copy_(value)
-            start += rows
-        setattr(owner, name.rpartition(".")[2], nn.Parameter(whole, requires_grad=layout is None))
+        whole = shards.join(list(stored.values()), dtype)
+        extents = sweep.amax(whole.split([len(part) for part in stored.values()]))
+        amax |= dict(zip(stored, extents, strict=True))
+        if weights is not None and linear is not None:
+            linear.set_weight(_quantize(weights, whole, torch.cat(extents).amax(0, keepdim=True)))
+        else:
+            setattr(owner, leaf, nn.Parameter(whole, requires_grad=layout is None and weights is None))
+    for part, finite in zip(amax, sweep.finite(list(amax.values())), strict=True):
+        if not finite:
+            raise ValueError(f"{files[part]}: tensor {part} holds a value that is not finite in "
+                             f"{_DTYPES.get(dtype, dtype)}")
     model.freqs = model.freqs.to(device)
     return model.eval()
+
+
+def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
+    """The matrix in `format`: its own storage, when that is what the format holds."""
+    mine = over(w_NK)
+    if mine is not None and mine.format == format:
+        return mine
+    return get_format(format).empty((w_NK.shape[0], w_NK.shape[1]), w_NK.device).quantize_(w_NK, amax_1)
 
 
 def low_bit_format(folder: Path) -> str | None:
@@ -165,18 +182,31 @@ def _is_linear(hf_name: str) -> bool:
     return hf_name.endswith(tuple(f".{part}.weight" for part in _LINEARS))
 
 
-def _read_low_bit(opened: dict[Path, Any], files: dict[str, Path], layout: Layout,
-                  shapes: dict[str, tuple[int, ...]]) -> QTensor:
+def _batches(shapes: dict[str, dict[str, tuple[int, ...]]], layout: Layout | None) -> list[list[str]]:
+    """The stored tensors of every parameter."""
+    return [[name for part, shape in parts.items() for name in _stored_names(part, shape, layout)]
+            for parts in shapes.values()]
+
+
+def _stored_names(part: str, shape: tuple[int, ...], layout: Layout | None) -> dict[str, Header]:
+    """What the files hold for one HF tensor, by name."""
+    if layout is None or not _is_linear(part):
+        return {part: (shape, FLOATS)}
+    module, (rows, columns) = part.removesuffix(".weight"), shape
+    return {f"{module}.{suffix}": header for suffix, header in layout.headers((rows, columns)).items()}
+
+
+def _decode_low_bit(tensors: dict[str, Tensor], files: dict[str, Path], layout: Layout,
+                    shapes: dict[str, tuple[int, ...]]) -> QTensor:
     """The matrix of stacked parts, each as its file holds it."""
     parts = []
     for part, (rows, columns) in shapes.items():
-        module = part.removesuffix(".weight")
-        names = {suffix: f"{module}.{suffix}" for suffix in layout.headers((rows, columns))}
-        stored = {suffix: opened[files[name]].get_tensor(name) for suffix, name in names.items()}
+        module, names = part.removesuffix(".weight"), _stored_names(part, (rows, columns), layout)
+        stored = {name.removeprefix(f"{module}."): tensors[name] for name in names}
         try:
             parts.append(layout.decode((rows, columns), stored))
         except ValueError as error:
-            raise ValueError(f"{files[next(iter(names.values()))]}: {module}.{error}") from None
+            raise ValueError(f"{files[next(iter(names))]}: {module}.{error}") from None
     try:
         return get_format(layout.format).stack(parts)
     except ValueError as error:
@@ -256,12 +286,7 @@ def _wanted_headers(spec: ModelSpec, layout: Layout | None) -> dict[str, Header]
     wanted: dict[str, Header] = {}
     for _, parts, shape in hf_names(spec):
         for part in parts:
-            rows = part_rows(spec, part, shape[0])
-            if layout is None or not _is_linear(part):
-                wanted[part] = ((rows, *shape[1:]), FLOATS)
-                continue
-            module = part.removesuffix(".weight")
-            wanted |= {f"{module}.{suffix}": header for suffix, header in layout.headers((rows, shape[1])).items()}
+            wanted |= _stored_names(part, (part_rows(spec, part, shape[0]), *shape[1:]), layout)
     return wanted
 
 

@@ -2,7 +2,7 @@
 
 Fused matrices (qkv, gate-up) know their parts, because checkpoints and adapters name the parts.
 
-    y = W x + b,   and with an adapter on a part p:   y_p += (alpha / r) B_p A_p x
+    y = W x + b,   and with an adapter on a part p:   y_p += (alpha / r) B_p A_p x   (`lowroll.model.adapter`)
 
 A QTensor weight is multiplied in the format's own arithmetic when `low_bit` is set (the engine), and as the
 dequantised matrix otherwise (the learner: differentiable in x, the dequantised copy lives for one product only).
@@ -12,7 +12,7 @@ QTensor Q(W) of its weight W; the gradient passes the quantiser unchanged (strai
 
     Y = lowbit(X, Q(W)) + b        dX = dY dequantise(Q(W))        dW = dY^T X        db = sum dY
 
-Legend: T tokens, K in features, N out features, R adapter rank.
+Legend: T tokens, K in features, N out features.
 """
 from __future__ import annotations
 
@@ -22,25 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowroll.quant.formats import QTensor
-
-
-class Adapter(nn.Module):
-    """Low-rank update of some parts of a linear layer: A [R, K], B [N_part, R] a part, float32."""
-
-    def __init__(self, rank: int, alpha: float) -> None:
-        super().__init__()
-        self.rank, self.alpha, self.enabled = rank, alpha, True
-        self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
-
-    @property
-    def scaling(self) -> float:
-        return self.alpha / self.rank
-
-    def update(self, part: str, x_TK: Tensor) -> Tensor:
-        """(alpha / r) B A x of one part, in the dtype of x."""
-        low_TR = F.linear(x_TK, self.a[part].to(x_TK.dtype))
-        return F.linear(low_TR, self.b[part].to(x_TK.dtype)) * self.scaling
+from lowroll.kernels.launch import fused
+from lowroll.kernels.rows import Product, Rows, quantize_rows
+from lowroll.model import adapter as adapters
+from lowroll.model.adapter import Adapter
+from lowroll.quant.formats import QTensor, get_format
 
 
 class Linear(nn.Module):
@@ -70,24 +56,48 @@ class Linear(nn.Module):
         del self.weight
         self.weight, self.aligned = weight, None
 
-    def forward(self, x_TK: Tensor) -> Tensor:
+    @property
+    def reads(self) -> str | None:
+        """The codes that the layer wants its input in, where whoever makes it can quantise it: CUDA, low-bit."""
+        if not self.low_bit or not isinstance(self.weight, QTensor) or self.adapter is not None:
+            return None
+        return get_format(self.weight.format).rows if self.weight.device.type == "cuda" else None
+
+    def read(self, x_TK: Tensor) -> Tensor | Rows:
+        """The input as the layer wants it."""
+        return x_TK if self.reads is None else quantize_rows(x_TK, self.reads)
+
+    def forward(self, x_TK: Tensor | Rows) -> Tensor | Product:
+        if isinstance(x_TK, Rows):
+            assert isinstance(self.weight, QTensor)
+            return get_format(self.weight.format).product(x_TK, self.weight, self.bias)
+        if self.low_bit and self.aligned is None and isinstance(self.weight, QTensor) and torch.is_grad_enabled() and (
+                x_TK.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+            raise ValueError("low_bit: the engine's arithmetic has no gradient; a learner runs the dequantised "
+                             "weights (run_low_bit(False)) or the aligned forward")
+        if self.adapter is not None and self.adapter.enabled:
+            return self._adapted(self.adapter, x_TK)[0]
         if self.aligned is not None:
             master_NK = None if isinstance(self.weight, QTensor) else self.weight
-            y_TN = _AlignedLinear.apply(x_TK, self.aligned, master_NK, self.bias)
-        elif not isinstance(self.weight, QTensor):
-            y_TN = F.linear(x_TK, self.weight, self.bias)
-        elif self.low_bit:
-            if torch.is_grad_enabled() and (x_TK.requires_grad or (self.bias is not None and self.bias.requires_grad)):
-                raise ValueError("low_bit: the engine's arithmetic has no gradient; a learner runs the dequantised "
-                                 "weights (run_low_bit(False)) or the aligned forward")
-            y_TN = self.weight.linear(x_TK, self.bias)
-        else:
-            y_TN = _DequantizedLinear.apply(x_TK, self.weight, self.bias)
-        if self.adapter is None or not self.adapter.enabled:
-            return y_TN
-        updates = [self.adapter.update(part, x_TK) if part in self.adapter.a
-                   else x_TK.new_zeros(x_TK.shape[0], size) for part, size in self.parts.items()]
-        return y_TN + (updates[0] if len(updates) == 1 else torch.cat(updates, dim=-1))
+            return _AlignedLinear.apply(x_TK, self.aligned, master_NK, self.bias)
+        if not isinstance(self.weight, QTensor):
+            return F.linear(x_TK, self.weight, self.bias)
+        if self.low_bit:
+            return self.weight.linear(x_TK, self.bias)
+        return _DequantizedLinear.apply(x_TK, self.weight, self.bias)
+
+    def without_update(self, x_TK: Tensor | Rows) -> tuple[Tensor | Product, tuple[Tensor, Tensor] | None]:
+        """The product, and (l, B) of an adapter whose l B' is missing in it; None when nothing is missing. Only a
+        learner's adapter on a device is left out, for a reader whose gradient is that of the sum."""
+        if self.adapter is None or not self.adapter.enabled or not isinstance(x_TK, Tensor) or not fused(x_TK):
+            return self(x_TK), None
+        y_TN, low_TL, b_NL = self._adapted(self.adapter, x_TK, whole=False)
+        return y_TN, (low_TL, b_NL)
+
+    def _adapted(self, adapter: Adapter, x_TK: Tensor, whole: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        codes = self.weight if self.low_bit and isinstance(self.weight, QTensor) else None
+        return adapters.product(x_TK, self.weight, codes if self.aligned is None else self.aligned, self.bias, adapter,
+                                self.parts, whole)
 
 
 class _DequantizedLinear(torch.autograd.Function):

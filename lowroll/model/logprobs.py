@@ -1,13 +1,18 @@
 """The only way from logits to log-probs, for the sampler and for the learner; float32 always.
 
 `log_probs` is it. `token_log_probs` applies it to the tokens that were drawn, in chunks of rows, so that the [T, V]
-logits never exist, forward or backward: the forward pass keeps one number a token (the log of the normaliser), and
-the backward pass makes each chunk's logits again,
+logits never exist, forward or backward:
 
     z = h W' / temperature,   logp = z[y] - lse(z),   entropy = lse(z) - sum_v softmax(z)_v z_v
-    d logp / d z = onehot(y) - softmax(z).
+    G = (onehot(y) - softmax(z)) / temperature,       d logp / d h = G W,       d logp / d W = G' h
 
-Legend: T tokens, D hidden size, V vocabulary.
+A frozen W (LoRA) lets the forward pass make d logp / d h from the logits that it has, one row [D] a token: the
+backward pass multiplies it by the incoming gradient and makes no logits. A W that learns needs the incoming gradient
+first, so the forward pass keeps nothing and the backward pass makes each chunk's logits again.
+
+On CUDA products of half-precision matrices give float32 logits, which nothing rounds in between.
+
+Legend: T tokens, C tokens of a chunk, D hidden size, V vocabulary.
 """
 from __future__ import annotations
 
@@ -15,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lowroll.kernels import logprobs as kernels
 
 
 def log_probs(logits_TV: Tensor, temperature: float = 1.0) -> Tensor:
@@ -39,35 +46,65 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature: float,
                 chunk: int) -> tuple[Tensor, Tensor]:
-        num_tokens = hidden_TD.shape[0]
-        logp_T = torch.empty(num_tokens, dtype=torch.float32, device=hidden_TD.device)
-        entropy_T = torch.empty_like(logp_T)
-        for start in range(0, num_tokens, chunk):
-            rows = slice(start, start + chunk)
-            logp_CV = log_probs(hidden_TD[rows] @ weight_VD.t(), temperature)
-            logp_T[rows] = logp_CV.gather(1, targets_T[rows, None])[:, 0]
-            entropy_T[rows] = -(logp_CV.exp().mul_(logp_CV.clamp_(min=torch.finfo(torch.float32).min))).sum(-1)
-        ctx.save_for_backward(hidden_TD, weight_VD, targets_T)
         ctx.temperature, ctx.chunk = temperature, chunk
+        only_hidden = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
+        logp_T = torch.empty(hidden_TD.shape[0], dtype=torch.float32, device=hidden_TD.device)
+        entropy_T, slope_TD = torch.empty_like(logp_T), torch.empty_like(hidden_TD) if only_hidden else None
+        grad_CV = _room(hidden_TD, weight_VD, chunk) if only_hidden else None
+        for rows in _chunks(hidden_TD, chunk):
+            logits_CV = _float32_product(hidden_TD[rows], weight_VD.t())
+            grad_CV = None if grad_CV is None else grad_CV[:len(logits_CV)]
+            logp_T[rows], entropy_T[rows] = kernels.token_log_probs(logits_CV, targets_T[rows], temperature, grad_CV)
+            if slope_TD is not None and grad_CV is not None:
+                torch.mm(grad_CV, weight_VD, out=slope_TD[rows])
+        if slope_TD is not None:
+            ctx.save_for_backward(slope_TD)
+        else:
+            ctx.save_for_backward(hidden_TD, weight_VD, targets_T)
         ctx.mark_non_differentiable(entropy_T)
         return logp_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, grad_T: Tensor, _entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.needs_input_grad[1]:
+            slope_TD, = ctx.saved_tensors
+            return (slope_TD * grad_T[:, None]).to(slope_TD.dtype), None, None, None, None
         hidden_TD, weight_VD, targets_T = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        hidden_grad = torch.empty_like(hidden_TD) if needs_hidden else None
-        weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
-        for start in range(0, hidden_TD.shape[0], ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            grad_C1 = (grad_T[rows] / ctx.temperature)[:, None]
-            grad_CV = log_probs(hidden_TD[rows] @ weight_VD.t(), ctx.temperature).exp_().mul_(-grad_C1)
-            grad_CV.scatter_add_(1, targets_T[rows, None], grad_C1)
-            grad_CV = grad_CV.to(weight_VD.dtype)
+        hidden_grad = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
+        weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
+        grad_CV = _room(hidden_TD, weight_VD, ctx.chunk)
+        for rows in _chunks(hidden_TD, ctx.chunk):
+            logits_CV = _float32_product(hidden_TD[rows], weight_VD.t())
+            grad_CV = grad_CV[:len(logits_CV)]
+            kernels.token_log_probs(logits_CV, targets_T[rows], ctx.temperature, grad_CV, grad_T[rows])
             if hidden_grad is not None:
-                hidden_grad[rows] = grad_CV @ weight_VD
-            if weight_grad is not None:
-                weight_grad += (grad_CV.t() @ hidden_TD[rows])
-        if weight_grad is not None:
-            weight_grad = weight_grad.to(weight_VD.dtype)
-        return hidden_grad, weight_grad, None, None, None
+                torch.mm(grad_CV, weight_VD, out=hidden_grad[rows])
+            _add_float32_product(weight_grad, grad_CV.t(), hidden_TD[rows])
+        return hidden_grad, weight_grad.to(weight_VD.dtype), None, None, None
+
+
+def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, hidden_TD.shape[0], chunk)]
+
+
+def _room(hidden_TD: Tensor, weight_VD: Tensor, chunk: int) -> Tensor:
+    """Where the gradient of a chunk's logits goes: in the weight's dtype, as the products that read it want it."""
+    return weight_VD.new_empty(min(chunk, hidden_TD.shape[0]), weight_VD.shape[0])
+
+
+def _wide(x: Tensor) -> bool:
+    """Whether the device can give the float32 sums of half-precision products."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _float32_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, in float32 where the device gives its sums unrounded, else in the dtype of a."""
+    return torch.mm(a, b, out_dtype=torch.float32) if _wide(a) else a @ b
+
+
+def _add_float32_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, with a float32 total."""
+    if _wide(a):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b

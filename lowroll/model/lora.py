@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lowroll.model.linear import Adapter
+from lowroll.model.adapter import Adapter
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, all_finite
 

@@ -25,6 +25,26 @@ def load_tokenizer(folder: str | Path) -> Any:
                          f"{(str(error).splitlines() or [''])[0]})") from error
 
 
+def eos_id(folder: str | Path) -> int | None:
+    """The end-of-sequence id of the folder's tokenizer; None when it has none. ValueError as `load_tokenizer` says.
+
+    It is read off the files where they say it: an engine that generates ids needs nothing else of the tokenizer, and
+    importing transformers can take longer than loading the weights.
+    """
+    try:
+        config = json.loads((Path(folder) / "tokenizer_config.json").read_text(encoding="utf-8"))
+        known = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+        token = config["eos_token"]
+        token = token["content"] if isinstance(token, dict) else token
+        ids = [entry["id"] for entry in known if entry["content"] == token]
+    except (OSError, ValueError, KeyError, TypeError):
+        ids, config = [], {}                    # transformers may know better, or say what is wrong
+    if len(ids) == 1 and isinstance(ids[0], int) and "auto_map" not in config:
+        return ids[0]
+    found = load_tokenizer(folder).eos_token_id
+    return None if found is None else int(found)
+
+
 class ChatTokenizer:
     """What the orchestrator and the SFT need of a tokenizer: chat in, ids out, and the way back to text."""
 

@@ -18,12 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lowroll.kernels.low_rank import silu_mul_adapted
+from lowroll.kernels.norm import add_rms_norm
+from lowroll.kernels.rope import rotate_heads
+from lowroll.kernels.rows import Product, Rows
+from lowroll.kernels.swiglu import silu_mul
 from lowroll.model.attention import Attend
 from lowroll.model.experts import Experts
 from lowroll.model.linear import Linear
-from lowroll.model.rope import inverse_frequencies, rotate, rotations
+from lowroll.model.recompute import remake, remaking
+from lowroll.model.rope import inverse_frequencies, rotations
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import QTensor
+
+Stream = Tensor | Product       # a low-bit product leaves its scales to whoever reads it
 
 
 class RMSNorm(nn.Module):
@@ -35,11 +43,19 @@ class RMSNorm(nn.Module):
         self.noise: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.noise is None else self.weight.float() + self.noise
-        if x.dtype == weight.dtype == torch.float32:
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        normed = F.rms_norm(x.float(), weight.shape, None, self.eps)
-        return (normed * weight.float()).to(x.dtype)
+        normed = self.add(x, None)[1]
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def add(self, x_TD: Tensor, update_TD: Tensor | Product | None,
+            rows: str | None = None) -> tuple[Tensor, Tensor | Rows]:
+        """(x + update, its norm): one pass over both. The norm is quantised to `rows` where its reader wants that."""
+        return add_rms_norm(x_TD, update_TD, self.gain, self.eps, rows)
+
+    @property
+    def gain(self) -> Tensor:
+        """The weight with its noise."""
+        return self.weight if self.noise is None else self.weight.float() + self.noise
 
 
 class Block(nn.Module):
@@ -47,6 +63,7 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
+        self.remakes_gate_up = False         # in the backward pass, from the residual stream
         self.layer, self.heads, self.kv_heads, self.head_dim = layer, spec.num_heads, spec.num_kv_heads, spec.head_dim
         q, kv, hidden, wide = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size,
                                spec.intermediate_size)
@@ -62,23 +79,35 @@ class Block(nn.Module):
         self.gate_up = Linear(hidden, {"gate_proj": wide, "up_proj": wide}, spec.mlp_bias, device, dtype)
         self.down = Linear(wide, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x_TD = x_TD + self.attention(self.input_norm(x_TD), cos, sin, attend)
-        return x_TD + self.mlp(self.post_attention_norm(x_TD))
+    def forward(self, x_TD: Tensor, update_TD: Stream | None, cos: Tensor, sin: Tensor,
+                attend: Attend) -> tuple[Tensor, Stream]:
+        """The residual stream, and what this block adds to it. The next norm does the addition in its own pass:
+        `update` is what the block before adds."""
+        x_TD, normed = self.input_norm.add(x_TD, update_TD, self.qkv.reads)
+        remake(normed, self.input_norm, x_TD)
+        rows = None if self.experts is not None else self.gate_up.reads
+        x_TD, normed = self.post_attention_norm.add(x_TD, self.attention(normed, cos, sin, attend), rows)
+        remake(normed, self.post_attention_norm, x_TD)
+        return x_TD, self.mlp(normed)
 
-    def attention(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        heads = self.qkv(x_TD).view(x_TD.shape[0], -1, self.head_dim)
-        q_THd, k_TGd, v_TGd = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THd, k_TGd = self.q_norm(q_THd), self.k_norm(k_TGd)
-        o_THd = attend(self.layer, rotate(q_THd, cos, sin), rotate(k_TGd, cos, sin), v_TGd)
-        return self.o(o_THd.reshape(x_TD.shape[0], -1))
+    def attention(self, x_TD: Tensor | Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Stream:
+        q_norm, k_norm = (None if norm is None else norm.gain for norm in (self.q_norm, self.k_norm))
+        q_THd, k_TGd, v_TGd = rotate_heads(self.qkv(x_TD), cos, sin, self.heads, self.kv_heads, self.head_dim,
+                                           q_norm, k_norm, self.input_norm.eps)
+        o_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
+        return self.o(self.o.read(o_THd.reshape(o_THd.shape[0], -1)))
 
-    def mlp(self, x_TD: Tensor) -> Tensor:
+    def mlp(self, x_TD: Tensor | Rows) -> Stream:
         if self.experts is not None:
+            assert isinstance(x_TD, Tensor)
             return self.experts(x_TD)
-        gate, up = self.gate_up(x_TD).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        gate_up, update = self.gate_up.without_update(x_TD)
+        if self.remakes_gate_up:
+            remake(gate_up, lambda x: self.gate_up.without_update(x)[0], x_TD)
+        if update is None:
+            return self.down(remake(silu_mul(gate_up, self.down.reads), silu_mul, gate_up))
+        assert isinstance(gate_up, Tensor)
+        return self.down(self.down.read(remake(silu_mul_adapted(gate_up, *update), silu_mul_adapted, gate_up, *update)))
 
 
 class Transformer(nn.Module):
@@ -86,7 +115,8 @@ class Transformer(nn.Module):
 
     def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.spec, self.activation_checkpointing = spec, False
+        self.spec = spec
+        self.activation_checkpointing: bool | float = False
         self.shared: frozenset[str] = frozenset()     # names of weights whose storages belong to another model too
         self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype))
         self.blocks = nn.ModuleList(Block(spec, i, device, dtype) for i in range(spec.num_layers))
@@ -100,13 +130,18 @@ class Transformer(nn.Module):
         if self.freqs.device != ids_T.device:
             self.freqs = self.freqs.to(ids_T.device)
         cos, sin = rotations(pos_T, self.freqs)
-        x_TD = F.embedding(ids_T, self.embedding)
+        x_TD, update_TD = F.embedding(ids_T, self.embedding), None
         for block in self.blocks:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x_TD = checkpoint(block, x_TD, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
+            assert isinstance(block, Block)
+            if self.activation_checkpointing is True and torch.is_grad_enabled():
+                x_TD = checkpoint(whole, block, x_TD, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_TD = block(x_TD, cos, sin, attend)
-        return self.norm(x_TD)
+                block.remakes_gate_up = block.layer < self.activation_checkpointing * len(self.blocks)
+                with remaking():
+                    x_TD, update_TD = block(x_TD, update_TD, cos, sin, attend)
+        normed_TD = self.norm.add(x_TD, update_TD)[1]
+        assert isinstance(normed_TD, Tensor)
+        return normed_TD
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -114,7 +149,9 @@ class Transformer(nn.Module):
         return self.embedding if self.lm_head is None else self.lm_head
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, V] in the model's dtype."""
+        """Logits [T, V]: on CUDA float32 sums, unrounded before the softmax; elsewhere in the model's dtype."""
+        if hidden_TD.is_cuda and self.lm_head_weight.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+            return torch.mm(hidden_TD, self.lm_head_weight.t(), out_dtype=torch.float32)
         return F.linear(hidden_TD, self.lm_head_weight) if self.head is None else self.head.linear(hidden_TD)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
@@ -152,6 +189,12 @@ class Transformer(nn.Module):
         """The format of the quantised linear weights, or None when they are plain parameters."""
         weight = next(self.linears())[1].weight
         return weight.format if isinstance(weight, QTensor) else None
+
+
+def whole(block: Block, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    """A block with its addition: one tensor to keep for the backward pass."""
+    x_TD, update_TD = block(x_TD, None, cos, sin, attend)
+    return x_TD + update_TD
 
 
 def initialize(model: Transformer, seed: int, std: float = 0.02) -> Transformer:

@@ -30,7 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels import sweep, w4a16
+from lowroll.kernels.rows import Product, Rows
 
+DENSE_FROM = 32     # rows beyond which a matrix that is kept dense takes less time than its codes (docs/LOG.md)
 EPS = torch.finfo(torch.float32).eps      # the scale of an all-zero channel or group
 
 
@@ -55,6 +57,11 @@ class QTensor:
         if key not in self.packed:
             self.packed[key], self.makers[key] = make(self), make
         return self.packed[key]
+
+    @torch.no_grad()
+    def keep_dense(self, dtype: torch.dtype) -> None:
+        """Keep the dequantised matrix beside the codes: memory for the time that many rows would unpack them in."""
+        self.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -148,10 +155,11 @@ def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
     """The dequantised matrix [N, K] as a product needs it in every step: on CPU it is kept until the codes change.
 
     That costs a dense copy of the weight; without it, unpacking would take longer than a decode step's product. On
-    CUDA, where memory is the reason for low-bit weights, it is made anew and lives for one product.
+    CUDA, where memory is the reason for low-bit weights, it is made anew and lives for one product, unless
+    `keep_dense` asked for it.
     """
     if q.device.type != "cpu":
-        return q.dequantize(dtype)
+        return q.packed[key] if (key := f"dense {dtype}") in q.packed else q.dequantize(dtype)
     with torch.inference_mode(False):           # the learner may differentiate through what the engine kept
         return q.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
@@ -170,6 +178,7 @@ class Format(ABC):
     dense: bool = False              # dense formats hold plain floating point: there is nothing to correct for
     once: tuple[str, ...] = ()       # stored tensors that have one entry for the whole matrix
     stored_as: str | None = None     # another format that has the same stored tensors
+    rows: str | None = None          # the kind of codes that `product` takes; None: the format has no such product
 
     @abstractmethod
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -185,6 +194,10 @@ class Format(ABC):
 
     @abstractmethod
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor: ...
+
+    def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
+        """`linear` of activations that are quantised already; its scales may be left to the kernel that comes next."""
+        raise NotImplementedError(f"{self.name} has no product of quantised rows")
 
     def quantize(self, w_NK: Tensor) -> QTensor:
         """Quantise [N, K]. ValueError for a tensor that is no matrix, is empty, or holds a non-finite value."""
@@ -252,7 +265,8 @@ class WeightOnly(Format):
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         kind = self.stored_as or self.name
-        if w4a16.takes(kind, x_MK, q.shape):
+        kept = x_MK.is_cuda and x_MK.shape[0] > DENSE_FROM and f"dense {x_MK.dtype}" in q.packed
+        if not kept and w4a16.takes(kind, x_MK, q.shape):
             return w4a16.linear(kind, q.tensors, x_MK, q.shape, bias_N)
         return F.linear(x_MK, multiplicand(q, x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype))
 

@@ -5,26 +5,30 @@
     codes       q = e4m3(clamp(v / s, -448, 448)), to nearest, ties to even
     product     y[m, n] = (sum_k q_x q_w) s_x s_w + bias[n]
 
-The product of two codes is exact in float32; sums are float32's. Per channel, CUDA multiplies the codes themselves:
-`torch._scaled_mm` with unit scales and float32 output, scales applied after it. Its sums differ from the CPU's by their
-order and by the bits that tensor cores keep (on an H200 at most 5e-5 of the product of the norms; docs/LOG.md).
-Elsewhere, and for blocks, the codes are multiplied as float32 values. Values are clamped before the cast, because e4m3
-has no infinity to saturate to. The floor of the activation scale is that of
-vLLM's dynamic kernel, the weight scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks
-(arXiv 2412.19437, section 3.3.2; algorithms B2). Tiles run over a fused matrix as a whole: one part of it is in whole
-tiles only when the parts before it have a multiple of 128 rows.
+The product of two codes is exact in float32; sums are float32's. Per channel, CUDA multiplies the codes themselves
+(`kernels.w8a8`); for bfloat16 activations the sums are rounded to bfloat16 before the scales are applied. They differ
+from the CPU's by their order and by the bits that tensor cores keep (on an H200 at most 5e-5 of the product of the
+norms; docs/LOG.md). Elsewhere, and for blocks, the codes are multiplied as float32 values. Values are clamped before
+the cast, because e4m3 has no infinity to saturate to. The floor of the activation scale is that of vLLM's dynamic
+kernel, the weight scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv 2412.19437,
+section 3.3.2; algorithms B2). Tiles run over a fused matrix as a whole: one part of it is in whole tiles only when the
+parts before it have a multiple of 128 rows.
 
 Legend: N out features, K in features, M rows of activations, G groups of a row, S features of a group.
 """
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels import rows
+from lowroll.kernels.launch import fused
+from lowroll.kernels.quantise8 import quantize_rows_into
+from lowroll.kernels.rows import Product, Rows
+from lowroll.kernels.w8a8 import multiply
 from lowroll.quant.formats import Format, QTensor, divide, multiplicand, nonzero
 from lowroll.quant.groups import join, split
 
@@ -48,6 +52,7 @@ def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 class Float8(Format):
     name, bits, summary = "fp8", 8, "e4m3 W8A8, per-channel weights, per-token activations, float32 accumulation"
+    rows = "fp8"
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NK = w_NK.float()
@@ -57,14 +62,20 @@ class Float8(Format):
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return (q.tensors["weight"].float() * q.tensors["weight_scale"]).to(dtype)
 
+    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
+        if not (w_NK.is_cuda and fused(w_NK)):       # Triton's interpreter rounds to e4m3 wrongly
+            return super().encode_into(w_NK, amax_1, tensors)
+        quantize_rows_into(w_NK, tensors["weight"], tensors["weight_scale"], "fp8")
+
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        codes_MK, scale_M1 = quantize_rows(x_MK)
-        on_device = x_MK.is_cuda and _scaled_mm_is_right(x_MK.device)
-        sums_MN = _device_sums(codes_MK, q.tensors["weight"]) if on_device else _float_sums(codes_MK, q)
-        y_MN = sums_MN.mul_(scale_M1).mul_(q.tensors["weight_scale"].flatten())
-        if bias_N is not None:
-            y_MN += bias_N
-        return y_MN.to(x_MK.dtype)
+        return self.product(rows.quantize_rows(x_MK, "fp8"), q, bias_N).dense()
+
+    def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
+        if rows.codes_MK.device.type != "cpu":
+            return multiply(rows, q.tensors["weight"], q.tensors["weight_scale"], bias_N)
+        values_NK = q.derive("codes", lambda q: q.tensors["weight"].float())
+        return Product(F.linear(rows.codes_MK.float(), values_NK), rows.scale_M1, q.tensors["weight_scale"], bias_N,
+                       rows.dtype)
 
 
 class Float8Block(Format):
@@ -92,40 +103,3 @@ class Float8Block(Format):
         rounded_MK = join(codes_MGS.float() * scale_MG1, x_MK.shape[1])
         bias_N = None if bias_N is None else bias_N.float()
         return F.linear(rounded_MK, multiplicand(q, torch.float32), bias_N).to(x_MK.dtype)
-
-
-def _float_sums(codes_MK: Tensor, q: QTensor) -> Tensor:
-    """sum_k q_x q_w in float32, by the float32 values of the codes."""
-    on_cpu = q.device.type == "cpu"
-    values_NK = q.derive("codes", _values) if on_cpu else _values(q)
-    return F.linear(codes_MK.float(), values_NK)
-
-
-def _values(q: QTensor) -> Tensor:
-    return q.tensors["weight"].float()
-
-
-def _device_sums(codes_MK: Tensor, codes_NK: Tensor) -> Tensor:
-    """sum_k q_x q_w in float32, by the device's e4m3 product, which wants N and K in multiples of 16."""
-    num_out, num_in = codes_NK.shape
-    pad_k, pad_n = -num_in % 16, -num_out % 16
-    if pad_k or pad_n:
-        codes_MK, codes_NK = _pad(codes_MK, pad_k, 0), _pad(codes_NK, pad_k, pad_n)
-    one = torch.ones((), device=codes_MK.device)
-    sums_MN = torch._scaled_mm(codes_MK, codes_NK.t(), one, one, out_dtype=torch.float32, use_fast_accum=False)
-    return sums_MN[:, :num_out].contiguous() if pad_n else sums_MN
-
-
-def _pad(codes: Tensor, columns: int, rows: int) -> Tensor:
-    return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(E4M3)      # the byte 0 is the number 0
-
-
-@cache
-def _scaled_mm_is_right(device: torch.device) -> bool:
-    """Does this device multiply e4m3 matrices, into float32 sums?"""
-    x_MK, w_NK = (torch.arange(-160, 160, device=device).remainder(23).view(-1, 32).to(E4M3) for _ in range(2))
-    try:
-        got_MN = _device_sums(x_MK, w_NK)
-    except (RuntimeError, AttributeError, NotImplementedError, ValueError):
-        return False
-    return torch.allclose(got_MN.double(), x_MK.double() @ w_NK.double().t(), rtol=1e-4)

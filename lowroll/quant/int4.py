@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels import w4a16
+from lowroll.kernels.launch import fused
 from lowroll.kernels.quantise4 import quantise4
-from lowroll.kernels.sweep import uses_triton
 from lowroll.quant.formats import Format, QTensor, WeightOnly, divide, multiplicand, nonzero
 from lowroll.quant.groups import join, pack, split, unpack
 from lowroll.quant.int8 import quantize_rows
@@ -54,7 +54,7 @@ class Symmetric(Format):
         return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1])), "weight_scale": scale_NG}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not uses_triton(w_NK):
+        if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         quantise4(w_NK, "int4", GROUP, tensors["weight_packed"], tensors["weight_scale"])
 
@@ -83,7 +83,7 @@ class Int4Asymmetric(WeightOnly):
                 "weight_zero_point": _pack_zeros(zero_NG)}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not uses_triton(w_NK):
+        if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         zero_NG = quantise4(w_NK, self.name, GROUP, tensors["weight_packed"], tensors["weight_scale"])
         assert zero_NG is not None

@@ -19,9 +19,13 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels import rows
+from lowroll.kernels.launch import fused
+from lowroll.kernels.quantise8 import quantize_rows_into
+from lowroll.kernels.rows import Product, Rows
+from lowroll.kernels.w8a8 import multiply
 from lowroll.quant.formats import Format, QTensor, divide, nonzero
 
 
@@ -34,6 +38,7 @@ def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 class Int8(Format):
     name, bits, summary = "int8", 8, "W8A8, per-channel weights, per-token activations, int32 accumulation"
+    rows = "int8"
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NK = w_NK.float()
@@ -41,22 +46,27 @@ class Int8(Format):
         codes_NK = torch.clamp(torch.round(w_NK / scale_N1), -128, 127).to(torch.int8)
         return {"codes": codes_NK, "scale": scale_N1}
 
+    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
+        if not fused(w_NK):
+            return super().encode_into(w_NK, amax_1, tensors)
+        quantize_rows_into(w_NK, tensors["codes"], tensors["scale"], "int8")
+
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return (q.tensors["codes"].float() * q.tensors["scale"]).to(dtype)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        codes_MK, scale_M1 = quantize_rows(x_MK)
-        product = _onednn_product if x_MK.device.type == "cpu" and _onednn_is_exact() else _integer_product
-        y_MN = product(codes_MK, q).mul_(scale_M1)
-        if bias_N is not None:
-            y_MN += bias_N
-        return y_MN.to(x_MK.dtype)
+        return self.product(rows.quantize_rows(x_MK, "int8"), q, bias_N).dense()
+
+    def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
+        if rows.codes_MK.device.type == "cpu" and _onednn_is_exact():
+            return Product(_onednn_product(rows.codes_MK, q), rows.scale_M1, None, bias_N, rows.dtype)
+        return multiply(rows, q.tensors["codes"], q.tensors["scale"], bias_N)
 
 
 def _onednn_product(codes_MK: Tensor, q: QTensor) -> Tensor:
     """(sum_k q_x q_w) * s_w in float32, by oneDNN on the packed weight."""
     weight, scale_N, zero_N = q.derive("onednn", _prepack)
-    shifted_MK = codes_MK.to(torch.int8).view(torch.uint8).bitwise_xor_(128)      # codes + 128, by the sign bit
+    shifted_MK = codes_MK.view(torch.uint8).bitwise_xor(128)       # codes + 128, by the sign bit
     return torch.ops.onednn.qlinear_pointwise(shifted_MK, 1.0, 128, weight, scale_N, zero_N, None, 1.0, 0,
                                               torch.float32, "none", [], "")
 
@@ -67,25 +77,13 @@ def _prepack(q: QTensor) -> tuple[Tensor, Tensor, Tensor]:
             torch.zeros(q.shape[0], dtype=torch.int32))
 
 
-def _integer_product(codes_MK: Tensor, q: QTensor) -> Tensor:
-    """(sum_k q_x q_w) * s_w in float32, by torch's int8 matrix product (CUDA, or a CPU without oneDNN's)."""
-    codes_NK, (num_rows, num_in) = q.tensors["codes"], codes_MK.shape
-    codes_MK = codes_MK.to(torch.int8)
-    if codes_NK.is_cuda:                      # cuBLAS wants more than 16 rows, and K and N in multiples of 8
-        pad_k, pad_n = -num_in % 8, -codes_NK.shape[0] % 8
-        codes_MK = F.pad(codes_MK, (0, pad_k, 0, max(0, 32 - num_rows)))
-        codes_NK = F.pad(codes_NK, (0, pad_k, 0, pad_n)) if pad_k or pad_n else codes_NK
-    sums_MN = torch._int_mm(codes_MK, codes_NK.t())
-    return sums_MN[:num_rows, :q.shape[0]].float() * q.tensors["scale"].flatten()
-
-
 @cache
 def _onednn_is_exact() -> bool:
     """Does this CPU's oneDNN kernel accumulate without saturating? (Chips without VNNI add pairs in 16 bits.)"""
     codes_NK = torch.full((64, 256), -128, dtype=torch.int8)
     codes_NK[::2] = 127
-    codes_MK = torch.full((2, 256), 127.0)
-    codes_MK[1] = -127.0
+    codes_MK = torch.full((2, 256), 127, dtype=torch.int8)
+    codes_MK[1] = -127
     probe = QTensor("int8", (64, 256), {"codes": codes_NK, "scale": torch.ones(64, 1)})
     try:
         got_MN = _onednn_product(codes_MK, probe)

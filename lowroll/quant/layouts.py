@@ -156,9 +156,10 @@ class Layout:
         if not math.isfinite(offset):
             raise ValueError(f"{_NF4_STATE}: nested_offset is {offset}")
         for suffix, levels in (("weight.quant_map", NF4_LEVELS), ("weight.nested_quant_map", dynamic_levels())):
-            if suffix in stored and not torch.allclose(stored[suffix], torch.tensor(levels), rtol=0, atol=1e-6):
+            if suffix in stored and not torch.allclose(stored[suffix].cpu(), torch.tensor(levels), rtol=0, atol=1e-6):
                 raise ValueError(f"{suffix}: the levels are not those of {self.format}")
-        return {"nested_offset": torch.tensor([offset])} if self.format == "nf4_dq" else {}
+        device = stored[_NF4_STATE].device
+        return {"nested_offset": torch.tensor([offset], device=device)} if self.format == "nf4_dq" else {}
 
 
 def read_layout(config: dict[str, Any]) -> Layout:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import w4a16
+from lowroll.kernels.launch import fused
 from lowroll.kernels.quantise4 import quantise4
-from lowroll.kernels.sweep import uses_triton
 from lowroll.quant.formats import QTensor, WeightOnly
 from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
 
@@ -38,7 +38,7 @@ class MXFloat4(WeightOnly):
         return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1])), "weight_scale": exponent_NG}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not uses_triton(w_NK):
+        if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         quantise4(w_NK, self.name, BLOCK, tensors["weight_packed"], tensors["weight_scale"])
 

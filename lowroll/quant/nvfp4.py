@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import w4a16
+from lowroll.kernels.launch import fused
 from lowroll.kernels.quantise4 import quantise4
-from lowroll.kernels.sweep import uses_triton
 from lowroll.quant.formats import QTensor, WeightOnly, divide
 from lowroll.quant.fp8 import MAX, to_e4m3
 from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
@@ -44,7 +44,7 @@ class NVFloat4(WeightOnly):
                 "weight_global_scale": global_1}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not uses_triton(w_NK):
+        if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         global_1 = _global(amax_1)
         quantise4(w_NK, "nvfp4", BLOCK, tensors["weight_packed"], tensors["weight_scale"], global_1)

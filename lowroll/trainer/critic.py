@@ -107,7 +107,7 @@ class Critic:
             advantages = whiten(advantages, masks)
 
         def by_sample(lists: list[list[float]]) -> PerToken:
-            return {i: torch.tensor(row, device=self.body.device) for i, row in zip(indices, lists, strict=True)}
+            return {i: torch.tensor(row) for i, row in zip(indices, lists, strict=True)}
 
         return Judgement(values, by_sample(advantages), by_sample(returns), metrics)
 

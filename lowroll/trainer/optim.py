@@ -7,6 +7,9 @@ Only matrices decay; norms and biases do not. With `optimizer: muon` the hidden 
 the rest stays here, at the same rate; `adamw8bit` keeps m and v in 8 bits (`trainer.adamw8bit`). Clipping scales all
 gradients by min(1, max_norm / norm), with norm the 2-norm over every parameter (Pascanu et al. 2013).
 
+On CUDA an update of AdamW is one launch (`kernels.adamw`): clip, moments, weights and the parameters' rounding in one
+pass. Elsewhere it is torch's.
+
 A bfloat16 parameter keeps 8 bits of mantissa, so an update of 1e-5 of its size would round away: such parameters get
 a float32 master here, gradients are accumulated in float32 on it, and the parameter is its rounding.
 
@@ -23,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowroll.kernels.adamw import Tensors
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import Muon
 
@@ -108,6 +112,7 @@ class Optimizer:
         make = adamw8bit.make if self.in_8_bits else torch.optim.AdamW
         self.adamw: Any = make(groups, settings.learning_rate, settings.betas, settings.eps)
         self.rate = settings.learning_rate
+        self._fused: Tensors | None = None
 
     @property
     def in_8_bits(self) -> bool:
@@ -137,18 +142,50 @@ class Optimizer:
         if refuse or not math.isfinite(metrics["optim/grad_norm"]):
             self.refused_in_a_row += 1
         else:
-            if self.settings.max_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(self.masters.values(), self.settings.max_grad_norm, norm)
-            moved = self.muon.step(self.rate)
-            self.adamw.step()
-            for name, param in self.params.items():
-                if self.masters[name] is not param:
-                    param.copy_(self.masters[name])
             self.num_updates += 1
             self.refused_in_a_row = 0
-            metrics |= {"optim/update_norm": math.hypot(moved.sqrt().item(), self._adamw_norm()), "optim/skipped": 0.0}
+            metrics |= {"optim/update_norm": self._apply(norm), "optim/skipped": 0.0}
+            torch.autograd.graph.increment_version(list(self.params.values()))     # kernels write past autograd's eyes
         self.zero_grad()
         return metrics
+
+    def _apply(self, norm: Tensor) -> float:
+        """Clip by the gradients' norm, step, round to the parameters; returns the 2-norm of the update."""
+        plain, most = {} if self._fuses() else self.others, self.settings.max_grad_norm
+        by_hand = self.muon.params | plain
+        if most is not None and by_hand:
+            nn.utils.clip_grads_with_norm_(by_hand.values(), most, norm)
+        moved = self.muon.step(self.rate)
+        if plain:
+            self.adamw.step()
+        for name, master in by_hand.items():
+            if master is not self.params[name]:
+                self.params[name].copy_(master)
+        if self._fuses():
+            clip = torch.ones_like(norm) if most is None else (most / (norm + 1e-6)).clamp(max=1.0)
+            return (moved + self._fused_adamw(clip)).sqrt().item()
+        return math.hypot(moved.sqrt().item(), self._adamw_norm())
+
+    def _fuses(self) -> bool:
+        """Whether AdamW's part of an update is one launch."""
+        return bool(self.others) and not self.in_8_bits and all(m.is_cuda for m in self.others.values())
+
+    def _fused_adamw(self, clip: Tensor) -> Tensor:
+        """AdamW's part of update `num_updates`, in one launch; the squared 2-norm of it, on the device."""
+        groups = {id(m): group for group in self.adamw.param_groups for m in group["params"]}
+        if self._fused is None:
+            for m in self.others.values():
+                if m not in self.adamw.state:
+                    self.adamw.state[m] = {"exp_avg": torch.zeros_like(m), "exp_avg_sq": torch.zeros_like(m)}
+            states = [self.adamw.state[m] for m in self.others.values()]
+            self._fused = Tensors(list(self.others.values()), [s["exp_avg"] for s in states],
+                                  [s["exp_avg_sq"] for s in states],
+                                  [None if m is self.params[name] else self.params[name].detach()
+                                   for name, m in self.others.items()],
+                                  [groups[id(m)]["weight_decay"] for m in self.others.values()])
+        gradients = [m.grad for m in self.others.values() if m.grad is not None]
+        return self._fused.step(gradients, clip, rate=self.rate, betas=self.settings.betas, eps=self.settings.eps,
+                                t=self.num_updates)
 
     def _adamw_norm(self) -> float:
         """2-norm of AdamW's last update, its weight decay left out; from the moments, so no copy."""
@@ -196,6 +233,7 @@ class Optimizer:
         self.num_updates = state["num_updates"]
         self.refused_in_a_row = state["refused_in_a_row"]
         self.adamw.state.clear()
+        self._fused = None
         self.muon.momentum.clear()
         for name, master in self.masters.items():
             if master is not self.params[name]:

@@ -12,16 +12,17 @@ T: tokens fed to the model, N: response tokens, S: sequences of one micro-batch.
 """
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowroll.types import MicroBatch, Sample
 
-PerToken = dict[int, Tensor]       # sample index -> float32 [tokens of its response], detached
+PerToken = dict[int, Tensor]       # sample index -> float32 [tokens of its response], detached, on any device
 
 
 @dataclass(frozen=True)
@@ -108,31 +109,49 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
 
 
 def collate(samples: Sequence[Sample], indices: Sequence[int], device: torch.device | str = "cpu") -> Packed:
-    """Lay the chosen samples end to end as the tensors of one micro-batch on `device`."""
+    """Lay the chosen samples end to end as the tensors of one micro-batch on `device`; the host waits for no copy."""
     chosen = [samples[i] for i in indices]
+    rollouts = [s.rollout for s in chosen]
     lengths = tuple(num_fed(s) for s in chosen)
-    responses = [len(s.rollout.token_ids) for s in chosen]
+    responses = torch.tensor([len(r.token_ids) for r in rollouts])
+    fed, ends = torch.tensor(lengths), torch.tensor(lengths).cumsum(0)
 
-    def long(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+    def upload(x: Tensor) -> Tensor:
+        return _upload(x, device)
 
-    def real(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+    def within(starts: Tensor, sizes: Tensor) -> Tensor:
+        """starts[s], starts[s] + 1, ... of every s, end to end."""
+        return torch.arange(int(sizes.sum())) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)
 
     return Packed(
         samples=tuple(indices),
         lengths=lengths,
-        ids_T=long([t for s in chosen for t in (s.prompt_ids + s.rollout.token_ids)[:-1]]),
-        pos_T=long([p for length in lengths for p in range(length)]),
-        index_N=long([i for end, n in zip(accumulate(lengths), responses, strict=True) for i in range(end - n, end)]),
-        targets_N=long([t for s in chosen for t in s.rollout.token_ids]),
-        mask_N=long([m for s in chosen for m in s.loss_mask]) != 0,
-        segments_N=long([k for k, n in enumerate(responses) for _ in range(n)]),
-        behavior_N=real([p for s in chosen for p in s.rollout.logprobs]),
-        advantages_N=real([s.advantage for s, n in zip(chosen, responses, strict=True) for _ in range(n)]),
+        ids_T=upload(_tensor("q", [part for s in chosen for part in (s.prompt_ids, s.rollout.token_ids[:-1])])),
+        pos_T=upload(within(torch.zeros_like(fed), fed)),
+        index_N=upload(within(ends - responses, responses)),
+        targets_N=upload(_tensor("q", [r.token_ids for r in rollouts])),
+        mask_N=upload(_tensor("q", [s.loss_mask for s in chosen]) != 0),
+        segments_N=upload(torch.arange(len(chosen)).repeat_interleave(responses)),
+        behavior_N=upload(_tensor("d", [r.logprobs for r in rollouts]).float()),
+        advantages_N=upload(torch.tensor([s.advantage for s in chosen], dtype=torch.float32)
+                            .repeat_interleave(responses)),
     )
 
 
+def _tensor(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
+    """Python numbers end to end, as int64 ("q") or float64 ("d")."""
+    values: array[Any] = array(code)
+    for numbers in lists:
+        values.extend(numbers)
+    return torch.frombuffer(values, dtype={"q": torch.int64, "d": torch.float64}[code])
+
+
 def gather(values: PerToken, packed: Packed) -> Tensor:
-    """The values of the packed samples, end to end, [N]."""
-    return torch.cat([values[i] for i in packed.samples])
+    """The values of the packed samples, end to end, [N], where the others of the micro-batch are."""
+    x_N = torch.cat([values[i] for i in packed.samples])
+    return x_N if x_N.device == packed.mask_N.device else _upload(x_N, packed.mask_N.device)
+
+
+def _upload(x: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on the device; the host does not wait for the copy."""
+    return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)

@@ -20,6 +20,8 @@ recorded, lpref the frozen reference; all at the sampling temperature. What diff
 6. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
    a row raises TrainingDiverged.
 7. An aligned learner quantises its weights once an update, right after it.
+8. Log-probs and entropies come to the host in copies that nothing waits for until all backward passes are launched;
+   the statistics are made of them there, while the device is busy with the gradient.
 
 T: tokens fed, N: response tokens.
 """
@@ -95,7 +97,7 @@ class LearnSettings:
 
 @dataclass(frozen=True)
 class Trace:
-    """Detached learner log-probs and entropies of the sequences that went through the model."""
+    """Detached learner log-probs and entropies, on the host, of the sequences that went through the model."""
 
     log_probs: PerToken = field(default_factory=dict)
     entropy: PerToken = field(default_factory=dict)
@@ -117,24 +119,40 @@ class Forward:
     def run(self, indices: Sequence[int], objective: Callable[[Packed, Tensor], Tensor] | None = None) -> Trace:
         """Run the chosen samples. With `objective(packed, learner_N)`, a micro-batch's share of J, the gradient of -J
         is added to that of the parameters; without, nothing is kept for a backward pass."""
-        trace = Trace()
+        arrivals: list[tuple[Packed, Tensor]] = []
         for pack in first_fit([num_fed(self.samples[i]) for i in indices], self.tokens_per_microbatch):
             packed = self.collate([indices[i] for i in pack.indices])
             with torch.set_grad_enabled(objective is not None):
                 hidden_TD = self.model(packed.ids_T, packed.pos_T, varlen(packed.lengths, self.model.device))
                 learner_N, entropy_N = token_log_probs(
-                    hidden_TD[packed.index_N], self.model.lm_head_weight, packed.targets_N,
+                    hidden_TD.index_select(0, packed.index_N), self.model.lm_head_weight, packed.targets_N,
                     temperature=self.temperature, chunk=self.logprob_chunk)
+                del hidden_TD
+                arrivals.append((packed, torch.stack((learner_N.detach(), entropy_N)).to("cpu", non_blocking=True)))
+                arrived = _record(self.model.device)
                 if objective is not None:
                     (-objective(packed, learner_N)).backward()
+        trace = Trace()
+        if arrivals and arrived is not None:
+            arrived.synchronize()
+        for packed, both_2N in arrivals:
             sizes = [len(self.samples[i].rollout.token_ids) for i in packed.samples]
-            trace.log_probs.update(zip(packed.samples, learner_N.detach().split(sizes), strict=True))
-            trace.entropy.update(zip(packed.samples, entropy_N.detach().split(sizes), strict=True))
+            for values, x_N in zip((trace.log_probs, trace.entropy), both_2N, strict=True):
+                values.update(zip(packed.samples, x_N.split(sizes), strict=True))
         return trace
 
     def collate(self, indices: Sequence[int]) -> Packed:
         """The chosen samples as one micro-batch on the model's device."""
         return collate(self.samples, indices, self.model.device)
+
+
+def _record(device: torch.device) -> torch.cuda.Event | None:
+    """A mark in the device's queue to wait for; None on the CPU, which has none."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: LearnSettings,
@@ -174,24 +192,32 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
 
     judged = None if critic is None else critic.judge(samples, heard)
     learning = None if critic is not None and critic.warming_up else optimizer
-    records, rate = [], 0.0 if learning is None else learning.begin_step()
+    records: list[dict[str, float]] = []
+    rate = 0.0 if learning is None else learning.begin_step()
     if critic is not None:
         critic.optimizer.begin_step()
+    distances: dict[str, float] = {}
     for minibatch in minibatches:
-        record, trace = _update(forward, minibatch, learning, settings, proximal, frozen_lp, teacher_lp,
-                                None if judged is None else judged.advantages)
+        record, trace = _accumulate(forward, minibatch, learning is not None, settings, proximal, frozen_lp, teacher_lp,
+                                    None if judged is None else judged.advantages)
+        if not records and heard:              # of the policy before its first update, while the device is busy
+            distances = _distances(samples, heard, trace.log_probs if proximal is None else proximal)
+        record |= STILL if learning is None else learning.update(refuse=not math.isfinite(record["policy/objective"]))
+        if learning is not None:
+            aligned.refresh(model)
         if critic is not None and judged is not None:
             record |= critic.update(samples, minibatch, judged)
         records.append(record)
         _refuse_divergence(batch.step, record, optimizer, critic)
-    metrics = _merge(records) | {"optim/lr": rate} | ({} if judged is None else judged.metrics)
-    if heard:
-        packed = forward.collate(heard)
-        before = trace.log_probs if proximal is None else proximal
-        policies = {"learner": gather(before, packed), "behavior": packed.behavior_N, "mask": packed.mask_N,
-                    "segments": packed.segments_N}
-        metrics |= mismatch(**policies) | by_length(**policies)
-    return metrics
+    return _merge(records) | {"optim/lr": rate} | ({} if judged is None else judged.metrics) | distances
+
+
+def _distances(samples: Sequence[Sample], heard: Sequence[int], learner: PerToken) -> dict[str, float]:
+    """How far the sampler's policy is from the learner's."""
+    packed = collate(samples, heard)
+    policies = {"learner": gather(learner, packed), "behavior": packed.behavior_N, "mask": packed.mask_N,
+                "segments": packed.segments_N}
+    return mismatch(**policies) | by_length(**policies)
 
 
 def _refuse_divergence(step: int, record: Mapping[str, float], optimizer: Optimizer, critic: Critic | None) -> None:
@@ -210,15 +236,15 @@ def _base_policy(model: Transformer) -> Iterator[Transformer]:
         yield model
 
 
-def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer | None, settings: LearnSettings,
-            proximal: PerToken | None, reference: PerToken | None, teacher: PerToken | None,
-            advantages: PerToken | None) -> tuple[dict[str, float], Trace]:
-    """One optimizer update (none without an optimizer) from the samples of a minibatch; returns its statistics and
-    what the learner said. `advantages` of the tokens take the place of those of the samples."""
+def _accumulate(forward: Forward, minibatch: Sequence[int], learns: bool, settings: LearnSettings,
+                proximal: PerToken | None, reference: PerToken | None, teacher: PerToken | None,
+                advantages: PerToken | None) -> tuple[dict[str, float], Trace]:
+    """The gradient of a minibatch (none unless it learns); returns its statistics and what the learner said.
+    `advantages` of the tokens take the place of those of the samples."""
     samples = forward.samples
     heard = [i for i in minibatch if any(samples[i].loss_mask)]
     always = settings.kl_coef or not settings.objective.needs_advantage(**settings.options)
-    if optimizer is None:
+    if not learns:
         moving = []
     elif advantages is None:
         moving = [i for i in heard if always or samples[i].advantage != 0]
@@ -226,7 +252,7 @@ def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer | N
         moving = [i for i in heard if always or advantages[i].any()]
     counts = Counts(sum(_num_learned(samples[i], settings.objective) for i in heard), len(minibatch))
     if settings.normalizes and heard and proximal is not None:
-        packed = forward.collate(heard)
+        packed = collate(samples, heard)
         weights = settings.objective.count(mask=packed.mask_N, segments=packed.segments_N, behavior=packed.behavior_N,
                                            proximal=gather(proximal, packed), **settings.options)
         counts = replace(counts, weight_sum=weights.weight_sum)
@@ -256,14 +282,10 @@ def _update(forward: Forward, minibatch: Sequence[int], optimizer: Optimizer | N
     trace |= forward.run([i for i in heard if i not in trace.log_probs])
     record: dict[str, float] = {"policy/objective": 0.0}
     if heard:
-        whole = forward.collate(heard)
+        whole = collate(samples, heard)
         J, record = objective(whole, gather(trace.log_probs, whole))
         record["policy/objective"] = J.item()
         record["policy/entropy"] = masked_mean(gather(trace.entropy, whole), whole.mask_N).item()
-    if optimizer is None:
-        return record | STILL, trace
-    record |= optimizer.update(refuse=not math.isfinite(record["policy/objective"]))
-    aligned.refresh(forward.model)
     return record, trace
 
 

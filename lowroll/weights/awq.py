@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from lowroll.model.attention import Attend, varlen
 from lowroll.model.linear import Linear
 from lowroll.model.rope import rotations
-from lowroll.model.transformer import Block, RMSNorm, Transformer
+from lowroll.model.transformer import Block, RMSNorm, Stream, Transformer, whole
 from lowroll.quant.formats import Format, QTensor, get_format
 
 RATIOS = tuple(i / 20 for i in range(20))
@@ -96,7 +96,7 @@ def calibrate(model: Transformer, format: str, sequences: Sequence[Sequence[int]
     records = []
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
-        y_TD = torch.cat([block(x_TD[c.rows], c.cos, c.sin, c.attend) for c in chunks])
+        y_TD = torch.cat([whole(block, x_TD[c.rows], c.cos, c.sin, c.attend) for c in chunks])
         records.append(_calibrate_block(block, chosen, x_TD, y_TD, chunks))
         x_TD = y_TD
         if on_progress is not None:
@@ -159,7 +159,7 @@ def _block_error(block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunk
     linears = [module for module in block.modules() if isinstance(module, Linear)]
     pairs = [(linear, format.quantize(linear.weight)) for linear in linears if isinstance(linear.weight, nn.Parameter)]
     with _multiplying(*pairs):
-        return sum(_squared_distance(block(x_TD[c.rows], c.cos, c.sin, c.attend), y_TD[c.rows])
+        return sum(_squared_distance(whole(block, x_TD[c.rows], c.cos, c.sin, c.attend), y_TD[c.rows])
                    for c in chunks) / x_TD.numel()
 
 
@@ -168,22 +168,31 @@ def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
     def normed(c: Chunk) -> Tensor:
         return block.input_norm(x_TD[c.rows])
 
+    def attention(x_TD: Tensor, c: Chunk) -> Tensor:
+        return _dense(block.attention(x_TD, c.cos, c.sin, c.attend))
+
     def heads(c: Chunk) -> Tensor:
-        return _input_of(block.o, lambda: block.attention(normed(c), c.cos, c.sin, c.attend))
+        return _input_of(block.o, lambda: attention(normed(c), c))
 
     def mlp_input(c: Chunk) -> Tensor:
-        return block.post_attention_norm(x_TD[c.rows] + block.attention(normed(c), c.cos, c.sin, c.attend))
+        return block.post_attention_norm(x_TD[c.rows] + attention(normed(c), c))
 
     def hidden(c: Chunk) -> Tensor:
         return _input_of(block.down, lambda: block.mlp(mlp_input(c)))
 
     mappings = [
-        Mapping("qkv", block.qkv, _norm(block.input_norm), normed,
-                lambda x, c: block.attention(x, c.cos, c.sin, c.attend)),
-        Mapping("o", block.o, _rows(block.qkv, "v_proj"), heads, lambda x, c: block.o(x)),
-        Mapping("gate_up", block.gate_up, _norm(block.post_attention_norm), mlp_input, lambda x, c: block.mlp(x)),
-        Mapping("down", block.down, _rows(block.gate_up, "up_proj"), hidden, lambda x, c: block.down(x))]
+        Mapping("qkv", block.qkv, _norm(block.input_norm), normed, attention),
+        Mapping("o", block.o, _rows(block.qkv, "v_proj"), heads, lambda x, c: _dense(block.o(x))),
+        Mapping("gate_up", block.gate_up, _norm(block.post_attention_norm), mlp_input,
+                lambda x, c: _dense(block.mlp(x))),
+        Mapping("down", block.down, _rows(block.gate_up, "up_proj"), hidden, lambda x, c: _dense(block.down(x)))]
     return mappings if block.heads == block.kv_heads else [m for m in mappings if m.name != "o"]
+
+
+def _dense(stream: Stream) -> Tensor:
+    """What a linear makes of a tensor, while its weight is plain or multiplied in one step."""
+    assert isinstance(stream, Tensor)
+    return stream
 
 
 def _norm(norm: RMSNorm) -> Callable[[Tensor], None]:
@@ -234,7 +243,7 @@ def _multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
             linear.low_bit = low_bit
 
 
-def _input_of(linear: Linear, run: Callable[[], Tensor]) -> Tensor:
+def _input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:
     """What the linear reads while `run` runs."""
     seen: list[Tensor] = []
     hook = linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))

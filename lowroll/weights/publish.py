@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 from functools import cache
 from hashlib import blake2b
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from lowroll.kernels import sweep
+from lowroll.model import hf
 from lowroll.model.linear import Adapter, Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
@@ -46,56 +48,90 @@ def dequantize_base(model: Transformer) -> Transformer:
     return model
 
 
-def rollout_copy(master: Transformer, format: str, dtype: torch.dtype, noisy: bool = False) -> Transformer:
+def rollout_load(folder: Path, format: str, device: torch.device | str, dtype: torch.dtype,
+                 noisy: bool = False) -> Transformer:
+    """The engine's model straight from a folder: what `rollout_copy` of the loaded model would be, in the memory of one
+    model. Nobody else has its weights. ValueError as `hf.load` says."""
+    return rollout_copy(hf.load(folder, device, dtype, format), format, dtype, noisy, owned=True)
+
+
+def rollout_copy(master: Transformer, format: str, dtype: torch.dtype, noisy: bool = False,
+                 owned: bool = False) -> Transformer:
     """The engine's model: linear weights in `format`, everything else in `dtype`, ready for `publish`.
 
     Weights that the master holds in that very format are shared; with them its frozen norms and embeddings are, when
     `dtype` is the master's. Adapters, and whatever learns, are copied. noisy: the norms that `publish` will put noise
-    on are the engine's own and in float32; without noise the model computes the same bit for bit.
+    on are the engine's own and in float32; without noise the model computes the same bit for bit. owned: the master
+    ends here, and what would be shared belongs to the new model.
     """
     _note_conversion(master, format)
-    shares_base = master.weight_format == format and master.dtype == dtype
+    shares_base = master.dtype == dtype and (owned or master.weight_format == format)
     rollout = Transformer(master.spec, "meta", dtype)
     mine, shared = dict(master.named_parameters()), set[str]()
     disturbed = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     for name, _ in list(rollout.named_parameters()):
         if name in mine and not name.endswith(_LINEAR_WEIGHTS):
-            value, share = mine[name].detach(), shares_base and not mine[name].requires_grad and name not in disturbed
+            frozen = owned or not mine[name].requires_grad
+            value, share = mine[name].detach(), shares_base and frozen and name not in disturbed
             value = value if share else value.to(dtype, copy=True)
             _set_parameter(rollout, name, value.float() if name in disturbed else value)
             shared |= {name} if share else set()
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
-        weight = _quantize(name, theirs, format)
-        ours.set_weight(weight.clone() if weight is theirs.aligned and weight is not theirs.weight else weight)
+        ours.set_weight(_engines(name, theirs, format))
         shared |= {f"{name}.weight"} if ours.weight is theirs.weight else set()
+        if owned:
+            theirs.set_weight(ours.weight)      # the old one is given back layer by layer
         if theirs.adapter is not None:
             ours.adapter = _copy_adapter(theirs.adapter)
-    rollout.freqs, rollout.shared = master.freqs, frozenset(shared)
+    rollout.freqs, rollout.shared = master.freqs, frozenset() if owned else frozenset(shared)
     rollout.head = over(rollout.lm_head_weight)
     return rollout.requires_grad_(False).run_low_bit(True).eval()
 
 
+def beside(master: Transformer, rollout: Transformer, format: str) -> Transformer:
+    """A second model for the engine: the linear weights in another format, all else the very tensors of `rollout`."""
+    other = Transformer(rollout.spec, "meta", rollout.dtype)
+    for name, p in rollout.named_parameters():
+        if ".adapter." not in name:
+            _set_parameter(other, name, p.detach())
+    for (name, ours), (_, same), (_, theirs) in zip(other.linears(), rollout.linears(), master.linears(), strict=True):
+        ours.set_weight(_engines(name, theirs, format))
+        ours.adapter = same.adapter
+    other.freqs, other.shared, other.head = rollout.freqs, rollout.shared, rollout.head
+    return other.requires_grad_(False).run_low_bit(True).eval()
+
+
 @torch.no_grad()
-def publish(master: Transformer, rollout: Transformer, noise: Noise | None = None) -> None:
-    """Refill the engine's model from the master, in place. Shared tensors are left alone.
+def publish(master: Transformer, rollout: Transformer, noise: Noise | None = None,
+            bulk: Transformer | None = None) -> None:
+    """Refill the engine's model from the master, in place, and the model `beside` it. Shared tensors are left alone,
+    and so is what was made of them.
 
     The result is a function of the master's weights and `noise`; without noise (or at sigma 0) the norms are clean.
     ValueError, before anything is written, names what does not fit: a master of other sizes, another adapter, another
     base than the shared one, a linear weight that is not finite, or noise for an engine that was not made for it.
     """
+    linears = dict(master.linears())
+    weights = {name: linear.weight for name, linear in linears.items() if isinstance(linear.weight, nn.Parameter)}
+    amax = dict(zip(weights, sweep.amax(list(weights.values())), strict=True))     # the device reads, the host compares
     mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
-    amax = _check_fits(master, rollout, mine)
+    targets = dict(rollout.named_parameters())
+    _check_fits(master, rollout, mine, targets)
+    for name, finite in zip(amax, sweep.finite(list(amax.values())), strict=True):
+        if not finite:
+            raise ValueError(f"publish: {name}.weight holds a non-finite value")
     drawn = {} if noise is None or noise.sigma == 0 else _draw(noise, rollout)
-    for name, target in rollout.named_parameters():
+    for model in (rollout,) if bulk is None else (rollout, bulk):
+        for name, ours in model.linears():
+            assert isinstance(ours.weight, QTensor)
+            if f"{name}.weight" not in rollout.shared and ours.weight is not linears[name].weight:
+                _refill(name, ours.weight, linears[name], amax.get(name))
+    for name, target in targets.items():
         if name not in rollout.shared:
             value = mine[name] if ".adapter." in name else mine[name].to(rollout.dtype)
             target.copy_(value.float() + drawn[name] if name in drawn else value)
     if rollout.head is not None:
         rollout.head.renew()
-    for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
-        assert isinstance(ours.weight, QTensor)
-        if ours.weight is not theirs.weight:
-            _refill(name, ours.weight, theirs, amax.get(name))
 
 
 def _draw(noise: Noise, rollout: Transformer) -> dict[str, Tensor]:
@@ -103,15 +139,16 @@ def _draw(noise: Noise, rollout: Transformer) -> dict[str, Tensor]:
     for name, norm in noisy_norms(rollout):
         if norm.weight.dtype != torch.float32 or f"{name}.weight" in rollout.shared:
             raise ValueError(f"publish: {name}.weight cannot take noise; make the engine with noisy=True")
-    return {f"{name}.weight": noise.draw(name, norm.weight.numel()).to(rollout.device)
-            for name, norm in noisy_norms(rollout)}
+    drawn = {f"{name}.weight": noise.draw(name, norm.weight.numel()) for name, norm in noisy_norms(rollout)}
+    on_device = torch.cat(list(drawn.values())).to(rollout.device)            # in one transfer
+    return dict(zip(drawn, on_device.split([z.numel() for z in drawn.values()]), strict=True))
 
 
-def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """ValueError as `publish` says. Returns the largest magnitude of every dense linear weight of the master."""
+def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Parameter],
+                targets: dict[str, nn.Parameter]) -> None:
+    """ValueError as `publish` says, but for values that are not finite."""
     if master.spec != rollout.spec:
         raise ValueError("publish: the master's sizes are not those of the engine's model")
-    targets = dict(rollout.named_parameters())
     odd = sorted({name for name in mine.keys() | targets.keys()
                   if name not in mine or name not in targets or mine[name].shape != targets[name].shape})
     if odd:
@@ -125,12 +162,6 @@ def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Pa
     for name in rollout.shared & mine.keys():
         if targets[name].data_ptr() != mine[name].data_ptr():
             raise ValueError(f"publish: {name} belongs to another model, whose base the engine shares")
-    weights = {name: theirs.weight for name, theirs in master.linears() if isinstance(theirs.weight, nn.Parameter)}
-    amax = dict(zip(weights, sweep.amax(list(weights.values())), strict=True))
-    for name, finite in zip(amax, sweep.finite(list(amax.values())), strict=True):
-        if not finite:
-            raise ValueError(f"publish: {name}.weight holds a non-finite value")
-    return amax
 
 
 def digest(model: Transformer) -> str:
@@ -173,6 +204,12 @@ def _quantize(name: str, linear: Linear, format: str) -> QTensor:
         return get_format(format).quantize(weight)
     except ValueError as error:
         raise ValueError(f"{name}.weight: {error}") from None
+
+
+def _engines(name: str, linear: Linear, format: str) -> QTensor:
+    """`_quantize` for an engine: codes that the learner will refresh are copied, a frozen base is shared."""
+    weight = _quantize(name, linear, format)
+    return weight.clone() if weight is linear.aligned and weight is not linear.weight else weight
 
 
 def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:

@@ -1,0 +1,198 @@
+"""The rows that decode, resident on the device: several steps run without the host looking at any.
+
+A row's state is its last token, where that token stands, the position at which it must have stopped, its noise key,
+temperature, and page table. One step reads the state and leaves the next one in its place:
+
+    hidden = model(last token, position)      K/V go to the row's page, attention reads the pages
+    token, log-prob = draw(logits)            written behind those of the steps before
+
+so the host uploads what changed, starts `steps` steps, and reads all tokens and log-probs at once. On CUDA a step is
+one graph, captured once for each size of batch in BUCKETS; the rows that a batch lacks are dead: they write nothing,
+and nobody reads them. A row that reaches its end between two looks is dead from there on. A row that stops for another
+reason (a stop id) runs on to the next look; what it draws behind its stop is dropped by the scheduler.
+
+With a second model in another format (`bulk`), batches of BULK_FROM rows and more run on that one: 4-bit weights are
+the fewest bytes while few rows wait for them, 8-bit ones the cheaper product for many (docs/benchmarks.md).
+
+Every tensor that a graph reads is allocated once: new weights are adopted in place, and the graphs stay valid.
+
+Requests with filters, penalties or bans need their logits on the way: they take one step at a time, through
+`engine.sampler`.
+
+Legend: B rows, P pages of a row, S steps, V vocabulary.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
+from lowroll.engine.sequence import Sequence
+from lowroll.kernels.draw import draw
+from lowroll.kv.cache import KVCache, PagedDecode
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import all_finite
+
+MOST_STEPS = 16
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+BULK_FROM = 48
+
+
+def bucket(num_rows: int) -> int:
+    """Rows of the batch that `num_rows` run in: a row's numbers depend on it, and on nothing else about the batch."""
+    return next((size for size in BUCKETS if size >= num_rows), -(-num_rows // 128) * 128)
+
+
+class Decoder:
+    """See the top of the file. max_batch: most rows; max_pages: most pages of a row."""
+
+    def __init__(self, model: Transformer, bulk: Transformer | None, cache: KVCache, max_batch: int,
+                 max_pages: int) -> None:
+        self.model, self.bulk, self.cache = model, bulk, cache
+        self.device = model.device
+        most = bucket(max_batch) if self.device.type == "cuda" else max_batch
+        self._rows: list[Sequence] = []
+        self._last: list[int] = []                 # the token that the device drew last for each row
+        self._num_pages: list[int] = []            # of each row's table that the device has
+        self._steady: tuple[list[Sequence], SamplingBatch] | None = None
+        # on the host, what will be uploaded: one row of `state` a quantity
+        pinned = self.device.type == "cuda"
+        self._state = torch.zeros(5, most, dtype=torch.int64, pin_memory=pinned)
+        self._table = torch.zeros(most, max_pages, dtype=torch.int32, pin_memory=pinned)
+        self.state = torch.zeros_like(self._state, device=self.device)
+        self.table_BP = torch.zeros_like(self._table, device=self.device)
+        self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.tokens_SB = torch.zeros(MOST_STEPS, most, dtype=torch.int64, device=self.device)
+        self.logprobs_SB = torch.zeros(MOST_STEPS, most, dtype=torch.float32, device=self.device)
+        self.logits: dict[int, Tensor] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self.replays = 0                           # steps that ran as a graph
+
+    def run(self, sequences: list[Sequence], steps: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Draw `steps` tokens of each sequence, one where rows are not `plain`: (ids, log-probs), both [B, S].
+
+        The pages of all steps are in place. ValueError when the model gives a row no distribution.
+        """
+        size = self.size(len(sequences))
+        self._upload(sequences, size)
+        if plain(sequences):
+            for _ in range(steps):
+                self._step(size, drawing=True)
+            tokens_SB, logprobs_SB = self.tokens_SB[:steps], self.logprobs_SB[:steps]
+        else:
+            self._step(size, drawing=False)
+            lengths_B = self.state[1, :len(sequences)] + 1
+            tokens_B, logprobs_B = sample(self.logits[size][:len(sequences)], self._params(sequences), lengths_B)
+            tokens_SB, logprobs_SB = tokens_B[None], logprobs_B[None]
+            self._rows = []                        # the device's rows do not have these tokens
+        tokens_SB, logprobs_SB = tokens_SB[:, :len(sequences)].cpu(), logprobs_SB[:, :len(sequences)].cpu()
+        if not all_finite(logprobs_SB):
+            self._rows = []
+            require_finite(logprobs_SB.t().amin(1).tolist())
+        self._last = tokens_SB[-1].tolist()
+        return tokens_SB.t().tolist(), logprobs_SB.t().tolist()
+
+    def _params(self, sequences: list[Sequence]) -> SamplingBatch:
+        if self._steady is None or self._steady[0] != sequences:
+            params = SamplingBatch.of(sequences, self.model.spec.vocab_size, self.device)
+            self._steady = (list(sequences), params) if params.steady else None
+            return params
+        return self._steady[1]
+
+    def size(self, num_rows: int) -> int:
+        """Rows, dead ones included, that a step of so many rows runs."""
+        return bucket(num_rows) if self.device.type == "cuda" else num_rows
+
+    def runs_bulk(self, num_rows: int) -> bool:
+        """Whether so many rows run on the second model."""
+        return self.bulk is not None and num_rows >= BULK_FROM
+
+    def forget(self) -> None:
+        """Drop the captured graphs: the storages behind them are about to move."""
+        self._graphs.clear()
+        self.logits.clear()
+        self._rows, self._pool = [], None
+
+    def _upload(self, sequences: list[Sequence], size: int) -> None:
+        """Bring state and page tables on the device up to date. It has moved the rows that are the same on itself."""
+        self.step_1.zero_()
+        if sequences != self._rows or [s.last_token for s in sequences] != self._last:
+            temperature = torch.tensor([s.request.temperature or 1.0 for s in sequences])
+            greedy = torch.tensor([s.request.temperature == 0 for s in sequences])
+            rows = [[s.last_token for s in sequences], [s.position for s in sequences],
+                    [len(s.prompt_ids) + s.request.max_tokens - 1 for s in sequences],
+                    [signed(s.noise_key) for s in sequences],
+                    (temperature.view(torch.int32).long() | greedy.long() << 32).tolist()]
+            self._state[:, :size] = 0
+            self._state[:, :len(sequences)] = torch.tensor(rows)
+            self.state[:, :size].copy_(self._state[:, :size], non_blocking=True)
+            self._rows, self._num_pages = list(sequences), [0] * len(sequences)
+        new = [(row, column, sequence.pages[column])
+               for row, (sequence, known) in enumerate(zip(sequences, self._num_pages, strict=True))
+               for column in range(known, len(sequence.pages))]
+        if new:
+            row_N, column_N, page_N = torch.tensor(new, dtype=torch.int32).t()
+            self._table[row_N.long(), column_N.long()] = page_N
+            self._num_pages = [len(s.pages) for s in sequences]
+            widest = max(self._num_pages)
+            self.table_BP[:size, :widest].copy_(self._table[:size, :widest], non_blocking=True)
+
+    def _step(self, size: int, drawing: bool) -> None:
+        if self.device.type != "cuda":
+            self._advance(size, drawing)
+            return
+        if (size, drawing) not in self._graphs:
+            self._capture(size, drawing)
+        self._graphs[size, drawing].replay()
+        self.replays += 1
+
+    def _capture(self, size: int, drawing: bool) -> None:
+        """Capture one step. The steps before it, which compile and warm up, must leave no trace: the rows are dead."""
+        kept = self.state[:, :size].clone()
+        self.state[:, :size] = 0
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._advance(size, drawing)
+                self.step_1.zero_()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._advance(size, drawing)
+        self._pool = self._pool or graph.pool()
+        self._graphs[size, drawing] = graph
+        self.state[:, :size] = kept
+        self.step_1.zero_()
+
+    def _advance(self, size: int, drawing: bool) -> None:
+        """One step of the first `size` rows, on the device alone."""
+        ids_B, pos_B, end_B, keys_B, settings_B = self.state[:, :size].unbind()
+        alive_B = pos_B < end_B
+        lengths_B = torch.where(alive_B, pos_B + 1, 0).int()
+        pages = self.table_BP.shape[1] if self.device.type == "cuda" else max(self._num_pages)
+        attend = PagedDecode(self.cache, self.table_BP[:size, :pages], lengths_B)
+        model = self.bulk if self.bulk is not None and self.runs_bulk(size) else self.model
+        logits_BV = model.logits(model(ids_B, pos_B, attend))
+        if not drawing:
+            self.logits[size] = logits_BV
+            return
+        temperature_B = settings_B.int().view(torch.float32)
+        tokens_B, logprobs_B = draw(logits_BV, keys_B, pos_B + 1, temperature_B, settings_B >> 32 > 0)
+        self.tokens_SB[:, :size].index_copy_(0, self.step_1, tokens_B[None])
+        self.logprobs_SB[:, :size].index_copy_(0, self.step_1, logprobs_B[None])
+        ids_B.copy_(tokens_B)
+        pos_B.add_(alive_B)
+        self.step_1.add_(1)
+
+
+def plain(sequences: Rows[Sequence]) -> bool:
+    """Whether all rows sample from their whole distribution (or greedily): what a step draws by itself."""
+    return all(s.request.repetition_penalty == 1 and not s.request.min_p and not s.request.top_k
+               and s.request.top_p >= 1 and not s.banned_ids() for s in sequences)

@@ -1,0 +1,118 @@
+"""AdamW of any number of tensors in one launch, with everything that belongs to an update in one pass.
+
+    g <- clip * g        m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2
+    s = lr m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps)        p <- p - lr * wd * p - s        low <- round(p)
+
+(Loshchilov & Hutter 2019, algorithm 2.) `clip` stays on the device, `low` is the model's own copy of a float32 master
+in half precision, and sum s^2 comes out too: 30 bytes a parameter move where the steps one by one would move 90.
+
+A launch knows its tensors by a table of addresses; its blocks are fixed by the tensors' sizes, and no block adds to
+what another wrote, so a step repeats bit for bit.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.launch import jit, tl
+
+BLOCK = 4096
+ALIGNMENT = 16       # bytes
+
+
+class Tensors:
+    """The fixed part of an update: which float32 tensors, their moments, their low-precision copies, their decay."""
+
+    def __init__(self, masters: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
+                 lows: Sequence[Tensor | None], decays: Sequence[float]) -> None:
+        """ValueError for a tensor that is not float32 and contiguous, or copies of two dtypes."""
+        for x in (*masters, *firsts, *seconds):
+            _check(x)
+        dtypes = {low.dtype for low in lows if low is not None}
+        if len(dtypes) > 1:
+            raise ValueError(f"lows: expected one dtype, got {', '.join(map(str, dtypes))}")
+        self.device, self.low_dtype = masters[0].device, next(iter(dtypes), torch.bfloat16)
+        self.kept = list(zip(masters, firsts, seconds, lows, strict=True))
+        self.decay = torch.tensor(list(decays), dtype=torch.float32, device=self.device)
+        blocks = [-(-x.numel() // BLOCK) for x in masters]
+        counts = torch.tensor(blocks, device=self.device)
+        self.tensor = torch.arange(len(blocks), device=self.device, dtype=torch.int32).repeat_interleave(counts)
+        firsts_of = (counts.cumsum(0) - counts)[self.tensor.long()]
+        self.start = (torch.arange(sum(blocks), device=self.device) - firsts_of) * BLOCK
+
+    def step(self, gradients: Sequence[Tensor], clip: Tensor, *, rate: float, betas: tuple[float, float], eps: float,
+             t: int) -> Tensor:
+        """Apply update number t (from 1) in place; returns sum s^2, a float64 scalar on the device.
+
+        gradients: float32, one a tensor, in order. clip: a float32 scalar on the device that multiplies them."""
+        gradients = [_plain(gradient) for gradient in gradients]
+        rows = [[*(x.data_ptr() for x in (p, g, m, v)), 0 if low is None else low.data_ptr(), p.numel()]
+                for (p, m, v, low), g in zip(self.kept, gradients, strict=True)]
+        table = torch.tensor(rows, dtype=torch.int64)
+        table = table.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else table
+        moved = torch.empty(len(self.tensor), dtype=torch.float32, device=self.device)
+        low_dtype = tl.bfloat16 if self.low_dtype == torch.bfloat16 else tl.float16
+        _adamw[(len(self.tensor),)](
+            table, self.decay, self.tensor, self.start, clip, moved, rate, betas[0], betas[1], eps, 1 - betas[0] ** t,
+            1 - betas[1] ** t, COLUMNS=table.shape[1], LOW=low_dtype, BLOCK=BLOCK, num_warps=8)
+        return moved.double().sum()
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """The gradient as the kernel reads it: a copy where it is a slice that begins or strides otherwise."""
+    plain = gradient.is_contiguous() and gradient.data_ptr() % ALIGNMENT == 0
+    gradient = gradient if plain else gradient.clone(memory_format=torch.contiguous_format)
+    _check(gradient)
+    return gradient
+
+
+def _check(x: Tensor) -> None:
+    if x.dtype != torch.float32 or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+        raise ValueError(f"tensors: expected contiguous float32 at a multiple of {ALIGNMENT} bytes, got {x.dtype} "
+                         f"{list(x.shape)} with strides {list(x.stride())}")
+
+
+@jit
+def _adamw(table_ptr, decay_ptr, tensor_ptr, start_ptr, clip_ptr, moved_ptr, rate, beta1, beta2, eps, correction1,
+           correction2, COLUMNS: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of one tensor. A row of the table: addresses of p, g, m, v and the low-precision copy, and the size."""
+    block = tl.program_id(0)
+    i, start = tl.load(tensor_ptr + block), tl.multiple_of(tl.load(start_ptr + block), BLOCK)
+    row_ptr = table_ptr + i.to(tl.int64) * COLUMNS
+    clip, decay = tl.load(clip_ptr), 1 - rate * tl.load(decay_ptr + i)
+    if start + BLOCK <= tl.load(row_ptr + 5):          # without a mask the loads are of 16 bytes
+        moved = _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, correction2, LOW, BLOCK,
+                        False)
+    else:
+        moved = _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, correction2, LOW, BLOCK,
+                        True)
+    tl.store(moved_ptr + block, moved)
+
+
+@jit
+def _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, correction2, LOW: tl.constexpr,
+            BLOCK: tl.constexpr, ENDS: tl.constexpr):
+    offs_n = start + tl.arange(0, BLOCK)
+    inside_n = offs_n < tl.load(row_ptr + 5) if ENDS else tl.full((BLOCK,), True, tl.int1)
+    p_ptr = _address(row_ptr, tl.float32) + offs_n
+    g_ptr = _address(row_ptr + 1, tl.float32) + offs_n
+    m_ptr = _address(row_ptr + 2, tl.float32) + offs_n
+    v_ptr = _address(row_ptr + 3, tl.float32) + offs_n
+    g_n = tl.load(g_ptr, mask=inside_n, other=0.0) * clip
+    m_n = beta1 * tl.load(m_ptr, mask=inside_n, other=0.0) + (1 - beta1) * g_n
+    v_n = beta2 * tl.load(v_ptr, mask=inside_n, other=0.0) + (1 - beta2) * g_n * g_n
+    step_n = rate / correction1 * m_n / (tl.sqrt_rn(v_n / correction2) + eps)
+    p_n = tl.load(p_ptr, mask=inside_n, other=0.0) * decay - step_n
+    tl.store(m_ptr, m_n, mask=inside_n)
+    tl.store(v_ptr, v_n, mask=inside_n)
+    tl.store(p_ptr, p_n, mask=inside_n)
+    if tl.load(row_ptr + 4) != 0:
+        tl.store(_address(row_ptr + 4, LOW) + offs_n, p_n.to(LOW), mask=inside_n)
+    return tl.sum(tl.where(inside_n, step_n * step_n, 0.0), 0)
+
+
+@jit
+def _address(slot_ptr, TYPE: tl.constexpr):
+    return tl.multiple_of(tl.load(slot_ptr).to(tl.pointer_type(TYPE)), 16)

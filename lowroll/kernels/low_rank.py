@@ -1,0 +1,105 @@
+"""SwiGLU's gate on a gate-up product whose adapter has not been added yet.
+
+    g = g0 + l B_g',   u = u0 + l B_u'        y = silu(g) u          d u = d y silu(g),   d g = d y u s (1 + g (1 - s))
+
+An update of rank r costs no arithmetic to speak of, but adding it to [T, 2F] by itself reads and writes the largest
+tensor of a layer once more. Here it is made a tile at a time, where the tile is read anyway, forward and backward.
+
+Legend: T tokens, F intermediate size, L rank of the stacked update (twice r), N = 2F.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.kernels.launch import block, fused, jit, tl
+
+TOKENS, FEATURES = 64, 128      # of a tile
+
+
+def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor) -> Tensor:
+    """silu(gate) * up [T, F] of gate_up + low @ b'. Differentiable in gate_up: the gradient is that of the sum, which
+    is what an adapter needs for its own."""
+    if not fused(gate_up_TN) or gate_up_TN.numel() == 0:
+        gate_TF, up_TF = (gate_up_TN + low_TL @ b_NL.t()).chunk(2, dim=-1)
+        return F.silu(gate_TF) * up_TF
+    if torch.is_grad_enabled() and gate_up_TN.requires_grad:
+        return _SiluMulAdapted.apply(gate_up_TN, low_TL, b_NL)
+    return _forward(gate_up_TN, low_TL, b_NL)
+
+
+def _forward(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor) -> Tensor:
+    num_tokens, size = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
+    y_TF = torch.empty(num_tokens, size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
+    rank = low_TL.shape[1]
+    _silu_mul_adapted[_grid(num_tokens, size)](
+        gate_up_TN, low_TL, b_NL, y_TF, num_tokens, size, rank, TOKENS=TOKENS, FEATURES=FEATURES,
+        RANK=max(16, block(rank)), num_warps=8)
+    return y_TF
+
+
+def _grid(num_tokens: int, size: int) -> tuple[int, int]:
+    return -(-size // FEATURES), -(-num_tokens // TOKENS)
+
+
+class _SiluMulAdapted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up_TN, low_TL, b_NL)
+        return _forward(gate_up_TN, low_TL, b_NL)
+
+    @staticmethod
+    def backward(ctx: Any, y_grad_TF: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up_TN, low_TL, b_NL = ctx.saved_tensors
+        (num_tokens, size), rank = y_grad_TF.shape, low_TL.shape[1]
+        grad_TN = torch.empty_like(gate_up_TN)
+        _silu_mul_adapted_backward[_grid(num_tokens, size)](
+            gate_up_TN, low_TL, b_NL, y_grad_TF.contiguous(), grad_TN, num_tokens, size, rank, TOKENS=TOKENS,
+            FEATURES=FEATURES, RANK=max(16, block(rank)), num_warps=8)
+        return grad_TN, None, None
+
+
+@jit
+def _gate_and_up(gate_up, low, b, t, n, live, size, rank, num_tokens, RANK: tl.constexpr):
+    """Gate and up of a tile, float32, with the update added."""
+    r = tl.arange(0, RANK)
+    at = t[:, None].to(tl.int64) * 2 * size + n[None, :]
+    low_tr = tl.load(low + t[:, None] * rank + r[None, :], mask=(t < num_tokens)[:, None] & (r < rank)[None, :],
+                     other=0.0)
+    inside = (n < size)[:, None] & (r < rank)[None, :]
+    b_gate = tl.load(b + n[:, None] * rank + r[None, :], mask=inside, other=0.0)
+    b_up = tl.load(b + (n + size)[:, None] * rank + r[None, :], mask=inside, other=0.0)
+    gate = tl.load(gate_up + at, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + at + size, mask=live, other=0.0).to(tl.float32)
+    gate += tl.dot(low_tr, tl.trans(b_gate), input_precision="ieee")
+    up += tl.dot(low_tr, tl.trans(b_up), input_precision="ieee")
+    return gate, up
+
+
+@jit
+def _silu_mul_adapted(gate_up, low, b, out, num_tokens, size, rank, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+                      RANK: tl.constexpr):
+    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    live = (t < num_tokens)[:, None] & (n < size)[None, :]
+    gate, up = _gate_and_up(gate_up, low, b, t, n, live, size, rank, num_tokens, RANK)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + t[:, None].to(tl.int64) * size + n[None, :], y.to(out.dtype.element_ty), mask=live)
+
+
+@jit
+def _silu_mul_adapted_backward(gate_up, low, b, y_grad, grad, num_tokens, size, rank, TOKENS: tl.constexpr,
+                               FEATURES: tl.constexpr, RANK: tl.constexpr):
+    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    live = (t < num_tokens)[:, None] & (n < size)[None, :]
+    gate, up = _gate_and_up(gate_up, low, b, t, n, live, size, rank, num_tokens, RANK)
+    dy = tl.load(y_grad + t[:, None].to(tl.int64) * size + n[None, :], mask=live, other=0.0).to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp(-gate))
+    at = t[:, None].to(tl.int64) * 2 * size + n[None, :]
+    dtype = grad.dtype.element_ty
+    tl.store(grad + at, (dy * up * s * (1.0 + gate * (1.0 - s))).to(dtype), mask=live)
+    tl.store(grad + at + size, (dy * gate * s).to(dtype), mask=live)

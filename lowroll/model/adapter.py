@@ -1,0 +1,135 @@
+"""A low-rank adapter of a linear layer (Hu et al. 2021): its matrices, and the layer's product with it on.
+
+    y_p = W_p x + b_p + (alpha / r) B_p A_p x          for each part p of a fused matrix that has one
+
+All parts share one product with A = [A_p; ...] and one with the block-diagonal B = diag((alpha / r) B_p), and the
+base product is added into the second in place: y is written once and no part is added by itself. A reader that goes
+over y tile by tile (`kernels.low_rank`) may take the update apart from it. A and B are float32; the products use copies
+in the dtype of x, made once for all uses between two updates.
+
+Backward, with l = A x and W the matrix that the layer stands for (dequantised where it is codes):
+
+    dl = dy B      dx = dy W + dl A      dA = dl' x      dB_p = (alpha / r) dy_p' l_p
+
+A frozen W costs no product and keeps nothing: x and l are all that is saved.
+
+Legend: T tokens, K in features, N out features, R adapter rank, L = R times the parts that have an adapter.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowroll.quant.formats import QTensor
+
+
+class Adapter(nn.Module):
+    """Low-rank update of some parts of a linear layer: A [R, K], B [N_part, R] a part, float32."""
+
+    def __init__(self, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.rank, self.alpha, self.enabled = rank, alpha, True
+        self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
+        self._made_of: tuple[object, ...] = ()
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+    def blocks(self, parts: Mapping[str, int]) -> list[tuple[str, slice, slice]]:
+        """(part, its rows of B [N, L], its columns) of every part that has an adapter."""
+        found: list[tuple[str, slice, slice]] = []
+        start = 0
+        for part, size in parts.items():
+            if part in self.a:
+                at = len(found) * self.rank
+                found.append((part, slice(start, start + size), slice(at, at + self.rank)))
+            start += size
+        return found
+
+    def matrices(self, parts: Mapping[str, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A [L, K] and the scaled block-diagonal B [N, L] in a dtype, made again when a parameter changed."""
+        masters = [*self.a.values(), *self.b.values()]
+        made_of = (dtype, masters[0].device, self.alpha, *((p.data_ptr(), p._version) for p in masters))
+        if made_of == self._made_of and self._made is not None:
+            return self._made
+        with torch.inference_mode(False), torch.no_grad():
+            a_LK = torch.cat([self.a[part] for part, _, _ in self.blocks(parts)]).to(dtype)
+            b_NL = a_LK.new_zeros(sum(parts.values()), len(a_LK))
+            for part, rows, columns in self.blocks(parts):
+                b_NL[rows, columns] = (self.b[part] * self.scaling).to(dtype)
+            self._made_of, self._made = made_of, (a_LK, b_NL)
+        return a_LK, b_NL
+
+
+def product(x_TK: Tensor, weight: Tensor | QTensor, codes: QTensor | None, bias_N: Tensor | None, adapter: Adapter,
+            parts: Mapping[str, int], whole: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """The layer's product with its adapter on, and the update's factors l and (alpha / r) B.
+
+    weight: the base. codes: the QTensor that the forward multiplies with in its own arithmetic; None multiplies with
+    the base, dequantised where it is codes. The gradient with respect to codes passes the quantiser unchanged.
+    whole: whether l B' is in the product. Without, whoever reads it adds it, and sends back the gradient of the sum."""
+    masters = [matrix[part] for matrix in (adapter.a, adapter.b) for part, _, _ in adapter.blocks(parts)]
+    dense = None if isinstance(weight, QTensor) else weight
+    stands_for = codes if codes is not None else weight
+    y_TN, low_TL = _AdaptedProduct.apply(x_TK, dense, bias_N, stands_for if isinstance(stands_for, QTensor) else None,
+                                         codes is not None, adapter, parts, whole, *masters)
+    return y_TN, low_TL, adapter.matrices(parts, x_TK.dtype)[1]
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor | None, bias_N: Tensor | None, codes: QTensor | None,
+                in_codes: bool, adapter: Adapter, parts: Mapping[str, int], whole: bool,
+                *masters: Tensor) -> tuple[Tensor, Tensor]:
+        a_LK, b_NL = adapter.matrices(parts, x_TK.dtype)
+        bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
+        low_TL = F.linear(x_TK, a_LK)
+        if codes is not None and in_codes:
+            y_TN = codes.linear(x_TK, bias_N)
+            y_TN = y_TN.addmm_(low_TL, b_NL.t()) if whole else y_TN
+        else:
+            dense_NK = weight_NK if codes is None else codes.dequantize(x_TK.dtype)
+            assert dense_NK is not None
+            if whole:
+                y_TN = F.linear(low_TL, b_NL, bias_in_dtype_N).addmm_(x_TK, dense_NK.t())
+            else:
+                y_TN = F.linear(x_TK, dense_NK, bias_in_dtype_N)
+        learns = any(ctx.needs_input_grad[8:]) or ctx.needs_input_grad[1]
+        ctx.save_for_backward(x_TK if learns else None, low_TL if learns else None, a_LK, b_NL,
+                              weight_NK if codes is None else None)
+        ctx.codes, ctx.blocks, ctx.scaling = codes, adapter.blocks(parts), adapter.scaling
+        ctx.dtypes = [None if t is None else t.dtype for t in (weight_NK, bias_N)]
+        ctx.mark_non_differentiable(low_TL)
+        return y_TN, low_TL
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor, _low_grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, low_TL, a_LK, b_NL, weight_NK = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        low_grad_TL = grad_TN @ b_NL
+        x_grad_TK = None
+        if needs_x:
+            dense_NK = weight_NK if ctx.codes is None else ctx.codes.dequantize(grad_TN.dtype)
+            x_grad_TK = (low_grad_TL @ a_LK).addmm_(grad_TN, dense_NK)
+        weight_grad = (grad_TN.t() @ x_TK).to(ctx.dtypes[0]) if needs_weight else None
+        bias_grad = grad_TN.sum(0).to(ctx.dtypes[1]) if needs_bias else None
+        master_grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad[8:])
+        if any(ctx.needs_input_grad[8:]):
+            a_grad_LK = _float32_product(low_grad_TL.t(), x_TK)
+            b_grad_NL = _float32_product(grad_TN.t(), low_TL) * ctx.scaling
+            master_grads = [*(a_grad_LK[columns] for _, _, columns in ctx.blocks),
+                            *(b_grad_NL[rows, columns] for _, rows, columns in ctx.blocks)]
+        return x_grad_TK, weight_grad, bias_grad, None, None, None, None, None, *master_grads
+
+
+def _float32_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32: the sums as the device makes them where it gives them, else rounded to the dtype of a."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()

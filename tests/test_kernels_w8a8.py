@@ -1,0 +1,128 @@
+"""Products of 8-bit codes and 8-bit weights: in Triton's interpreter, in plain torch, and compiled for a GPU."""
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowroll.kernels import quantise8, w8a8
+from lowroll.kernels.rows import E4M3, Rows
+from lowroll.quant.formats import get_format
+
+SHAPES = [(1, 96, 512), (5, 33, 37), (17, 130, 1300), (40, 70, 96), (70, 64, 256)]
+LARGE = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (1536, 1536), (55296, 5120), (96, 64), (33, 7)]
+
+
+def integers(num_rows: int, num_out: int, num_in: int) -> tuple[Rows, Tensor, Tensor, Tensor, Tensor]:
+    """(rows, codes, scales, bias, and y, computed in float64 up to the scales)."""
+    generator = torch.Generator().manual_seed(num_in)
+    x, w = (torch.randint(-128, 128, (n, num_in), generator=generator, dtype=torch.int8) for n in (num_rows, num_out))
+    row_M1, scale_N1, bias_N = (torch.rand(shape, generator=generator)
+                                for shape in ((num_rows, 1), (num_out, 1), num_out))
+    sums_MN = x.double() @ w.double().t()
+    return Rows(x, row_M1, torch.float32), w, scale_N1, bias_N, sums_MN.float() * scale_N1.t() * row_M1 + bias_N
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_integer_products_are_exact(shape: tuple[int, int, int], splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: the counters of finished parts are zero again after the first product."""
+    rows, codes, scale, bias, want = integers(*shape)
+    choose = w8a8.choose
+    if splits:
+        monkeypatch.setattr(w8a8, "choose", lambda *sizes: choose(*sizes)._replace(splits=splits))
+    for _ in range(2):
+        assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
+    without = w8a8.multiply(rows, codes, scale.flatten(), None).dense(torch.float64)
+    torch.testing.assert_close(without, want.double() - bias, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_plain_integer_products_are_exact(shape: tuple[int, int, int]) -> None:
+    rows, codes, scale, bias, want = integers(*shape)
+    assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
+
+
+def test_plain_e4m3_products() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 48, generator=generator).mul(90).to(E4M3) for n in (5, 7))
+    row, scale, bias = (torch.rand(shape, generator=generator) for shape in ((5, 1), (7, 1), 7))
+    got = w8a8.multiply(Rows(x, row, torch.float32), w, scale, bias).dense()
+    want = (x.double() @ w.double().t()) * row * scale.t() + bias
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", LARGE)
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 64, 65, 128, 200, 256, 512, 4096])
+def test_a_tile_fits_the_device_and_no_part_is_empty(num_rows: int, shape: tuple[int, int]) -> None:
+    tile, (num_out, num_in) = w8a8.choose(num_rows, *shape), shape
+    steps, tiles = -(-num_in // tile.depth), -(-num_rows // tile.rows) * -(-num_out // tile.columns)
+    assert (tile.rows + tile.columns) * tile.depth * tile.stages <= 227 * 1024
+    assert tile.splits == 1 or (tiles <= w8a8.MOST_TILES and (tile.splits - 1) * -(-steps // tile.splits) < steps)
+    assert (tile.columns if tile.swap else tile.rows) >= 64
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("longest", [4096, 32])
+def test_weights_in_one_launch_are_the_formats_bytes(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of zeros, ties, both ends of float32; whole rows in registers and rows in pieces."""
+    monkeypatch.setattr(quantise8, "LONGEST", longest)
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((5, 7), (3, 256), (1, 1), (17, 33)):
+        w = torch.randn(shape, generator=generator)
+        w[0] = 0
+        w[1:2] = torch.randint(-255, 256, w[1:2].shape, generator=generator) / 2
+        for case in (w, w.half(), w * 1e-37, w * 1e30):
+            codes, scale = torch.full(shape, 77, dtype=torch.int8), torch.full((shape[0], 1), -1.0)
+            quantise8.quantize_rows_into(case, codes, scale, "int8")
+            want = get_format("int8").encode(case)
+            assert torch.equal(codes, want["codes"]) and torch.equal(scale, want["scale"])
+    with pytest.raises(ValueError, match="kind: 'int4'"):
+        quantise8.quantize_rows_into(w, codes, scale, "int4")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_shows_in_its_scale(bad: float) -> None:
+    w, codes, scale = torch.randn(3, 40), torch.empty(3, 40, dtype=torch.int8), torch.empty(3, 1)
+    w[1, 3] = bad
+    quantise8.quantize_rows_into(w, codes, scale, "int8")
+    assert scale.isfinite().flatten().tolist() == [True, False, True]
+
+
+def compiled(kernel: object, types: dict[str, str], constants: dict[str, object], **options: int) -> dict[str, str]:
+    """PTX and SASS for an H100 or H200; pointers, sizes and strides of the matrices are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names                                                          # type: ignore[attr-defined]
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t[0] == "*" or n not in "M"}
+    source = ASTSource(kernel, {n: types.get(n, "constexpr") for n in names}, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+
+
+@pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(1, 3584, 18944), (64, 37888, 3584), (256, 37888, 3584)])
+def test_the_product_compiles_for_hopper_without_spills(num_rows: int, num_out: int, num_in: int) -> None:
+    pytest.importorskip("triton")
+    tile = w8a8.choose(num_rows, num_out, num_in)
+    types = {"x": "*i8", "w": "*i8", "row": "*fp32", "column": "*fp32", "bias": "*bf16", "y": "*bf16", "M": "i32",
+             "N": "i32", "K": "i32", "splits": "i32", "stride_x": "i32", "stride_w": "i32"}
+    types |= {"parts": "*i32", "turns": "*i32"} if tile.splits > 1 else {}
+    constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SPLIT=tile.splits > 1, SWAP=tile.swap,
+                     EVEN=True) | ({} if tile.splits > 1 else {"parts": None, "turns": None})
+    code = compiled(w8a8._kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+    assert re.search(r"wgmma\S+s32\.s8\.s8", code["ptx"]) and "LDGSTS.E.BYPASS.128" in code["sass"]
+    assert "STL" not in code["sass"]
+
+
+@pytest.mark.parametrize("integer", [True, False])
+def test_the_quantiser_compiles_for_hopper_without_spills(integer: bool) -> None:
+    pytest.importorskip("triton")
+    types = {"w": "*bf16", "codes": "*i8" if integer else "*fp8e4nv", "scales": "*fp32", "K": "i32"}
+    code = compiled(quantise8._quantise8, types, dict(WIDTH=quantise8.LONGEST, WHOLE=False, INTEGER=integer),
+                    num_warps=8)
+    assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"]
