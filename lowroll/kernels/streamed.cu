@@ -135,8 +135,8 @@ template <int NT, int TILES> static int start_wide(const Problem& p, int process
 }
 
 #if HOPPER && FORMAT != 4
-template <int NT> static int start_group(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
-    using S = Group<FORMAT, NT, NT == 4 ? GROUP_STAGES32 : GROUP_STAGES64>;
+template <int NT, int R> static int start_group(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
+    using S = Group<FORMAT, NT, R, NT == 4 ? GROUP_STAGES32 : GROUP_STAGES64>;
     const long long tiles = (long long)((p.N + S::BN - 1) / S::BN) * ((p.M + S::BM - 1) / S::BM);
     const long long units = tiles * (p.K / S::KC), blocks = units < processors ? units : processors;
     if (needed) {
@@ -159,15 +159,18 @@ template <int NT> static int start_group(const Problem& p, int processors, long 
 // Launches the product, or tells what it needs: floats of `partial`, ints of `arrived`. Returns a cudaError_t.
 extern "C" int streamed_linear(const Problem* p, int processors, long long* needed, void* stream) {
     cudaStream_t s = (cudaStream_t)stream;
-    if (!needed && p->M <= 32 && p->tuning != 2 && p->tuning != 3) {
+    if (!needed && p->M <= 32 && p->tuning != 2 && p->tuning != 3 && p->tuning != 4) {
         const int done = p->M <= 8    ? narrow_product<1>(*p, processors, s)
                          : p->M <= 16 ? narrow_product<2>(*p, processors, s)
                                       : narrow_product<4>(*p, processors, s);
         if (done >= 0) return done;
     }
 #if HOPPER && FORMAT != 4
-    if (p->M > 8 && p->tuning != 2 && p->K % Group<FORMAT, 4, 4>::NEEDS == 0)
-        return p->M <= 32 ? start_group<4>(*p, processors, needed, s) : start_group<8>(*p, processors, needed, s);
+    if (p->M > 8 && p->tuning != 2 && p->K % Group<FORMAT, 4, 1, 4>::NEEDS == 0) {
+        if (p->tuning == 4)
+            return p->M <= 32 ? start_group<4, 2>(*p, processors, needed, s) : start_group<8, 2>(*p, processors, needed, s);
+        return p->M <= 32 ? start_group<4, 1>(*p, processors, needed, s) : start_group<8, 1>(*p, processors, needed, s);
+    }
 #endif
     if (p->M <= 8) return start_wide<1, TILES8>(*p, processors, needed, s);
     if (p->M <= 16) return start_wide<2, TILES16>(*p, processors, needed, s);
