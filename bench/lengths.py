@@ -98,6 +98,7 @@ def rows(model: str, device: torch.device, rounds: int = 2, rollouts: int = 512)
     rows = []
     for name, work in works.items():
         for engine in (ours, peer):
+            engine.warm_up()
             run(engine, Lengths(work.prompts, [[min(n, 24) for n in counts] for counts in work.tokens]))
         print(f"{name}: {work.total} tokens", file=sys.stderr, flush=True)
         seconds = interleave({"adaptive": lambda w=work: run(ours, w), "bf16": lambda w=work: run(peer, w)}, rounds)

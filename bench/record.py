@@ -103,7 +103,8 @@ def machine() -> dict[str, Any]:
              "load": os.getloadavg()[0], "threads": torch.get_num_threads(), "python": platform.python_version(),
              "torch": torch.__version__, "transformers": version("transformers"), "lowroll": lowroll.__version__}
     if torch.cuda.is_available():
-        driver = next(iter(_lines("/proc/driver/nvidia/version")), "unknown")
+        line = next(iter(_lines("/proc/driver/nvidia/version")), "")
+        driver = next(iter(re.findall(r"\d+\.\d+\.\d+", line)), "unknown")
         about |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda}
     return about
 

@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 
 # Settings that may differ between a run and its resumption: they do not change what is computed in a step (the guard
 # decides after one, about those that follow).
-MAY_CHANGE = ("output_dir", "ckpt", "score", "eval", "guard", "force", "rollout.max_batch", "rollout.cache_tokens")
+MAY_CHANGE = ("output_dir", "ckpt", "score", "eval", "guard", "force", "rollout.max_batch", "rollout.cache_tokens",
+              "rollout.release_cache")
 
 MOST_SILENT = 0.5                  # share of tokens, or of sequences, that an objective may silence before any update
 MAX_WIDENED = 4
@@ -185,6 +186,8 @@ class Session:
         began = time.monotonic()
         stage = self._enter(step)
         batch = self.orchestrator.step(step, self.trainer.version)
+        if self.cfg.rollout.release_cache:
+            self.engine.release()
         price = {"rollout/weight_bits": float(self.engine.format.bits)}
         sigma = {} if self.noise is None else {"rollout/noise_sigma": self.noise.sigma(self.trainer.version)}
         metrics = batch.stats | stage | price | sigma | self.trainer.step()

@@ -17,11 +17,11 @@ from torch import Tensor
 
 import lowroll
 from lowroll.config.schema import RolloutConfig
+from lowroll.kernels.rows import quantize_rows
 from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.quant import fp8, groups, int4, mxfp4, nf4
 from lowroll.quant.formats import QTensor, WeightOnly, get_format
-from lowroll.quant.int8 import quantize_rows
 from lowroll.weights.publish import quantize_base
 
 TABLE = tuple(lowroll.formats())
@@ -96,9 +96,9 @@ def test_fp8_blocks_are_tiles_of_128_by_128() -> None:
 
 
 def test_fp8_activation_scales_have_a_floor() -> None:
-    codes, scale = fp8.quantize_rows(torch.tensor([[0., 0.], [896., 1.], [1e-9, 0.]]))
-    assert scale.flatten().tolist() == pytest.approx([1 / (448 * 512), 2, 1 / (448 * 512)], rel=1e-7)
-    assert codes.float().tolist() == [[0, 0], [448, .5], [0, 0]]
+    rows = quantize_rows(torch.tensor([[0., 0.], [896., 1.], [1e-9, 0.]]), "fp8")
+    assert rows.scale_M1.flatten().tolist() == pytest.approx([1 / (448 * 512), 2, 1 / (448 * 512)], rel=1e-7)
+    assert rows.codes_MK.float().tolist() == [[0, 0], [448, .5], [0, 0]]
 
 
 INT4_ROW = torch.tensor([[.10, -.75, .30, .52, -.05, 0, .74, -.40]])
@@ -356,14 +356,15 @@ def test_fused_parts_share_nvfp4s_global_scale() -> None:
 
 def activations_of(name: str) -> Callable[[Tensor], Tensor]:
     """The activations that a format multiplies, in float64."""
-    def tokens(x_MK: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        codes, scale = quantize(x_MK)
-        return codes.double() * scale.double()
+    def tokens(x_MK: Tensor, kind: str) -> Tensor:
+        rows = quantize_rows(x_MK, kind)
+        return rows.codes_MK.double() * rows.scale_M1.double()
 
     def blocks(x_MK: Tensor) -> Tensor:
-        return groups.join(tokens(groups.split(x_MK, 128), fp8.quantize_rows), x_MK.shape[1])
-    return {"int8": lambda x: tokens(x, quantize_rows), "w4a8": lambda x: tokens(x, quantize_rows),
-            "fp8": lambda x: tokens(x, fp8.quantize_rows), "fp8_block": blocks}.get(name, Tensor.double)
+        x_MGS = groups.split(x_MK, 128)
+        return groups.join(tokens(x_MGS.flatten(0, 1), "fp8").view(x_MGS.shape), x_MK.shape[1])
+    return {"int8": lambda x: tokens(x, "int8"), "w4a8": lambda x: tokens(x, "int8"),
+            "fp8": lambda x: tokens(x, "fp8"), "fp8_block": blocks}.get(name, Tensor.double)
 
 
 @pytest.mark.parametrize("name", LOW_BIT)

@@ -15,11 +15,12 @@ from torch import Tensor
 import lowroll
 from lowroll import Engine, Request
 from lowroll.kernels import w8a8
+from lowroll.kernels.rows import quantize_rows
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer
-from lowroll.quant import fp8, int8
+from lowroll.quant import fp8
 from lowroll.quant.formats import get_format
 from lowroll.types import Group
 from lowroll.weights.publish import digest, quantize_base
@@ -102,11 +103,11 @@ def test_int8_products_are_the_cpus_integers(shape: tuple[int, int], rows: int) 
     q, q_gpu = lowroll.quantize(w, "int8"), lowroll.quantize(w.cuda(), "int8")
     for name, t in q.tensors.items():
         assert torch.equal(q_gpu.tensors[name].cpu(), t), name
-    codes, scale = int8.quantize_rows(x)
-    codes_gpu, scale_gpu = int8.quantize_rows(x.cuda())
-    assert torch.equal(codes_gpu.cpu(), codes) and torch.equal(scale_gpu.cpu(), scale)
-    sums = codes.double() @ q.tensors["codes"].double().t()                # exact: integers below 2^53
-    want = sums.float() * q.tensors["scale"].flatten() * scale + bias
+    codes, codes_gpu = quantize_rows(x, "int8"), quantize_rows(x.cuda(), "int8")
+    assert torch.equal(codes_gpu.codes_MK.cpu(), codes.codes_MK)
+    assert torch.equal(codes_gpu.scale_M1.cpu(), codes.scale_M1)
+    sums = codes.codes_MK.double() @ q.tensors["codes"].double().t()                # exact: integers below 2^53
+    want = sums.float() * q.tensors["scale"].flatten() * codes.scale_M1 + bias
     assert torch.equal(q_gpu.linear(x.cuda(), bias.cuda()).cpu(), want)
     torch.testing.assert_close(q_gpu.linear(x.cuda(), bias.cuda()).cpu(), q.linear(x, bias), rtol=1e-6, atol=1e-6)
 
@@ -194,7 +195,8 @@ def test_decode_equals_prefill_in_bfloat16(folder: Path, weights: str) -> None:
     ids, recorded = rollouts(groups)
     again = lowroll.score(engine.model, [groups[0].request.prompt_ids + row for row in ids], [21] * 8)
     gap = (recorded - torch.cat(again).cpu()).abs()
-    assert gap.mean() < 0.02 and gap.max() < 0.2
+    mean, most = {"bf16": (0.02, 0.2), "int8": (0.05, 0.5)}[weights]       # a rounding of bf16 moves an int8 code
+    assert gap.mean() < mean and gap.max() < most
 
 
 # -- the corridor -----------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lowroll.kernels import adamw, logprobs
 from lowroll.kernels.adamw import Tensors
-from lowroll.kernels.logprobs import token_log_probs
+from lowroll.kernels.logprobs import logit_gradient, token_log_probs
 from lowroll.kernels.low_rank import silu_mul_adapted
+from lowroll.kernels.swiglu import silu_mul, silu_mul_backward
 from lowroll.model import logprobs as model_logprobs
 from lowroll.model import lora
 from lowroll.model.attention import varlen
@@ -46,6 +47,9 @@ def test_statistics_and_gradient(path: str, vocab: int, temperature: float) -> N
                                atol=1e-7)
     token_log_probs(logits, targets, temperature, gradient)
     torch.testing.assert_close(gradient.double(), (onehot - p) / temperature, rtol=1e-4, atol=1e-7)
+    again = torch.empty(3, vocab)
+    logit_gradient(logits, targets, logp, torch.ones(3), temperature, again)
+    torch.testing.assert_close(again, gradient, rtol=1e-5, atol=1e-7)
 
 
 @both
@@ -103,20 +107,27 @@ def test_the_gate_of_an_adapted_product(path: str, shape: tuple[int, int, int]) 
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("targets", [lora.TARGETS, ("up_proj", "q_proj")])
-def test_an_adapted_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> None:
-    """The update that the gate adds is neither lost nor added twice, forward and backward."""
+@pytest.mark.parametrize("targets", [lora.TARGETS, ("up_proj", "q_proj"), ()])
+def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> None:
+    """The update that the gate adds is neither lost nor added twice, forward and backward; and without an adapter."""
     found = []
     for plain in (False, True):
-        model = lora.attach(tiny_model(), 4, 8.0, targets)
+        model = lora.attach(tiny_model(), 4, 8.0, targets) if targets else tiny_model()
         for p in model.trainable_parameters().values():
-            p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
+            p.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(p.numel()))
         with patch("lowroll.model.linear.fused", lambda x, plain=plain: not plain):
             hidden = model(torch.arange(9), torch.arange(9), varlen([9]))
             (hidden * random(*hidden.shape)).sum().backward()
         found.append([hidden.detach(), *(p.grad for p in model.trainable_parameters().values())])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.interpreted
+def test_the_gate_is_made_again_beside_its_gradient() -> None:
+    gate_up, grad, again = random(5, 2 * 70), random(5, 70, seed=1), torch.empty(5, 70)
+    silu_mul_backward(gate_up, grad, again)
+    assert torch.equal(again, silu_mul(gate_up))
 
 
 # -- AdamW -------------------------------------------------------------------------------------------------------------
@@ -126,7 +137,8 @@ DECAYS = [0.1, 0.0, 0.1, 0.05]
 
 
 @pytest.mark.interpreted
-def test_adamw_in_one_launch_is_torchs() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_adamw_in_one_launch_is_torchs(dtype: torch.dtype) -> None:
     masters = [random(*shape, seed=i) for i, shape in enumerate(SHAPES)]
     truth = [torch.nn.Parameter(m.double()) for m in masters]
     firsts, seconds = ([torch.zeros_like(m) for m in masters] for _ in range(2))
@@ -135,9 +147,9 @@ def test_adamw_in_one_launch_is_torchs() -> None:
                                lr=1e-2, betas=(0.9, 0.99), eps=1e-8)
     tensors = Tensors(masters, firsts, seconds, lows, DECAYS)
     for t in (1, 2, 3):
-        gradients = [random(*shape, seed=10 * t + i) for i, shape in enumerate(SHAPES)]
+        gradients = [random(*shape, seed=10 * t + i).to(dtype) for i, shape in enumerate(SHAPES)]
         gradients[0] = gradients[0].t()                                       # strides that the kernel does not read
-        gradients[1] = torch.cat([torch.zeros(1), gradients[1]])[1:]          # and a slice off its 16 bytes
+        gradients[1] = torch.cat([torch.zeros(1).to(dtype), gradients[1]])[1:]          # and a slice off its 16 bytes
         before = [p.detach().clone() for p in truth]
         for p, g in zip(truth, gradients, strict=True):
             p.grad = g.double() * 0.5
@@ -157,6 +169,9 @@ def test_adamw_refuses_tensors_that_it_cannot_write(odd: Tensor) -> None:
     with pytest.raises(ValueError, match="one dtype"):
         Tensors([torch.zeros(4)] * 2, [torch.zeros(4)] * 2, [torch.zeros(4)] * 2,
                 [torch.zeros(4).half(), torch.zeros(4).bfloat16()], [0.0] * 2)
+    with pytest.raises(ValueError, match="gradients"):
+        Tensors([torch.zeros(4)], [torch.zeros(4)], [torch.zeros(4)], [torch.zeros(4).half()], [0.0]).step(
+            [torch.zeros(4).double()], torch.tensor(1.0), rate=0.1, betas=(0.9, 0.9), eps=0.1, t=1)
 
 
 # -- compiled for Hopper -----------------------------------------------------------------------------------------------
@@ -174,7 +189,7 @@ def test_nothing_spills(kernel: str) -> None:
         "logits_ptr": "*fp32", "targets_ptr": "*i64", "scale_ptr": "*fp32", "logp_ptr": "*fp32", "entropy_ptr": "*fp32",
         "gradient_ptr": "*bf16", "vocab": "i32", "logits_stride": "i32", "gradient_stride": "i32"}
     if kernel == "adamw":
-        constants = {"COLUMNS": 6, "LOW": language.bfloat16, "BLOCK": adamw.BLOCK}
+        constants = {"COLUMNS": 6, "GRADIENT": language.float32, "LOW": language.bfloat16, "BLOCK": adamw.BLOCK}
         types |= {"table_ptr": "*i64", "decay_ptr": "*fp32", "tensor_ptr": "*i32", "start_ptr": "*i64",
                   "clip_ptr": "*fp32", "moved_ptr": "*fp32"}
     signature = {name: "constexpr" if name in constants else types[name] for name in function.arg_names}
@@ -187,7 +202,7 @@ def test_nothing_spills(kernel: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
-def test_the_gate_spills_nothing() -> None:
+def test_the_gates_spill_nothing() -> None:
     gate_up = random(64, 2 * 18944).bfloat16().requires_grad_()
     call = lambda: silu_mul_adapted(gate_up, random(64, 32).bfloat16(), random(2 * 18944, 32).bfloat16())  # noqa: E731
     for name, listing in compiled(lambda: call().sum().backward()):

@@ -2,20 +2,22 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels import quantise8, w8a8
+from lowroll.kernels import few, integers, nvcc, quantise8, w8a8
 from lowroll.kernels.rows import E4M3, Rows
 from lowroll.quant.formats import get_format
 
-SHAPES = [(1, 96, 512), (5, 33, 37), (17, 130, 1300), (40, 70, 96), (70, 64, 256)]
+SHAPES = [(1, 96, 500), (5, 33, 37), (17, 130, 1300), (40, 70, 96), (70, 64, 256)]
 LARGE = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (1536, 1536), (55296, 5120), (96, 64), (33, 7)]
 
 
-def integers(num_rows: int, num_out: int, num_in: int) -> tuple[Rows, Tensor, Tensor, Tensor, Tensor]:
+def problem(num_rows: int, num_out: int, num_in: int) -> tuple[Rows, Tensor, Tensor, Tensor, Tensor]:
     """(rows, codes, scales, bias, and y, computed in float64 up to the scales)."""
     generator = torch.Generator().manual_seed(num_in)
     x, w = (torch.randint(-128, 128, (n, num_in), generator=generator, dtype=torch.int8) for n in (num_rows, num_out))
@@ -30,19 +32,39 @@ def integers(num_rows: int, num_out: int, num_in: int) -> tuple[Rows, Tensor, Te
 @pytest.mark.parametrize("splits", [0, 1, 3])
 def test_integer_products_are_exact(shape: tuple[int, int, int], splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice: the counters of finished parts are zero again after the first product."""
-    rows, codes, scale, bias, want = integers(*shape)
-    choose = w8a8.choose
+    rows, codes, scale, bias, want = problem(*shape)
+    choose = integers.choose
     if splits:
-        monkeypatch.setattr(w8a8, "choose", lambda *sizes: choose(*sizes)._replace(splits=splits))
+        monkeypatch.setattr(integers, "choose", lambda *sizes: choose(*sizes)._replace(splits=splits))
     for _ in range(2):
         assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
     without = w8a8.multiply(rows, codes, scale.flatten(), None).dense(torch.float64)
     torch.testing.assert_close(without, want.double() - bias, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("shape", [(1, 9, 48), (2, 37, 528), (1, 5, 2048), (2, 6, 2576)])
+def test_few_rows_are_exact(shape: tuple[int, int, int]) -> None:
+    rows, codes, scale, bias, want = problem(*shape)
+    assert few.takes(rows.codes_MK, codes)
+    assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
+    assert torch.equal(few.multiply(rows, codes, scale.flatten(), None), few.multiply(rows, codes, scale, bias * 0))
+
+
+@pytest.mark.interpreted
+def test_few_e4m3_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 2064, generator=generator).mul(90).to(E4M3) for n in (1, 7))
+    row, scale, bias = (torch.rand(shape, generator=generator) for shape in ((1, 1), (7, 1), 7))
+    assert few.takes(x, w)
+    got = few.multiply(Rows(x, row, torch.float32), w, scale, bias)
+    want = (x.double() @ w.double().t()) * row * scale.t() + bias
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_plain_integer_products_are_exact(shape: tuple[int, int, int]) -> None:
-    rows, codes, scale, bias, want = integers(*shape)
+    rows, codes, scale, bias, want = problem(*shape)
     assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
 
 
@@ -58,10 +80,10 @@ def test_plain_e4m3_products() -> None:
 @pytest.mark.parametrize("shape", LARGE)
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 64, 65, 128, 200, 256, 512, 4096])
 def test_a_tile_fits_the_device_and_no_part_is_empty(num_rows: int, shape: tuple[int, int]) -> None:
-    tile, (num_out, num_in) = w8a8.choose(num_rows, *shape), shape
+    tile, (num_out, num_in) = integers.choose(num_rows, *shape), shape
     steps, tiles = -(-num_in // tile.depth), -(-num_rows // tile.rows) * -(-num_out // tile.columns)
     assert (tile.rows + tile.columns) * tile.depth * tile.stages <= 227 * 1024
-    assert tile.splits == 1 or (tiles <= w8a8.MOST_TILES and (tile.splits - 1) * -(-steps // tile.splits) < steps)
+    assert tile.splits == 1 or (tiles <= integers.MOST_TURNS and (tile.splits - 1) * -(-steps // tile.splits) < steps)
     assert (tile.columns if tile.swap else tile.rows) >= 64
 
 
@@ -108,13 +130,13 @@ def compiled(kernel: object, types: dict[str, str], constants: dict[str, object]
 @pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(1, 3584, 18944), (64, 37888, 3584), (256, 37888, 3584)])
 def test_the_product_compiles_for_hopper_without_spills(num_rows: int, num_out: int, num_in: int) -> None:
     pytest.importorskip("triton")
-    tile = w8a8.choose(num_rows, num_out, num_in)
+    tile = integers.choose(num_rows, num_out, num_in)
     types = {"x": "*i8", "w": "*i8", "row": "*fp32", "column": "*fp32", "bias": "*bf16", "y": "*bf16", "M": "i32",
-             "N": "i32", "K": "i32", "splits": "i32", "stride_x": "i32", "stride_w": "i32"}
+             "N": "i32", "K": "i32", "splits": "i32"}
     types |= {"parts": "*i32", "turns": "*i32"} if tile.splits > 1 else {}
     constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SPLIT=tile.splits > 1, SWAP=tile.swap,
                      EVEN=True) | ({} if tile.splits > 1 else {"parts": None, "turns": None})
-    code = compiled(w8a8._kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+    code = compiled(integers._kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
     assert re.search(r"wgmma\S+s32\.s8\.s8", code["ptx"]) and "LDGSTS.E.BYPASS.128" in code["sass"]
     assert "STL" not in code["sass"]
 
@@ -123,6 +145,33 @@ def test_the_product_compiles_for_hopper_without_spills(num_rows: int, num_out: 
 def test_the_quantiser_compiles_for_hopper_without_spills(integer: bool) -> None:
     pytest.importorskip("triton")
     types = {"w": "*bf16", "codes": "*i8" if integer else "*fp8e4nv", "scales": "*fp32", "K": "i32"}
-    code = compiled(quantise8._quantise8, types, dict(WIDTH=quantise8.LONGEST, WHOLE=False, INTEGER=integer),
-                    num_warps=8)
+    constants = dict(WIDTH=quantise8.LONGEST, WHOLE=False, INTEGER=integer, EXACT=False)
+    code = compiled(quantise8._quantise8, types, constants, num_warps=8)
     assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"]
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
+    pytest.importorskip("triton")
+    codes, rows = ("*i32", few.MOST[torch.int8]) if kind == "int8" else ("*fp8e4nv", few.MOST[E4M3])
+    types = {"x": codes, "w": codes, "row": "*fp32", "column": "*fp32", "bias": "*bf16", "y": "*bf16", "N": "i32",
+             "K": "i32"}
+    step, warps = few.schedule(rows, kind == "int8")
+    constants = dict(ROWS=rows, COLUMNS=few.CHANNELS, DEPTH=step // (4 if kind == "int8" else 1), EVEN=False, DP4A=True)
+    code = compiled(few._few, types, constants, num_warps=warps)
+    assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"] and ("IDP" in code["sass"]) == (kind == "int8")
+
+
+def test_the_hopper_kernel_compiles_without_spills(tmp_path: Path) -> None:
+    if (compiler := nvcc.compiler()) is None:
+        pytest.skip("no nvcc on this machine")
+    done = subprocess.run([compiler, *nvcc.options((9, 0), {}), "-cubin", "-Xptxas", "-v", str(integers.SOURCE), "-o",
+                           str(tmp_path / "integers.cubin")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("0 bytes spill stores, 0 bytes spill loads") == 5
+    assert "serialized" not in done.stderr
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 100, 128, 129, 5000])
+def test_tokens_of_a_tile_are_those_that_the_kernel_has(num_rows: int) -> None:
+    assert f"case {integers.tokens(num_rows)}:" in integers.SOURCE.read_text()

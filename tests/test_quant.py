@@ -22,9 +22,9 @@ def test_int8_weight_vectors() -> None:
 
 
 def test_int8_activation_and_product_vector() -> None:
-    codes, scale = int8.quantize_rows(torch.tensor([[1., 2., -3., .5]]))
-    assert codes.tolist() == [[42, 85, -127, 21]]
-    assert scale.item() == pytest.approx(.0236220472, abs=1e-9)
+    rows = quantize_rows(torch.tensor([[1., 2., -3., .5]]), "int8")
+    assert rows.codes_MK.tolist() == [[42, 85, -127, 21]]
+    assert rows.scale_M1.item() == pytest.approx(.0236220472, abs=1e-9)
     q = lowroll.quantize(ROWS, "int8")
     y = q.linear(torch.tensor([[1., 2., -3., .5]]))
     assert y[0, 0].item() == pytest.approx(-2.2549329642, abs=1e-6)      # integer sum -12171
@@ -36,8 +36,9 @@ def test_int8_linear_is_the_integer_oracle(shape: tuple[int, int], rows: int) ->
     torch.manual_seed(0)
     w, x, bias = torch.randn(shape), torch.randn(rows, shape[1]) * 3, torch.randn(shape[0])
     q = lowroll.quantize(w, "int8")
-    codes, scale = int8.quantize_rows(x)
-    exact = (codes.double() @ q.tensors["codes"].double().t()) * q.tensors["scale"].double().t() * scale.double()
+    codes = quantize_rows(x, "int8")
+    sums = codes.codes_MK.double() @ q.tensors["codes"].double().t()
+    exact = sums * q.tensors["scale"].double().t() * codes.scale_M1.double()
     torch.testing.assert_close(q.linear(x, bias).double(), exact + bias.double(), rtol=1e-5, atol=1e-6)
     dense = x.double() @ w.double().t()
     bound = 0.02 * x.double().norm(dim=-1, keepdim=True) * w.double().norm(dim=-1)

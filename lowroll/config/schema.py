@@ -85,6 +85,7 @@ class RolloutConfig(Section):
     max_batch: Count = 256                                 # sequences decoded together
     bulk: Literal["int8", "fp8", "bf16"] | None = None     # a second format, used while many rows decode
     keep_dense: bool = False                               # 4 bits on CUDA: dense weights beside, for many rows
+    release_cache: bool = False                            # give the cache's memory to the learner between rollouts
     cache_tokens: Count | None = None                      # tokens that the KV cache holds; null: from the memory
     prefill_chunk: Count | None = None                     # prompt tokens a sequence prefills in one step; null: all
 
@@ -118,7 +119,8 @@ class TrainConfig(Section):
     teacher: Text | None = None                            # the frozen model of loss.aipo.teacher_tau: a folder, hub id
     uaq_scale: Positive | None = None                      # QuRL's update-aware scaling; it uses 1.5
     weight_metrics: bool = True                            # weights/*, at the price of a copy of what is learnt
-    activation_checkpointing: bool = False
+    # true: whole layers are made again in the backward pass; a number: the gate-up product of this share of them
+    activation_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = False
     logprob_chunk: Count = 1024                            # tokens whose logits exist at a time
     lora: bool = False
     lora_rank: Count = 16

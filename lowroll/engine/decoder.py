@@ -40,7 +40,7 @@ MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
-BULK_FROM = 48
+BULK_FROM = 9
 
 
 def bucket(num_rows: int) -> int:
@@ -112,6 +112,13 @@ class Decoder:
     def runs_bulk(self, num_rows: int) -> bool:
         """Whether so many rows run on the second model."""
         return self.bulk is not None and num_rows >= BULK_FROM
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture the graph of every size of batch now, instead of when it first comes up."""
+        for size in BUCKETS if self.device.type == "cuda" else ():
+            if size <= self.state.shape[1] and (size, True) not in self._graphs:
+                self._capture(size, drawing=True)
 
     def forget(self) -> None:
         """Drop the captured graphs: the storages behind them are about to move."""

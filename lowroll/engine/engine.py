@@ -171,6 +171,11 @@ class Engine:
                 self.pool.free(pages)
         return scores
 
+    def warm_up(self) -> None:
+        """Compile and capture now what a decode step of any size of batch needs (seconds, on CUDA), not on the way."""
+        self.runner.cache.restore()
+        self.runner.decoder.warm_up()
+
     def abort(self, handle: int) -> bool:
         """End a request now; its group comes back with finish reason "abort". False if it had ended."""
         return self.scheduler.abort(handle)
@@ -179,6 +184,17 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do or to return."""
         return self.scheduler.has_work or self.scheduler.has_finished
+
+    def release(self) -> None:
+        """Give the memory of the KV cache away, for a learner that runs before the next rollouts.
+
+        It comes back with the next step or `score`. The pages of shared prompts are forgotten, and the graphs of
+        decoding, which are captured again when they are needed. RuntimeError while requests are in flight.
+        """
+        if self.scheduler.has_work:
+            raise RuntimeError("release: requests are in flight; finish or abort them first")
+        self.pool.clear_prefixes()
+        self.runner.release()
 
     # -- weights ------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.engine.decoder import MOST_STEPS, Decoder
-from lowroll.engine.sampler import SamplingBatch, require_finite, sample
+from lowroll.engine.decoder import MOST_STEPS, Decoder, plain
+from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
 from lowroll.engine.sequence import Plan, PrefillChunk, Sequence
+from lowroll.kernels.draw import draw
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
@@ -46,12 +47,18 @@ class Runner:
         """Steps that decoding rows may take without the host: more than one where starting a step is what costs."""
         return MOST_STEPS if self.model.device.type == "cuda" else 1
 
+    def release(self) -> None:
+        """Give the cache's memory away until the next step."""
+        self.decoder.forget()
+        self.cache.release()
+
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Drawn]:
         """The tokens of every decode row, then of every sample of a prompt that is through.
 
         ValueError when the model gives a row no distribution (NaN or infinite logits).
         """
+        self.cache.restore()
         self.cache.copy_pages(plan.copies)
         drawn: list[Drawn] = []
         if plan.decodes:
@@ -75,17 +82,26 @@ class Runner:
         logits_BV = self.model.logits(hidden_TD[unique.to(hidden_TD.device)])
         if len(unique) < len(rows):
             logits_BV = logits_BV[which_B.to(hidden_TD.device)]
-        params = SamplingBatch.of(sequences, self.model.spec.vocab_size, self.model.device)
-        lengths_B = torch.tensor([s.length for s in sequences], device=self.model.device)
-        tokens_B, logprobs_B = sample(logits_BV, params, lengths_B)
+        tokens_B, logprobs_B = self._draw(logits_BV, sequences)
         logprobs = logprobs_B.tolist()
         require_finite(logprobs)
         return [Drawn(sequence, [token], [logprob], self.bulk is not None)
                 for sequence, token, logprob in zip(sequences, tokens_B.tolist(), logprobs, strict=True)]
 
+    def _draw(self, logits_BV: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+        device = self.model.device
+        lengths_B = torch.tensor([s.length for s in sequences], device=device)
+        if not plain(sequences):
+            return sample(logits_BV, SamplingBatch.of(sequences, self.model.spec.vocab_size, device), lengths_B)
+        keys_B = torch.tensor([signed(s.noise_key) for s in sequences], device=device)
+        temperature_B = torch.tensor([s.request.temperature or 1.0 for s in sequences], device=device)
+        greedy_B = torch.tensor([s.request.temperature == 0 for s in sequences], device=device)
+        return draw(logits_BV, keys_B, lengths_B, temperature_B, greedy_B)
+
     @torch.inference_mode()
     def score(self, ids: list[int], prompt_len: int, pages: list[int], temperature: float) -> Tensor:
         """Log-probs [response tokens], float32, of a sequence that is prefilled in one piece into `pages`."""
+        self.cache.restore()
         attend = PagedAttention(self.cache, [Chunk(0, len(ids), pages)], [])
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)

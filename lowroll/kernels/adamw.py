@@ -46,17 +46,21 @@ class Tensors:
              t: int) -> Tensor:
         """Apply update number t (from 1) in place; returns sum s^2, a float64 scalar on the device.
 
-        gradients: float32, one a tensor, in order. clip: a float32 scalar on the device that multiplies them."""
+        gradients: one a tensor, in order, all of float32 or all of the copies' dtype. clip: a float32 scalar on the
+        device that multiplies them. ValueError for gradients of other dtypes."""
         gradients = [_plain(gradient) for gradient in gradients]
+        if {g.dtype for g in gradients} not in ({torch.float32}, {self.low_dtype}):
+            raise ValueError("gradients: expected all of them in float32, or all in the dtype of the copies")
         rows = [[*(x.data_ptr() for x in (p, g, m, v)), 0 if low is None else low.data_ptr(), p.numel()]
                 for (p, m, v, low), g in zip(self.kept, gradients, strict=True)]
         table = torch.tensor(rows, dtype=torch.int64)
         table = table.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else table
         moved = torch.empty(len(self.tensor), dtype=torch.float32, device=self.device)
-        low_dtype = tl.bfloat16 if self.low_dtype == torch.bfloat16 else tl.float16
+        names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         _adamw[(len(self.tensor),)](
             table, self.decay, self.tensor, self.start, clip, moved, rate, betas[0], betas[1], eps, 1 - betas[0] ** t,
-            1 - betas[1] ** t, COLUMNS=table.shape[1], LOW=low_dtype, BLOCK=BLOCK, num_warps=8)
+            1 - betas[1] ** t, COLUMNS=table.shape[1], GRADIENT=names[gradients[0].dtype],
+            LOW=names[self.low_dtype], BLOCK=BLOCK, num_warps=8)
         return moved.double().sum()
 
 
@@ -64,7 +68,6 @@ def _plain(gradient: Tensor) -> Tensor:
     """The gradient as the kernel reads it: a copy where it is a slice that begins or strides otherwise."""
     plain = gradient.is_contiguous() and gradient.data_ptr() % ALIGNMENT == 0
     gradient = gradient if plain else gradient.clone(memory_format=torch.contiguous_format)
-    _check(gradient)
     return gradient
 
 
@@ -76,31 +79,31 @@ def _check(x: Tensor) -> None:
 
 @jit
 def _adamw(table_ptr, decay_ptr, tensor_ptr, start_ptr, clip_ptr, moved_ptr, rate, beta1, beta2, eps, correction1,
-           correction2, COLUMNS: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr):
+           correction2, COLUMNS: tl.constexpr, GRADIENT: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr):
     """One block of one tensor. A row of the table: addresses of p, g, m, v and the low-precision copy, and the size."""
     block = tl.program_id(0)
     i, start = tl.load(tensor_ptr + block), tl.multiple_of(tl.load(start_ptr + block), BLOCK)
     row_ptr = table_ptr + i.to(tl.int64) * COLUMNS
     clip, decay = tl.load(clip_ptr), 1 - rate * tl.load(decay_ptr + i)
     if start + BLOCK <= tl.load(row_ptr + 5):          # without a mask the loads are of 16 bytes
-        moved = _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, correction2, LOW, BLOCK,
-                        False)
+        moved = _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, correction2, GRADIENT, LOW,
+                        BLOCK, False)
     else:
-        moved = _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, correction2, LOW, BLOCK,
-                        True)
+        moved = _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, correction2, GRADIENT, LOW,
+                        BLOCK, True)
     tl.store(moved_ptr + block, moved)
 
 
 @jit
-def _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, correction2, LOW: tl.constexpr,
-            BLOCK: tl.constexpr, ENDS: tl.constexpr):
+def _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, correction2, GRADIENT: tl.constexpr,
+            LOW: tl.constexpr, BLOCK: tl.constexpr, ENDS: tl.constexpr):
     offs_n = start + tl.arange(0, BLOCK)
     inside_n = offs_n < tl.load(row_ptr + 5) if ENDS else tl.full((BLOCK,), True, tl.int1)
     p_ptr = _address(row_ptr, tl.float32) + offs_n
-    g_ptr = _address(row_ptr + 1, tl.float32) + offs_n
+    g_ptr = _address(row_ptr + 1, GRADIENT) + offs_n
     m_ptr = _address(row_ptr + 2, tl.float32) + offs_n
     v_ptr = _address(row_ptr + 3, tl.float32) + offs_n
-    g_n = tl.load(g_ptr, mask=inside_n, other=0.0) * clip
+    g_n = tl.load(g_ptr, mask=inside_n, other=0.0).to(tl.float32) * clip
     m_n = beta1 * tl.load(m_ptr, mask=inside_n, other=0.0) + (1 - beta1) * g_n
     v_n = beta2 * tl.load(v_ptr, mask=inside_n, other=0.0) + (1 - beta2) * g_n * g_n
     step_n = rate / correction1 * m_n / (tl.sqrt_rn(v_n / correction2) + eps)

@@ -6,8 +6,9 @@ With z = logits / temperature and y the target of a row,
     d logp / d logits = (onehot(y) - softmax(z)) / temperature
 
 On CUDA one kernel makes the first two in one pass over the logits (a running maximum, Milakov & Gimelshein 2018), and
-the gradient, where it is wanted, in a second one, rounded once to the dtype of the product that reads it. The
-difference onehot - softmax is taken before the rounding: of a token with p = 0.999 the gradient is 0.001, not 0.
+the gradient, where it is wanted, in a second one, rounded once to the dtype of the product that reads it. Where the
+log-prob is known already, lse(z) = z_y - logp and the gradient is all there is to do. The difference onehot - softmax
+is taken before the rounding: of a token with p = 0.999 the gradient is 0.001, not 0.
 
 Shapes: C rows, V vocabulary.
 """
@@ -39,6 +40,17 @@ def token_log_probs(logits_CV: Tensor, targets_C: Tensor, temperature: float = 1
             logits_CV, targets_C, scale_C, logp_C, entropy_C, gradient_CV, vocab, logits_CV.stride(0),
             0 if gradient_CV is None else gradient_CV.stride(0), 1 / temperature, BLOCK=TILE, num_warps=8)
     return logp_C, entropy_C
+
+
+def logit_gradient(logits_CV: Tensor, targets_C: Tensor, logp_C: Tensor, scale_C: Tensor, temperature: float,
+                   gradient_CV: Tensor) -> None:
+    """Fill gradient_CV with scale * d logp / d logits, of rows whose log-probs `token_log_probs` has given."""
+    if not fused(logits_CV):
+        _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)
+    elif len(logits_CV):
+        _logit_gradient[(len(logits_CV), -(-logits_CV.shape[1] // TILE))](
+            logits_CV, targets_C, logp_C, scale_C, gradient_CV, logits_CV.shape[1], logits_CV.stride(0),
+            gradient_CV.stride(0), 1 / temperature, BLOCK=TILE, num_warps=8)
 
 
 def _reference(logits_CV: Tensor, targets_C: Tensor, temperature: float, gradient_CV: Tensor | None,
@@ -95,3 +107,19 @@ def _token_log_probs(logits_ptr, targets_ptr, scale_ptr, logp_ptr, entropy_ptr, 
             g_n = scale * (hit_n - tl.exp(z_n * inverse_temperature - lse))
             tl.store(gradient_ptr + row * gradient_stride + start + offs_n,
                      g_n.to(gradient_ptr.dtype.element_ty), mask=inside_n)
+
+
+@jit
+def _logit_gradient(logits_ptr, targets_ptr, logp_ptr, scale_ptr, gradient_ptr, vocab, logits_stride, gradient_stride,
+                    inverse_temperature, BLOCK: tl.constexpr):
+    """One tile of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    offs_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside_n = offs_n < vocab
+    target = tl.load(targets_ptr + row)
+    at_target = tl.load(logits_ptr + row * logits_stride + target).to(tl.float32) * inverse_temperature
+    lse = at_target - tl.load(logp_ptr + row)
+    z_n = tl.load(logits_ptr + row * logits_stride + offs_n, mask=inside_n, other=float("-inf")).to(tl.float32)
+    hit_n = tl.where(offs_n == target, 1.0, 0.0)
+    g_n = tl.load(scale_ptr + row) * inverse_temperature * (hit_n - tl.exp(z_n * inverse_temperature - lse))
+    tl.store(gradient_ptr + row * gradient_stride + offs_n, g_n.to(gradient_ptr.dtype.element_ty), mask=inside_n)

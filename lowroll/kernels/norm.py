@@ -23,7 +23,8 @@ from torch import Tensor
 from lowroll.kernels.launch import block, fused, jit, tl, warps
 from lowroll.kernels.rows import Product, Rows, empty_rows, load_dense, parts, quantize_rows, store_rows
 
-PROGRAMS = 512      # of the backward pass, at most: more than run at once on a large GPU
+PROGRAMS = 512      # of the backward pass, at most, for WIDTH features: more than run at once on a large GPU
+WIDTH = 4096
 
 
 def add_rms_norm(x_TD: Tensor, update: Tensor | Product | None, weight_D: Tensor, eps: float,
@@ -75,7 +76,8 @@ def _backward(sum_TD: Tensor, weight_D: Tensor, inverse_T: Tensor, normed_grad_T
               weight_learns: bool) -> tuple[Tensor, Tensor | None]:
     """(d sum, d weight)."""
     num_tokens, size = sum_TD.shape
-    grad_TD, programs = torch.empty_like(sum_TD), min(num_tokens, PROGRAMS)
+    grad_TD = torch.empty_like(sum_TD)
+    programs = min(num_tokens, PROGRAMS * max(1, WIDTH // block(size)))
     sum_grad_TD = None if sum_grad_TD is None else sum_grad_TD.contiguous()
     partial_PD = torch.empty(programs, size, dtype=torch.float32, device=sum_TD.device) if weight_learns else None
     _norm_backward[(programs,)](

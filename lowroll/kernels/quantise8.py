@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowroll.kernels.launch import block, jit, tl
+from lowroll.kernels.launch import INTERPRETED, block, jit, tl
 from lowroll.kernels.rows import KINDS
 
 LONGEST = 4096                       # weights that a program holds in registers
@@ -26,7 +26,8 @@ def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: s
     w_NK, (num_rows, num_in) = w_NK.contiguous(), w_NK.shape
     width = min(block(num_in), LONGEST)
     _quantise8[(num_rows,)](w_NK, codes_NK, scale_N1, num_in, WIDTH=width, WHOLE=width >= num_in,
-                            INTEGER=kind == "int8", num_warps=4 if width >= num_in else 8, enable_fp_fusion=False)
+                            INTEGER=kind == "int8", EXACT=INTERPRETED, num_warps=4 if width >= num_in else 8,
+                            enable_fp_fusion=False)
 
 
 @jit
@@ -42,8 +43,27 @@ def _scale(top, INTEGER: tl.constexpr):
 
 
 @jit
-def _codes(w, scale, INTEGER: tl.constexpr):
-    ratio = tl.div_rn(w, tl.zeros_like(w) + scale)
+def _ratio(w, scale, EXACT: tl.constexpr):
+    """w / scale, rounded once: the reciprocal's product, and twice the remainder's share of it (Markstein 1990).
+
+    Where a remainder could be too small for float32, and in the interpreter, whose multiply-add rounds twice, it is a
+    division.
+    """
+    if EXACT:
+        ratio = tl.div_rn(w, tl.zeros_like(w) + scale)
+    elif scale > 1e-27:
+        reciprocal = tl.div_rn(1.0, scale)
+        near = w * reciprocal
+        near = tl.fma(tl.fma(-near, scale, w), reciprocal, near)
+        ratio = tl.fma(tl.fma(-near, scale, w), reciprocal, near)
+    else:
+        ratio = tl.div_rn(w, tl.zeros_like(w) + scale)
+    return ratio
+
+
+@jit
+def _codes(w, scale, INTEGER: tl.constexpr, EXACT: tl.constexpr):
+    ratio = _ratio(w, scale, EXACT)
     if INTEGER:        # adding 1.5 * 2^23 rounds to a whole number, half to even
         codes = ((tl.minimum(tl.maximum(ratio, -128.0), 127.0) + 12582912.0) - 12582912.0).to(tl.int8)
     else:
@@ -52,14 +72,15 @@ def _codes(w, scale, INTEGER: tl.constexpr):
 
 
 @jit
-def _quantise8(w, codes, scales, K, WIDTH: tl.constexpr, WHOLE: tl.constexpr, INTEGER: tl.constexpr):
+def _quantise8(w, codes, scales, K, WIDTH: tl.constexpr, WHOLE: tl.constexpr, INTEGER: tl.constexpr,
+               EXACT: tl.constexpr):
     n, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     w += n * K
     codes += n * K
     if WHOLE:
         values = tl.load(w + at, mask=at < K, other=0.0).to(tl.float32)
         scale = _scale(tl.abs(values), INTEGER)
-        tl.store(codes + at, _codes(values, scale, INTEGER), mask=at < K)
+        tl.store(codes + at, _codes(values, scale, INTEGER, EXACT), mask=at < K)
     else:
         top = tl.zeros((WIDTH,), tl.float32)
         for k in range(0, K, WIDTH):
@@ -67,5 +88,5 @@ def _quantise8(w, codes, scales, K, WIDTH: tl.constexpr, WHOLE: tl.constexpr, IN
         scale = _scale(top, INTEGER)
         for k in range(0, K, WIDTH):
             values = tl.load(w + k + at, mask=at < K - k, other=0.0).to(tl.float32)
-            tl.store(codes + k + at, _codes(values, scale, INTEGER), mask=at < K - k)
+            tl.store(codes + k + at, _codes(values, scale, INTEGER, EXACT), mask=at < K - k)
     tl.store(scales + n, scale)

@@ -62,12 +62,17 @@ class _SiluMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> Tensor:
-        gate_up, _, _, _ = parts(ctx.saved_tensors[0])
-        (num_tokens, size), grad = grad_TF.shape, torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-        width = min(BLOCK, block(size))
-        _silu_mul_backward[(num_tokens, -(-size // width))](
-            gate_up, grad_TF.contiguous(), grad, gate_up.stride(0), size, BLOCK=width, num_warps=warps(width, 256))
-        return grad
+        return silu_mul_backward(ctx.saved_tensors[0], grad_TF)
+
+
+def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = None) -> Tensor:
+    """The gradient of gate_up, on a device. `y_TF`, where it is given, is filled with silu(gate) * up again."""
+    gate_up = parts(gate_up)[0]
+    (num_tokens, size), grad = y_grad_TF.shape, torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    width = min(BLOCK, block(size))
+    _silu_mul_backward[(num_tokens, -(-size // width))](
+        gate_up, y_grad_TF.contiguous(), grad, y_TF, gate_up.stride(0), size, BLOCK=width, num_warps=warps(width, 256))
+    return grad
 
 
 @jit
@@ -85,7 +90,7 @@ def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.c
 
 
 @jit
-def _silu_mul_backward(gate_up, y_grad, grad, stride, size, BLOCK: tl.constexpr):
+def _silu_mul_backward(gate_up, y_grad, grad, y, stride, size, BLOCK: tl.constexpr):
     t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = n < size
     gate = tl.load(gate_up + t * stride + n, mask=live, other=0.0).to(tl.float32)
@@ -95,3 +100,6 @@ def _silu_mul_backward(gate_up, y_grad, grad, stride, size, BLOCK: tl.constexpr)
     dtype = grad.dtype.element_ty
     tl.store(grad + t * 2 * size + n, (g * up * s * (1.0 + gate * (1.0 - s))).to(dtype), mask=live)
     tl.store(grad + t * 2 * size + n + size, (g * gate * s).to(dtype), mask=live)
+    if y is not None:
+        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        tl.store(y + t * size + n, (gate * up).to(dtype), mask=live)

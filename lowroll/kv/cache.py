@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.attention import paged_decode
+from lowroll.kernels.attention import paged_decode, write_pages
 from lowroll.model.attention import Attend, varlen
 from lowroll.model.spec import ModelSpec
 
@@ -27,7 +27,7 @@ class KVCache:
     def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype,
                  device: torch.device | str) -> None:
         shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-        self.page_size = page_size
+        self.page_size, self.released = page_size, False
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
 
@@ -53,19 +53,20 @@ class KVCache:
 
         The tensors stay the same objects, but they move: whoever holds addresses (a CUDA graph) must let go of them.
         """
+        self.released = True
         for buffer in (*self.keys, *self.values):
             buffer.untyped_storage().resize_(0)
 
     def restore(self) -> None:
         """Allocate what `release` gave back, filled with zeros; costs one write of the memory. Else do nothing."""
-        for buffer in (*self.keys, *self.values):
-            if buffer.untyped_storage().nbytes() == 0:
+        if self.released:
+            for buffer in (*self.keys, *self.values):
                 buffer.untyped_storage().resize_(buffer.nbytes)
-                buffer.zero_()
+            self.released = False
+            self.clear()
 
     def write(self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TGd)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v_TGd)
+        write_pages(self.keys[layer], self.values[layer], slots_T, k_TGd, v_TGd)
 
     def gather(self, layer: int, table_BP: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of each row's pages, both [B, G, L, d] (views of [B, L, G, d] copies)."""

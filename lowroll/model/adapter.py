@@ -36,6 +36,7 @@ class Adapter(nn.Module):
         self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
         self._made_of: tuple[object, ...] = ()
         self._made: tuple[Tensor, Tensor] | None = None
+        self._parts: dict[str, int] = {}
 
     @property
     def scaling(self) -> float:
@@ -53,7 +54,11 @@ class Adapter(nn.Module):
         return found
 
     def matrices(self, parts: Mapping[str, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [L, K] and the scaled block-diagonal B [N, L] in a dtype, made again when a parameter changed."""
+        """A [L, K] and the scaled block-diagonal B [N, L] in a dtype, made again when a parameter changed.
+
+        In the storages that they have, if they fit: a CUDA graph may read them, and `renew` is all that it takes to
+        give it new ones.
+        """
         masters = [*self.a.values(), *self.b.values()]
         made_of = (dtype, masters[0].device, self.alpha, *((p.data_ptr(), p._version) for p in masters))
         if made_of == self._made_of and self._made is not None:
@@ -63,8 +68,18 @@ class Adapter(nn.Module):
             b_NL = a_LK.new_zeros(sum(parts.values()), len(a_LK))
             for part, rows, columns in self.blocks(parts):
                 b_NL[rows, columns] = (self.b[part] * self.scaling).to(dtype)
-            self._made_of, self._made = made_of, (a_LK, b_NL)
-        return a_LK, b_NL
+            self._parts, self._made_of = dict(parts), made_of
+            if self._made is not None and self._made[0].dtype == dtype and self._made[0].device == a_LK.device:
+                self._made[0].copy_(a_LK)
+                self._made[1].copy_(b_NL)
+            else:
+                self._made = a_LK, b_NL
+        return self._made
+
+    def renew(self) -> None:
+        """The parameters have changed: so must what the products use, before a graph that reads it runs again."""
+        if self._made is not None:
+            self.matrices(self._parts, self._made[0].dtype)
 
 
 def product(x_TK: Tensor, weight: Tensor | QTensor, codes: QTensor | None, bias_N: Tensor | None, adapter: Adapter,

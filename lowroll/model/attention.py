@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
+from inspect import signature
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 MOST_STACKS = 4       # lengths of a micro-batch that get a call each on CUDA
+LONG = 1024           # tokens of a sequence from which cuDNN repays the 30 ms that it plans every new shape for
 FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
                  SDPBackend.MATH]
 
@@ -28,8 +31,9 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
     """Causal attention over packed sequences of these lengths; nothing is padded.
 
     Sequences of equal length are stacked and share one call: cuDNN's in half precision on CUDA, where it takes half of
-    the time of flash attention. On CUDA more than MOST_STACKS lengths go to torch's variable-length flash attention
-    instead, in half precision and the head sizes that it takes. ValueError for a length below 1.
+    the time of flash attention. On CUDA short sequences, and more than MOST_STACKS lengths, go to torch's
+    variable-length flash attention instead, in half precision and the head sizes that it takes. ValueError for a length
+    below 1.
     """
     if any(length < 1 for length in lengths):
         raise ValueError(f"lengths: every packed sequence needs at least one token, got {min(lengths)}")
@@ -52,7 +56,8 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
 
     def attend(_layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         half = q_THd.is_cuda and q_THd.dtype in (torch.bfloat16, torch.float16)
-        if half and len(shapes) > MOST_STACKS and q_THd.shape[-1] % 8 == 0 and q_THd.shape[-1] <= 256:
+        ragged = len(shapes) > MOST_STACKS or longest < LONG
+        if half and ragged and q_THd.shape[-1] % 8 == 0 and q_THd.shape[-1] <= 256:
             assert bounds is not None
             return _flash(q_THd, k_TGd, v_TGd, bounds, longest)
         if len(shapes) == 1:
@@ -90,10 +95,13 @@ def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor) -> Tensor:
 def _flash(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    repeats = q_THd.shape[1] // k_TGd.shape[1]
-    if repeats > 1:                           # torch 2.11's varlen attention has no grouped heads
-        k_TGd, v_TGd = k_TGd.repeat_interleave(repeats, 1), v_TGd.repeat_interleave(repeats, 1)
     o_THd = varlen_attn(q_THd.contiguous(), k_TGd.contiguous(), v_TGd.contiguous(), bounds, bounds, longest, longest,
-                        window_size=(-1, 0))
+                        window_size=(-1, 0), **_grouped_heads(varlen_attn))
     assert isinstance(o_THd, Tensor)
     return o_THd
+
+
+@cache
+def _grouped_heads(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
+    """torch 2.11 takes fewer key-value heads as they are; later versions want to be told."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}

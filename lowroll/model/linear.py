@@ -24,8 +24,10 @@ from torch import Tensor, nn
 
 from lowroll.kernels.launch import fused
 from lowroll.kernels.rows import Product, Rows, quantize_rows
+from lowroll.kernels.swiglu import silu_mul, silu_mul_backward
 from lowroll.model import adapter as adapters
 from lowroll.model.adapter import Adapter
+from lowroll.model.recompute import remake
 from lowroll.quant.formats import QTensor, get_format
 
 
@@ -94,10 +96,38 @@ class Linear(nn.Module):
         y_TN, low_TL, b_NL = self._adapted(self.adapter, x_TK, whole=False)
         return y_TN, (low_TL, b_NL)
 
+    def of_gate(self, gate_up_TN: Tensor | Product) -> Tensor | Product:
+        """The product of silu(gate) * up, which the backward pass makes again."""
+        if (torch.is_grad_enabled() and isinstance(self.weight, nn.Parameter) and self.weight.requires_grad
+                and self.adapter is None and self.aligned is None and isinstance(gate_up_TN, Tensor)
+                and fused(gate_up_TN)):
+            return _GatedLinear.apply(gate_up_TN, self.weight, self.bias)
+        return self(remake(silu_mul(gate_up_TN, self.reads), silu_mul, gate_up_TN))
+
     def _adapted(self, adapter: Adapter, x_TK: Tensor, whole: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         codes = self.weight if self.low_bit and isinstance(self.weight, QTensor) else None
         return adapters.product(x_TK, self.weight, codes if self.aligned is None else self.aligned, self.bias, adapter,
                                 self.parts, whole)
+
+
+class _GatedLinear(torch.autograd.Function):
+    """A learning weight's product of silu(gate) * up. Backward, one pass over gate_up makes its gradient and, for that
+    of the weight, silu(gate) * up again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_TN: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up_TN, weight_NK)
+        x_TK = silu_mul(gate_up_TN)
+        assert isinstance(x_TK, Tensor)
+        return F.linear(x_TK, weight_NK, bias_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up_TN, weight_NK = ctx.saved_tensors
+        x_grad_TK = grad_TN @ weight_NK
+        x_TK = torch.empty_like(x_grad_TK)
+        gate_up_grad_TN = silu_mul_backward(gate_up_TN, x_grad_TK, x_TK)
+        return gate_up_grad_TN, grad_TN.t() @ x_TK, grad_TN.sum(0) if ctx.needs_input_grad[2] else None
 
 
 class _DequantizedLinear(torch.autograd.Function):

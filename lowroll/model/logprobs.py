@@ -60,7 +60,7 @@ class _TokenLogProbs(torch.autograd.Function):
         if slope_TD is not None:
             ctx.save_for_backward(slope_TD)
         else:
-            ctx.save_for_backward(hidden_TD, weight_VD, targets_T)
+            ctx.save_for_backward(hidden_TD, weight_VD, targets_T, logp_T)
         ctx.mark_non_differentiable(entropy_T)
         return logp_T, entropy_T
 
@@ -69,14 +69,14 @@ class _TokenLogProbs(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             slope_TD, = ctx.saved_tensors
             return (slope_TD * grad_T[:, None]).to(slope_TD.dtype), None, None, None, None
-        hidden_TD, weight_VD, targets_T = ctx.saved_tensors
+        hidden_TD, weight_VD, targets_T, logp_T = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
         grad_CV = _room(hidden_TD, weight_VD, ctx.chunk)
         for rows in _chunks(hidden_TD, ctx.chunk):
             logits_CV = _float32_product(hidden_TD[rows], weight_VD.t())
             grad_CV = grad_CV[:len(logits_CV)]
-            kernels.token_log_probs(logits_CV, targets_T[rows], ctx.temperature, grad_CV, grad_T[rows])
+            kernels.logit_gradient(logits_CV, targets_T[rows], logp_T[rows], grad_T[rows], ctx.temperature, grad_CV)
             if hidden_grad is not None:
                 torch.mm(grad_CV, weight_VD, out=hidden_grad[rows])
             _add_float32_product(weight_grad, grad_CV.t(), hidden_TD[rows])

@@ -22,7 +22,6 @@ from lowroll.kernels.low_rank import silu_mul_adapted
 from lowroll.kernels.norm import add_rms_norm
 from lowroll.kernels.rope import rotate_heads
 from lowroll.kernels.rows import Product, Rows
-from lowroll.kernels.swiglu import silu_mul
 from lowroll.model.attention import Attend
 from lowroll.model.experts import Experts
 from lowroll.model.linear import Linear
@@ -105,7 +104,7 @@ class Block(nn.Module):
         if self.remakes_gate_up:
             remake(gate_up, lambda x: self.gate_up.without_update(x)[0], x_TD)
         if update is None:
-            return self.down(remake(silu_mul(gate_up, self.down.reads), silu_mul, gate_up))
+            return self.down.of_gate(gate_up)
         assert isinstance(gate_up, Tensor)
         return self.down(self.down.read(remake(silu_mul_adapted(gate_up, *update), silu_mul_adapted, gate_up, *update)))
 

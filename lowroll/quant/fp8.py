@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels import rows
 from lowroll.kernels.launch import fused
 from lowroll.kernels.quantise8 import quantize_rows_into
-from lowroll.kernels.rows import Product, Rows
+from lowroll.kernels.rows import Product, Rows, quantize_rows
 from lowroll.kernels.w8a8 import multiply
 from lowroll.quant.formats import Format, QTensor, divide, multiplicand, nonzero
 from lowroll.quant.groups import join, split
@@ -35,19 +34,11 @@ from lowroll.quant.groups import join, split
 E4M3 = torch.float8_e4m3fn
 MAX = 448.0
 BLOCK = 128
-SMALLEST_SCALE = 1 / (MAX * 512)
 
 
 def to_e4m3(x: Tensor) -> Tensor:
     """The nearest e4m3 numbers, saturating at +-448."""
     return x.clamp(-MAX, MAX).to(E4M3)
-
-
-def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Dynamic codes of activations along the last dimension: (e4m3 [..., K], float32 scale [..., 1])."""
-    x_MK = x_MK.float()
-    scale_M1 = divide(x_MK.abs().amax(dim=-1, keepdim=True), MAX).clamp_min(SMALLEST_SCALE)
-    return to_e4m3(x_MK / scale_M1), scale_M1
 
 
 class Float8(Format):
@@ -68,7 +59,7 @@ class Float8(Format):
         quantize_rows_into(w_NK, tensors["weight"], tensors["weight_scale"], "fp8")
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        return self.product(rows.quantize_rows(x_MK, "fp8"), q, bias_N).dense()
+        return self.product(quantize_rows(x_MK, "fp8"), q, bias_N).dense()
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
         if rows.codes_MK.device.type != "cpu":
@@ -99,7 +90,8 @@ class Float8Block(Format):
         return Fraction(1, BLOCK) if name == "weight_scale" else Fraction(1)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        codes_MGS, scale_MG1 = quantize_rows(split(x_MK, BLOCK))
-        rounded_MK = join(codes_MGS.float() * scale_MG1, x_MK.shape[1])
+        blocks_MGS = split(x_MK, BLOCK)
+        rows = quantize_rows(blocks_MGS.flatten(0, 1), "fp8")
+        rounded_MK = join((rows.codes_MK.float() * rows.scale_M1).view_as(blocks_MGS), x_MK.shape[1])
         bias_N = None if bias_N is None else bias_N.float()
         return F.linear(rounded_MK, multiplicand(q, torch.float32), bias_N).to(x_MK.dtype)

@@ -23,9 +23,9 @@ from torch import Tensor
 from lowroll.kernels import w4a16
 from lowroll.kernels.launch import fused
 from lowroll.kernels.quantise4 import quantise4
+from lowroll.kernels.rows import quantize_rows
 from lowroll.quant.formats import Format, QTensor, WeightOnly, divide, multiplicand, nonzero
 from lowroll.quant.groups import join, pack, split, unpack
-from lowroll.quant.int8 import quantize_rows
 
 GROUP = 128
 LEVELS = tuple(float(q) for q in range(-8, 8))        # by stored code: q + 8
@@ -104,8 +104,8 @@ class Int4Int8(Symmetric):
     name, stored_as, summary = "w4a8", "int4", "int4's weights, INT8 activations with a scale a token"
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        codes_MK, scale_M1 = quantize_rows(x_MK)
-        y_MN = F.linear(codes_MK, multiplicand(q, torch.float32)).mul_(scale_M1)
+        rows = quantize_rows(x_MK, "int8")
+        y_MN = F.linear(rows.codes_MK.float(), multiplicand(q, torch.float32)).mul_(rows.scale_M1)
         if bias_N is not None:
             y_MN += bias_N
         return y_MN.to(x_MK.dtype)

@@ -21,19 +21,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lowroll.kernels import rows
 from lowroll.kernels.launch import fused
 from lowroll.kernels.quantise8 import quantize_rows_into
-from lowroll.kernels.rows import Product, Rows
+from lowroll.kernels.rows import Product, Rows, quantize_rows
 from lowroll.kernels.w8a8 import multiply
 from lowroll.quant.formats import Format, QTensor, divide, nonzero
-
-
-def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Dynamic codes of activations: (float codes in -127..127 [M, K], scale s_x [M, 1]), both float32."""
-    x_MK = x_MK.float()
-    amax_M1 = x_MK.abs().amax(dim=-1, keepdim=True)
-    return (x_MK * (127.0 / amax_M1.clamp_min(1e-30))).round_(), divide(amax_M1, 127.0)
 
 
 class Int8(Format):
@@ -55,7 +47,7 @@ class Int8(Format):
         return (q.tensors["codes"].float() * q.tensors["scale"]).to(dtype)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        return self.product(rows.quantize_rows(x_MK, "int8"), q, bias_N).dense()
+        return self.product(quantize_rows(x_MK, "int8"), q, bias_N).dense()
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
         if rows.codes_MK.device.type == "cpu" and _onednn_is_exact():

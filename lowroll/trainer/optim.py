@@ -97,7 +97,8 @@ class Optimizer:
             raise ValueError("params: nothing to train")
         self.settings = settings
         self.params = dict(params)
-        self.masters = {name: _master(p) for name, p in self.params.items()}
+        self._waiting: dict[str, Tensor] = {}          # on CUDA: the first gradient since the last update, as it came
+        self.masters = {name: _master(name, p, self._waiting) for name, p in self.params.items()}
         self.num_steps = 0                   # training steps begun: the schedule's clock
         self.num_updates = 0                 # updates applied: AdamW's t
         self.refused_in_a_row = 0
@@ -134,22 +135,32 @@ class Optimizer:
         When the norm is not finite, or `refuse` (the caller saw a non-finite loss), nothing changes but the count
         of refusals. A parameter without a gradient takes part with a gradient of 0.
         """
-        for master in self.masters.values():
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        norm = nn.utils.get_total_norm([m.grad for m in self.masters.values() if m.grad is not None])
+        gradients = self._gradients()
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
         metrics = {"optim/grad_norm": norm.item(), "optim/update_norm": 0.0, "optim/skipped": 1.0}
         if refuse or not math.isfinite(metrics["optim/grad_norm"]):
             self.refused_in_a_row += 1
         else:
             self.num_updates += 1
             self.refused_in_a_row = 0
-            metrics |= {"optim/update_norm": self._apply(norm), "optim/skipped": 0.0}
+            metrics |= {"optim/update_norm": self._apply(norm, gradients), "optim/skipped": 0.0}
             torch.autograd.graph.increment_version(list(self.params.values()))     # kernels write past autograd's eyes
         self.zero_grad()
         return metrics
 
-    def _apply(self, norm: Tensor) -> float:
+    def _gradients(self) -> list[Tensor]:
+        """The gradient of every parameter: as they came, where all of them wait for a fused step, else the masters'."""
+        if self._waiting.keys() == self.masters.keys() == self.others.keys() and self._fuses():
+            return [self._waiting[name] for name in self.masters]
+        for name, gradient in self._waiting.items():
+            self.masters[name].grad = gradient.float()
+        self._waiting.clear()
+        for master in self.masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return [m.grad for m in self.masters.values() if m.grad is not None]
+
+    def _apply(self, norm: Tensor, gradients: list[Tensor]) -> float:
         """Clip by the gradients' norm, step, round to the parameters; returns the 2-norm of the update."""
         plain, most = {} if self._fuses() else self.others, self.settings.max_grad_norm
         by_hand = self.muon.params | plain
@@ -163,14 +174,15 @@ class Optimizer:
                 self.params[name].copy_(master)
         if self._fuses():
             clip = torch.ones_like(norm) if most is None else (most / (norm + 1e-6)).clamp(max=1.0)
-            return (moved + self._fused_adamw(clip)).sqrt().item()
+            own = [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
+            return (moved + self._fused_adamw(clip, own)).sqrt().item()
         return math.hypot(moved.sqrt().item(), self._adamw_norm())
 
     def _fuses(self) -> bool:
         """Whether AdamW's part of an update is one launch."""
         return bool(self.others) and not self.in_8_bits and all(m.is_cuda for m in self.others.values())
 
-    def _fused_adamw(self, clip: Tensor) -> Tensor:
+    def _fused_adamw(self, clip: Tensor, gradients: list[Tensor]) -> Tensor:
         """AdamW's part of update `num_updates`, in one launch; the squared 2-norm of it, on the device."""
         groups = {id(m): group for group in self.adamw.param_groups for m in group["params"]}
         if self._fused is None:
@@ -183,7 +195,6 @@ class Optimizer:
                                   [None if m is self.params[name] else self.params[name].detach()
                                    for name, m in self.others.items()],
                                   [groups[id(m)]["weight_decay"] for m in self.others.values()])
-        gradients = [m.grad for m in self.others.values() if m.grad is not None]
         return self._fused.step(gradients, clip, rate=self.rate, betas=self.settings.betas, eps=self.settings.eps,
                                 t=self.num_updates)
 
@@ -203,6 +214,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Drop accumulated gradients and their memory."""
+        self._waiting.clear()
         for master in self.masters.values():
             master.grad = None
 
@@ -256,17 +268,23 @@ class Optimizer:
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), (master.shape, master.dtype))
 
 
-def _master(param: nn.Parameter) -> Tensor:
-    """The float32 tensor that AdamW works on: the parameter itself, or its master copy fed through a hook."""
+def _master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:
+    """The float32 tensor that AdamW works on: the parameter itself, or its master copy fed through a hook.
+
+    On CUDA the hook leaves the first gradient in `waiting`, in half of the memory; a second one makes both float32."""
     if param.dtype == torch.float32:
         return param
     master = param.detach().float().clone()
 
     def take_gradient(p: Tensor) -> None:
-        assert p.grad is not None
-        grad = p.grad.float()
-        master.grad = grad if master.grad is None else master.grad.add_(grad)
-        p.grad = None
+        gradient, p.grad = p.grad, None
+        assert gradient is not None
+        if p.is_cuda and master.grad is None and name not in waiting:
+            waiting[name] = gradient
+            return
+        if name in waiting:
+            master.grad = waiting.pop(name).float()
+        master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient.float())
 
     param.register_post_accumulate_grad_hook(take_gradient)
     return master

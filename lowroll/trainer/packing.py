@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,18 +28,67 @@ PerToken = dict[int, Tensor]       # sample index -> float32 [tokens of its resp
 
 @dataclass(frozen=True)
 class Packed:
-    """One micro-batch as tensors. `samples[s]` is the index in the batch of the sequence in segment s."""
+    """One micro-batch as tensors on a device, each made when it is first asked for: what the model reads is on its way
+    before the rest is laid out, and the host waits for no copy. `samples[s]` is the index in the batch of the sequence
+    in segment s."""
 
     samples: tuple[int, ...]
-    lengths: tuple[int, ...]           # tokens fed of each sequence; they add up to T
-    ids_T: Tensor                      # int64
-    pos_T: Tensor                      # int64, from 0 in each sequence
-    index_N: Tensor                    # int64 into T
-    targets_N: Tensor                  # int64
-    mask_N: Tensor                     # bool: the token carries loss
-    segments_N: Tensor                 # int64, 0 .. S-1
-    behavior_N: Tensor                 # float32 log-probs that the sampler recorded
-    advantages_N: Tensor               # float32
+    chosen: tuple[Sample, ...]
+    device: torch.device
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens fed of each sequence; they add up to T."""
+        return tuple(num_fed(s) for s in self.chosen)
+
+    @cached_property
+    def ids_T(self) -> Tensor:
+        """int64."""
+        return self._put(_tensor("q", [part for s in self.chosen for part in (s.prompt_ids, s.rollout.token_ids[:-1])]))
+
+    @cached_property
+    def pos_T(self) -> Tensor:
+        """int64, from 0 in each sequence."""
+        fed = torch.tensor(self.lengths)
+        return self._put(_within(torch.zeros_like(fed), fed))
+
+    @cached_property
+    def index_N(self) -> Tensor:
+        """int64 into T."""
+        return self._put(_within(torch.tensor(self.lengths).cumsum(0) - self._responses, self._responses))
+
+    @cached_property
+    def targets_N(self) -> Tensor:
+        """int64."""
+        return self._put(_tensor("q", [s.rollout.token_ids for s in self.chosen]))
+
+    @cached_property
+    def mask_N(self) -> Tensor:
+        """bool: the token carries loss."""
+        return self._put(_tensor("q", [s.loss_mask for s in self.chosen]) != 0)
+
+    @cached_property
+    def segments_N(self) -> Tensor:
+        """int64, 0 .. S-1."""
+        return self._put(torch.arange(len(self.chosen)).repeat_interleave(self._responses))
+
+    @cached_property
+    def behavior_N(self) -> Tensor:
+        """float32 log-probs that the sampler recorded."""
+        return self._put(_tensor("d", [s.rollout.logprobs for s in self.chosen]).float())
+
+    @cached_property
+    def advantages_N(self) -> Tensor:
+        """float32."""
+        advantages_S = torch.tensor([s.advantage for s in self.chosen], dtype=torch.float32)
+        return self._put(advantages_S.repeat_interleave(self._responses))
+
+    @cached_property
+    def _responses(self) -> Tensor:
+        return torch.tensor([len(s.rollout.token_ids) for s in self.chosen])
+
+    def _put(self, x: Tensor) -> Tensor:
+        return _upload(x, self.device)
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
@@ -109,33 +159,13 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
 
 
 def collate(samples: Sequence[Sample], indices: Sequence[int], device: torch.device | str = "cpu") -> Packed:
-    """Lay the chosen samples end to end as the tensors of one micro-batch on `device`; the host waits for no copy."""
-    chosen = [samples[i] for i in indices]
-    rollouts = [s.rollout for s in chosen]
-    lengths = tuple(num_fed(s) for s in chosen)
-    responses = torch.tensor([len(r.token_ids) for r in rollouts])
-    fed, ends = torch.tensor(lengths), torch.tensor(lengths).cumsum(0)
+    """Lay the chosen samples end to end as the tensors of one micro-batch on `device`."""
+    return Packed(tuple(indices), tuple(samples[i] for i in indices), torch.device(device))
 
-    def upload(x: Tensor) -> Tensor:
-        return _upload(x, device)
 
-    def within(starts: Tensor, sizes: Tensor) -> Tensor:
-        """starts[s], starts[s] + 1, ... of every s, end to end."""
-        return torch.arange(int(sizes.sum())) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)
-
-    return Packed(
-        samples=tuple(indices),
-        lengths=lengths,
-        ids_T=upload(_tensor("q", [part for s in chosen for part in (s.prompt_ids, s.rollout.token_ids[:-1])])),
-        pos_T=upload(within(torch.zeros_like(fed), fed)),
-        index_N=upload(within(ends - responses, responses)),
-        targets_N=upload(_tensor("q", [r.token_ids for r in rollouts])),
-        mask_N=upload(_tensor("q", [s.loss_mask for s in chosen]) != 0),
-        segments_N=upload(torch.arange(len(chosen)).repeat_interleave(responses)),
-        behavior_N=upload(_tensor("d", [r.logprobs for r in rollouts]).float()),
-        advantages_N=upload(torch.tensor([s.advantage for s in chosen], dtype=torch.float32)
-                            .repeat_interleave(responses)),
-    )
+def _within(starts: Tensor, sizes: Tensor) -> Tensor:
+    """starts[s], starts[s] + 1, ... for sizes[s] numbers, end to end over s."""
+    return torch.arange(int(sizes.sum())) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)
 
 
 def _tensor(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
@@ -149,7 +179,7 @@ def _tensor(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
 def gather(values: PerToken, packed: Packed) -> Tensor:
     """The values of the packed samples, end to end, [N], where the others of the micro-batch are."""
     x_N = torch.cat([values[i] for i in packed.samples])
-    return x_N if x_N.device == packed.mask_N.device else _upload(x_N, packed.mask_N.device)
+    return x_N if x_N.device.type == packed.device.type else _upload(x_N, packed.device)
 
 
 def _upload(x: Tensor, device: torch.device | str) -> Tensor:

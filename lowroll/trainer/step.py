@@ -28,6 +28,7 @@ T: tokens fed, N: response tokens.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -250,12 +251,15 @@ def _accumulate(forward: Forward, minibatch: Sequence[int], learns: bool, settin
         moving = [i for i in heard if always or samples[i].advantage != 0]
     else:
         moving = [i for i in heard if always or advantages[i].any()]
-    counts = Counts(sum(_num_learned(samples[i], settings.objective) for i in heard), len(minibatch))
-    if settings.normalizes and heard and proximal is not None:
+    @functools.cache
+    def counts() -> Counts:
+        total = Counts(sum(_num_learned(samples[i], settings.objective) for i in heard), len(minibatch))
+        if not (settings.normalizes and heard and proximal is not None):
+            return total
         packed = collate(samples, heard)
         weights = settings.objective.count(mask=packed.mask_N, segments=packed.segments_N, behavior=packed.behavior_N,
                                            proximal=gather(proximal, packed), **settings.options)
-        counts = replace(counts, weight_sum=weights.weight_sum)
+        return replace(total, weight_sum=weights.weight_sum)
 
     def objective(packed: Packed, learner_N: Tensor) -> tuple[Tensor, dict[str, float]]:
         proximal_N = learner_N.detach() if proximal is None else gather(proximal, packed)
@@ -263,7 +267,7 @@ def _accumulate(forward: Forward, minibatch: Sequence[int], learns: bool, settin
             learner=learner_N, proximal=proximal_N, behavior=packed.behavior_N,
             teacher=None if teacher is None else gather(teacher, packed),
             advantages=packed.advantages_N if advantages is None else gather(advantages, packed),
-            mask=packed.mask_N, segments=packed.segments_N, counts=counts, **settings.options)
+            mask=packed.mask_N, segments=packed.segments_N, counts=counts(), **settings.options)
         if reference is not None:
             usable_N = packed.behavior_N.isfinite() | (not settings.objective.needs_behavior)
             reference_N = gather(reference, packed)
@@ -274,7 +278,7 @@ def _accumulate(forward: Forward, minibatch: Sequence[int], learns: bool, settin
             divergence, more = penalty(
                 learner=torch.where(kept_N, learner_N, reference_N), reference=reference_N,
                 mask=packed.mask_N & usable_N,
-                segments=packed.segments_N, counts=counts, estimator=settings.kl_estimator, **settings.reduction)
+                segments=packed.segments_N, counts=counts(), estimator=settings.kl_estimator, **settings.reduction)
             J, statistics = J - settings.kl_coef * divergence, statistics | more
         return J, statistics
 

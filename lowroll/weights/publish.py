@@ -132,6 +132,9 @@ def publish(master: Transformer, rollout: Transformer, noise: Noise | None = Non
             target.copy_(value.float() + drawn[name] if name in drawn else value)
     if rollout.head is not None:
         rollout.head.renew()
+    for _, ours in rollout.linears():
+        if ours.adapter is not None:
+            ours.adapter.renew()
 
 
 def _draw(noise: Noise, rollout: Transformer) -> dict[str, Tensor]:
