@@ -1,6 +1,7 @@
 // y_MN = x_MK W_NK^T for few rows M: the weights are streamed once, at the speed of the memory.
 //
-// Up to 32 rows by `narrow` where a part of x fits into shared memory, else by `wide`. One library a weight format.
+// Up to 32 rows by `narrow` where a part of x fits into shared memory, else by `group` on Hopper, else by `wide`. One
+// library a weight format.
 // Every choice depends on shapes and the device alone: a product has the same bits in every run.
 #if HOPPER
 #include "group.cuh"

@@ -3,6 +3,9 @@
 One library a weight format, with kernels for up to 8, 16, 32 and 64 rows; more rows take several passes. The choice
 depends on shapes alone, so a product is the same in every run and for every neighbour in the bucket.
 
+With EARLY set, products are launched so that their weights may arrive while the kernel before them ends (programmatic
+dependent launch); x is read after its end. It pays where that kernel says early that others may start.
+
 A workspace a device (24 MiB), made by the first product, holds what two blocks share. Products of one device therefore
 belong on one stream at a time, and the first one does not belong in a CUDA graph's capture.
 
