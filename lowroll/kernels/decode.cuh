@@ -28,7 +28,7 @@ struct Problem {
     void* y;                          // [M, N]
     float* partial;                   // two tiles a block
     int* arrived;                     // one a tile, zero between launches
-    int M, N, K, global_per_row, bias_fp32, y_fp32, tuning;
+    int M, N, K, global_per_row, bias_fp32, y_fp32, early, tuning;
 };
 
 __device__ __forceinline__ uint32_t smem_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -38,6 +38,9 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes)
 template <int SIZE> __device__ __forceinline__ void copy(uint32_t to, const void* from, bool in) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(SIZE), "r"(in ? SIZE : 0));
 }
+// Programmatic dependent launch: what comes before `after_others` may run while the kernel before this one ends.
+__device__ __forceinline__ void let_others_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void after_others() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }

@@ -123,6 +123,7 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) nar
     uint8_t* const scale_ring = ring + S::STAGES * S::BN * 64;
 
     // the weights: a run of chunks
+    let_others_start();
     const int units = tiles * chunks, begin = units * warp / S::WARPS, end = units * (warp + 1) / S::WARPS;
     const size_t pitch = FMT == BF16 ? (size_t)p.K * 2 : (size_t)p.K / 2;
     const int begin_tile = begin / chunks, begin_chunk = begin - begin_tile * chunks;
@@ -177,6 +178,7 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) nar
         if (FMT == NVFP4) prefetch(p.global + (p.global_per_row ? n : 0));
     }
     // x: this block's part of k
+    after_others();
     for (int i = threadIdx.x; i < chunks * S::UNITS; i += S::THREADS) {
         const __nv_bfloat16* from = p.x + chunk0 * S::KC + i * 8;
         uint8_t* to = smem + i / S::UNITS * S::X_CHUNK;

@@ -1,6 +1,7 @@
 // y_MN = x_MK W_NK^T for few rows M: the weights are streamed once, at the speed of the memory.
 //
-// Up to 32 rows by `narrow` where a part of x fits into shared memory, else by `wide`. One library a weight format.
+// Up to 32 rows by `narrow` where a part of x fits into shared memory, else by `group` on Hopper, else by `wide`. One
+// library a weight format.
 // Every choice depends on shapes and the device alone: a product has the same bits in every run.
 #if HOPPER
 #include "group.cuh"
@@ -19,6 +20,20 @@
 #endif
 
 constexpr int MEMORY = 227 * 1024, MAX_DEVICES = 64;
+
+template <class Kernel, class... Rest>
+static int launch(Kernel* kernel, int blocks, int ranks, int threads, int bytes, cudaStream_t stream, const Problem& p,
+                  Rest... rest) {
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = ranks, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = blocks, config.blockDim = threads, config.dynamicSmemBytes = bytes, config.stream = stream;
+    config.attrs = attributes, config.numAttrs = p.early ? 2 : 1;
+    return (int)cudaLaunchKernelEx(&config, kernel, p, rest...);
+}
 
 struct Plan {
     int R = 0, ranks = 0, teams = 0, bytes = 0;
@@ -57,13 +72,7 @@ template <int NT, int R> static int consider(const Problem& p, int processors, i
 
 template <int NT, int R> static int start_narrow(const Problem& p, const Plan& plan, cudaStream_t stream) {
     using S = Narrow<FORMAT, NT, R, R == 1 ? STAGES1 : STAGES2, 16>;
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = plan.ranks, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.gridDim = plan.ranks * plan.teams, config.blockDim = S::THREADS, config.dynamicSmemBytes = plan.bytes;
-    config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
-    return (int)cudaLaunchKernelEx(&config, narrow<FORMAT, S>, p, plan.cut);
+    return launch(narrow<FORMAT, S>, plan.ranks * plan.teams, plan.ranks, S::THREADS, plan.bytes, stream, p, plan.cut);
 }
 
 // -1 where nothing fits. tuning (for measurements): 100 R + 10 ranks + 1.
@@ -127,8 +136,8 @@ template <int NT, int TILES> static int start_wide(const Problem& p, int process
 }
 
 #if HOPPER && FORMAT != 4
-template <int NT> static int start_group(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
-    using S = Group<FORMAT, NT, NT == 4 ? GROUP_STAGES32 : GROUP_STAGES64>;
+template <int NT, int R> static int start_group(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
+    using S = Group<FORMAT, NT, R, NT == 4 ? GROUP_STAGES32 : GROUP_STAGES64>;
     const long long tiles = (long long)((p.N + S::BN - 1) / S::BN) * ((p.M + S::BM - 1) / S::BM);
     const long long units = tiles * (p.K / S::KC), blocks = units < processors ? units : processors;
     if (needed) {
@@ -144,23 +153,25 @@ template <int NT> static int start_group(const Problem& p, int processors, long 
         ready[device % MAX_DEVICES] = error == cudaSuccess;
     }
     if (error != cudaSuccess) return (int)error;
-    kernel<<<(unsigned)blocks, S::THREADS, S::SMEM, stream>>>(p);
-    return (int)cudaGetLastError();
+    return launch(kernel, (int)blocks, 1, S::THREADS, S::SMEM, stream, p);
 }
 #endif
 
 // Launches the product, or tells what it needs: floats of `partial`, ints of `arrived`. Returns a cudaError_t.
 extern "C" int streamed_linear(const Problem* p, int processors, long long* needed, void* stream) {
     cudaStream_t s = (cudaStream_t)stream;
-    if (!needed && p->M <= 32 && p->tuning != 2 && p->tuning != 3) {
+    if (!needed && p->M <= 32 && p->tuning != 2 && p->tuning != 3 && p->tuning != 4) {
         const int done = p->M <= 8    ? narrow_product<1>(*p, processors, s)
                          : p->M <= 16 ? narrow_product<2>(*p, processors, s)
                                       : narrow_product<4>(*p, processors, s);
         if (done >= 0) return done;
     }
 #if HOPPER && FORMAT != 4
-    if (p->M > 8 && p->tuning != 2 && p->K % Group<FORMAT, 4, 4>::NEEDS == 0)
-        return p->M <= 32 ? start_group<4>(*p, processors, needed, s) : start_group<8>(*p, processors, needed, s);
+    if (p->M > 8 && p->tuning != 2 && p->K % Group<FORMAT, 4, 1, 4>::NEEDS == 0) {
+        if (p->tuning == 4)
+            return p->M <= 32 ? start_group<4, 2>(*p, processors, needed, s) : start_group<8, 2>(*p, processors, needed, s);
+        return p->M <= 32 ? start_group<4, 1>(*p, processors, needed, s) : start_group<8, 1>(*p, processors, needed, s);
+    }
 #endif
     if (p->M <= 8) return start_wide<1, TILES8>(*p, processors, needed, s);
     if (p->M <= 16) return start_wide<2, TILES16>(*p, processors, needed, s);

@@ -23,6 +23,7 @@ from lowroll.kernels import streamed
 from lowroll.kernels.launch import fused, jit, tl, triton
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128, "int4_asym": 128}
+WORDS = 1024                     # of 8 codes, a program of the dequantiser
 STREAM_ROWS = 128               # beyond these rows, dequantising and cuBLAS take less time
 
 
@@ -48,56 +49,47 @@ def expands(kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dt
 
 def dequantize(kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The matrix [N, K] that the codes stand for, in one pass over them."""
-    packed = tensors["weight_packed"].view(torch.uint8)
-    w_NK = torch.empty(shape, dtype=dtype, device=packed.device)
+    words = tensors["weight_packed"].view(torch.int32)
+    w_NK = torch.empty(shape, dtype=dtype, device=words.device)
     global_, zero = tensors.get("weight_global_scale"), tensors.get("weight_zero_point")
     scale = tensors["weight_scale"]
     scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-    size, blocks = BLOCK[kind], w_NK.numel() // BLOCK[kind]
-    each = 4096 // size
-    _expand[(triton.cdiv(blocks, each),)](
-        packed, scale, scale if global_ is None else global_, scale if zero is None else zero, w_NK, blocks,
-        shape[1] // size, KIND=streamed.FORMATS[kind], SIZE=size, EACH=each,
+    _expand[(triton.cdiv(words.numel(), WORDS),)](
+        words, scale, scale if global_ is None else global_, scale if zero is None else zero, w_NK, words.numel(),
+        shape[1] // BLOCK[kind], KIND=streamed.FORMATS[kind], BLOCK=BLOCK[kind] // 8, WORDS=WORDS,
         GLOBALS=0 if global_ is None else 1 if global_.numel() == 1 else 2)
     return w_NK
 
 
 @jit
-def _e2m1(code):                                        # half of 0 1 2 3 4 6 8 12
-    exponent, mantissa = code >> 1 & 3, code & 1
-    halves = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
-    value = halves.to(tl.float32) * 0.5
-    return tl.where(code >= 8, -value, value)
-
-
-@jit
-def _expand(packed, scale, global_, zero, w, blocks, row_blocks, KIND: tl.constexpr, SIZE: tl.constexpr,
-            EACH: tl.constexpr, GLOBALS: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64) * EACH + tl.arange(0, EACH)
-    in_E = block < blocks
+def _expand(words, scale, global_, zero, w, count, row_blocks, KIND: tl.constexpr, BLOCK: tl.constexpr,
+            WORDS: tl.constexpr, GLOBALS: tl.constexpr):
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    inside = word < count
+    block = word // BLOCK
     row = block // row_blocks
-    step = tl.load(scale + block, mask=in_E, other=0)
+    step = tl.load(scale + block, mask=inside, other=0)
     if KIND == 0:                                           # e4m3; its subnormals are multiples of 2^-9
-        code = step.to(tl.int32)
-        exponent, mantissa = code >> 3 & 15, code & 7
+        bits = step.to(tl.int32)
+        exponent, mantissa = bits >> 3 & 15, bits & 7
         normal = ((exponent + 120) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
         step = tl.where(exponent > 0, normal, mantissa.to(tl.float32) * 0.001953125)
-        step = tl.where(code >= 128, -step, step)
-        step = tl.div_rn(step, tl.load(global_ + (row if GLOBALS == 2 else row * 0), mask=in_E, other=1.0))
+        step = tl.where(bits >= 128, -step, step)
+        step = tl.div_rn(step, tl.load(global_ + (row if GLOBALS == 2 else row * 0), mask=inside, other=1.0))
     elif KIND == 1:
         bits = step.to(tl.int32) << 23
         step = tl.where(bits > 0, bits, 1 << 22).to(tl.float32, bitcast=True)
-    byte_EB = block[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
-    both = tl.load(packed + byte_EB, mask=in_E[:, None], other=0).to(tl.int32)
-    low, high = both & 15, both >> 4
-    if KIND <= 1:
-        low, high = _e2m1(low), _e2m1(high)
+    code = tl.load(words + word, mask=inside, other=0)[:, None] >> (4 * tl.arange(0, 8))[None, :] & 15
+    if KIND <= 1:                                           # e2m1: 0 and 0.5 below its normal numbers
+        low = code & 7
+        normal = ((low << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(low < 2, low.to(tl.float32) * 0.5, normal)
+        value = tl.where(code >= 8, -value, value)
     else:
-        middle = tl.full((EACH,), 8, tl.int32)
+        middle = tl.full((WORDS,), 8, tl.int32)
         if KIND == 3:
-            word = tl.load(zero + row // 8 * row_blocks + block % row_blocks, mask=in_E, other=0)
-            middle = word >> (row % 8 * 4).to(tl.int32) & 15
-        low, high = (low - middle[:, None]).to(tl.float32), (high - middle[:, None]).to(tl.float32)
-    both_EK = tl.interleave(low * step[:, None], high * step[:, None])
-    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(w + at, both_EK.to(w.dtype.element_ty), mask=in_E[:, None])
+            zeros = tl.load(zero + row // 8 * row_blocks + block % row_blocks, mask=inside, other=0)
+            middle = zeros >> (row % 8 * 4).to(tl.int32) & 15
+        value = (code - middle[:, None]).to(tl.float32)
+    at = word[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(w + at, (value * step[:, None]).to(w.dtype.element_ty), mask=inside[:, None])
