@@ -198,8 +198,9 @@ class Engine:
     def release(self) -> None:
         """Give the memory of the KV cache away, for a learner that runs before the next rollouts.
 
-        It comes back with the next step or `score`. The pages of shared prompts are forgotten, and the graphs of
-        decoding, which are captured again when they are needed. RuntimeError while requests are in flight.
+        It comes back with the next step or `score`, at its old address where the device can do that (`kv.arena`);
+        elsewhere the graphs of decoding are captured again. The pages of shared prompts are forgotten. RuntimeError
+        while requests are in flight.
         """
         if self.scheduler.has_work:
             raise RuntimeError("release: requests are in flight; finish or abort them first")

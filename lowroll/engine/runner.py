@@ -49,7 +49,8 @@ class Runner:
 
     def release(self) -> None:
         """Give the cache's memory away until the next step."""
-        self.decoder.forget()
+        if self.cache.arena is None:
+            self.decoder.forget()
         self.cache.release()
 
     @torch.inference_mode()

@@ -10,6 +10,7 @@ heads, d head size, C tokens of a chunk.
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,19 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.attention import gather_pages, paged_decode, write_pages
+from lowroll.kv.arena import Arena, arena_works
 from lowroll.model.attention import Attend, varlen
 from lowroll.model.spec import ModelSpec
 
 
 class KVCache:
-    """Storage of `num_pages` pages a layer. Zero-filled: a slot that nobody wrote must not hold a NaN."""
+    """Storage of `num_pages` pages a layer. Zero-filled: a slot that nobody wrote must not hold a NaN.
+
+    `arena` is the memory behind it on CUDA, whose address survives `release`; None where there is no such memory.
+    """
 
     def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype,
                  device: torch.device | str) -> None:
         shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
         self.page_size, self.released = page_size, False
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        buffers, self.arena = _allocate(2 * spec.num_layers, shape, dtype, torch.device(device))
+        self.keys, self.values = buffers[:spec.num_layers], buffers[spec.num_layers:]
 
     @staticmethod
     def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -53,9 +58,13 @@ class KVCache:
     def release(self) -> None:
         """Give the memory back until `restore`, for a learner that runs in between. What the pages held is lost.
 
-        The tensors stay the same objects, but they move: whoever holds addresses (a CUDA graph) must let go of them.
+        The tensors stay the same objects. With an arena they stay where they are, too; without one they move, and
+        whoever holds addresses (a CUDA graph) must let go of them.
         """
         self.released = True
+        if self.arena is not None:
+            self.arena.release()
+            return
         for buffer in (*self.keys, *self.values):
             buffer.untyped_storage().resize_(0)
 
@@ -64,15 +73,19 @@ class KVCache:
 
         The cache stays released when the memory is not to be had.
         """
-        if self.released:
-            try:
+        if not self.released:
+            return
+        try:
+            if self.arena is not None:
+                self.arena.restore()
+            else:
                 for buffer in (*self.keys, *self.values):
                     buffer.untyped_storage().resize_(buffer.nbytes)
-            except BaseException:
-                self.release()
-                raise
-            self.released = False
-            self.clear()
+                    buffer.zero_()
+        except BaseException:
+            self.release()
+            raise
+        self.released = False
 
     def write(self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
         write_pages(self.keys[layer], self.values[layer], slots_T, k_TGd, v_TGd)
@@ -80,6 +93,18 @@ class KVCache:
     def gather(self, layer: int, table_BP: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of each row's pages, both [B, G, L, d] (views of [B, L, G, d] copies)."""
         return gather_pages(self.keys[layer], table_BP), gather_pages(self.values[layer], table_BP)
+
+
+def _allocate(count: int, shape: tuple[int, ...], dtype: torch.dtype,
+              device: torch.device) -> tuple[list[Tensor], Arena | None]:
+    """Buffers of zeros, in one arena where the device has such memory."""
+    if device.type != "cuda" or not arena_works(device):
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)], None
+    size = math.prod(shape) * dtype.itemsize
+    step = -(-size // 512) * 512
+    arena = Arena(count * step, device)
+    rows = arena.tensor().view(count, step)[:, :size]
+    return [row.view(dtype).view(shape) for row in rows], arena
 
 
 @dataclass(frozen=True)
