@@ -10,7 +10,8 @@ are cut into `splits` equal shares of whole blocks, each with its own softmax, a
 The new token never passes through the cache: the first split starts its softmax with it and writes it to its slot,
 while every split reads only what stood there before. The number of splits depends on the rows and the key-value heads
 alone: a captured graph is right for every length, and a batch size always gives the same bits. Sibling rows, whose
-prompts share pages, run next to each other, and the second finds those pages in the L2 cache.
+prompts share pages, run next to each other, and the second finds those pages in the L2 cache. Many rows of 16-bit
+numbers on Hopper go to `kernels.paged`, which reads the shared pages once for eight rows.
 
 On the CPU it is torch: index writes, gathered pages, scaled_dot_product_attention under a mask.
 
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels import paged
 from lowroll.kernels.launch import block, fused, jit, tl
 
 PROGRAMS = 132 * 3                 # an H200's SMs, three programs each: 64 rows of 4 key-value heads are faster unsplit
@@ -43,6 +45,8 @@ def paged_decode(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor,
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
     q_BHd, k_BGd, v_BGd = (_packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
+    if paged.takes(q_BHd, keys_pPGd):
+        return paged.decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
     padded = max(16, block(d))
     splits, length, stages, warps = _launch(rows, kv_heads, padded * keys_pPGd.element_size())
     out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=q_BHd.device)
