@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("paged.cu")
 FEWEST = 16               # rows; below, Triton's programs of a row each are as fast
-ROWS, TILE, HEADS = 8, 16, 8                     # of a block; tokens of a tile; query heads of a key-value head, at most
+ROWS, TILE, HEADS = 8, 16, 8          # of a block; tokens of a tile; most query heads of a key-value head
 
 
 class Problem(ctypes.Structure):
@@ -60,9 +60,9 @@ def decode(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor, value
     (rows, heads, d), (page, kv_heads) = q_BHd.shape, keys_pPGd.shape[1:3]
     library, device = _library(d, q_BHd.dtype), q_BHd.device
     out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=device)
-    problem = Problem(q_BHd.data_ptr(), k_BGd.data_ptr(), v_BGd.data_ptr(), keys_pPGd.data_ptr(), values_pPGd.data_ptr(),
-                      table_BN.data_ptr(), lengths_B.data_ptr(), out_BHd.data_ptr(), rows, heads, kv_heads, page,
-                      table_BN.stride(0), q_BHd.stride(0), k_BGd.stride(0), v_BGd.stride(0), scale * math.log2(math.e))
+    tensors = (q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, out_BHd)
+    problem = Problem(*(x.data_ptr() for x in tensors), rows, heads, kv_heads, page,
+                      *(x.stride(0) for x in (table_BN, q_BHd, k_BGd, v_BGd)), scale * math.log2(math.e))
     with torch.cuda.device(device):
         blocks = -(-rows // ROWS) * kv_heads
         splits = next((s for s in (8, 4, 2) if blocks <= _clusters(d, q_BHd.dtype, device, s)), 1)
