@@ -11,7 +11,7 @@ import torch
 from compiled import compiled
 from torch import Tensor
 
-from lowroll.kernels import few, integers, launch
+from lowroll.kernels import few, grouped, integers, launch
 from lowroll.kernels.advance import advance
 from lowroll.kernels.attention import paged_decode
 from lowroll.kernels.draw import draw
@@ -49,7 +49,9 @@ CALLS: dict[str, Callable[[], object]] = {
                                *(empty(2, dtype=INT64) for _ in range(4)), empty(2, dtype=INT32)),
     "few-int8": lambda: product(few.multiply, 2),
     "few-fp8": lambda: product(few.multiply, 1, E4M3),
-    "integers": lambda: product(integers.multiply, 64)}
+    "integers": lambda: product(integers.multiply, 64),
+    "experts": lambda: grouped.experts(empty(8, 512), empty(16, 512), grouped.Stack("dense", 16, empty(16 * 512, 512)),
+                                       grouped.Stack("dense", 16, empty(16 * 512, 256)), 2, True)}
 
 
 @pytest.fixture
