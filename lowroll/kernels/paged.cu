@@ -36,6 +36,7 @@ struct Problem {
     int rows, heads, kv_heads, page, pages;             // pages: of a row of the table
     int q_stride, k_stride, v_stride;                   // numbers from row to row
     float scale;                                        // times log2(e)
+    int early;                                          // start while the kernel before ends
 };
 
 constexpr int D = HEAD, ROWS = 8, TILE = 16, STAGES = 3, HEADS = 8, MAX_DEVICES = 64;
@@ -85,6 +86,11 @@ __device__ __forceinline__ float total(float x) {
 #pragma unroll
     for (int i = 4; i < 32; i *= 2) x += __shfl_xor_sync(~0u, x, i);
     return x;
+}
+
+// The kernel after this one may start, and the one before has ended (programmatic dependent launch).
+__device__ __forceinline__ void after_others() {
+    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ void meet_cluster() {
@@ -295,6 +301,7 @@ __device__ __forceinline__ void join(const Problem& p, const Row& row, bool live
 template <int S>
 __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ Problem p) {
     extern __shared__ __align__(128) uint8_t memory[];
+    after_others();
     float* ends = (float*)(memory + ROWS * RING);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int rank = blockIdx.x, head = blockIdx.y, first_row = blockIdx.z * ROWS, mine = first_row + warp;
@@ -370,12 +377,14 @@ template <int S> static int start(const Problem& p, int* active, cudaStream_t st
         ready[device % MAX_DEVICES] = error == cudaSuccess;
     }
     if (error != cudaSuccess) return (int)error;
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = S, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = S, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(S, p.kv_heads, (p.rows + ROWS - 1) / ROWS), config.blockDim = ROWS * 32;
-    config.dynamicSmemBytes = MEMORY, config.stream = stream, config.attrs = &cluster, config.numAttrs = 1;
+    config.dynamicSmemBytes = MEMORY, config.stream = stream, config.attrs = attributes, config.numAttrs = p.early ? 2 : 1;
     if (active) return (int)cudaOccupancyMaxActiveClusters(active, decode<S>, &config);
     return (int)cudaLaunchKernelEx(&config, decode<S>, p);
 }
@@ -385,7 +394,11 @@ extern "C" int paged_decode(const Problem* p, int splits, int* active, void* str
     switch (splits) {
         case 1: return start<1>(*p, active, s);
         case 2: return start<2>(*p, active, s);
+        case 3: return start<3>(*p, active, s);
         case 4: return start<4>(*p, active, s);
+        case 5: return start<5>(*p, active, s);
+        case 6: return start<6>(*p, active, s);
+        case 7: return start<7>(*p, active, s);
         case 8: return start<8>(*p, active, s);
     }
     return (int)cudaErrorInvalidValue;

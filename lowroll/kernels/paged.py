@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import nvcc
+from lowroll.kernels.launch import early
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class Problem(ctypes.Structure):
     _fields_ = ([(name, ctypes.c_void_p) for name in ("q", "k", "v", "keys", "values", "table", "lengths", "out")]
                 + [(name, ctypes.c_int) for name in ("rows", "heads", "kv_heads", "page", "pages",
                                                      "q_stride", "k_stride", "v_stride")]
-                + [("scale", ctypes.c_float)])
+                + [("scale", ctypes.c_float), ("early", ctypes.c_int)])
 
 
 def takes(q_BHd: Tensor, keys_pPGd: Tensor) -> bool:
@@ -62,10 +63,10 @@ def decode(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor, value
     out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=device)
     tensors = (q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, out_BHd)
     problem = Problem(*(x.data_ptr() for x in tensors), rows, heads, kv_heads, page,
-                      *(x.stride(0) for x in (table_BN, q_BHd, k_BGd, v_BGd)), scale * math.log2(math.e))
+                      *(x.stride(0) for x in (table_BN, q_BHd, k_BGd, v_BGd)), scale * math.log2(math.e), early())
     with torch.cuda.device(device):
         blocks = -(-rows // ROWS) * kv_heads
-        splits = next((s for s in (8, 4, 2) if blocks <= _clusters(d, q_BHd.dtype, device, s)), 1)
+        splits = next((s for s in range(8, 1, -1) if blocks <= _clusters(d, q_BHd.dtype, device, s)), 1)
         stream = torch.cuda.current_stream(device).cuda_stream
         _check(library, library.paged_decode(ctypes.byref(problem), splits, None, ctypes.c_void_p(stream)))
     return out_BHd
@@ -73,11 +74,11 @@ def decode(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor, value
 
 @cache
 def _clusters(d: int, dtype: torch.dtype, device: torch.device, splits: int) -> int:
-    """Clusters of so many blocks that the device runs at once."""
+    """Clusters of so many blocks that the device runs at once; 0 where it knows no such clusters."""
     library, active = _library(d, dtype), ctypes.c_int()
     problem = Problem(rows=ROWS, kv_heads=1)
-    _check(library, library.paged_decode(ctypes.byref(problem), splits, ctypes.byref(active), None))
-    return active.value
+    error = library.paged_decode(ctypes.byref(problem), splits, ctypes.byref(active), None)
+    return 0 if error else active.value
 
 
 def _check(library: ctypes.CDLL, error: int) -> None:
