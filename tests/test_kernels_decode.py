@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lowroll.kernels.draw
-from lowroll.kernels import attention
+from lowroll.kernels import attention, nvcc, paged
 from lowroll.kernels.attention import paged_decode, write_pages
 from lowroll.kernels.draw import TILE, draw, uniform
 from lowroll.kernels.launch import fused
@@ -239,3 +240,13 @@ def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
              "tokens": "i32", "tiles": "i32", "stride": "i32"}
     sass = disassembled(compiled(lowroll.kernels.draw._masses_kernel, types, {"greedy_ptr": None, "BLOCK": TILE}, 4))
     assert "STL " not in sass and "STL." not in sass and "LDG.E.128" in sass
+
+
+@pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
+@pytest.mark.parametrize("head", [64, 128])
+def test_the_kernel_of_many_rows_compiles_without_spills(head: int, tmp_path: Path) -> None:
+    command = [str(nvcc.compiler()), *nvcc.options((9, 0), {"HEAD": str(head), "HALF": "0"}), "-Xptxas", "-v", "-cubin",
+               str(paged.SOURCE), "-o", str(tmp_path / "out.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stderr
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert len(spills) == 8 and all(pair == ("0", "0") for pair in spills), said
