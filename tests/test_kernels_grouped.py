@@ -76,6 +76,18 @@ def test_sorting_is_torchs_stable_one(slots: int, num_experts: int, monkeypatch:
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_choosing_and_sorting_at_once_is_the_one_and_then_the_other(tokens: int) -> None:
+    router_ED = normal(21, 100, seed=1) * 0.3
+    for x_TD in (normal(tokens, 100), torch.full((tokens, 100), float("nan"))):
+        weights_TS, experts_TS = route.choose(x_TD, router_ED, 5, True)
+        want, (got_TS, got) = route.sort_slots(experts_TS, 21), route.choose_and_sort(x_TD, router_ED, 5, True)
+        torch.testing.assert_close(got_TS, weights_TS, rtol=0, atol=0, equal_nan=True)
+        for name in ("slot_P", "place_P", "ends_E"):
+            assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
+@pytest.mark.interpreted
 def test_sums_over_slots() -> None:
     y_PD, weights_TS = normal(15, 70), normal(5, 3, seed=1)
     want = (y_PD.view(5, 3, 70) * weights_TS[..., None]).sum(1)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lowroll.kernels import routed
 from lowroll.kernels.launch import INTERPRETED, block, early_start, fused
-from lowroll.kernels.route import Groups, choose, combine, sort_slots
+from lowroll.kernels.route import Groups, choose_and_sort, combine, sort_slots
 from lowroll.kernels.rows import quantize_rows
 
 
@@ -63,9 +63,8 @@ class Stack:
 
 def experts(x_TD: Tensor, router_ED: Tensor, gate_up: Stack, down: Stack, choices: int, renormalize: bool) -> Tensor:
     """The whole mixture of experts: [T, D]. Where `launch.fused(x_TD)`; not differentiable."""
-    weights_TS, experts_TS = choose(x_TD, router_ED, choices, renormalize)
-    groups = sort_slots(experts_TS, gate_up.num_experts)
-    if all(routed.takes(stack, x_TD, experts_TS.numel()) for stack in (gate_up, down)):
+    weights_TS, groups = choose_and_sort(x_TD, router_ED, choices, renormalize)
+    if all(routed.takes(stack, x_TD, weights_TS.numel()) for stack in (gate_up, down)):
         h_PF = routed.multiply(x_TD, gate_up, groups, choices=choices, swiglu=True)
         return combine(routed.multiply(h_PF, down, groups, to_slots=True), weights_TS, x_TD.dtype)
     h_PF = _launch(*_operand(x_TD, gate_up), gate_up, groups, x_TD.dtype, choices=choices, swiglu=True,
