@@ -11,13 +11,13 @@ import torch
 from compiled import compiled
 from torch import Tensor
 
-from lowroll.kernels import few, grouped, integers, launch
+from lowroll.kernels import grouped, integers, launch
 from lowroll.kernels.advance import advance
 from lowroll.kernels.attention import paged_decode
 from lowroll.kernels.draw import draw
 from lowroll.kernels.norm import add_rms_norm
 from lowroll.kernels.rope import rotate_heads
-from lowroll.kernels.rows import E4M3, Rows, quantize_rows
+from lowroll.kernels.rows import Rows, quantize_rows
 from lowroll.kernels.swiglu import silu_mul
 
 FP32, INT32, INT64 = torch.float32, torch.int32, torch.int64
@@ -28,9 +28,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def product(multiply: Callable[..., Tensor], num_rows: int, dtype: torch.dtype = torch.int8) -> Tensor:
-    rows = Rows(empty(num_rows, 3584, dtype=dtype), empty(num_rows, 1, dtype=FP32))
-    return multiply(rows, empty(4608, 3584, dtype=dtype), empty(4608, dtype=FP32), empty(4608))
+def product(num_rows: int) -> Tensor:
+    rows = Rows(empty(num_rows, 3584, dtype=torch.int8), empty(num_rows, 1, dtype=FP32))
+    return integers.multiply(rows, empty(4608, 3584, dtype=torch.int8), empty(4608, dtype=FP32), empty(4608))
 
 
 CALLS: dict[str, Callable[[], object]] = {
@@ -47,9 +47,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "advance": lambda: advance(empty(2, dtype=INT64), empty(2, dtype=FP32), empty(1, dtype=INT64),
                                empty(16, 2, dtype=INT64), empty(16, 2, dtype=FP32),
                                *(empty(2, dtype=INT64) for _ in range(4)), empty(2, dtype=INT32)),
-    "few-int8": lambda: product(few.multiply, 2),
-    "few-fp8": lambda: product(few.multiply, 1, E4M3),
-    "integers": lambda: product(integers.multiply, 64),
+    "integers": lambda: product(64),
     "experts": lambda: grouped.experts(empty(8, 512), empty(16, 512), grouped.Stack("dense", 16, empty(16 * 512, 512)),
                                        grouped.Stack("dense", 16, empty(16 * 512, 256)), 2, True)}
 
