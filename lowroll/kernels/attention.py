@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels import paged
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl
+from lowroll.kernels.launch import after_others, block, early_start, fused, jit, let_others_start, prefetch, tl
 
 PROGRAMS = 132 * 3                 # an H200's SMs, three programs each: 64 rows of 4 key-value heads are faster unsplit
 MAX_SPLITS = 64
@@ -141,12 +141,21 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths
                    R: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
                    EARLY: tl.constexpr):
     """One key-value head of one row, over one share of its cached tokens; G fastest, then rows, then splits."""
-    after_others(EARLY)
+    let_others_start(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
-    length = tl.load(lengths_ptr + row)
+    length = tl.load(lengths_ptr + row)                 # it, the pages and what they hold are from steps before
     cached = length - 1
     share, active = _share(cached, splits, BLOCK)
+    if EARLY:
+        ahead_n = split * share * BLOCK + tl.arange(0, BLOCK)
+        page_n = tl.load(table_ptr + row.to(tl.int64) * table_stride + ahead_n // PAGE, mask=ahead_n < cached, other=0)
+        ahead_n = (page_n.to(tl.int64) * PAGE + ahead_n % PAGE) * (G * d) + head * d
+        LINES: tl.constexpr = D // 64 if D > 64 else 1
+        ahead_nl = ahead_n[:, None] + tl.minimum(tl.arange(0, LINES) * 64, d - 1)[None, :]
+        prefetch(keys_ptr + ahead_nl, EARLY)
+        prefetch(values_ptr + ahead_nl, EARLY)
+    after_others(EARLY)
     if split >= active:
         return
     PER: tl.constexpr = H // G

@@ -81,10 +81,16 @@ def early_start() -> dict[str, bool]:
 # -- Triton: what a kernel with EARLY begins with ---------------------------------------------------------------------
 
 @jit
-def after_others(EARLY: tl.constexpr):
-    """Let the next kernel start, and wait for the end of the one before."""
+def let_others_start(EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def after_others(EARLY: tl.constexpr):
+    """Let the next kernel start, and wait for the end of the one before."""
+    let_others_start(EARLY)
+    if EARLY:
         tl.extra.cuda.gdc_wait()
 
 
