@@ -13,6 +13,7 @@ import logging
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,10 +29,11 @@ ROWS, TILE, HEADS = 8, 16, 8          # of a block; tokens of a tile; most query
 
 
 class Problem(ctypes.Structure):
-    _fields_ = ([(name, ctypes.c_void_p) for name in ("q", "k", "v", "keys", "values", "table", "lengths", "out")]
-                + [(name, ctypes.c_int) for name in ("rows", "heads", "kv_heads", "page", "pages",
-                                                     "q_stride", "k_stride", "v_stride")]
-                + [("scale", ctypes.c_float), ("early", ctypes.c_int)])
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "keys", "values", "table", "lengths", "out")),
+        *((name, ctypes.c_int) for name in ("rows", "heads", "kv_heads", "page", "pages",
+                                            "q_stride", "k_stride", "v_stride")),
+        ("scale", ctypes.c_float), ("early", ctypes.c_int)]
 
 
 def takes(q_BHd: Tensor, keys_pPGd: Tensor) -> bool:
