@@ -135,6 +135,19 @@ def _share(cached, splits, BLOCK: tl.constexpr):
 
 
 @jit
+def _fetch_ahead(keys_ptr, values_ptr, pages_ptr, first, cached, head, G: tl.constexpr, d: tl.constexpr,
+                 PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Bring the first block of a share into the L2 cache."""
+    LINES: tl.constexpr = D // 64 if D > 64 else 1      # of 128 bytes
+    offs_n = first + tl.arange(0, BLOCK)
+    page_n = tl.load(pages_ptr + offs_n // PAGE, mask=offs_n < cached, other=0).to(tl.int64)
+    base_n = (page_n * PAGE + offs_n % PAGE) * (G * d) + head * d
+    at_nl = base_n[:, None] + tl.minimum(tl.arange(0, LINES) * 64, d - 1)[None, :]
+    prefetch(keys_ptr + at_nl, True)
+    prefetch(values_ptr + at_nl, True)
+
+
+@jit
 def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, out_ptr, lse_ptr,
                    rows, splits, q_stride, k_stride, v_stride, table_stride, scale,
                    H: tl.constexpr, G: tl.constexpr, d: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
@@ -148,13 +161,8 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths
     cached = length - 1
     share, active = _share(cached, splits, BLOCK)
     if EARLY:
-        ahead_n = split * share * BLOCK + tl.arange(0, BLOCK)
-        page_n = tl.load(table_ptr + row.to(tl.int64) * table_stride + ahead_n // PAGE, mask=ahead_n < cached, other=0)
-        ahead_n = (page_n.to(tl.int64) * PAGE + ahead_n % PAGE) * (G * d) + head * d
-        LINES: tl.constexpr = D // 64 if D > 64 else 1
-        ahead_nl = ahead_n[:, None] + tl.minimum(tl.arange(0, LINES) * 64, d - 1)[None, :]
-        prefetch(keys_ptr + ahead_nl, EARLY)
-        prefetch(values_ptr + ahead_nl, EARLY)
+        _fetch_ahead(keys_ptr, values_ptr, table_ptr + row.to(tl.int64) * table_stride, split * share * BLOCK, cached,
+                     head, G, d, PAGE, D, BLOCK)
     after_others(EARLY)
     if split >= active:
         return
