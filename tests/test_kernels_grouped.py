@@ -1,6 +1,7 @@
 """The kernels of a mixture of experts: in Triton's interpreter against plain torch, and compiled for Hopper."""
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels import grouped, route
+from lowroll.kernels import grouped, route, rows, swiglu
 from lowroll.kernels.grouped import Stack, Tiles
 from lowroll.kernels.rows import quantize_rows
+from lowroll.model import experts
 from lowroll.model.experts import Experts
 from lowroll.model.spec import spec_from_config
 from lowroll.quant.formats import QTensor, quantize
@@ -218,6 +220,24 @@ def test_a_learner_has_the_same_bits_with_gradients_and_without_and_an_aligned_o
     assert torch.equal(got, want) if format else (got - want).abs().max() < 4e-3 * want.abs().max()
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("format", ["w4a8", "fp8_block", "int4_asym", "nf4"])
+def test_formats_without_a_kernel_of_their_own_round_activations_as_in_a_dense_layer(
+        format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against each expert's own product, an expert at a time."""
+    module, x_TD = module_of(hidden=128, wide=128), normal(7, 128, seed=9)
+    for linear in (module.gate_up, module.down):
+        linear.set_weight(quantize(linear.weight, format))
+        linear.low_bit = True
+    monkeypatch.setattr(rows, "fused", lambda x: False)                 # the interpreter rounds to e4m3 wrongly
+    with torch.no_grad():
+        got = module(x_TD)
+        for owner in (experts, swiglu, route):
+            monkeypatch.setattr(owner, "fused", lambda x: False)
+        want = module(x_TD)
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
 # -- the machine code -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("kind", "types", "features"), [
@@ -233,11 +253,40 @@ def test_it_compiles_for_hopper_without_spills(kind: str, types: dict[str, str],
     assert "st.local" not in ptx and compiled.metadata.shared <= 227 * 1024
 
 
-def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
-    triton = pytest.importorskip("triton")
+def test_where_a_token_lies_is_counted_in_64_bits() -> None:
+    """Half a million tokens of 4,096 features, or shares of 512 experts' logits, are beyond 2^31."""
+    pytest.importorskip("triton")
+    from lowroll.kernels import triton_route
+
+    types = {"x_ptr": "*bf16", "w_ptr": "*bf16", "part_ptr": "*fp32", "weights_ptr": "*fp32", "experts_ptr": "*i32",
+             "tokens": "i32", "features": "i32", "num_experts": "i32"}
+    constants = {"PARTS": 2, "BLOCK_T": 16, "BLOCK_E": 128, "BLOCK_K": 64, "CHOICES": 2, "RENORMALIZE": True,
+                 "BLOCK_S": 2}
+    for kernel, pointers in ((triton_route.logits, ("x_ptr", "part_ptr")),
+                             (triton_route.choose, ("part_ptr", "weights_ptr", "experts_ptr"))):
+        code = hopper(kernel, types, constants).asm["ttir"]
+        for name in pointers:
+            at = re.search(rf"(%\w+) = tt.splat %{name} ", code)
+            offsets = re.findall(rf"tt.addptr (?:%{name}|{at[1] if at else 'none'}), .*[, x](i\d\d)>? loc", code)
+            assert offsets and set(offsets) == {"i64"}, (kernel.__name__, name, offsets)
+
+
+def hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: tuple[str, ...] = (),
+           **options: int) -> Any:
+    """A kernel compiled for a GPU that is not there."""
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    names = kernel.arg_names
+    source = ASTSource(fn=kernel, signature={name: types.get(name, "constexpr") for name in names},
+                       constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
+                       attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
+    pytest.importorskip("triton")
     from lowroll.kernels import triton_grouped
 
     signature = {"x_ptr": "*bf16", "xs_ptr": "*fp32", "w_ptr": "*bf16", "ws_ptr": "*fp32", "g_ptr": "*fp32",
@@ -246,8 +295,5 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
     constants = {"rows": 768, "features": 2048, "KIND": kind, "CHOICES": 8, "SWIGLU": True, "TO_SLOTS": False,
                  "G_ROWS": False, "BLOCKED": 16 if kind.endswith("4") else 0, "PTX": True, "BLOCK_E": 128,
                  "BLOCK_P": 16, "BLOCK_N": 64, "BLOCK_K": features}
-    names = triton_grouped.multiply.arg_names
-    source = ASTSource(fn=triton_grouped.multiply, signature={name: signature.get(name, "constexpr") for name in names},
-                       constexprs={(names.index(name),): value for name, value in constants.items()},
-                       attrs={(names.index(name),): [["tt.divisibility", 16]] for name in signature if name != "slots"})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
+    return hopper(triton_grouped.multiply, signature, constants, tuple(name for name in signature if name != "slots"),
+                  num_warps=4, num_stages=3)

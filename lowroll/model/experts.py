@@ -155,12 +155,14 @@ def _dense(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Te
 def _stack(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype, low_bit: bool) -> Stack:
     """The weight as it is stored where the kernels know its format, else what it stands for."""
     if isinstance(weight, QTensor) and low_bit:
-        names = _STORED.get(weight.format)
-        if names is not None:
+        if (names := _STORED.get(weight.format)) is not None:
             kind, tensors = names[0], [weight.tensors[name] for name in names[1:]]
             stack = Stack(kind, num_experts, *tensors)
             if grouped.runs(stack, dtype):
                 return stack
+        elif (format := get_format(weight.format)).rounds:
+            w_NK = _dense(weight, num_experts, torch.float32).flatten(0, 1)
+            return Stack("dense", num_experts, w_NK, rounded=format.rounded)
     return Stack("dense", num_experts, _dense(weight, num_experts, dtype).flatten(0, 1))
 
 
