@@ -203,8 +203,9 @@ def module_of(dtype: torch.dtype = torch.float32, hidden: int = 64, wide: int = 
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("format", [None, "int8", "fp8", "nvfp4", "int4"])
+@pytest.mark.parametrize(("format", "dtype"), [(None, torch.float32), (None, torch.float16), ("int8", torch.float16),
+                                               ("fp8", torch.float32), ("nvfp4", torch.float16),
+                                               ("int4", torch.float32)])
 def test_a_learner_has_the_same_bits_with_gradients_and_without_and_an_aligned_one_the_engines(
         format: str | None, dtype: torch.dtype) -> None:
     learner, engine, x_TD = module_of(dtype), module_of(dtype), normal(7, 64, seed=9).to(dtype)

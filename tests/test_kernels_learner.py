@@ -176,6 +176,30 @@ def test_adamw_in_one_launch_is_torchs(dtype: torch.dtype) -> None:
         assert moved.item() == pytest.approx(float(wanted), rel=1e-5)
 
 
+@pytest.mark.interpreted
+def test_adamws_moments_weigh_a_gradient_by_what_the_betas_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 - 0.999 in float32 is off by 1.3e-5 of itself, a number rounded once by 6e-8.
+
+    A device gets its numbers in float32; the interpreter would keep Python's.
+    """
+    class OnDevice:
+        def __getitem__(self, grid: tuple[int, ...], kernel: Any = adamw._adamw) -> Any:
+            return lambda *args, **named: kernel[grid](
+                *(torch.tensor(x).item() if isinstance(x, float) else x for x in args), **named)
+
+    monkeypatch.setattr(adamw, "_adamw", OnDevice())
+    master, first, second = random(70), torch.zeros(70), torch.zeros(70)
+    truth = torch.nn.Parameter(master.double())
+    torchs = torch.optim.AdamW([truth], lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    tensors = Tensors([master], [first], [second], [None], [1e-2])
+    for t in (1, 2, 3):
+        truth.grad = random(70, seed=t).double()
+        torchs.step()
+        tensors.step([random(70, seed=t)], torch.tensor(1.0), rate=1e-3, betas=(0.9, 0.999), eps=1e-8, t=t)
+    for got, want in ((first, torchs.state[truth]["exp_avg"]), (second, torchs.state[truth]["exp_avg_sq"])):
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7 * float(want.abs().max()))
+
+
 @pytest.mark.parametrize("odd", [torch.zeros(4, dtype=torch.float64), torch.zeros(4, 4).t()[:, 1:], torch.zeros(9)[1:]])
 def test_adamw_refuses_tensors_that_it_cannot_write(odd: Tensor) -> None:
     with pytest.raises(ValueError, match="contiguous float32"):
