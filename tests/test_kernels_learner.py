@@ -11,14 +11,16 @@ from compiled import compiled
 from test_trainer import tiny_model
 from torch import Tensor
 
-from lowroll.kernels import adamw, logprobs
+from lowroll.kernels import adamw, logprobs, low_rank
 from lowroll.kernels.adamw import Tensors
 from lowroll.kernels.logprobs import logit_gradient, token_log_probs
 from lowroll.kernels.low_rank import silu_mul_adapted
 from lowroll.kernels.swiglu import silu_mul, silu_mul_backward
 from lowroll.model import logprobs as model_logprobs
 from lowroll.model import lora
+from lowroll.model.adapter import Adapter
 from lowroll.model.attention import varlen
+from lowroll.model.linear import Linear
 
 both = pytest.mark.parametrize("path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"])
 
@@ -121,6 +123,38 @@ def test_the_gate_of_an_adapted_product(path: str, shape: tuple[int, int, int, i
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize(("rank", "dtype"), [(129, torch.float32), (257, torch.float16)])
+def test_updates_of_large_ranks_are_plain_products(rank: int, dtype: torch.dtype,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile has no room for them: a model's gate and the function itself go another way."""
+    assert low_rank.holds(rank - 1, dtype) and not low_rank.holds(rank, dtype)
+    monkeypatch.setattr(low_rank, "_silu_mul_adapted", None)
+    monkeypatch.setattr(low_rank, "_silu_mul_adapted_backward", None)
+    gate_up, low, b = (random(*shape, seed=i).to(dtype) for i, shape in enumerate([(5, 14), (5, rank), (14, rank)]))
+    gate, up = (gate_up.float() + low.float() @ b.float().t()).chunk(2, dim=-1)
+    got = silu_mul_adapted(gate_up.requires_grad_(), low, b, rank)
+    torch.testing.assert_close(got.float(), torch.nn.functional.silu(gate) * up, rtol=1e-2, atol=0.3)
+    got.float().sum().backward()
+    linear = Linear(6, {"gate_proj": 4, "up_proj": 4}, False, dtype=dtype).requires_grad_(False)
+    linear.weight.normal_()
+    linear.adapter = Adapter(rank, 1.0)
+    linear.adapter.a["up_proj"], linear.adapter.b["up_proj"] = (
+        torch.nn.Parameter(random(*shape)) for shape in ((rank, 6), (4, rank)))
+    y_TN, update = linear.without_update(random(3, 6).to(dtype))
+    assert update is None and torch.equal(y_TN, linear(random(3, 6).to(dtype)))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
+def test_the_largest_update_of_a_tile_fits_into_shared_memory() -> None:
+    constants = {"TOKENS": low_rank.TOKENS, "FEATURES": low_rank.FEATURES, "RANK": 256}
+    for function in (low_rank._silu_mul_adapted, low_rank._silu_mul_adapted_backward):
+        signature = {name: "constexpr" if name in constants else "i32" if name in (
+            "num_tokens", "size", "columns", "rank") else "*bf16" for name in function.arg_names}
+        made = compile_for_hopper(function, signature, constants)
+        assert made.metadata.shared <= 113 * 1024 and "STL" not in made.asm["sass"]        # two programs at a time
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("up_proj", "q_proj"), ()])
 def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> None:
     """The update that the gate adds is neither lost nor added twice, forward and backward; and without an adapter."""
@@ -217,9 +251,7 @@ def test_adamw_refuses_tensors_that_it_cannot_write(odd: Tensor) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
 @pytest.mark.parametrize("kernel", ["token_log_probs", "adamw"])
 def test_nothing_spills(kernel: str) -> None:
-    from triton import compile, language
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton import language
 
     function: Any = getattr({"token_log_probs": logprobs, "adamw": adamw}[kernel], f"_{kernel}")
     constants: dict[str, Any] = {"BLOCK": logprobs.TILE}
@@ -231,12 +263,21 @@ def test_nothing_spills(kernel: str) -> None:
         types |= {"table_ptr": "*i64", "decay_ptr": "*fp32", "tensor_ptr": "*i32", "start_ptr": "*i64",
                   "clip_ptr": "*fp32", "moved_ptr": "*fp32"}
     signature = {name: "constexpr" if name in constants else types[name] for name in function.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names)
-               if signature[name].startswith("*") or signature[name] == "i32"}
-    made = compile(ASTSource(function, signature, constexprs=constants, attrs=aligned),
-                   target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    made = compile_for_hopper(function, signature, constants)
     assert "STL" not in made.asm["sass"], f"{kernel} spills"
     assert "LDG.E.128" in made.asm["sass"], f"{kernel} reads its tensors by single words"
+
+
+def compile_for_hopper(function: Any, signature: dict[str, str], constants: dict[str, Any]) -> Any:
+    """Pointers and counts are multiples of 16."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names)
+               if signature[name].startswith("*") or signature[name] == "i32"}
+    return compile(ASTSource(function, signature, constexprs=constants, attrs=aligned),
+                   target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
