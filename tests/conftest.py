@@ -8,6 +8,7 @@ other tests need it undecided, so all of them run together in one process of the
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,6 +17,20 @@ os.environ["OMP_NUM_THREADS"] = "1"
 collect_ignore = [] if os.environ.get("LOWROLL_VLLM_PYTHON") else ["foreign"]        # `make test-vllm`
 
 pytest_plugins = ["interpreted"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built(request: pytest.FixtureRequest) -> None:
+    """What nvcc builds for the tests of a CUDA device, all formats at once instead of one after the other."""
+    if not any(item.get_closest_marker("gpu") for item in request.session.items):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        from lowroll.kernels import streamed, w4a16
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda kind: streamed.available(kind, torch.device("cuda", 0)), w4a16.BLOCK))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -58,9 +58,9 @@ class Tensors:
         moved = torch.empty(len(self.tensor), dtype=torch.float32, device=self.device)
         names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         _adamw[(len(self.tensor),)](
-            table, self.decay, self.tensor, self.start, clip, moved, rate, betas[0], 1 - betas[0], betas[1], 1 - betas[1],
-            eps, 1 - betas[0] ** t, 1 - betas[1] ** t, COLUMNS=table.shape[1], GRADIENT=names[gradients[0].dtype],
-            LOW=names[self.low_dtype], BLOCK=BLOCK, num_warps=8)
+            table, self.decay, self.tensor, self.start, clip, moved, rate, betas[0], 1 - betas[0], betas[1],
+            1 - betas[1], eps, 1 - betas[0] ** t, 1 - betas[1] ** t, COLUMNS=table.shape[1],
+            GRADIENT=names[gradients[0].dtype], LOW=names[self.low_dtype], BLOCK=BLOCK, num_warps=8)
         return moved.double().sum()
 
 
