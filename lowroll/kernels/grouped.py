@@ -22,7 +22,7 @@ Legend: T tokens, S choices a token, P = T S slots, E experts, N out features, K
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -43,7 +43,7 @@ class Stack:
     codes_NK: Tensor                        # floats, int8, float8_e4m3fn; uint8 [N, K / 2]; int4: int32 [N, K / 8]
     scale_N1: Tensor | None = None          # w8a8, int4: float32; nvfp4: float8_e4m3fn; mxfp4: uint8
     global_scale: Tensor | None = None      # nvfp4: float32 [1] or [N]
-    rounded: Callable[[Tensor], Tensor] | None = None       # dense: activations as its product takes them
+    rounded: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)   # dense: what its product multiplies
 
     @property
     def rows(self) -> int:

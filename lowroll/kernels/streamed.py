@@ -6,8 +6,8 @@ depends on shapes alone, so a product is the same in every run and for every nei
 With EARLY set, products are launched so that their weights may arrive while the kernel before them ends (programmatic
 dependent launch); x is read after its end. It pays where that kernel says early that others may start.
 
-A workspace a device (17 MiB on an H200), made by the first product, holds what two blocks share. Products of one device therefore
-belong on one stream at a time, and the first one does not belong in a CUDA graph's capture.
+A workspace a device (17 MiB on an H200), made by the first product, holds what two blocks share. Products of one device
+therefore belong on one stream at a time, and the first one does not belong in a CUDA graph's capture.
 
 Legend: M rows of activations, N out features, K in features.
 """

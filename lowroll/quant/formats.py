@@ -50,6 +50,7 @@ class QTensor:
     tensors: dict[str, Tensor]
     packed: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
+    version: int = 0                 # how often the codes have changed
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
         """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor, a tuple of tensors, or one
@@ -66,6 +67,7 @@ class QTensor:
     @torch.no_grad()
     def renew(self) -> None:
         """The codes have changed: so must what was derived from them. Whoever writes to `tensors` calls it."""
+        self.version += 1
         if self.device.type == "cpu":
             self.packed.clear()
         for key, kept in self.packed.items():
