@@ -43,7 +43,7 @@ class Stack:
     codes_NK: Tensor                        # floats, int8, float8_e4m3fn; uint8 [N, K / 2]; int4: int32 [N, K / 8]
     scale_N1: Tensor | None = None          # w8a8, int4: float32; nvfp4: float8_e4m3fn; mxfp4: uint8
     global_scale: Tensor | None = None      # nvfp4: float32 [1] or [N]
-    rounded: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)   # dense: what its product multiplies
+    rounded: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)   # dense: x as its product takes it
 
     @property
     def rows(self) -> int:
