@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled import built
 from torch import Tensor
 
 from lowroll.kernels import grouped, route, rows, swiglu
@@ -262,28 +263,16 @@ def test_where_a_token_lies_is_counted_in_64_bits() -> None:
     types = {"x_ptr": "*bf16", "w_ptr": "*bf16", "part_ptr": "*fp32", "weights_ptr": "*fp32", "experts_ptr": "*i32",
              "tokens": "i32", "features": "i32", "num_experts": "i32"}
     constants = {"PARTS": 2, "BLOCK_T": 16, "BLOCK_E": 128, "BLOCK_K": 64, "CHOICES": 2, "RENORMALIZE": True,
-                 "BLOCK_S": 2}
+                 "BLOCK_S": 2, "EARLY": False}
     for kernel, pointers in ((triton_route.logits, ("x_ptr", "part_ptr")),
                              (triton_route.choose, ("part_ptr", "weights_ptr", "experts_ptr"))):
-        code = hopper(kernel, types, constants).asm["ttir"]
+        names = kernel.arg_names
+        code = built(kernel, {name: kind for name, kind in types.items() if name in names},
+                     {name: value for name, value in constants.items() if name in names}).asm["ttir"]
         for name in pointers:
             at = re.search(rf"(%\w+) = tt.splat %{name} ", code)
             offsets = re.findall(rf"tt.addptr (?:%{name}|{at[1] if at else 'none'}), .*[, x](i\d\d)>? loc", code)
             assert offsets and set(offsets) == {"i64"}, (kernel.__name__, name, offsets)
-
-
-def hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: tuple[str, ...] = (),
-           **options: int) -> Any:
-    """A kernel compiled for a GPU that is not there."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    source = ASTSource(fn=kernel, signature={name: types.get(name, "constexpr") for name in names},
-                       constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
-                       attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
@@ -295,6 +284,5 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
                  **types}
     constants = {"rows": 768, "features": 2048, "KIND": kind, "CHOICES": 8, "SWIGLU": True, "TO_SLOTS": False,
                  "G_ROWS": False, "BLOCKED": 16 if kind.endswith("4") else 0, "PTX": True, "BLOCK_E": 128,
-                 "BLOCK_P": 16, "BLOCK_N": 64, "BLOCK_K": features}
-    return hopper(triton_grouped.multiply, signature, constants, tuple(name for name in signature if name != "slots"),
-                  num_warps=4, num_stages=3)
+                 "BLOCK_P": 16, "BLOCK_N": 64, "BLOCK_K": features, "EARLY": False}
+    return built(triton_grouped.multiply, signature, constants, ("slots",), num_warps=4, num_stages=3)

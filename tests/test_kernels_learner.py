@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from compiled import compiled
+from compiled import built, compiled
 from test_trainer import tiny_model
 from torch import Tensor
 
@@ -148,9 +148,9 @@ def test_updates_of_large_ranks_are_plain_products(rank: int, dtype: torch.dtype
 def test_the_largest_update_of_a_tile_fits_into_shared_memory() -> None:
     constants = {"TOKENS": low_rank.TOKENS, "FEATURES": low_rank.FEATURES, "RANK": 256}
     for function in (low_rank._silu_mul_adapted, low_rank._silu_mul_adapted_backward):
-        signature = {name: "constexpr" if name in constants else "i32" if name in (
-            "num_tokens", "size", "columns", "rank") else "*bf16" for name in function.arg_names}
-        made = compile_for_hopper(function, signature, constants)
+        types = {name: "i32" if name in ("num_tokens", "size", "columns", "rank") else "*bf16"
+                 for name in function.arg_names if name not in constants}
+        made = built(function, types, constants, num_warps=8)
         assert made.metadata.shared <= 113 * 1024 and "STL" not in made.asm["sass"]        # two programs at a time
 
 
@@ -262,22 +262,10 @@ def test_nothing_spills(kernel: str) -> None:
         constants = {"COLUMNS": 6, "GRADIENT": language.float32, "LOW": language.bfloat16, "BLOCK": adamw.BLOCK}
         types |= {"table_ptr": "*i64", "decay_ptr": "*fp32", "tensor_ptr": "*i32", "start_ptr": "*i64",
                   "clip_ptr": "*fp32", "moved_ptr": "*fp32"}
-    signature = {name: "constexpr" if name in constants else types[name] for name in function.arg_names}
-    made = compile_for_hopper(function, signature, constants)
-    assert "STL" not in made.asm["sass"], f"{kernel} spills"
-    assert "LDG.E.128" in made.asm["sass"], f"{kernel} reads its tensors by single words"
-
-
-def compile_for_hopper(function: Any, signature: dict[str, str], constants: dict[str, Any]) -> Any:
-    """Pointers and counts are multiples of 16."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names)
-               if signature[name].startswith("*") or signature[name] == "i32"}
-    return compile(ASTSource(function, signature, constexprs=constants, attrs=aligned),
-                   target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    types = {name: types[name] for name in function.arg_names if name not in constants}
+    sass = built(function, types, constants, num_warps=8).asm["sass"]
+    assert "STL" not in sass, f"{kernel} spills"
+    assert "LDG.E.128" in sass, f"{kernel} reads its tensors by single words"
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
