@@ -11,6 +11,7 @@ from tiny import COMMON, FAMILIES, hf_folder, hf_model
 import lowroll
 from lowroll import Engine, Request
 from lowroll.engine.decoder import Decoder
+from lowroll.engine.engine import pick_device
 from lowroll.engine.sequence import Sequence
 from lowroll.model import hf
 from lowroll.model.attention import varlen
@@ -236,6 +237,17 @@ def test_constructor_refusals(folder: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device"):
             engine_of(folder, device="cuda")
+
+
+def test_the_device_of_a_run_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first model is loaded there: kernels are launched on the current device."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for asked, index in (("cuda:1", 1), ("cuda", 2), ("auto", 2), (torch.device("cuda", 3), 3)):
+        assert pick_device(asked) == torch.device("cuda", index) == current[-1]
+    assert pick_device("cpu") == torch.device("cpu") and len(current) == 4
 
 
 def test_page_tables_are_right_and_only_new_pages_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,8 @@ def test_adamw_in_one_launch_is_torchs(dtype: torch.dtype) -> None:
         for p, g in zip(truth, gradients, strict=True):
             p.grad = g.double() * 0.5
         torchs.step()
-        moved = tensors.step(gradients, torch.tensor(0.5), rate=1e-2, betas=(0.9, 0.99), eps=1e-8, t=t)
+        at = tensors.addresses(gradients)
+        moved = tensors.step(at, torch.tensor(0.5), rate=1e-2, betas=(0.9, 0.99), eps=1e-8, t=t)
         for m, p, low in zip(masters, truth, lows, strict=True):
             torch.testing.assert_close(m.double(), p.detach(), rtol=1e-6, atol=2e-6)
             assert low is None or torch.equal(low, m.half())
@@ -229,7 +230,8 @@ def test_adamws_moments_weigh_a_gradient_by_what_the_betas_leave(monkeypatch: py
     for t in (1, 2, 3):
         truth.grad = random(70, seed=t).double()
         torchs.step()
-        tensors.step([random(70, seed=t)], torch.tensor(1.0), rate=1e-3, betas=(0.9, 0.999), eps=1e-8, t=t)
+        at = tensors.addresses([random(70, seed=t)])
+        tensors.step(at, torch.tensor(1.0), rate=1e-3, betas=(0.9, 0.999), eps=1e-8, t=t)
     for got, want in ((first, torchs.state[truth]["exp_avg"]), (second, torchs.state[truth]["exp_avg_sq"])):
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7 * float(want.abs().max()))
 
@@ -242,8 +244,8 @@ def test_adamw_refuses_tensors_that_it_cannot_write(odd: Tensor) -> None:
         Tensors([torch.zeros(4)] * 2, [torch.zeros(4)] * 2, [torch.zeros(4)] * 2,
                 [torch.zeros(4).half(), torch.zeros(4).bfloat16()], [0.0] * 2)
     with pytest.raises(ValueError, match="gradients"):
-        Tensors([torch.zeros(4)], [torch.zeros(4)], [torch.zeros(4)], [torch.zeros(4).half()], [0.0]).step(
-            [torch.zeros(4).double()], torch.tensor(1.0), rate=0.1, betas=(0.9, 0.9), eps=0.1, t=1)
+        Tensors([torch.zeros(4)], [torch.zeros(4)], [torch.zeros(4)], [torch.zeros(4).half()], [0.0]).addresses(
+            [torch.zeros(4).double()])
 
 
 # -- compiled for Hopper -----------------------------------------------------------------------------------------------
