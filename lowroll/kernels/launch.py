@@ -33,7 +33,7 @@ from torch import Tensor
 
 triton: Any = import_module("triton") if find_spec("triton") else None
 tl: Any = import_module("triton.language") if triton else None
-jit: Callable[..., Any] = triton.jit if triton else lambda function: function
+jit: Callable[..., Any] = triton.jit if triton else lambda function=None, **options: function or (lambda f: f)
 
 _OVERLAPPING: ContextVar[bool] = ContextVar("overlapping", default=False)
 
