@@ -152,7 +152,7 @@ def test_log_probs_of_a_model_have_the_same_bits_with_gradients_and_without(tmp_
         assert with_gradients.requires_grad and torch.equal(log_probs(), with_gradients)
 
 
-@pytest.mark.parametrize("tiles", [(1, 4, 4, 1), (1, 4, 4, 2), (1, 4, 8, 8), (2, 4, 16, 1), (4, 3, 8, 2)])
+@pytest.mark.parametrize("tiles", [(1, 4, 4, 1), (1, 4, 4, 4), (1, 3, 8, 1), (2, 4, 4, 2), (4, 3, 8, 1)])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4"])
 def test_streamed_codes_are_multiplied_as_what_they_stand_for(format: str, tiles: tuple[int, ...]) -> None:
     """Rows that no tile divides, an expert without rows and one with several tiles; both halves of a mixture."""

@@ -318,6 +318,15 @@ def test_streamed_codes_are_for_few_rows_of_packed_formats(monkeypatch: pytest.M
                            for features, format in ((256, "nvfp4"), (256, "fp8"), (192, "nvfp4")))
     monkeypatch.setattr(routed, "available", lambda kind, device: True)
     monkeypatch.setattr(Tensor, "is_cuda", True)
-    x_TD, most = torch.empty(1, 256, dtype=torch.bfloat16), routed.MOST * 8
-    assert [routed.takes(packed, x_TD, slots) for slots in (1, most, most + 1)] == [True, True, False]
+    x_TD = torch.empty(1, 256, dtype=torch.bfloat16)
+    assert [routed.takes(packed, x_TD, slots) for slots in (1, 8 * 32, 8 * 32 + 1)] == [True, True, False]
     assert not any(routed.takes(stack, x, 1) for stack, x in ((bytes_, x_TD), (odd, x_TD), (packed, x_TD.half())))
+
+
+def test_streamed_codes_fit_into_shared_memory_or_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """226 KiB: 32 rows of 2048 features and the rings of eight warps fit, 32 of 4096 do not, 16 of those do."""
+    monkeypatch.setattr(routed, "available", lambda kind, device: True)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    for features, slots, taken in ((2048, 256, True), (4096, 256, False), (4096, 80, True), (14336, 8, False)):
+        stack = Stack("nvfp4", 8, torch.empty(8, features // 2, dtype=torch.uint8))
+        assert routed.takes(stack, torch.empty(1, features, dtype=torch.bfloat16), slots) == taken, (features, slots)

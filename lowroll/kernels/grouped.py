@@ -10,12 +10,13 @@ the first product. `experts` chains it all.
     w8a8      int8 or e4m3 codes on both sides, (sum_k q_x q_w) s_x s_w
     nvfp4     e2m1 codes, an e4m3 scale for 16 weights of a row, over a global scale of the matrix or the row
     mxfp4     e2m1 codes, a power of two for 32 weights of a row
-    int4      codes that stand for n - 8, a scale for 128 weights of a row, which is rounded to bfloat16 first
+    int4      codes that stand for n - 8, a scale for 128 weights of a row, which Triton's rounds to bfloat16 first
 
 A format without a kernel of its own is multiplied as the numbers that its codes stand for, and where its product rounds
 activations, they are rounded first (`Stack.rounded`).
 
-Tiles depend on shapes alone: a launch has as many programs as the tiles can be in the worst case.
+4-bit codes are streamed past few rows an expert by a kernel in CUDA C++ where it can be built (`routed`), and Triton's
+takes what is left. Tiles depend on shapes alone: a launch has as many programs as the tiles can be in the worst case.
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, N out features, K in features, F width of an expert.
 """

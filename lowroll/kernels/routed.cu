@@ -10,7 +10,7 @@
 #define FORMAT NVFP4
 #endif
 
-constexpr int MEMORY = 227 * 1024, MAX_DEVICES = 64;
+constexpr int MEMORY = 226 * 1024, MAX_DEVICES = 64;     // beside the block's book of places
 
 struct Routed {
     const uint8_t* weight;            // [experts N, K] codes and their scales as in decode.cuh
@@ -27,7 +27,7 @@ template <int FMT, int NT_, int STAGES_, int WARPS_> struct Streams {
     static constexpr int NT = NT_, R = 2, STAGES = STAGES_, WARPS = WARPS_, THREADS = 32 * WARPS;
     static constexpr int BN = 32, BM = 8 * NT, KC = 128, UNITS = KC / 8, SUMS = R * NT * 4;
     static constexpr int S_CHUNK = FMT == NVFP4 ? 8 : 4;      // bytes of scales a row; four chunks lie together
-    static constexpr int SCALES = BN * 4 * (FMT == NVFP4 ? 8 : 4);
+    static constexpr int SCALES = BN * 4 * S_CHUNK;
     static constexpr int RING = STAGES * BN * 64 + 2 * SCALES;
     static constexpr int X_CHUNK = BM * KC * 2;
     static_assert(SUMS * 32 * 4 <= RING && STAGES <= 5);
@@ -188,7 +188,7 @@ template <int NT, int STAGES, int WARPS> static int start(const Routed& p, cudaS
     cudaError_t error = cudaGetDevice(&device);
     auto* kernel = routed<FORMAT, S>;
     if (error == cudaSuccess && !ready[device % MAX_DEVICES]) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY - 1024);
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
         ready[device % MAX_DEVICES] = error == cudaSuccess;
     }
     if (error != cudaSuccess) return (int)error;
@@ -205,15 +205,12 @@ template <int NT, int STAGES, int WARPS> static int start(const Routed& p, cudaS
     return (int)cudaLaunchKernelEx(&config, kernel, p);
 }
 
-// variant: 1000 NT + 100 stages + warps; split is the caller's too. Returns a cudaError_t.
+// variant: 1000 NT + 100 stages + warps, of `routed.Tiles`. Returns a cudaError_t.
 extern "C" int routed_multiply(const Routed* p, int variant, void* stream) {
     cudaStream_t s = (cudaStream_t)stream;
     switch (variant) {
         case 1404: return start<1, 4, 4>(*p, s);
-        case 1408: return start<1, 4, 8>(*p, s);
         case 1308: return start<1, 3, 8>(*p, s);
-        case 2408: return start<2, 4, 8>(*p, s);
-        case 2416: return start<2, 4, 16>(*p, s);
         case 2404: return start<2, 4, 4>(*p, s);
         case 4308: return start<4, 3, 8>(*p, s);
         default: return (int)cudaErrorInvalidValue;

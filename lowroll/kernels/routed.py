@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("routed.cu")
-MOST = 32                               # slots an expert has on average, beyond which Triton's larger tiles are faster
+MOST = {"int4": 16}                     # slots an expert has on average; beyond, Triton's tiles take over. Others: 32
+MEMORY = 226 * 1024                     # bytes of a block's shared memory beside its book of places
 
 
 class Tiles(NamedTuple):
@@ -40,12 +41,19 @@ class Tiles(NamedTuple):
 
 
 def tiles(slots: int, stack: Stack) -> Tiles:
-    """By the slots that an expert has on average."""
-    if 16 * slots <= stack.num_experts:
-        return Tiles(1, 4, 4, 2)
-    if 4 * slots <= 16 * stack.num_experts:
-        return Tiles(1, 4, 8, 1)
-    return Tiles(2, 4, 16, 1)
+    """By the slots that an expert has on average: 1/16, 1/2, 4, 16 and 32 were measured (docs/LOG.md)."""
+    count = stack.num_experts
+    if slots <= count:
+        return Tiles(1, 4, 4, 4 if 16 * slots <= count else 2 if 8 * slots <= count else 1)
+    if slots <= 6 * count:
+        return Tiles(1, 3, 8, 1)
+    return Tiles(2, 4, 4, 1) if slots <= 10 * count or stack.kind == "int4" else Tiles(4, 3, 8, 1)
+
+
+def fits(size: Tiles, stack: Stack) -> bool:
+    """Do the rows of a tile and the warps' rings fit into shared memory?"""
+    ring = size.stages * 2048 + (2048 if stack.kind == "nvfp4" else 1024)
+    return stack.features * 16 * size.eights + size.warps * ring <= MEMORY
 
 
 class Problem(ctypes.Structure):
@@ -57,7 +65,8 @@ class Problem(ctypes.Structure):
 def takes(stack: Stack, x: Tensor, slots: int) -> bool:
     """Is there a kernel for these matrices, and are the rows of an expert few? It has no gradient."""
     return (stack.packed and x.is_cuda and x.dtype == torch.bfloat16 and stack.features % 128 == 0
-            and slots <= MOST * stack.num_experts and available(stack.kind, x.device))
+            and slots <= MOST.get(stack.kind, 32) * stack.num_experts and fits(tiles(slots, stack), stack)
+            and available(stack.kind, x.device))
 
 
 @cache
