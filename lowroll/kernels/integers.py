@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, jit, prefetch, tl
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl
 from lowroll.kernels.rows import Rows
 
 MULTIPROCESSORS = 132                # of an H100 or H200; tiles are chosen for them, whatever the device
@@ -109,8 +109,6 @@ def _kernel(x, w, row, column, bias, y, parts, turns, M, N, K, splits,
     x_at = x + tl.where(m < M, m, 0).to(tl.int64)[:, None] * K + depth[None, :]      # what lies outside is read
     w_at = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + depth[None, :]      # as row 0, never written
     each = tl.cdiv(tl.cdiv(K, DEPTH), splits)
-    ahead = tl.minimum(part * each * DEPTH + tl.arange(0, 4) * 128, K - 1)           # the first 512 codes of each row
-    prefetch(w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + ahead[None, :], EARLY)
     after_others(EARLY)
     sums = tl.zeros((COLUMNS, ROWS), dtype=tl.int32)
     for step in range(part * each, tl.minimum(part * each + each, tl.cdiv(K, DEPTH))):
