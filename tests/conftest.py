@@ -24,10 +24,12 @@ def built() -> None:
     """What nvcc builds for 4-bit weights, all formats at once: one after the other they would take most of a minute."""
     import torch
 
-    from lowroll.kernels import streamed, w4a16
+    from lowroll.kernels import routed, streamed
 
+    kinds = [(module, kind) for module in (streamed, routed) for kind in ("nvfp4", "mxfp4", "int4", "int4_asym")
+             if (module, kind) != (routed, "int4_asym")]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda kind: streamed.available(kind, torch.device("cuda", 0)), w4a16.BLOCK))
+        list(pool.map(lambda pair: pair[0].available(pair[1], torch.device("cuda", 0)), kinds))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

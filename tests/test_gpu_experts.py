@@ -19,7 +19,7 @@ from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import spec_from_config
 from lowroll.quant.formats import quantize
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 HIDDEN, WIDE, COUNT, CHOICES = 256, 128, 40, 4
 TOKENS = (1, 64, 700)            # a size of tile each
 FORMATS = ("bf16", "int8", "fp8", "nvfp4", "mxfp4", "int4")
@@ -35,7 +35,7 @@ def stacks(format: str) -> tuple[Stack, Stack, Tensor, Tensor]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
+def compiled(built: None) -> None:
     """Compile at once what the tests would compile one after the other."""
     def run(case: tuple[str, int]) -> None:
         gate_up, down, _, _ = stacks(case[0])
@@ -111,6 +111,7 @@ def layer(device: str, dtype: torch.dtype) -> Experts:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_aligned_learner_has_the_engines_bits_with_gradients_and_without(format: str) -> None:
+    """But for few rows of 4-bit codes, which the engine streams and the learner does not."""
     learner, engine = (layer("cuda", torch.bfloat16) for _ in range(2))
     for ours, theirs in ((learner.gate_up, engine.gate_up), (learner.down, engine.down)):
         ours.aligned = quantize(ours.weight.detach(), format)
@@ -121,7 +122,11 @@ def test_an_aligned_learner_has_the_engines_bits_with_gradients_and_without(form
         with_gradients = learner(x_TD)
         with torch.no_grad():
             assert with_gradients.requires_grad and torch.equal(learner(x_TD), with_gradients)
-            assert torch.equal(engine(x_TD), with_gradients)
+            got = engine(x_TD)
+            streams = all(routed.takes(linear.stack(x_TD), x_TD, tokens * CHOICES)
+                          for linear in (engine.gate_up, engine.down))
+        assert (got - with_gradients).float().norm() < 0.01 * got.float().norm() if streams else \
+            torch.equal(got, with_gradients)
 
 
 @pytest.mark.parametrize("format", ["w4a8", "fp8_block"])
