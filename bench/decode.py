@@ -9,6 +9,7 @@ where two copies of the weights do not fit, ours runs its rounds first and vLLM 
     rollout     tokens/s of whole calls, prefill included: the median of the rounds, the ratio of each round's sides
     decode      ms a step: (seconds for 256 new tokens - seconds for 1) / 255; its share of what the weights' and the
                 cache's bytes need at this device's measured bandwidth (`bench.roofline`)
+    experts     of a mixture: how many a step touches, counted on our rollouts (`bench.routing`)
     agreement   |log-prob recorded - log-prob of the bfloat16 learner|, mean and 99.9th percentile; the same against
                 the engine's own prefill; and whether the same seed draws the same tokens again
     start       seconds from Engine(folder) to the first token, in a new process (`bench.startup`)
@@ -36,9 +37,9 @@ from pathlib import Path
 
 import torch
 
-from bench import lengths, startup
+from bench import lengths, routing, startup
 from bench.peer import Peer, PeerFailed, vllm_command, vllm_path
-from bench.record import BASELINES, Row, merge, show, speed_row
+from bench.record import Row, merge, settle, show, speed_row
 from bench.roofline import (
     bandwidth,
     kv_bytes_per_token,
@@ -50,7 +51,6 @@ from bench.roofline import (
 from bench.shapes import SHAPES, random_model
 from bench.targets import aimed, rollout, roof
 from lowroll import Engine, Group, Request, score
-from lowroll.engine.engine import pick_device
 from lowroll.quant.formats import formats, get_format
 
 PARTS = ("rollout", "agreement", "start", "lengths")
@@ -99,6 +99,11 @@ class Ours:
         assert made == {new_tokens}, f"the engine made {made} tokens instead of {new_tokens}"
         return seconds
 
+    @property
+    def sequences(self) -> list[list[int]]:
+        """Prompt and response of every rollout of the last call."""
+        return [group.request.prompt_ids + rollout.token_ids for group in self.groups for rollout in group.rollouts]
+
 
 Generate = Callable[[list[list[int]], int, int], float]
 
@@ -133,11 +138,12 @@ def measure(sides: Mapping[str, Generate], work: Work, batch: int, vocab_size: i
 
 
 def rollout_rows(model: str, format: str, batch: int, work: Work, times: Mapping[str, Times], read: float,
-                 notes: Sequence[str]) -> list[Row]:
-    """The rows of one batch size. `read` is the bandwidth in bytes a second, `notes` are what a reader must know."""
+                 notes: Sequence[str], touched: float | None = None) -> list[Row]:
+    """The rows of one batch size. `read` is the bandwidth in bytes a second, `notes` are what a reader must know,
+    `touched` the experts that a step reads."""
     ours, peer = times["ours"], times.get("vllm")
     tokens, step = batch * work.new_tokens, ours.step_ms(work.new_tokens)
-    ideal = step_bytes(SHAPES[model], format, batch, work.prompt_tokens + work.new_tokens / 2) / read * 1e3
+    ideal = step_bytes(SHAPES[model], format, batch, work.prompt_tokens + work.new_tokens / 2, touched) / read * 1e3
     theirs = None if peer is None else peer.step_ms(work.new_tokens)
     if peer is None:
         whole = Row(rollout(model, format, batch), "tokens/s", tokens / statistics.median(ours.whole))
@@ -147,15 +153,24 @@ def rollout_rows(model: str, format: str, batch: int, work: Work, times: Mapping
                        None if theirs is None else theirs / step),
             Row(roof(model, format, batch), "fraction", ideal / step, None if theirs is None else ideal / theirs,
                 None if theirs is None else theirs / step)]
+    if touched is not None:
+        rows.append(experts_row(model, format, batch, touched, peer is not None))
     return aimed(replace(row, note="; ".join(notes)) for row in rows)
+
+
+def experts_row(model: str, format: str, batch: int, touched: float, beside: bool) -> Row:
+    """Ours as counted, and what vLLM's simulator comes to on average."""
+    config = SHAPES[model]
+    return Row(f"{model} {format} B={batch}: experts touched by a step", f"of {config['num_experts']}", touched,
+               routing.simulated(config, batch) if beside else None, must=0.95 * routing.uniform(config, batch),
+               goal="ours at least")
 
 
 # -- both engines on one GPU ------------------------------------------------------------------------------------------
 
 def dense_bytes(model: str, format: str) -> float:
-    """Bytes of the dense matrices that our engine keeps beside 4-bit ones."""
-    kept = get_format(format).bits < 8 and "num_experts" not in SHAPES[model]
-    return 2.0 * linear_weights(SHAPES[model]) if kept else 0.0
+    """Bytes of the dense matrices that our engine keeps beside 4-bit ones; experts are read as codes."""
+    return 2.0 * linear_weights(SHAPES[model], touched=0) if get_format(format).bits < 8 else 0.0
 
 
 def room(model: str, format: str, batch: int, work: Work) -> tuple[float, float]:
@@ -225,17 +240,18 @@ def released() -> Iterator[None]:
 def compare(model: str, format: str, work: Work, args: argparse.Namespace, read: float,
             store: Callable[..., None]) -> None:
     """Rollouts of every batch size, and how well their log-probs agree. `store` gets rows as they are made."""
-    device, batches = pick_device(args.device), sorted(args.batches)
+    device, batches = args.device, sorted(args.batches)
     together = fit_together(model, format, batches[-1], work, device)
     vocab, notes, mine = SHAPES[model]["vocab_size"], [], {}
     with released():
         engine, made = make_engine(model, format, batches[-1], work, device)
     ours = Ours(engine)
+    touched = experts(ours, model, work, batches) if "rollout" in args.parts else {}
     if "rollout" in args.parts and together:
         with vllm(model, format, batches, work, args, notes) as peer:
             for batch in batches:
                 times = measure_with(ours, peer, work, batch, vocab, args.rounds, notes)
-                store(rollout_rows(model, format, batch, work, times, read, notes))
+                store(rollout_rows(model, format, batch, work, times, read, notes, touched.get(batch)))
             store([making_row(model, format, made, peer)], **version(peer))
     elif "rollout" in args.parts:
         mine = {batch: measure({"ours": ours.generate}, work, batch, vocab, args.rounds) for batch in batches}
@@ -248,8 +264,18 @@ def compare(model: str, format: str, work: Work, args: argparse.Namespace, read:
         with vllm(model, format, batches, work, args, notes) as peer:
             for batch in batches:
                 theirs = {} if peer is None else measure({"vllm": peer.generate}, work, batch, vocab, args.rounds)
-                store(rollout_rows(model, format, batch, work, mine[batch] | theirs, read, notes))
+                store(rollout_rows(model, format, batch, work, mine[batch] | theirs, read, notes, touched.get(batch)))
             store([making_row(model, format, made, peer)], **version(peer))
+
+
+def experts(ours: Ours, model: str, work: Work, batches: Sequence[int]) -> dict[int, float]:
+    """By batch size, the experts that a step touches; empty for a model without."""
+    if "num_experts" not in SHAPES[model]:
+        return {}
+    prompts, copies = work.prompts(batches[-1], SHAPES[model]["vocab_size"], 3)
+    ours.generate(prompts, copies, work.new_tokens)
+    with released():
+        return routing.touched(ours.engine.model, ours.sequences, work.prompt_tokens, batches)
 
 
 def measure_with(ours: Ours, peer: Peer | None, work: Work, batch: int, vocab_size: int, rounds: int,
@@ -286,11 +312,9 @@ def agreement(ours: Ours, model: str, format: str, work: Work, batch: int) -> li
     prompts, copies = work.prompts(batch, engine.spec.vocab_size, 5)
     engine.pool.clear_prefixes()
     ours.generate(prompts, copies, work.new_tokens)
-    first, tokens = ours.groups, _tokens(ours.groups)
+    first, sequences, tokens = ours.groups, ours.sequences, _tokens(ours.groups)
     engine.pool.clear_prefixes()
     ours.generate(prompts, copies, work.new_tokens)
-    sequences = [ids + rollout.token_ids for ids, group in zip(prompts, first, strict=True)
-                 for rollout in group.rollouts]
     starts = [work.prompt_tokens] * len(sequences)
     recorded = torch.tensor([rollout.logprobs for group in first for rollout in group.rollouts]).flatten()
     compared = [("engine's prefill", torch.cat(engine.score(sequences, starts)).cpu())]
@@ -319,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     if args.first_token is not None:
         return startup.report(*args.first_token)
-    device, work, rows = pick_device(args.device), Work(), []
+    device, work, rows = args.device, Work(), []
     with released():
         read = bandwidth(device) if "rollout" in args.parts else 0.0
 
@@ -352,9 +376,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm-python", help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one")
     parser.add_argument("--vllm-path", help="the folder that vLLM is unpacked in; default: LOWROLL_VLLM_PATH")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=BASELINES)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--first-token", nargs=2, metavar=("FOLDER", "FORMAT"), help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.first_token is None:
+        args.device, args.out = settle(parser, args.device, args.out)
+    return args
 
 
 if __name__ == "__main__":

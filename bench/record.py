@@ -7,6 +7,7 @@ row; a command ends with 1 when one does not.
 """
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lowroll
+from lowroll.engine.engine import pick_device
 
 BASELINES = Path(__file__).parent / "baselines"
 RESULTS = Path(__file__).parent / "results"
@@ -41,7 +43,8 @@ class Row:
     """One measurement, with the peer's when there is one.
 
     ratio: how many times better ours is than the peer, unless the name says otherwise; spread: its range over the
-    rounds. goal: what `must` and `aim` are compared with. note: why a row was missed, or why its peer was not run.
+    rounds. goal: what `must` and `aim` are compared with. note: what a reader of the numbers must know, such as why the
+    peer was not run; why a row misses its target stands in `bench.targets`.
     """
 
     name: str
@@ -118,6 +121,21 @@ def _lines(path: str) -> list[str]:
 
 def _first(path: str, key: str) -> str | None:
     return next((line.split(":", 1)[1].strip() for line in _lines(path) if line.startswith(key)), None)
+
+
+def settle(parser: argparse.ArgumentParser, device: str | torch.device,
+           out: Path | None) -> tuple[torch.device, Path]:
+    """Where a command of `make bench-gpu` runs and writes: by default, into the baselines, which are a GPU's.
+
+    The parser ends the command with one line when there is no such device, or a CPU would write there.
+    """
+    try:
+        place = pick_device(device)
+    except ValueError as error:
+        parser.error(str(error))
+    if out is None and place.type != "cuda":
+        parser.error(f"--out: {BASELINES} holds the rows of a GPU and this run is on {place.type}; name another folder")
+    return place, out or BASELINES
 
 
 def write(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:

@@ -4,6 +4,10 @@
 `random_model` fills it with N(0, 0.02) matrices, unit norms and zero biases by the device's own generator: 7 B
 parameters take a fraction of a second on a GPU. The same seed gives the same weights on the same kind of device, so a
 model can be dropped and made again.
+
+In a mixture of experts speed does depend on the routes, and random weights would send most tokens the same way: what
+attention adds is nearly common to the rows of a group and drowns the token. So a router reads features of the residual
+stream that the embedding alone writes: it sees which token is there, and tokens are drawn evenly.
 """
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from typing import Any
 import torch
 
 from lowroll.model.spec import spec_from_config
-from lowroll.model.transformer import Transformer
+from lowroll.model.transformer import Block, Transformer
 
 
 def _qwen(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> dict[str, Any]:
@@ -50,4 +54,19 @@ def random_model(config: dict[str, Any], device: torch.device | str = "cpu", dty
             p.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             p.normal_(0.0, 0.02, generator=generator)
+    if model.spec.num_experts:
+        _route_by_token(model)
     return model.requires_grad_(False).eval()
+
+
+def _route_by_token(model: Transformer) -> None:
+    """Every expert as likely as any other, whatever the context (`bench.routing` counts)."""
+    reserved = model.spec.hidden_size // 16
+    for block in model.blocks:
+        assert isinstance(block, Block) and block.experts is not None
+        experts = block.experts
+        block.o.weight[:reserved] = 0.0
+        experts.down.weight.unflatten(0, (model.spec.num_experts, -1))[:, :reserved] = 0.0
+        router = experts.router.weight
+        router[:, reserved:] = 0.0
+        router /= router.norm(dim=1, keepdim=True)          # a longer row would be chosen more often

@@ -29,13 +29,12 @@ from typing import Any
 
 import torch
 
-from bench.record import BASELINES, Row, merge, show
+from bench.record import Row, merge, settle, show
 from bench.roofline import synchronize
 from bench.shapes import SHAPES, random_model
 from bench.targets import aimed, publishing
 from lowroll import Engine, Request, objectives
 from lowroll.advantages.group import grpo
-from lowroll.engine.engine import pick_device
 from lowroll.model import lora
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import formats
@@ -215,9 +214,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--publish", nargs="*", default=["qwen2.5-7b:fp8"], metavar="MODEL:FORMAT")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=BASELINES)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    device, rows = pick_device(args.device), []
+    device, out = settle(parser, args.device, args.out)
+    rows: list[Row] = []
     for pair in args.publish:
         name, _, weights = pair.partition(":")
         if name not in SHAPES or weights not in formats():
@@ -226,12 +226,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs += [partial(step_rows, CASES[name], device, args.steps) for name in args.cases]
     for job in jobs:
         rows += (new := job())
-        merge("step", new, args.out, steps=args.steps)
+        merge("step", new, out, steps=args.steps)
         gc.collect()                      # an engine and its scheduler hold each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
     met = show("A whole RL step", rows)
-    print(args.out / "step.json")
+    print(out / "step.json")
     return 0 if met else 1
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from bench.record import BASELINES, Row, merge, show
+from bench.record import Row, merge, settle, show
 from bench.shapes import SHAPES, random_model
 from lowroll.model import lora
 from lowroll.objectives import select
@@ -215,13 +215,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of a turn")
     parser.add_argument("--checkpointing", help="ours, in the place of the default: all, or a share of the layers")
-    parser.add_argument("--out", type=Path, default=BASELINES)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[Row] = []
     for name in args.models.split(","):
         if name not in JOBS:
             parser.error(f"--models: unknown {name!r}; expected some of {', '.join(JOBS)}")
         job = JOBS[name]
+        _, args.out = settle(parser, job.device, args.out)
         if args.checkpointing:
             job = replace(job, checkpointing=args.checkpointing == "all" or float(args.checkpointing))
         rows += compare(job, args.rounds, MUST[name], args.steps)

@@ -11,6 +11,10 @@ error stream.
 vLLM gets its best settings for this work: dummy weights in the format's own layout, CUDA graphs of the very batch
 sizes that will run, prefix caching, the engine in this process, no detokenising. The sampled token's log-prob is asked
 for, because RL needs it. flashinfer's sampler is off where flashinfer is missing (VLLM_USE_FLASHINFER_SAMPLER).
+
+A mixture of experts is routed by vLLM's own simulator for performance tests (VLLM_MOE_ROUTING_SIMULATION_STRATEGY):
+every token goes to uniformly random experts. It takes the place of the softmax and choice of the largest on the
+router's logits, which are still computed; dummy weights, whose codes are whatever memory held, route by accident.
 """
 from __future__ import annotations
 
@@ -57,6 +61,9 @@ def config(shape: dict[str, Any], format: str) -> dict[str, Any]:
 def load(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     """vLLM with dummy weights, and what `ready` says of it."""
     began = time.perf_counter()
+    mixture = "num_experts" in settings["shape"]
+    if mixture:
+        os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
     import vllm
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
@@ -73,6 +80,9 @@ def load(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
               compilation_config={"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": most},
               disable_log_stats=True)
 
+    if mixture and (routers := set(llm.apply_model(routers_of)[0])) != {"RoutingSimulatorRouter"}:
+        raise RuntimeError(f"vLLM's experts are routed by {routers}, not by its simulator")
+
     def generate(prompts: list[list[int]], new_tokens: int) -> int:
         sampling = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=new_tokens, min_tokens=new_tokens,
                                   ignore_eos=True, logprobs=0, detokenize=False)
@@ -81,6 +91,11 @@ def load(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
         return sum(len(answer.outputs[0].token_ids) for answer in answers)
 
     return generate, {"ready": True, "seconds": time.perf_counter() - began, "vllm": vllm.__version__}
+
+
+def routers_of(model: Any) -> list[str]:
+    """The classes of the routers in vLLM's model."""
+    return [type(module.router).__name__ for module in model.modules() if hasattr(module, "router")]
 
 
 def serve(lines: Iterable[str], say: Callable[[dict[str, Any]], None],

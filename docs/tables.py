@@ -144,17 +144,19 @@ NOT_RUN = "Nothing of this is stored in bench/baselines/ yet: run `make bench-gp
 
 def _target(quantity: str, rows: Sequence[Row | None], must: Sequence[float | None],
             aim: Sequence[float | None]) -> tuple[str, ...]:
-    """A line: the rows' values side by side, and one verdict where they agree."""
+    """A line: the rows' values side by side, one verdict where they agree, and why a row was missed or not run."""
+    from bench.targets import reason
     def beside(values: Iterable[float | None]) -> str:
         shown = [_number(value) for value in values]
         return " / ".join(shown) if set(shown) - {"-"} else "-"
 
     verdicts = ["not run" if row is None else row.verdict for row in rows]
     said = verdicts[0] if len(set(verdicts)) == 1 else " / ".join(verdicts)
-    notes = dict.fromkeys(row.note for row in rows if row is not None and row.note and row.verdict != "met")
+    found = [row for row in rows if row is not None]
+    notes = [reason(row) or (row.note if row.verdict == "not run" else "") for row in found]
     return (quantity, beside(row and row.ours for row in rows), beside(row and row.peer for row in rows),
             beside(row and row.ratio for row in rows), beside(must), beside(aim),
-            ": ".join([said, "; ".join(notes)]) if notes else said)
+            ": ".join([said, "; ".join(filter(None, dict.fromkeys(notes)))]) if any(notes) else said)
 
 
 def _stored(name: str) -> dict[str, Any]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
+import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from bench import decode, lengths, record, roofline, startup, step, targets, vllm_worker
+from bench import decode, lengths, record, roofline, routing, startup, step, targets, train, vllm_worker
 from bench.decode import Times, Work, measure
 from bench.peer import Peer, PeerFailed
 from bench.record import Row
@@ -21,6 +24,10 @@ from lowroll import Engine
 
 TINY = {**SHAPES["qwen2.5-1.5b"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 128}
+MIXTURE = {**SHAPES["qwen3-30b-a3b"], **{name: TINY[name] for name in (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings")}, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 32}
 WORK = Work(prompt_tokens=6, new_tokens=5, group=4)
 
 # Speaks the worker's protocol without vLLM: {mode} is how it goes wrong.
@@ -100,6 +107,38 @@ def test_the_worker_knows_the_formats() -> None:
     assert group["weights"]["group_size"] == 16 and group["input_activations"] is None
     fp8 = vllm_worker.config(TINY, "fp8")["quantization_config"]["config_groups"]["group_0"]
     assert fp8["weights"]["type"] == "float" and fp8["input_activations"]["dynamic"] is True
+
+
+@pytest.mark.parametrize(("router", "shape"), [("RoutingSimulatorRouter", MIXTURE), ("FusedTopKRouter", MIXTURE),
+                                               (None, TINY)])
+def test_the_worker_has_a_mixture_routed_by_the_simulator(router: str | None, shape: dict[str, Any], tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    class LLM:
+        def __init__(self, **options: Any) -> None:
+            made.append(options | {"strategy": os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "")})
+
+        def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+            routed = SimpleNamespace(router=type(str(router), (), {})())
+            return [function(SimpleNamespace(modules=lambda: [object(), routed, routed]))]
+
+    vllm, inputs = ModuleType("vllm"), ModuleType("vllm.inputs")
+    vllm.LLM, vllm.SamplingParams, vllm.__version__, inputs.TokensPrompt = LLM, dict, "0.24.0", dict
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.inputs", inputs)
+    monkeypatch.setattr(vllm_worker.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "")
+    settings = {"name": "m", "shape": shape, "format": "fp8", "batches": [1, 64], "length": 32, "memory_fraction": 0.5,
+                "cache_bytes": 10}
+    if router == "FusedTopKRouter":
+        with pytest.raises(RuntimeError, match="routed by {'FusedTopKRouter'}, not by its simulator"):
+            vllm_worker.load(settings)
+    else:
+        assert vllm_worker.load(settings)[1]["ready"]
+    assert made[0]["strategy"] == ("" if router is None else "uniform_random")
+    assert made[0]["compilation_config"]["cudagraph_capture_sizes"] == [1, 8, 64]
+    assert json.loads((tmp_path / "bench-vllm/m-fp8/config.json").read_text())["num_hidden_layers"] == 2
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------
@@ -213,6 +252,20 @@ def test_first_token_of_a_folder_in_a_new_process(tiny: str) -> None:
     assert ready.name == targets.first_token("tiny", "int8") and 0 < ready.ours < 30 and 0 < imports.ours < 60
 
 
+@pytest.mark.parametrize(("main", "words"), [(decode.main, ["--device", "cpu"]), (step.main, ["--device", "cpu"]),
+                                             (decode.main, []), (step.main, [])])
+def test_a_cpu_writes_no_baselines_of_a_gpu(main: Callable[[list[str]], int], words: list[str],
+                                            monkeypatch: pytest.MonkeyPatch,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "--out: " in (said := capsys.readouterr().err) and "holds the rows of a GPU and this run is on cpu" in said
+    with pytest.raises(SystemExit):
+        main(["--device", "cuda", "--out", "/nowhere"])
+    assert "error: device: cuda was asked for, and torch sees no CUDA device" in capsys.readouterr().err
+
+
 # -- lengths ----------------------------------------------------------------------------------------------------------
 
 def test_lengths_are_forced_and_skewed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,10 +323,42 @@ def test_bytes_of_a_step(model: str, format: str, gigabytes: float) -> None:
 
 def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
     config = SHAPES["qwen3-30b-a3b"]
-    every, one, eight = (roofline.linear_weights(config, batch) for batch in (None, 1, 8))
+    every, all_128, eight = (roofline.linear_weights(config, touched) for touched in (None, 128, 8.0))
     experts = 48 * 3 * 2048 * 768           # weights of one expert in every layer
-    assert one == pytest.approx(every - 120 * experts)
-    assert (eight - one) / experts == pytest.approx(51.6 - 8, abs=0.1)      # 128 (1 - (15/16)^8) = 51.6
+    assert every == all_128 == pytest.approx(eight + 120 * experts)
+    assert roofline.step_bytes(config, "fp8", 1, 0, 8.0) == pytest.approx(eight + 2 * 151936 * 2048)
+    assert routing.uniform(config, 1) == 8 and routing.uniform(config, 8) == pytest.approx(51.6, abs=0.1)
+    assert routing.simulated(config, 1) == pytest.approx(7.78, abs=0.01)     # 8 draws, some of them the same
+    assert decode.dense_bytes("qwen3-30b-a3b", "nvfp4") == 2 * 48 * (2048 * (4096 + 2 * 512) + 4096 * 2048)
+
+
+def test_experts_are_counted_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that reads the token's parity sends it to one pair of experts or the other."""
+    model = random_model(MIXTURE, dtype=torch.float32)
+    with torch.no_grad():
+        model.embedding.zero_()
+        model.embedding[0::2, 0], model.embedding[1::2, 0] = 1.0, -1.0
+        for block in model.blocks:
+            block.experts.router.weight.zero_()
+            block.experts.router.weight[:, 0] = torch.tensor([2.0, 1.0, -1.0, -2.0])
+    prompt = [9, 9, 8]
+    counts = routing.touched(model, [prompt + response for response in ([2, 4, 7], [4, 3, 6], [6, 2, 3])], 3, (1, 2, 3))
+    assert counts == {1: 2.0, 2: pytest.approx((2 + 4 + 4) / 3), 3: pytest.approx((2 + 4 + 4) / 3)}
+
+
+def test_a_random_mixture_routes_evenly() -> None:
+    """Rows that share prompts touch as many experts as even draws would; plainly random routers send them together."""
+    config = {**MIXTURE, "hidden_size": 256, "head_dim": 32, "num_experts": 64, "num_experts_per_tok": 4,
+              "num_hidden_layers": 6, "vocab_size": 4096}
+    model, dice = random_model(config, dtype=torch.float32), random.Random(0)
+    prompts, copies = Work(prompt_tokens=48).prompts(64, 4096, 1)
+    rows = [ids + [dice.randrange(4096) for _ in range(8)] for ids in prompts for _ in range(copies)]
+    counts = routing.touched(model, rows, 48, (1, 8, 64))
+    assert counts == {batch: pytest.approx(routing.uniform(config, batch), rel=0.03) for batch in (1, 8, 64)}
+    with torch.no_grad():
+        for block in model.blocks:
+            block.experts.router.weight.normal_(generator=torch.Generator().manual_seed(0))
+    assert routing.touched(model, rows, 48, (8,))[8] < 0.75 * routing.uniform(config, 8)
 
 
 def test_bandwidth_of_this_machine() -> None:
@@ -281,13 +366,16 @@ def test_bandwidth_of_this_machine() -> None:
 
 
 def test_a_mixture_of_experts_runs_through_it(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {name: TINY[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads",
-                                           "num_key_value_heads", "vocab_size", "max_position_embeddings")}
-    monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["qwen3-30b-a3b"], **sizes, "head_dim": 16, "num_experts": 4,
-                                         "num_experts_per_tok": 2, "moe_intermediate_size": 32})
-    assert decode.main(args_for(tmp_path, "--formats", "bf16", "--parts", "rollout", "agreement", "--peer",
-                                "none")) == 0
-    assert stored(tmp_path)["tiny bf16: |delta log-prob| to the learner, mean"].ours < 0.05
+    monkeypatch.setitem(SHAPES, "tiny", MIXTURE)
+    monkeypatch.setattr(decode, "vllm_command", lambda python: fake(tmp_path))
+    decode.main(args_for(tmp_path, "--formats", "bf16", "fp8", "nvfp4", "int4", "--parts", "rollout", "agreement"))
+    rows = stored(tmp_path)
+    for format, most in (("bf16", 0.05), ("fp8", 0.2), ("nvfp4", 0.5), ("int4", 0.5)):
+        assert rows[f"tiny {format}: |delta log-prob| to the learner, mean"].ours < most
+        one, four = (rows[f"tiny {format} B={batch}: experts touched by a step"] for batch in (1, 4))
+        assert one.ours == 2 and one.met and one.peer == pytest.approx(4 * (1 - (3 / 4) ** 2))
+        assert 2 < four.ours <= 4 and four.unit == "of 4" and four.must == pytest.approx(0.95 * 4 * (1 - 0.5 ** 4))
+        assert rows[f"tiny {format} B=4: rollout"].ratio > 0
 
 
 def test_random_weights_repeat() -> None:
@@ -330,6 +418,9 @@ def test_targets_fit_their_rows() -> None:
         harder = [a > m if target.goal.endswith("least") else a < m
                   for m, a in zip(target.must, target.aim, strict=True)]
         assert all(harder), target.quantity
+    titles = [job.title for job in train.JOBS.values()]
+    for beginning in targets.REASONS:          # a reason of no row would never be shown
+        assert any(name.startswith(beginning) for name in names) or any(map(beginning.startswith, titles)), beginning
     row, = targets.aimed([Row(targets.rollout("qwen2.5-7b", "nvfp4", 256), "tokens/s", 1.0)])
     assert (row.must, row.aim) == (1.4, 2.2)
 
@@ -342,15 +433,22 @@ def test_the_table_of_targets_says_what_was_missed_and_why(tmp_path: Path, monke
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert "yet: run `make bench-gpu`" in tables.targets() and tables.gpu() == tables.NOT_RUN
     rows = [Row(targets.rollout("qwen2.5-7b", "bf16", batch), "tokens/s", 10.0 * batch, 5.0 * batch, ratio, (1, 3),
-                note="waits for the host" if ratio < 1.1 else "") for batch, ratio in ((1, 1.5), (64, 0.9), (256, 1.4))]
+                note="in turns") for batch, ratio in ((1, 1.5), (64, 0.9), (256, 1.4))]
+    monkeypatch.setattr(targets, "REASONS", dict.fromkeys((row.name for row in rows), "waits for the host") | {
+        "learner, spee": "the products", targets.rollout("qwen2.5-7b", "fp8", 1): "never shown"})
     folder = tmp_path / "bench" / "baselines"
     record.merge("decode", targets.aimed(rows), folder, vllm="0.24.0")
-    record.merge("train", [Row("learner, memory", "GB", 5.0, 10.0, 0.5, None, 0.6, 0.4, "ratio at most")], folder)
+    record.merge("train", [Row("learner, memory", "GB", 5.0, 10.0, 0.5, None, 0.6, 0.4, "ratio at most"),
+                           Row("learner, speed (2 x rows/2)", "tokens/s", 5.0, 5.0, 1.0, None, 1.3, 1.6)], folder)
+    record.merge("decode", [Row(targets.rollout("qwen2.5-7b", "fp8", 1), "tokens/s", 5.0, must=1.1, note="no vLLM")],
+                 folder)
     lines = tables.targets().splitlines()
     assert "vLLM 0.24.0 (decode)." in lines[0]
     wanted = ("B = 1 / 64 / 256 | 10 / 640 / 2,560 | 5 / 320 / 1,280 | 1.5 / 0.9 / 1.4 | 1.1 / 1.1 / 1.4 | "
               "1.2 / 1.3 / 1.8 | met / missed / met: waits for the host |")
     assert sum(line.endswith(wanted) for line in lines) == 1
-    assert lines[-1] == "| learner, memory, GB | 5 | 10 | 0.5 | 0.6 | 0.4 | met |"
+    assert lines[-2] == "| learner, memory, GB | 5 | 10 | 0.5 | 0.6 | 0.4 | met |"
+    assert lines[-1].endswith("(2 x rows/2), tokens/s | 5 | 5 | 1 | 1.3 | 1.6 | missed: the products |")
+    assert sum(line.endswith("| not run: no vLLM |") for line in lines) == 1 and "never shown" not in "".join(lines)
     assert "ratio at most 0.6" in tables.gpu() and "1.50x (1.00 to 3.00)" in tables.gpu()
     assert "decode" not in tables.measured()

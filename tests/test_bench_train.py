@@ -60,6 +60,14 @@ def test_compare_takes_the_peers_fastest_setting(monkeypatch: pytest.MonkeyPatch
     assert leanest.value == 0.5 and leanest.must is None
 
 
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench.train", "--models", "qwen2.5-1.5b"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "error: device: cuda was asked for, and torch sees no CUDA device" in capsys.readouterr().err
+
+
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "JOBS", {"tiny": job()})
     monkeypatch.setattr(train, "MUST", {"tiny": (0.0, 1.0)})

@@ -21,7 +21,9 @@ def cuda(case: Case) -> list[Tensor]:
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("lengths, heads, kv_heads, head_dim, page", [
     ([300, 0, 1, 16, 17, 64, 65], 28, 4, 128, 16), ([900], 12, 2, 80, 4), ([50] * 150, 16, 8, 64, 16),
-    ([33, 90], 8, 1, 256, 32), ([40, 41, 42], 4, 4, 16, 1)])
+    ([33, 90], 8, 1, 256, 32), ([40, 41, 42], 4, 4, 16, 1),
+    ([300, 0, 1, 16, 17, 64, 65, 33, 0, 128, 129, 500, 31, 32, 2, 90, 48], 28, 4, 128, 16),
+    ([0] * 8 + [70] * 8 + [0, 257, 256], 12, 2, 64, 32), ([100] * 70, 10, 2, 128, 16)])
 def test_attention_is_the_cpus(lengths: list[int], heads: int, kv_heads: int, head_dim: int, page: int,
                                dtype: torch.dtype, tolerance: float) -> None:
     case = Case(lengths, heads, kv_heads, head_dim, page, dtype)
@@ -36,8 +38,29 @@ def test_attention_is_the_cpus(lengths: list[int], heads: int, kv_heads: int, he
         assert torch.equal(device.cpu().float().nan_to_num(0), host)
 
 
-def test_one_graph_serves_every_length() -> None:
-    case = Case([200] * 4, 28, 4, 128, 16, torch.bfloat16)
+@pytest.mark.parametrize("rows, head_dim", [(24, 128), (160, 128), (40, 64)])
+def test_shared_pages_change_no_bit(rows: int, head_dim: int) -> None:
+    """Siblings that share their prompt's pages, against the same rows with pages of their own."""
+    lengths = [0 if row % 11 == 5 else 150 + 37 * (row % 5) for row in range(rows)]
+    case = Case(lengths, 14, 2, head_dim, 16, torch.bfloat16)
+    alone, together = case.table.clone(), case.table.clone()
+    for row in range(rows):
+        leader = row // 8 * 8 + (lengths[row // 8 * 8] == 0)         # groups of 8, of which one begins with a dead row
+        same = (3 + leader // 8 % 6) if row < rows - 8 else row % 8      # the last eight share unequal numbers
+        together[row, :same] = case.table[leader, :same]
+        case.keys[alone[row, :same].long()] = case.keys[case.table[leader, :same].long()]
+        case.values[alone[row, :same].long()] = case.values[case.table[leader, :same].long()]
+    q, k, v, keys, values, _, lengths_B = cuda(case)
+    got = [paged_decode(q, k, v, keys.clone(), values.clone(), table.cuda(), lengths_B, case.scale)
+           for table in (alone, together)]
+    assert torch.equal(*got) and not got[0].isnan().any()
+    case.table, case.keys, case.values = together, case.keys.nan_to_num(0), case.values.nan_to_num(0)
+    torch.testing.assert_close(got[1].cpu().float(), case.run().float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("rows", [4, 16, 200])
+def test_one_graph_serves_every_length(rows: int) -> None:
+    case = Case([200] * rows, 28, 4, 128, 16, torch.bfloat16)
     q, k, v, keys, values, table, lengths = cuda(case)
     paged_decode(q, k, v, keys, values, table, lengths, case.scale)
     torch.cuda.synchronize()
@@ -45,7 +68,7 @@ def test_one_graph_serves_every_length() -> None:
     with torch.cuda.graph(graph):
         captured = paged_decode(q, k, v, keys, values, table, lengths, case.scale)
     for now in ([1, 2, 3, 4], [0, 200, 13, 0], [64, 2, 65, 129]):
-        lengths.copy_(torch.tensor(now))
+        lengths.copy_(torch.tensor(now * (rows // 4)))
         graph.replay()
         assert torch.equal(captured, paged_decode(q, k, v, keys, values, table, lengths, case.scale))
 

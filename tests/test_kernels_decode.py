@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled import built
 from torch import Tensor
 
 import lowroll.kernels.draw
-from lowroll.kernels import attention
+from lowroll.kernels import attention, nvcc, paged
 from lowroll.kernels.attention import paged_decode, write_pages
 from lowroll.kernels.draw import TILE, draw, uniform
 from lowroll.kernels.launch import fused
@@ -192,20 +193,6 @@ def test_a_row_alone_is_the_row_among_others(path: str) -> None:
         assert torch.equal(alone[0], tokens[row:row + 1]) and torch.equal(alone[1], logprobs[row:row + 1])
 
 
-def compiled(kernel: object, types: dict[str, str], constants: dict[str, object], warps: int) -> object:
-    """The kernel for an H100 or H200, every pointer, stride and size of a vocabulary divisible by 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names                                                          # type: ignore[attr-defined]
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items()
-               if t[0] == "*" or "stride" in n or n == "tokens"}
-    signature = {n: types.get(n, "constexpr") for n in names}
-    return triton.compile(ASTSource(kernel, signature, constexprs=constants, attrs=aligned),
-                          target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-
-
 @pytest.mark.parametrize("rows", [1, 256])
 def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
     pytest.importorskip("triton")
@@ -215,27 +202,28 @@ def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
     types |= {"out_ptr": "*fp32" if splits > 1 else "*bf16", "lse_ptr": "*fp32", "rows": "i32", "splits": "i32",
               "q_stride": "i32", "k_stride": "i32", "v_stride": "i32", "table_stride": "i32", "scale": "fp32"}
     constants = dict(H=28, G=4, d=128, PAGE=16, D=128, R=16, BLOCK=length, SPLIT=splits > 1, STAGES=stages)
-    kernel = compiled(attention._decode_kernel, types, constants, warps)
-    sass = disassembled(kernel)
+    kernel = built(attention._decode_kernel, types, constants, ("rows", "splits"), num_warps=warps)
+    sass = kernel.asm["sass"]
     assert "STL " not in sass and "STL." not in sass, "registers spill"
     assert "LDGSTS.E.BYPASS.128" in sass, "16 bytes a load, past the L1 cache"
     assert "HMMA" in sass
     assert kernel.metadata.shared <= 75 * 1024, "three programs and more fit on an SM"
 
 
-def disassembled(kernel: object) -> str:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])                                               # type: ignore[attr-defined]
-        file.flush()
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True, timeout=60).stdout
-
-
 def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
     pytest.importorskip("triton")
     types = {"logits_ptr": "*bf16", "temperature_ptr": "*fp32", "largest_ptr": "*fp32", "mass_ptr": "*fp32",
              "tokens": "i32", "tiles": "i32", "stride": "i32"}
-    sass = disassembled(compiled(lowroll.kernels.draw._masses_kernel, types, {"greedy_ptr": None, "BLOCK": TILE}, 4))
+    constants = {"greedy_ptr": None, "BLOCK": TILE}
+    sass = built(lowroll.kernels.draw._masses_kernel, types, constants, ("tiles",), num_warps=4).asm["sass"]
     assert "STL " not in sass and "STL." not in sass and "LDG.E.128" in sass
+
+
+@pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
+@pytest.mark.parametrize("head", [64, 128])
+def test_the_kernel_of_many_rows_compiles_without_spills(head: int, tmp_path: Path) -> None:
+    command = [str(nvcc.compiler()), *nvcc.options((9, 0), {"HEAD": str(head), "HALF": "0"}), "-Xptxas", "-v", "-cubin",
+               str(paged.SOURCE), "-o", str(tmp_path / "out.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stderr
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert len(spills) == 8 and all(pair == ("0", "0") for pair in spills), said

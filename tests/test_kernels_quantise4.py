@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from compiled import built
 
 from lowroll.kernels import quantise4
 from lowroll.kernels.launch import fused
@@ -45,18 +46,12 @@ def test_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4", "int4_asym"])
 def test_compiled_for_a_gpu_nothing_spills(name: str) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    function, group = quantise4._quantise4, get_format(name).group
-    scale = "*u8" if "fp4" in name else "*fp32"
-    types = ("*bf16", "*i32", scale, "*fp32", "*fp32", "i32", "i32", "i32", "i32", *["constexpr"] * 4)
-    source = ASTSource(function, dict(zip(function.arg_names, types, strict=True)),
-                       {"KIND": quantise4._KINDS[name], "S": group, "TILE": quantise4.TILE // group, "UNIT": 8},
-                       {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 6)})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert "STL" not in compiled.asm["sass"] and "LDG.E.128" in compiled.asm["sass"]
+    group = get_format(name).group
+    types = {"w": "*bf16", "codes": "*i32", "scales": "*u8" if "fp4" in name else "*fp32", "zeros": "*fp32",
+             "matrix": "*fp32", "num_groups": "i32", "K": "i32", "G": "i32", "U": "i32"}
+    constants = {"KIND": quantise4._KINDS[name], "S": group, "TILE": quantise4.TILE // group, "UNIT": 8}
+    sass = built(quantise4._quantise4, types, constants, loose=("num_groups", "G", "U"), num_warps=4).asm["sass"]
+    assert "STL" not in sass and "LDG.E.128" in sass
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from compiled import built
 from torch import Tensor
 
 from lowroll.kernels import few, integers, quantise8, w8a8
@@ -113,18 +114,6 @@ def test_a_row_that_is_not_finite_shows_in_its_scale(bad: float) -> None:
     assert scale.isfinite().flatten().tolist() == [True, False, True]
 
 
-def compiled(kernel: object, types: dict[str, str], constants: dict[str, object], **options: int) -> dict[str, str]:
-    """PTX and SASS for an H100 or H200; pointers, sizes and strides of the matrices are multiples of 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names                                                          # type: ignore[attr-defined]
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t[0] == "*" or n not in "M"}
-    source = ASTSource(kernel, {n: types.get(n, "constexpr") for n in names}, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
-
-
 @pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(1, 3584, 18944), (64, 37888, 3584), (256, 37888, 3584)])
 def test_the_product_compiles_for_hopper_without_spills(num_rows: int, num_out: int, num_in: int) -> None:
     pytest.importorskip("triton")
@@ -134,7 +123,7 @@ def test_the_product_compiles_for_hopper_without_spills(num_rows: int, num_out: 
     types |= {"parts": "*i32", "turns": "*i32"} if tile.splits > 1 else {}
     constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SPLIT=tile.splits > 1,
                      EVEN=True) | ({} if tile.splits > 1 else {"parts": None, "turns": None})
-    code = compiled(integers._kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+    code = built(integers._kernel, types, constants, ("M",), num_warps=tile.warps, num_stages=tile.stages).asm
     assert re.search(r"wgmma\S+s32\.s8\.s8", code["ptx"]) and "LDGSTS.E.BYPASS.128" in code["sass"]
     assert "STL" not in code["sass"]
 
@@ -144,7 +133,7 @@ def test_the_quantiser_compiles_for_hopper_without_spills(integer: bool) -> None
     pytest.importorskip("triton")
     types = {"w": "*bf16", "codes": "*i8" if integer else "*fp8e4nv", "scales": "*fp32", "K": "i32"}
     constants = dict(WIDTH=quantise8.LONGEST, WHOLE=False, INTEGER=integer)
-    code = compiled(quantise8._quantise8, types, constants, num_warps=8)
+    code = built(quantise8._quantise8, types, constants, num_warps=8).asm
     assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"]
 
 
@@ -156,5 +145,5 @@ def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
              "K": "i32"}
     channels, step, warps = few.schedule(rows, kind == "int8")
     constants = dict(ROWS=rows, COLUMNS=channels, DEPTH=step // (4 if kind == "int8" else 1), EVEN=False, DP4A=True)
-    code = compiled(few._few, types, constants, num_warps=warps)
+    code = built(few._few, types, constants, num_warps=warps).asm
     assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"] and ("IDP" in code["sass"]) == (kind == "int8")

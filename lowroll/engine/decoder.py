@@ -33,6 +33,7 @@ from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
 from lowroll.engine.sequence import Sequence
 from lowroll.kernels.advance import advance
 from lowroll.kernels.draw import draw
+from lowroll.kernels.launch import overlapping
 from lowroll.kv.cache import KVCache, PagedDecode
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import all_finite
@@ -193,13 +194,14 @@ class Decoder:
         pages = self.table_BP.shape[1] if self.device.type == "cuda" else max(self._num_pages)
         attend = PagedDecode(self.cache, self.table_BP[:size, :pages], lengths_B)
         model = self.bulk if self.bulk is not None and self.runs_bulk(size) else self.model
-        logits_BV = model.logits(model(ids_B, pos_B, attend))
-        if not drawing:
-            self.logits[size] = logits_BV
-            return
-        tokens_B, logprobs_B = draw(logits_BV, keys_B, next_B, self.temperature_B[:size], self.greedy_B[:size])
-        advance(tokens_B, logprobs_B, self.step_1, self.tokens_SB, self.logprobs_SB, ids_B, pos_B, next_B, end_B,
-                lengths_B)
+        with overlapping(self.device):
+            logits_BV = model.logits(model(ids_B, pos_B, attend))
+            if not drawing:
+                self.logits[size] = logits_BV
+                return
+            tokens_B, logprobs_B = draw(logits_BV, keys_B, next_B, self.temperature_B[:size], self.greedy_B[:size])
+            advance(tokens_B, logprobs_B, self.step_1, self.tokens_SB, self.logprobs_SB, ids_B, pos_B, next_B, end_B,
+                    lengths_B)
 
 
 def plain(sequences: Rows[Sequence]) -> bool:

@@ -12,6 +12,7 @@ what another wrote, so a step repeats bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ from lowroll.kernels.launch import jit, tl
 
 BLOCK = 4096
 ALIGNMENT = 16       # bytes
+
+
+class Addresses(NamedTuple):
+    """Where the tensors of an update and their gradients lie, on the device; it keeps the gradients."""
+
+    table: Tensor
+    gradients: Sequence[Tensor]
 
 
 class Tensors:
@@ -42,12 +50,10 @@ class Tensors:
         firsts_of = (counts.cumsum(0) - counts)[self.tensor.long()]
         self.start = (torch.arange(sum(blocks), device=self.device) - firsts_of) * BLOCK
 
-    def step(self, gradients: Sequence[Tensor], clip: Tensor, *, rate: float, betas: tuple[float, float], eps: float,
-             t: int) -> Tensor:
-        """Apply update number t (from 1) in place; returns sum s^2, a float64 scalar on the device.
+    def addresses(self, gradients: Sequence[Tensor]) -> Addresses:
+        """What a launch reads: a row for every tensor and its gradient. Nothing waits for the device.
 
-        gradients: one a tensor, in order, all of float32 or all of the copies' dtype. clip: a float32 scalar on the
-        device that multiplies them. ValueError for gradients of other dtypes."""
+        gradients: one a tensor, in order, all of float32 or all of the copies' dtype. ValueError for other dtypes."""
         gradients = [_plain(gradient) for gradient in gradients]
         if {g.dtype for g in gradients} not in ({torch.float32}, {self.low_dtype}):
             raise ValueError("gradients: expected all of them in float32, or all in the dtype of the copies")
@@ -55,11 +61,18 @@ class Tensors:
                 for (p, m, v, low), g in zip(self.kept, gradients, strict=True)]
         table = torch.tensor(rows, dtype=torch.int64)
         table = table.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else table
+        return Addresses(table, gradients)
+
+    def step(self, at: Addresses, clip: Tensor, *, rate: float, betas: tuple[float, float], eps: float,
+             t: int) -> Tensor:
+        """Apply update number t (from 1) in place; returns sum s^2, a float64 scalar on the device.
+
+        clip: a float32 scalar on the device that multiplies the gradients."""
         moved = torch.empty(len(self.tensor), dtype=torch.float32, device=self.device)
         names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         _adamw[(len(self.tensor),)](
-            table, self.decay, self.tensor, self.start, clip, moved, rate, betas[0], betas[1], eps, 1 - betas[0] ** t,
-            1 - betas[1] ** t, COLUMNS=table.shape[1], GRADIENT=names[gradients[0].dtype],
+            at.table, self.decay, self.tensor, self.start, clip, moved, rate, betas[0], betas[1], eps,
+            1 - betas[0] ** t, 1 - betas[1] ** t, COLUMNS=at.table.shape[1], GRADIENT=names[at.gradients[0].dtype],
             LOW=names[self.low_dtype], BLOCK=BLOCK, num_warps=8)
         return moved.double().sum()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowroll.kernels.launch import block, fused, jit, tl
+from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl
 
 
 def advance(tokens_B: Tensor, logprobs_B: Tensor, step_1: Tensor, tokens_SB: Tensor, logprobs_SB: Tensor,
@@ -22,7 +22,7 @@ def advance(tokens_B: Tensor, logprobs_B: Tensor, step_1: Tensor, tokens_SB: Ten
     rows = tokens_B.shape[0]
     if fused(tokens_B):
         _advance_kernel[(1,)](tokens_B, logprobs_B, step_1, tokens_SB, logprobs_SB, ids_B, pos_B, next_B, end_B,
-                              lengths_B, rows, tokens_SB.stride(0), BLOCK=block(rows), num_warps=4)
+                              lengths_B, rows, tokens_SB.stride(0), BLOCK=block(rows), num_warps=4, **early_start())
         return
     tokens_SB[:, :rows].index_copy_(0, step_1, tokens_B[None])
     logprobs_SB[:, :rows].index_copy_(0, step_1, logprobs_B[None])
@@ -35,7 +35,8 @@ def advance(tokens_B: Tensor, logprobs_B: Tensor, step_1: Tensor, tokens_SB: Ten
 
 @jit
 def _advance_kernel(tokens, logprobs, step_1, tokens_SB, logprobs_SB, ids, pos, next_, end, lengths, rows, stride,
-                    BLOCK: tl.constexpr):
+                    BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    after_others(EARLY)
     offs = tl.arange(0, BLOCK)
     live = offs < rows
     step = tl.load(step_1)

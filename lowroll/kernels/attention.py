@@ -10,7 +10,8 @@ are cut into `splits` equal shares of whole blocks, each with its own softmax, a
 The new token never passes through the cache: the first split starts its softmax with it and writes it to its slot,
 while every split reads only what stood there before. The number of splits depends on the rows and the key-value heads
 alone: a captured graph is right for every length, and a batch size always gives the same bits. Sibling rows, whose
-prompts share pages, run next to each other, and the second finds those pages in the L2 cache.
+prompts share pages, run next to each other, and the second finds those pages in the L2 cache. Many rows of 16-bit
+numbers on Hopper go to `kernels.paged`, which reads the shared pages once for eight rows.
 
 On the CPU it is torch: index writes, gathered pages, scaled_dot_product_attention under a mask.
 
@@ -25,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import block, fused, jit, tl
+from lowroll.kernels import paged
+from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl
 
 PROGRAMS = 132 * 3                 # an H200's SMs, three programs each: 64 rows of 4 key-value heads are faster unsplit
 MAX_SPLITS = 64
@@ -43,6 +45,8 @@ def paged_decode(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor,
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
     q_BHd, k_BGd, v_BGd = (_packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
+    if paged.takes(q_BHd, keys_pPGd):
+        return paged.decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
     padded = max(16, block(d))
     splits, length, stages, warps = _launch(rows, kv_heads, padded * keys_pPGd.element_size())
     out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=q_BHd.device)
@@ -54,12 +58,12 @@ def paged_decode(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor,
         q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, part, lse,
         rows, splits, q_BHd.stride(0), k_BGd.stride(0), v_BGd.stride(0), table_BN.stride(0), scale * math.log2(math.e),
         H=heads, G=kv_heads, d=d, PAGE=page, D=padded, R=max(16, block(heads // kv_heads)), BLOCK=length,
-        SPLIT=splits > 1, STAGES=stages, num_warps=warps)
+        SPLIT=splits > 1, STAGES=stages, num_warps=warps, **early_start())
     if splits > 1:
         width = min(padded, 64)
         _combine_kernel[(rows * heads, -(-d // width))](
             part, lse, lengths_B, out_BHd, rows, splits, H=heads, d=d, D=width, S=block(splits), BLOCK=length,
-            num_warps=4)
+            num_warps=4, **early_start())
     return out_BHd
 
 
@@ -134,8 +138,10 @@ def _share(cached, splits, BLOCK: tl.constexpr):
 def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, out_ptr, lse_ptr,
                    rows, splits, q_stride, k_stride, v_stride, table_stride, scale,
                    H: tl.constexpr, G: tl.constexpr, d: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-                   R: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr):
+                   R: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+                   EARLY: tl.constexpr):
     """One key-value head of one row, over one share of its cached tokens; G fastest, then rows, then splits."""
+    after_others(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
     length = tl.load(lengths_ptr + row)
@@ -195,8 +201,10 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths
 
 @jit
 def _combine_kernel(part_ptr, lse_ptr, lengths_ptr, out_ptr, rows, splits,
-                    H: tl.constexpr, d: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):
+                    H: tl.constexpr, d: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+                    EARLY: tl.constexpr):
     """Splits of one head of one row, D of its d numbers: o = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max)."""
+    after_others(EARLY)
     pid = tl.program_id(0)
     row, head = pid // H, pid % H
     length = tl.load(lengths_ptr + row)

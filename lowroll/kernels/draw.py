@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import block, fused, jit, tl
+from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl
 
 CDF_BLOCK = 128
 TILE = 2048
@@ -47,10 +47,10 @@ def draw(logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor, temperature_B: 
     tokens_B = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
     logprobs_B = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
     _masses_kernel[(rows * tiles,)](logits_BV, temperature_B, greedy_B, largest_BC, mass_BC, tokens, tiles, stride,
-                                    BLOCK=TILE, num_warps=WARPS)
+                                    BLOCK=TILE, num_warps=WARPS, **early_start())
     _pick_kernel[(rows,)](logits_BV, keys_B, positions_B, temperature_B, greedy_B, largest_BC, mass_BC, tokens_B,
                           logprobs_B, tokens, tiles, stride, BLOCK=TILE, TILES=max(16, block(tiles)),
-                          num_warps=PICK_WARPS)
+                          num_warps=PICK_WARPS, **early_start())
     return tokens_B, logprobs_B
 
 
@@ -151,8 +151,9 @@ def _temperature(temperature_ptr, greedy_ptr, row):
 
 @jit
 def _masses_kernel(logits_ptr, temperature_ptr, greedy_ptr, largest_ptr, mass_ptr, tokens, tiles, stride,
-                   BLOCK: tl.constexpr):
+                   BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Maximum and mass of one tile of one row: the only pass over the logits."""
+    after_others(EARLY)
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     factor = 1.4426950408889634 / _temperature(temperature_ptr, greedy_ptr, row)
     _, _, largest, p_n = _tile(logits_ptr, row, tile, factor, tokens, stride, BLOCK)
@@ -171,8 +172,10 @@ def _reached(p_n, offs_n, target, last: tl.constexpr):
 
 @jit
 def _pick_kernel(logits_ptr, keys_ptr, positions_ptr, temperature_ptr, greedy_ptr, largest_ptr, mass_ptr, token_ptr,
-                 logp_ptr, tokens, tiles, stride, BLOCK: tl.constexpr, TILES: tl.constexpr):
+                 logp_ptr, tokens, tiles, stride, BLOCK: tl.constexpr, TILES: tl.constexpr,
+                 EARLY: tl.constexpr):
     """Token and log-prob of one row: the tile that u falls into, then the token within it."""
+    after_others(EARLY)
     row = tl.program_id(0)
     temperature = _temperature(temperature_ptr, greedy_ptr, row)
     offs_c = tl.arange(0, TILES)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import INTERPRETED, fused, jit, tl
+from lowroll.kernels.launch import INTERPRETED, after_others, early_start, fused, jit, prefetch, tl
 from lowroll.kernels.rows import Rows
 
 MOST = {torch.int8: 2, torch.float8_e4m3fn: 1}           # rows up to which this is the fastest product
@@ -34,7 +34,7 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
         x, w, step = x.view(torch.int32), w.view(torch.int32), step // 4
     _few[(-(-len(w) // channels),)](x, w, rows.scale_M1, scale_N, bias_N, y_MN, w.shape[0], w.shape[1], ROWS=len(x),
                                     COLUMNS=channels, DEPTH=step, EVEN=w.shape[1] % step == 0, DP4A=not INTERPRETED,
-                                    num_warps=warps, enable_fp_fusion=not integer)
+                                    num_warps=warps, enable_fp_fusion=not integer, **early_start())
     return y_MN
 
 
@@ -59,11 +59,15 @@ def _dot4(w, x, sums, DP4A: tl.constexpr):
 
 @jit
 def _few(x, w, row, column, bias, y, N, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-         EVEN: tl.constexpr, DP4A: tl.constexpr):
+         EVEN: tl.constexpr, DP4A: tl.constexpr, EARLY: tl.constexpr):
     """x and w are int32 words of four codes, K of them a row, or e4m3."""
     n, at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    w_at = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + at[None, :]
+    w_row = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K
+    w_at = w_row + at[None, :]
     integer: tl.constexpr = w.dtype.element_ty == tl.int32
+    LINE: tl.constexpr = 32 if integer else 128
+    prefetch(w_row + tl.minimum(tl.arange(0, DEPTH // LINE) * LINE, K - 1)[None, :], EARLY)
+    after_others(EARLY)
     sums = tl.tuple([])
     for _ in tl.static_range(ROWS):
         if integer:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import INTERPRETED, block, fused
+from lowroll.kernels.launch import INTERPRETED, block, early_start, fused
 from lowroll.kernels.route import Groups, choose, combine, sort_slots
 from lowroll.kernels.rows import quantize_rows
 
@@ -136,7 +136,7 @@ def _launch(x: Tensor, x_scale: Tensor | None, stack: Stack, groups: Groups, dty
         CHOICES=choices, SWIGLU=swiglu, TO_SLOTS=to_slots,
         G_ROWS=stack.global_scale is not None and stack.global_scale.numel() > 1, BLOCKED=blocked,
         PTX=not INTERPRETED, BLOCK_E=block(count), BLOCK_P=size.places, BLOCK_N=size.rows, BLOCK_K=size.features,
-        num_warps=size.warps, num_stages=size.stages)
+        num_warps=size.warps, num_stages=size.stages, **early_start())
     return y
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import block, jit, tl
+from lowroll.kernels.launch import after_others, block, early_start, jit, prefetch, tl
 from lowroll.kernels.rows import Rows
 
 MULTIPROCESSORS = 132                # of an H100 or H200; tiles are chosen for them, whatever the device
@@ -43,7 +43,8 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
     _kernel[(tiles, tile.splits)](
         x_MK, w_NK, rows.scale_M1, scale_N, bias_N, y_MN, parts, turns, num_rows, num_out, num_in, tile.splits,
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SPLIT=tile.splits > 1,
-        EVEN=num_in % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False)
+        EVEN=num_in % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        **early_start())
     return y_MN
 
 
@@ -95,7 +96,8 @@ def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
 
 @jit
 def _kernel(x, w, row, column, bias, y, parts, turns, M, N, K, splits,
-            ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr):
+            ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
+            EARLY: tl.constexpr):
     """One tile of y, or one part of K of it, a program. Tiles of the same weights are neighbours."""
     tile, part = tl.program_id(0), tl.program_id(1)
     tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
@@ -107,6 +109,9 @@ def _kernel(x, w, row, column, bias, y, parts, turns, M, N, K, splits,
     x_at = x + tl.where(m < M, m, 0).to(tl.int64)[:, None] * K + depth[None, :]      # what lies outside is read
     w_at = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + depth[None, :]      # as row 0, never written
     each = tl.cdiv(tl.cdiv(K, DEPTH), splits)
+    ahead = tl.minimum(part * each * DEPTH + tl.arange(0, 4) * 128, K - 1)           # the first 512 codes of each row
+    prefetch(w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + ahead[None, :], EARLY)
+    after_others(EARLY)
     sums = tl.zeros((COLUMNS, ROWS), dtype=tl.int32)
     for step in range(part * each, tl.minimum(part * each + each, tl.cdiv(K, DEPTH))):
         k = step * DEPTH

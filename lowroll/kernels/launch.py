@@ -1,21 +1,40 @@
 """Where Triton is, and when its kernels run: the one guard for machines that have none.
 
+Programmatic dependent launch (CUDA, from capability 9.0 on). Within `overlapping` a kernel may start when every block
+of the one before it on the stream runs or has ended, and lets the one after it start as soon as it runs itself: launch
+latency, prologues and the first weights lie under the end of the kernel before. What keeps the order of a stream:
+
+1. `after_others` waits until the kernel before has ended and its writes are seen. Before it nothing of other kernels is
+   read but weights, and nothing is written at all: results, workspaces and counters may still be read by those before.
+2. Every kernel that starts early also waits, in every one of its blocks that does anything, before it ends. So when B
+   has ended, A before it had, and the C that waits for B alone waits for all: two kernels apart nothing is in flight
+   beside what stands before rule 1's line. Memory that the allocator passes on in stream order is safe for that reason.
+3. A kernel launched plainly (cuBLAS, torch) starts after the end of the one before it and everything earlier. Weights
+   may be read ahead because such a one stands between their last write and the first product, if only the embedding.
+   `prefetch` fetches to the L2 cache, where a later write is seen: it is right even without that.
+4. No kernel can keep one before it from ending: the later starts only when no block of the earlier waits for room.
+
 Kernels are written as `@jit` functions of module level, with `tl` from here. Without Triton both are placeholders that
 are never called. With TRITON_INTERPRET=1 (tests) Triton runs kernels on CPU tensors, in numpy.
 """
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
 triton: Any = import_module("triton") if find_spec("triton") else None
 tl: Any = import_module("triton.language") if triton else None
 jit: Callable[..., Any] = triton.jit if triton else lambda function: function
+
+_OVERLAPPING: ContextVar[bool] = ContextVar("overlapping", default=False)
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -33,3 +52,44 @@ def block(size: int) -> int:
 def warps(elements: int, each: int = 512) -> int:
     """Warps of a program that holds so many elements, about `each` a warp: 1, 2, 4, ... 32."""
     return min(32, block(max(1, elements // each)))
+
+
+@contextmanager
+def overlapping(device: torch.device) -> Iterator[None]:
+    """Let kernels launched within start while the one before ends, where the device can do that (see the top).
+
+    For a step of decoding: a chain of short kernels on one stream, without gradients, that begins with a plain launch.
+    """
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    token = _OVERLAPPING.set(able)
+    try:
+        yield
+    finally:
+        _OVERLAPPING.reset(token)
+
+
+def early() -> bool:
+    """Is a kernel that is launched now to start early?"""
+    return _OVERLAPPING.get()
+
+
+def early_start() -> dict[str, bool]:
+    """The keywords of a launch, early or plain: for kernels that call `after_others(EARLY)`."""
+    return {"EARLY": True, "launch_pdl": True} if early() else {"EARLY": False}
+
+
+# -- Triton: what a kernel with EARLY begins with ---------------------------------------------------------------------
+
+@jit
+def after_others(EARLY: tl.constexpr):
+    """Let the next kernel start, and wait for the end of the one before."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@jit
+def prefetch(at, EARLY: tl.constexpr):
+    """Fetch what lies at these addresses into the L2 cache, for a load after the wait. A line is 128 bytes."""
+    if EARLY:
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)

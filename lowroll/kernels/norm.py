@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import block, fused, jit, tl, warps
+from lowroll.kernels.launch import after_others, block, early_start, fused, jit, prefetch, tl, warps
 from lowroll.kernels.rows import Product, Rows, empty_rows, load_dense, parts, quantize_rows, store_rows
 
 PROGRAMS = 512      # of the backward pass, at most, for WIDTH features: more than run at once on a large GPU
@@ -68,7 +68,7 @@ def _forward(x_TD: Tensor, update: Tensor | Product | None, weight_D: Tensor, ep
     out, scale = (normed.codes_MK, normed.scale_M1) if isinstance(normed, Rows) else (normed, None)
     _norm[(num_tokens,)](x_TD, sums, row, column, bias, weight_D, sum_TD, out, scale, inverse_T,
                          0 if sums is None else sums.stride(0), size, eps, KIND=rows or "", BLOCK=block(size),
-                         num_warps=warps(block(size)), enable_fp_fusion=False)
+                         num_warps=warps(block(size)), enable_fp_fusion=False, **early_start())
     return sum_TD, normed, inverse_T
 
 
@@ -121,9 +121,12 @@ class _AddNorm(torch.autograd.Function):
 
 @jit
 def _norm(x, update, row, column, bias, weight, sum_out, normed, scale, inverse_out, stride, size, eps,
-          KIND: tl.constexpr, BLOCK: tl.constexpr):
+          KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     t, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     live = n < size
+    LINES: tl.constexpr = BLOCK // 32 if BLOCK > 32 else 1
+    prefetch(weight + tl.minimum(tl.arange(0, LINES) * 32, size - 1), EARLY)
+    after_others(EARLY)
     dtype = x.dtype.element_ty
     y = tl.load(x + t * size + n, mask=live, other=0.0).to(tl.float32)
     w = tl.load(weight + n, mask=live, other=0.0).to(tl.float32)

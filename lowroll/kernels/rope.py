@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import block, fused, jit, tl
+from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl
 from lowroll.kernels.norm import PROGRAMS, rms_norm
 from lowroll.kernels.rows import Product, load_dense, parts
 
@@ -61,7 +61,8 @@ def _forward(qkv: Tensor | Product, cos: Tensor, sin: Tensor, heads: int, kv_hea
                for n in (heads, kv_heads, kv_heads))
     _rotate_heads[(num_tokens, -(-(heads + 2 * kv_heads) // HEADS))](
         sums, row, column, bias, cos.contiguous(), sin.contiguous(), q_norm_d, k_norm_d, q, k, v, sums.stride(0), heads,
-        kv_heads, head_dim, eps, HEADS=HEADS, HALF=block(head_dim // 2), num_warps=2, enable_fp_fusion=False)
+        kv_heads, head_dim, eps, HEADS=HEADS, HALF=block(head_dim // 2), num_warps=2, enable_fp_fusion=False,
+        **early_start())
     return q, k, v
 
 
@@ -97,7 +98,8 @@ class _RotateHeads(torch.autograd.Function):
 
 @jit
 def _rotate_heads(qkv, row, column, bias, cos, sin, q_norm, k_norm, q, k, v, stride, heads, kv_heads, size, eps,
-                  HEADS: tl.constexpr, HALF: tl.constexpr):
+                  HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr):
+    after_others(EARLY)
     t, h, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, HALF)
     half = size // 2
     dtype = q.dtype.element_ty

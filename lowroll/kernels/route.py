@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import block, fused
+from lowroll.kernels.launch import block, early_start, fused
 
 PARTS = 8                # of the sum over features, which few tokens would leave to one program
 MOST_SLOTS = 1 << 14     # that the sorting kernel takes: every expert's program reads all of them
@@ -126,7 +126,7 @@ def _sum_slots(y_PD: Tensor, groups: Groups | None, weights_TS: Tensor | None, c
     wide = min(1024, block(features))
     kernels.combine[(tokens, -(-features // wide))](
         y_PD.contiguous(), None if groups is None else groups.place_P, weights_TS, out_TD, features, CHOICES=choices,
-        BLOCK_D=wide, num_warps=4)
+        BLOCK_D=wide, num_warps=4, **early_start())
     return out_TD
 
 
@@ -140,9 +140,10 @@ def _choose(x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool) ->
     wide = max(16, block(num_experts))
     kernels.logits[(-(-tokens // 16), PARTS)](
         x_TD.contiguous(), router_ED.to(x_TD.dtype), parts, tokens, features, num_experts, PARTS=PARTS, BLOCK_T=16,
-        BLOCK_E=wide, BLOCK_K=64, num_warps=4)
+        BLOCK_E=wide, BLOCK_K=64, num_warps=4, **early_start())
     kernels.choose[(tokens,)](parts, weights_TS, experts_TS, tokens, num_experts, CHOICES=choices,
-                              RENORMALIZE=renormalize, PARTS=PARTS, BLOCK_E=wide, BLOCK_S=block(choices), num_warps=1)
+                              RENORMALIZE=renormalize, PARTS=PARTS, BLOCK_E=wide, BLOCK_S=block(choices), num_warps=1,
+                              **early_start())
     return weights_TS, experts_TS
 
 
@@ -153,5 +154,5 @@ def _sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
     slot_P, place_P = (torch.empty(slots, dtype=torch.int64, device=experts_TS.device) for _ in range(2))
     ends_E = torch.empty(num_experts, dtype=torch.int32, device=experts_TS.device)
     kernels.sort[(num_experts,)](experts_TS.contiguous(), slot_P, place_P, ends_E, slots,
-                                 BLOCK_P=min(1024, max(16, block(slots))), num_warps=4)
+                                 BLOCK_P=min(1024, max(16, block(slots))), num_warps=4, **early_start())
     return Groups(slot_P, place_P, ends_E)

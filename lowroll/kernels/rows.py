@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import block, fused, jit, tl, warps
+from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl, warps
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -68,7 +68,7 @@ def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
     x_MK, (num_rows, size) = x_MK.contiguous(), x_MK.shape
     rows = empty_rows(x_MK, (num_rows, size), kind)
     _quantize[(num_rows,)](x_MK, rows.codes_MK, rows.scale_M1, size, KIND=kind, BLOCK=block(size),
-                           num_warps=warps(block(size)), enable_fp_fusion=False)
+                           num_warps=warps(block(size)), enable_fp_fusion=False, **early_start())
     return rows
 
 
@@ -159,8 +159,10 @@ def store_rows(y, codes, scale, m, size, n, live, KIND: tl.constexpr):
 
 
 @jit
-def encode_rows(y, amaxes, codes, scale, size, NUM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def encode_rows(y, amaxes, codes, scale, size, NUM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+                EARLY: tl.constexpr):
     """The second half of a row that many programs made: y [M, K] and the largest magnitude of each block of a row."""
+    after_others(EARLY)
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     blocks, num = tl.arange(0, NUM), tl.num_programs(1)
     values = tl.load(y + m * size + n, mask=n < size, other=0.0).to(tl.float32)
@@ -172,7 +174,8 @@ def encode_rows(y, amaxes, codes, scale, size, NUM: tl.constexpr, KIND: tl.const
 
 
 @jit
-def _quantize(x, codes, scale, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize(x, codes, scale, size, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    after_others(EARLY)
     m, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     y = tl.load(x + m * size + n, mask=n < size, other=0.0).to(tl.float32)
     store_rows(y, codes, scale, m, size, n, n < size, KIND)

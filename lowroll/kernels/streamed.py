@@ -3,8 +3,7 @@
 One library a weight format, with kernels for up to 8, 16, 32 and 64 rows; more rows take several passes. The choice
 depends on shapes alone, so a product is the same in every run and for every neighbour in the bucket.
 
-With EARLY set, products are launched so that their weights may arrive while the kernel before them ends (programmatic
-dependent launch); x is read after its end. It pays where that kernel says early that others may start.
+Within `launch.overlapping` the weights arrive while the kernel before ends; x is read after its end.
 
 A workspace a device (24 MiB), made by the first product, holds what two blocks share. Products of one device therefore
 belong on one stream at a time, and the first one does not belong in a CUDA graph's capture.
@@ -23,13 +22,13 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import nvcc
+from lowroll.kernels.launch import early
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("streamed.cu")
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3, "bf16": 4}
 MULTIPLE = {"bf16": 32}                 # of K; 128 for the others
-EARLY = False                           # start while the kernel before ends: it must not write weights
 TUNING = 0                              # the kernel's own choice; others to measure
 PARTIAL, TILES = 6 << 20, 1 << 16       # floats and counters of a workspace
 
@@ -84,7 +83,7 @@ def linear(kind: str, tensors: Mapping[str, Tensor], x_MK: Tensor, num_out: int,
     problem = Problem(weight.data_ptr(), _pointer(scale), _pointer(zero), _pointer(global_), _pointer(bias_N),
                       x_MK.data_ptr(), y_MN.data_ptr(), partial.data_ptr(), arrived.data_ptr(), x_MK.shape[0], num_out,
                       x_MK.shape[1], global_ is not None and global_.numel() > 1,
-                      bias_N is not None and bias_N.dtype == torch.float32, out_dtype == torch.float32, EARLY, TUNING)
+                      bias_N is not None and bias_N.dtype == torch.float32, out_dtype == torch.float32, early(), TUNING)
     needed = (ctypes.c_longlong * 2)()
     library.streamed_linear(ctypes.byref(problem), processors, needed, None)
     if needed[0] > PARTIAL or needed[1] > TILES:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import block, fused, jit, tl, warps
+from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl, warps
 from lowroll.kernels.rows import Product, Rows, empty_rows, encode_rows, load_dense, magnitude, parts, quantize_rows
 
 BLOCK = 1024      # features of a program
@@ -45,12 +45,12 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     grid = (num_tokens, -(-size // width))
     amaxes = torch.empty(grid, dtype=torch.int32, device=sums.device) if rows else None
     _silu_mul[grid](sums, row, column, bias, y_TF, amaxes, sums.stride(0), size, BLOCK=width,
-                    num_warps=warps(width, 256), enable_fp_fusion=False)
+                    num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
     if rows is None:
         return y_TF
     codes = empty_rows(y_TF, (num_tokens, size), rows)
     encode_rows[grid](y_TF, amaxes, codes.codes_MK, codes.scale_M1, size, NUM=block(grid[1]), KIND=rows, BLOCK=width,
-                      num_warps=warps(width, 256), enable_fp_fusion=False)
+                      num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
     return codes
 
 
@@ -76,7 +76,9 @@ def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = 
 
 
 @jit
-def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.constexpr,
+              EARLY: tl.constexpr):
+    after_others(EARLY)
     t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = n < size
     dtype = out.dtype.element_ty

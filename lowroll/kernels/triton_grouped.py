@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lowroll.kernels.launch import after_others
+
 # $8, $9: a word of row a and one of row b (their nibbles are i = 0 .. 7 from the low end), $10: their scales as packed
 # bfloat16. $0 .. $7: nibble i of a and of b, times their scales, as packed bfloat16. A nibble n that lies alone in its
 # half of a register becomes n << 12 | n << 6 by one multiplication.
@@ -174,7 +176,7 @@ def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slo
              rows: tl.constexpr, features: tl.constexpr, KIND: tl.constexpr, CHOICES: tl.constexpr,
              SWIGLU: tl.constexpr, TO_SLOTS: tl.constexpr, G_ROWS: tl.constexpr, BLOCKED: tl.constexpr,
              PTX: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_K: tl.constexpr):
+             BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
     """y = w[e] x for some places of an expert and some of the `rows` of its output.
 
     KIND: dense, w8a8 (xs, ws: a scale a row), nvfp4 (g: the global scale, one or one a row), mxfp4 or int4. x lies at
@@ -183,6 +185,7 @@ def multiply(x_ptr, xs_ptr, w_ptr, ws_ptr, g_ptr, y_ptr, slot_ptr, ends_ptr, slo
     SWIGLU: the matrix has `rows` of gates and then as many of ups, and y = silu(gate) * up. BLOCKED: the features of y
     are written in the order that matrices with so many in a block read them in; 0: as they are.
     """
+    after_others(EARLY)
     tiles: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N         # rows of y in a tile
     tiles_n = tl.cdiv(rows, tiles)
     expert, first, end = _places(ends_ptr, tl.program_id(0) // tiles_n, slots, num_experts, BLOCK_E, BLOCK_P)

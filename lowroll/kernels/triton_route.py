@@ -4,11 +4,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lowroll.kernels.launch import after_others
+
 
 @triton.jit(do_not_specialize=["tokens"])
 def logits(x_ptr, w_ptr, part_ptr, tokens, features, num_experts, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
-           BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):
+           BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
     """One part's share of the sum over features: [PARTS, T, E] in float32."""
+    after_others(EARLY)
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_e, part = tl.arange(0, BLOCK_E), tl.program_id(1)
     sums_te = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
@@ -25,8 +28,9 @@ def logits(x_ptr, w_ptr, part_ptr, tokens, features, num_experts, PARTS: tl.cons
 
 @triton.jit(do_not_specialize=["tokens"])
 def choose(part_ptr, weights_ptr, experts_ptr, tokens, num_experts, CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr,
-           PARTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr):
+           PARTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr):
     """The experts of one token and their weights."""
+    after_others(EARLY)
     token = tl.program_id(0)
     offs_e, offs_s = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
     sums_e = tl.zeros((BLOCK_E,), tl.float32)
@@ -50,8 +54,9 @@ def choose(part_ptr, weights_ptr, experts_ptr, tokens, num_experts, CHOICES: tl.
 
 
 @triton.jit(do_not_specialize=["slots"])
-def sort(experts_ptr, slot_ptr, place_ptr, ends_ptr, slots, BLOCK_P: tl.constexpr):
+def sort(experts_ptr, slot_ptr, place_ptr, ends_ptr, slots, BLOCK_P: tl.constexpr, EARLY: tl.constexpr):
     """The places of one expert's slots: as many before them as there are slots of lower experts."""
+    after_others(EARLY)
     expert = tl.program_id(0)
     lower = 0
     for first in range(0, slots, BLOCK_P):
@@ -70,8 +75,10 @@ def sort(experts_ptr, slot_ptr, place_ptr, ends_ptr, slots, BLOCK_P: tl.constexp
 
 
 @triton.jit
-def combine(y_ptr, place_ptr, weights_ptr, out_ptr, features, CHOICES: tl.constexpr, BLOCK_D: tl.constexpr):
+def combine(y_ptr, place_ptr, weights_ptr, out_ptr, features, CHOICES: tl.constexpr, BLOCK_D: tl.constexpr,
+            EARLY: tl.constexpr):
     """The sum over one token's slots, in the order of its choices. y lies by place, or by slot without places."""
+    after_others(EARLY)
     token, offs_d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     sums_d = tl.zeros((BLOCK_D,), tl.float32)
     for s in tl.static_range(CHOICES):

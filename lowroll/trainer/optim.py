@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowroll.kernels.adamw import Tensors
+from lowroll.kernels.adamw import Addresses, Tensors
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import Muon
 
@@ -137,13 +137,14 @@ class Optimizer:
         """
         gradients = self._gradients()
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
+        at = None if self._fused is None else self._fused.addresses(self._own(gradients))    # before the wait for norm
         metrics = {"optim/grad_norm": norm.item(), "optim/update_norm": 0.0, "optim/skipped": 1.0}
         if refuse or not math.isfinite(metrics["optim/grad_norm"]):
             self.refused_in_a_row += 1
         else:
             self.num_updates += 1
             self.refused_in_a_row = 0
-            metrics |= {"optim/update_norm": self._apply(norm, gradients), "optim/skipped": 0.0}
+            metrics |= {"optim/update_norm": self._apply(norm, gradients, at), "optim/skipped": 0.0}
             torch.autograd.graph.increment_version(list(self.params.values()))     # kernels write past autograd's eyes
         self.zero_grad()
         return metrics
@@ -160,7 +161,11 @@ class Optimizer:
                 master.grad = torch.zeros_like(master)
         return [m.grad for m in self.masters.values() if m.grad is not None]
 
-    def _apply(self, norm: Tensor, gradients: list[Tensor]) -> float:
+    def _own(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Those of AdamW's part."""
+        return [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
+
+    def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
         """Clip by the gradients' norm, step, round to the parameters; returns the 2-norm of the update."""
         plain, most = {} if self._fuses() else self.others, self.settings.max_grad_norm
         by_hand = self.muon.params | plain
@@ -174,16 +179,19 @@ class Optimizer:
                 self.params[name].copy_(master)
         if self._fuses():
             clip = torch.ones_like(norm) if most is None else (most / (norm + 1e-6)).clamp(max=1.0)
-            own = [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
-            return (moved + self._fused_adamw(clip, own)).sqrt().item()
+            fused = self._fused_adamw()
+            at = at or fused.addresses(self._own(gradients))
+            moved = moved + fused.step(at, clip, rate=self.rate, betas=self.settings.betas, eps=self.settings.eps,
+                                       t=self.num_updates)
+            return moved.sqrt().item()
         return math.hypot(moved.sqrt().item(), self._adamw_norm())
 
     def _fuses(self) -> bool:
         """Whether AdamW's part of an update is one launch."""
         return bool(self.others) and not self.in_8_bits and all(m.is_cuda for m in self.others.values())
 
-    def _fused_adamw(self, clip: Tensor, gradients: list[Tensor]) -> Tensor:
-        """AdamW's part of update `num_updates`, in one launch; the squared 2-norm of it, on the device."""
+    def _fused_adamw(self) -> Tensors:
+        """AdamW's part of an update, in one launch."""
         groups = {id(m): group for group in self.adamw.param_groups for m in group["params"]}
         if self._fused is None:
             for m in self.others.values():
@@ -195,8 +203,7 @@ class Optimizer:
                                   [None if m is self.params[name] else self.params[name].detach()
                                    for name, m in self.others.items()],
                                   [groups[id(m)]["weight_decay"] for m in self.others.values()])
-        return self._fused.step(gradients, clip, rate=self.rate, betas=self.settings.betas, eps=self.settings.eps,
-                                t=self.num_updates)
+        return self._fused
 
     def _adamw_norm(self) -> float:
         """2-norm of AdamW's last update, its weight decay left out; from the moments, so no copy."""
