@@ -14,9 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl, warps
-from lowroll.kernels.rows import Product, Rows, empty_rows, encode_rows, load_dense, magnitude, parts, quantize_rows
+from lowroll.kernels.rows import (
+    Product,
+    Rows,
+    empty_rows,
+    encode_rows,
+    load_dense,
+    magnitude,
+    parts,
+    quantize_rows,
+    step_of,
+    store_codes,
+)
 
 BLOCK = 1024      # features of a program
+PIECE = 4096      # features at a time of a program that makes a whole row's codes
+LONGEST = 32768   # features of such a row, which stays in registers
+WHOLE = 128       # rows from which on there are enough of them to fill a device with such programs
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Rows:
@@ -37,9 +51,10 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Row
 
 
 def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
-    """In codes the row's scale waits for all of it: a second launch encodes what the first one left, near the cache."""
     sums, row, column, bias = parts(gate_up)
     num_tokens, size = sums.shape[0], sums.shape[1] // 2
+    if rows is not None and num_tokens >= WHOLE and size <= LONGEST:
+        return _whole_rows(gate_up, rows)
     y_TF = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=sums.device)
     width = min(BLOCK, block(size))
     grid = (num_tokens, -(-size // width))
@@ -48,9 +63,21 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
                     num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
     if rows is None:
         return y_TF
-    codes = empty_rows(y_TF, (num_tokens, size), rows)
+    codes = empty_rows(y_TF, (num_tokens, size), rows)      # a row's scale waits for all of it, so in a second launch
     encode_rows[grid](y_TF, amaxes, codes.codes_MK, codes.scale_M1, size, NUM=block(grid[1]), KIND=rows, BLOCK=width,
                       num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
+    return codes
+
+
+def _whole_rows(gate_up: Tensor | Product, rows: str) -> Rows:
+    """Codes in one launch, a program a row."""
+    sums, row, column, bias = parts(gate_up)
+    num_tokens, size = sums.shape[0], sums.shape[1] // 2
+    codes, width = empty_rows(sums, (num_tokens, size), rows, gate_up.dtype), min(PIECE, block(size))
+    _silu_mul_codes[(num_tokens,)](
+        sums, row, column, bias, codes.codes_MK, codes.scale_M1, sums.stride(0), size, PIECES=-(-size // width),
+        DTYPE=getattr(tl, str(gate_up.dtype).removeprefix("torch.")), KIND=rows, BLOCK=width,
+        num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
     return codes
 
 
@@ -76,19 +103,40 @@ def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = 
 
 
 @jit
+def _gated(gate_up, row, column, bias, t, n, stride, size, DTYPE: tl.constexpr):
+    live = n < size
+    gate = load_dense(gate_up, row, column, bias, t, stride, n, live).to(DTYPE).to(tl.float32)
+    up = load_dense(gate_up, row, column, bias, t, stride, n + size, live).to(DTYPE).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    return (gate * up).to(DTYPE)
+
+
+@jit
 def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.constexpr,
               EARLY: tl.constexpr):
     after_others(EARLY)
     t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = n < size
-    dtype = out.dtype.element_ty
-    gate = load_dense(gate_up, row, column, bias, t, stride, n, live).to(dtype).to(tl.float32)
-    up = load_dense(gate_up, row, column, bias, t, stride, n + size, live).to(dtype).to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    y = (gate * up).to(dtype)
-    tl.store(out + t * size + n, y, mask=live)
+    y = _gated(gate_up, row, column, bias, t, n, stride, size, out.dtype.element_ty)
+    tl.store(out + t * size + n, y, mask=n < size)
     if amaxes is not None:
         tl.store(amaxes + t * tl.num_programs(1) + tl.program_id(1), tl.max(magnitude(y), axis=0))
+
+
+@jit
+def _silu_mul_codes(gate_up, row, column, bias, codes, scale, stride, size, PIECES: tl.constexpr,
+                    DTYPE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """A row, whose pieces stay in registers until its largest magnitude is known."""
+    after_others(EARLY)
+    t = tl.program_id(0).to(tl.int64)
+    whole, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)
+    for piece in tl.static_range(PIECES):
+        y = _gated(gate_up, row, column, bias, t, piece * BLOCK + tl.arange(0, BLOCK), stride, size, DTYPE)
+        whole, bits = whole + tl.tuple([y]), tl.maximum(bits, magnitude(y))
+    amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    tl.store(scale + t, step_of(amax, KIND))
+    for piece in tl.static_range(PIECES):
+        n = piece * BLOCK + tl.arange(0, BLOCK)
+        store_codes(whole[piece].to(tl.float32), amax, codes + t * size + n, n < size, KIND)
 
 
 @jit
