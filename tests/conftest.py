@@ -8,6 +8,7 @@ other tests need it undecided, so all of them run together in one process of the
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,6 +17,17 @@ os.environ["OMP_NUM_THREADS"] = "1"
 collect_ignore = [] if os.environ.get("LOWROLL_VLLM_PYTHON") else ["foreign"]        # `make test-vllm`
 
 pytest_plugins = ["interpreted"]
+
+
+@pytest.fixture(scope="session")
+def built() -> None:
+    """What nvcc builds for 4-bit weights, all formats at once: one after the other they would take most of a minute."""
+    import torch
+
+    from lowroll.kernels import streamed, w4a16
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda kind: streamed.available(kind, torch.device("cuda", 0)), w4a16.BLOCK))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,9 @@ from tiny import COMMON, FAMILIES, hf_folder, hf_model
 
 import lowroll
 from lowroll import Engine, Request
+from lowroll.engine.decoder import Decoder
+from lowroll.engine.engine import pick_device
+from lowroll.engine.sequence import Sequence
 from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import log_probs
@@ -234,3 +237,43 @@ def test_constructor_refusals(folder: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device"):
             engine_of(folder, device="cuda")
+
+
+def test_the_device_of_a_run_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first model is loaded there: kernels are launched on the current device."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for asked, index in (("cuda:1", 1), ("cuda", 2), ("auto", 2), (torch.device("cuda", 3), 3)):
+        assert pick_device(asked) == torch.device("cuda", index) == current[-1]
+    assert pick_device("cpu") == torch.device("cpu") and len(current) == 4
+
+
+def test_page_tables_are_right_and_only_new_pages_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples come and go in the middle of the batch; a page is read once in its sequence's life, a row moves whole."""
+    class Pages(list):
+        def __getitem__(self, at: slice | int) -> list[int] | int:
+            got = list.__getitem__(self, at)
+            read.extend(got if isinstance(at, slice) else [got])
+            return got
+
+    read, checked, upload = [], [], Decoder._upload
+
+    def check(decoder: Decoder, sequences: list[Sequence], size: int) -> None:
+        for sequence in sequences:
+            sequence.pages = Pages(sequence.pages)
+        before = dict(zip(decoder._paged, decoder._num_pages, strict=True))
+        read.clear()
+        upload(decoder, sequences, size)
+        assert len(read) == sum(len(s.pages) - before.get(s, 0) for s in sequences)
+        for row, sequence in enumerate(sequences):
+            assert decoder.table_BP[row, :len(sequence.pages)].tolist() == list(sequence.pages)
+        checked.append(any(s in before for s in sequences) and sequences != list(before))
+
+    monkeypatch.setattr(Decoder, "_upload", check)
+    engine = engine_of(folder, max_batch=5)
+    requests = [Request(prompt(3 + i, i), n=2, max_tokens=4 + 7 * (i % 3), seed=i, ignore_eos=True,
+                        min_p=0.01 * (i == 3)) for i in range(6)]
+    engine.generate(requests)
+    assert checked.count(True) > 5                  # steps with some rows of the step before, in another order

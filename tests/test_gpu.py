@@ -25,7 +25,7 @@ from lowroll.quant.formats import get_format
 from lowroll.types import Group
 from lowroll.weights.publish import digest, quantize_base
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 
 LENGTHS = [40, 1, 17, 17, 3]
 IDS = torch.randint(2, COMMON["vocab_size"], (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))

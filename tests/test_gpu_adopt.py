@@ -18,7 +18,7 @@ from lowroll.quant.formats import QTensor, get_format
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy, rollout_load
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 
 IDS = torch.randint(2, COMMON["vocab_size"], (64,), generator=torch.Generator().manual_seed(0))
 REQUESTS = [Request(IDS[i:i + 5 + 3 * i].tolist(), n=3, max_tokens=24, seed=i, ignore_eos=True,

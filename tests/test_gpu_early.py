@@ -11,7 +11,7 @@ from lowroll import Engine, Request
 from lowroll.engine import decoder
 from lowroll.kernels import launch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 SHAPE = {**SHAPES["qwen2.5-1.5b"], "num_hidden_layers": 3, "vocab_size": 8192}
 
 

@@ -1,19 +1,27 @@
 """The kernels of a mixture of experts on a CUDA device: against float32, in a graph, without waiting, repeatable."""
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
 from test_kernels_grouped import normal, rounded, stack_of
+from tiny import hf_folder
 from torch import Tensor
 
 from lowroll.kernels import grouped, route
 from lowroll.kernels.grouped import Stack
-from lowroll.model.experts import Experts
+from lowroll.model import hf
+from lowroll.model.attention import varlen
+from lowroll.model.experts import Experts, _low_bit_product
+from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import spec_from_config
 from lowroll.quant.formats import quantize
 
 pytestmark = pytest.mark.gpu
 HIDDEN, WIDE, COUNT, CHOICES = 256, 128, 40, 4
+TOKENS = (1, 64, 700)            # a size of tile each
 FORMATS = ("bf16", "int8", "fp8", "nvfp4", "mxfp4", "int4")
 
 
@@ -26,7 +34,20 @@ def stacks(format: str) -> tuple[Stack, Stack, Tensor, Tensor]:
     return made[0], made[1], dense[0], dense[1]
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 64, 700])
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Compile at once what the tests would compile one after the other."""
+    def run(case: tuple[str, int]) -> None:
+        gate_up, down, _, _ = stacks(case[0])
+        x_TD = torch.zeros(case[1], HIDDEN, device="cuda", dtype=torch.bfloat16)
+        grouped.experts(x_TD, x_TD.new_zeros(COUNT, HIDDEN), gate_up, down, CHOICES, True)
+
+    if torch.cuda.is_available():
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(run, [(format, tokens) for format in FORMATS for tokens in TOKENS]))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_layer_is_near_float32(format: str, tokens: int) -> None:
     gate_up, down, w_EFD, w_EDF = stacks(format)
@@ -63,15 +84,7 @@ def test_a_graph_replays_what_runs_without_one_and_nothing_waits(format: str) ->
 
 
 def test_the_learner_in_bfloat16_is_near_the_cpu_in_float32() -> None:
-    spec = spec_from_config({
-        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 8, "hidden_size": HIDDEN, "intermediate_size": 8,
-        "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8, "num_experts": COUNT,
-        "num_experts_per_tok": CHOICES, "moe_intermediate_size": WIDE, "norm_topk_prob": True})
-    cpu, gpu = Experts(spec, "cpu", torch.float32), Experts(spec, "cuda", torch.bfloat16)
-    with torch.no_grad():
-        for seed, (p, q) in enumerate(zip(cpu.parameters(), gpu.parameters(), strict=True)):
-            q.copy_(normal(*p.shape, seed=seed) * 0.1)
-            p.copy_(q)
+    gpu, cpu = layer("cuda", torch.bfloat16), layer("cpu", torch.float32)
     x_TD = normal(50, HIDDEN, seed=9).bfloat16()
     want, got = cpu(x_TD.float()), gpu(x_TD.cuda())
     assert (got.cpu().float() - want).norm() < 0.01 * want.norm()
@@ -81,4 +94,59 @@ def test_the_learner_in_bfloat16_is_near_the_cpu_in_float32() -> None:
     for (name, p), (_, q) in zip(cpu.named_parameters(), gpu.named_parameters(), strict=True):
         assert (q.grad.cpu().float() - p.grad).norm() < 0.03 * p.grad.norm(), name
     with torch.no_grad():
-        assert (gpu(x_TD.cuda()) - got).float().norm() < 0.01 * want.norm()      # kernels against torch's products
+        assert torch.equal(gpu(x_TD.cuda()), got)
+
+
+def layer(device: str, dtype: torch.dtype) -> Experts:
+    spec = spec_from_config({
+        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 8, "hidden_size": HIDDEN, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8, "num_experts": COUNT,
+        "num_experts_per_tok": CHOICES, "moe_intermediate_size": WIDE, "norm_topk_prob": True})
+    experts = Experts(spec, device, dtype)
+    with torch.no_grad():
+        for seed, p in enumerate(experts.parameters()):
+            p.copy_((normal(*p.shape, seed=seed) * 0.1).bfloat16())
+    return experts
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_aligned_learner_has_the_engines_bits_with_gradients_and_without(format: str) -> None:
+    learner, engine = (layer("cuda", torch.bfloat16) for _ in range(2))
+    for ours, theirs in ((learner.gate_up, engine.gate_up), (learner.down, engine.down)):
+        ours.aligned = quantize(ours.weight.detach(), format)
+        theirs.set_weight(ours.aligned)
+        theirs.low_bit = True
+    for tokens in (9, 700):
+        x_TD = normal(tokens, HIDDEN, seed=9).bfloat16().cuda()
+        with_gradients = learner(x_TD)
+        with torch.no_grad():
+            assert with_gradients.requires_grad and torch.equal(learner(x_TD), with_gradients)
+            assert torch.equal(engine(x_TD), with_gradients)
+
+
+@pytest.mark.parametrize("format", ["w4a8", "fp8_block"])
+def test_formats_without_a_kernel_round_activations(format: str) -> None:
+    """Against each expert's own product, which is that of a dense layer."""
+    engine, x_TD = layer("cuda", torch.bfloat16), normal(9, HIDDEN, seed=9).bfloat16().cuda()
+    for linear in (engine.gate_up, engine.down):
+        linear.set_weight(quantize(linear.weight.detach(), format))
+        linear.low_bit = True
+    with torch.no_grad():
+        groups = route.sort_slots(engine.router(x_TD)[1], COUNT)
+        x_PK = route.gather(x_TD, groups, CHOICES)
+        got, want = engine.gate_up.multiply(x_PK, groups), _low_bit_product(x_PK, engine.gate_up.weight, groups, COUNT)
+        assert (got - want).float().norm() < 3e-3 * want.float().norm()
+
+
+def test_log_probs_of_a_model_have_the_same_bits_with_gradients_and_without(tmp_path: Path) -> None:
+    model = hf.load(hf_folder(tmp_path / "moe", "qwen3-moe", hidden_size=64, moe_intermediate_size=32), "cuda",
+                    torch.bfloat16).requires_grad_(True)
+    lengths, ids_T = [40, 9, 70], torch.randint(2, 67, (119,), generator=torch.Generator().manual_seed(0)).cuda()
+    pos_T = torch.cat([torch.arange(n) for n in lengths]).cuda()
+
+    def log_probs() -> Tensor:
+        return token_log_probs(model(ids_T, pos_T, varlen(lengths, "cuda")), model.lm_head_weight, ids_T.roll(-1))[0]
+
+    with_gradients = log_probs()
+    with torch.no_grad():
+        assert with_gradients.requires_grad and torch.equal(log_probs(), with_gradients)

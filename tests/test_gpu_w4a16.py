@@ -9,7 +9,7 @@ from torch import Tensor
 from lowroll.kernels import streamed, w4a16
 from lowroll.quant.formats import QTensor, quantize
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 KINDS = ("nvfp4", "mxfp4", "int4", "int4_asym")
 SHAPES = ((200, 384), (392, 128), (384, 512), (4608, 3584), (1536, 8960))
 ROWS = (1, 3, 8, 9, 16, 31, 32, 57, 64, 100)

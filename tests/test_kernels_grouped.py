@@ -1,16 +1,19 @@
 """The kernels of a mixture of experts: in Triton's interpreter against plain torch, and compiled for Hopper."""
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled import built
 from torch import Tensor
 
-from lowroll.kernels import grouped, route
+from lowroll.kernels import grouped, route, rows, swiglu
 from lowroll.kernels.grouped import Stack, Tiles
 from lowroll.kernels.rows import quantize_rows
+from lowroll.model import experts
 from lowroll.model.experts import Experts
 from lowroll.model.spec import spec_from_config
 from lowroll.quant.formats import QTensor, quantize
@@ -44,11 +47,34 @@ def rounded(x_MK: Tensor, format: str) -> Tensor:
                          [(1, 6, 2, True), (19, 128, 8, True), (5, 20, 3, False), (3, 1, 1, True)])
 def test_choices_are_those_of_plain_torch(tokens: int, num_experts: int, choices: int, renormalize: bool) -> None:
     x_TD, router_ED = normal(tokens, 100), normal(num_experts, 100, seed=1) * 0.3
-    with torch.enable_grad():
-        want = route.choose(x_TD.requires_grad_(), router_ED, choices, renormalize)
-    weights_TS, experts_TS = route.choose(x_TD.detach(), router_ED, choices, renormalize)
-    assert experts_TS.dtype == torch.int32 and torch.equal(experts_TS.long(), want[1])
-    torch.testing.assert_close(weights_TS, want[0].detach(), rtol=1e-5, atol=1e-7)
+    weights_TS, experts_TS = route.choose(x_TD, router_ED, choices, renormalize)
+    logits_TE = x_TD @ router_ED.t()
+    want_TS = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :choices]
+    assert experts_TS.dtype == torch.int32 and torch.equal(experts_TS.long(), want_TS)
+    torch.testing.assert_close(weights_TS, formula(logits_TE, want_TS, renormalize), rtol=1e-5, atol=1e-7)
+
+
+def formula(logits_TE: Tensor, experts_TS: Tensor, renormalize: bool) -> Tensor:
+    p_TS = logits_TE.softmax(-1).gather(1, experts_TS)
+    return p_TS / p_TS.sum(1, keepdim=True) if renormalize else p_TS
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_choices_have_the_gradient_of_plain_torch_and_the_same_bits_without_one(renormalize: bool) -> None:
+    leaves, slope = [normal(9, 40).requires_grad_(), normal(7, 40, seed=1).requires_grad_()], normal(9, 3, seed=2)
+    weights_TS, experts_TS = route.choose(*leaves, 3, renormalize)
+    got = torch.autograd.grad((weights_TS * slope).sum(), leaves)
+    want = torch.autograd.grad((formula(leaves[0] @ leaves[1].t(), experts_TS.long(), renormalize) * slope).sum(),
+                               leaves)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        again_TS, same_TS = route.choose(*leaves, 3, renormalize)
+    assert torch.equal(again_TS, weights_TS) and torch.equal(same_TS, experts_TS)
+    router_ED = leaves[1].detach()                                                      # a frozen router
+    weights_TS = route.choose(leaves[0], router_ED, 3, renormalize)[0]
+    assert torch.equal(torch.autograd.grad((weights_TS * slope).sum(), leaves[0])[0], got[0])
 
 
 @pytest.mark.interpreted
@@ -165,25 +191,53 @@ def test_a_mixture_of_experts_is_the_formula(format: str, monkeypatch: pytest.Mo
     assert (got - want).abs().max() < bound * want.abs().max()
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("format", [None, "int8", "fp8", "nvfp4", "int4"])
-def test_the_module_runs_the_kernels_where_nothing_learns(format: str | None) -> None:
-    """The same module with gradients (plain torch on the CPU, or the unfused products) and without."""
+def module_of(dtype: torch.dtype = torch.float32, hidden: int = 64, wide: int = 32) -> Experts:
     spec = spec_from_config({
-        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 8, "hidden_size": 64, "intermediate_size": 8,
+        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 8, "hidden_size": hidden, "intermediate_size": 8,
         "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8, "num_experts": 5,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True})
-    module = Experts(spec, "cpu", torch.float32)
+        "num_experts_per_tok": 2, "moe_intermediate_size": wide, "norm_topk_prob": True})
+    module = Experts(spec, "cpu", dtype)
     with torch.no_grad():
         for seed, p in enumerate(module.parameters()):
             p.copy_(normal(*p.shape, seed=seed) * 0.3)
-    for linear in (module.gate_up, module.down) if format else ():
-        linear.aligned = quantize(linear.weight, format)
-    x_TD = normal(7, 64, seed=9)
-    want = module(x_TD)
+    return module
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("format", "dtype"), [(None, torch.float32), (None, torch.float16), ("int8", torch.float16),
+                                               ("fp8", torch.float32), ("nvfp4", torch.float16),
+                                               ("int4", torch.float32)])
+def test_a_learner_has_the_same_bits_with_gradients_and_without_and_an_aligned_one_the_engines(
+        format: str | None, dtype: torch.dtype) -> None:
+    learner, engine, x_TD = module_of(dtype), module_of(dtype), normal(7, 64, seed=9).to(dtype)
+    for ours, theirs in zip((learner.gate_up, learner.down), (engine.gate_up, engine.down), strict=True):
+        if format:
+            ours.aligned = quantize(ours.weight, format)
+        theirs.set_weight(ours.aligned or quantize(ours.weight, "fp32"))
+        theirs.low_bit = True
+    want = learner(x_TD)
+    with torch.no_grad():
+        again, got = learner(x_TD), engine(x_TD)
+    assert want.requires_grad and torch.equal(again, want)
+    assert torch.equal(got, want) if format else (got - want).abs().max() < 4e-3 * want.abs().max()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("format", ["w4a8", "fp8_block", "int4_asym", "nf4"])
+def test_formats_without_a_kernel_of_their_own_round_activations_as_in_a_dense_layer(
+        format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against each expert's own product, an expert at a time."""
+    module, x_TD = module_of(hidden=128, wide=128), normal(7, 128, seed=9)
+    for linear in (module.gate_up, module.down):
+        linear.set_weight(quantize(linear.weight, format))
+        linear.low_bit = True
+    monkeypatch.setattr(rows, "fused", lambda x: False)                 # the interpreter rounds to e4m3 wrongly
     with torch.no_grad():
         got = module(x_TD)
-    assert want.requires_grad and (got - want).abs().max() < (0.01 if format in ("int8", "fp8") else 1e-4)
+        for owner in (experts, swiglu, route):
+            monkeypatch.setattr(owner, "fused", lambda x: False)
+        want = module(x_TD)
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
 # -- the machine code -------------------------------------------------------------------------------------------------
@@ -201,11 +255,28 @@ def test_it_compiles_for_hopper_without_spills(kind: str, types: dict[str, str],
     assert "st.local" not in ptx and compiled.metadata.shared <= 227 * 1024
 
 
-def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def test_where_a_token_lies_is_counted_in_64_bits() -> None:
+    """Half a million tokens of 4,096 features, or shares of 512 experts' logits, are beyond 2^31."""
+    pytest.importorskip("triton")
+    from lowroll.kernels import triton_route
 
+    types = {"x_ptr": "*bf16", "w_ptr": "*bf16", "part_ptr": "*fp32", "weights_ptr": "*fp32", "experts_ptr": "*i32",
+             "tokens": "i32", "features": "i32", "num_experts": "i32"}
+    constants = {"PARTS": 2, "BLOCK_T": 16, "BLOCK_E": 128, "BLOCK_K": 64, "CHOICES": 2, "RENORMALIZE": True,
+                 "BLOCK_S": 2, "EARLY": False}
+    for kernel, pointers in ((triton_route.logits, ("x_ptr", "part_ptr")),
+                             (triton_route.choose, ("part_ptr", "weights_ptr", "experts_ptr"))):
+        names = kernel.arg_names
+        code = built(kernel, {name: kind for name, kind in types.items() if name in names},
+                     {name: value for name, value in constants.items() if name in names}).asm["ttir"]
+        for name in pointers:
+            at = re.search(rf"(%\w+) = tt.splat %{name} ", code)
+            offsets = re.findall(rf"tt.addptr (?:%{name}|{at[1] if at else 'none'}), .*[, x](i\d\d)>? loc", code)
+            assert offsets and set(offsets) == {"i64"}, (kernel.__name__, name, offsets)
+
+
+def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
+    pytest.importorskip("triton")
     from lowroll.kernels import triton_grouped
 
     signature = {"x_ptr": "*bf16", "xs_ptr": "*fp32", "w_ptr": "*bf16", "ws_ptr": "*fp32", "g_ptr": "*fp32",
@@ -213,9 +284,5 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
                  **types}
     constants = {"rows": 768, "features": 2048, "KIND": kind, "CHOICES": 8, "SWIGLU": True, "TO_SLOTS": False,
                  "G_ROWS": False, "BLOCKED": 16 if kind.endswith("4") else 0, "PTX": True, "BLOCK_E": 128,
-                 "BLOCK_P": 16, "BLOCK_N": 64, "BLOCK_K": features}
-    names = triton_grouped.multiply.arg_names
-    source = ASTSource(fn=triton_grouped.multiply, signature={name: signature.get(name, "constexpr") for name in names},
-                       constexprs={(names.index(name),): value for name, value in constants.items()},
-                       attrs={(names.index(name),): [["tt.divisibility", 16]] for name in signature if name != "slots"})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
+                 "BLOCK_P": 16, "BLOCK_N": 64, "BLOCK_K": features, "EARLY": False}
+    return built(triton_grouped.multiply, signature, constants, ("slots",), num_warps=4, num_stages=3)

@@ -11,14 +11,16 @@ from compiled import built, compiled
 from test_trainer import tiny_model
 from torch import Tensor
 
-from lowroll.kernels import adamw, logprobs
+from lowroll.kernels import adamw, logprobs, low_rank
 from lowroll.kernels.adamw import Tensors
 from lowroll.kernels.logprobs import logit_gradient, token_log_probs
 from lowroll.kernels.low_rank import silu_mul_adapted
 from lowroll.kernels.swiglu import silu_mul, silu_mul_backward
 from lowroll.model import logprobs as model_logprobs
 from lowroll.model import lora
+from lowroll.model.adapter import Adapter
 from lowroll.model.attention import varlen
+from lowroll.model.linear import Linear
 
 both = pytest.mark.parametrize("path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"])
 
@@ -121,6 +123,38 @@ def test_the_gate_of_an_adapted_product(path: str, shape: tuple[int, int, int, i
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize(("rank", "dtype"), [(129, torch.float32), (257, torch.float16)])
+def test_updates_of_large_ranks_are_plain_products(rank: int, dtype: torch.dtype,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile has no room for them: a model's gate and the function itself go another way."""
+    assert low_rank.holds(rank - 1, dtype) and not low_rank.holds(rank, dtype)
+    monkeypatch.setattr(low_rank, "_silu_mul_adapted", None)
+    monkeypatch.setattr(low_rank, "_silu_mul_adapted_backward", None)
+    gate_up, low, b = (random(*shape, seed=i).to(dtype) for i, shape in enumerate([(5, 14), (5, rank), (14, rank)]))
+    gate, up = (gate_up.float() + low.float() @ b.float().t()).chunk(2, dim=-1)
+    got = silu_mul_adapted(gate_up.requires_grad_(), low, b, rank)
+    torch.testing.assert_close(got.float(), torch.nn.functional.silu(gate) * up, rtol=1e-2, atol=0.3)
+    got.float().sum().backward()
+    linear = Linear(6, {"gate_proj": 4, "up_proj": 4}, False, dtype=dtype).requires_grad_(False)
+    linear.weight.normal_()
+    linear.adapter = Adapter(rank, 1.0)
+    linear.adapter.a["up_proj"], linear.adapter.b["up_proj"] = (
+        torch.nn.Parameter(random(*shape)) for shape in ((rank, 6), (4, rank)))
+    y_TN, update = linear.without_update(random(3, 6).to(dtype))
+    assert update is None and torch.equal(y_TN, linear(random(3, 6).to(dtype)))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
+def test_the_largest_update_of_a_tile_fits_into_shared_memory() -> None:
+    constants = {"TOKENS": low_rank.TOKENS, "FEATURES": low_rank.FEATURES, "RANK": 256}
+    for function in (low_rank._silu_mul_adapted, low_rank._silu_mul_adapted_backward):
+        types = {name: "i32" if name in ("num_tokens", "size", "columns", "rank") else "*bf16"
+                 for name in function.arg_names if name not in constants}
+        made = built(function, types, constants, num_warps=8)
+        assert made.metadata.shared <= 113 * 1024 and "STL" not in made.asm["sass"]        # two programs at a time
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("up_proj", "q_proj"), ()])
 def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> None:
     """The update that the gate adds is neither lost nor added twice, forward and backward; and without an adapter."""
@@ -175,6 +209,31 @@ def test_adamw_in_one_launch_is_torchs(dtype: torch.dtype) -> None:
             assert low is None or torch.equal(low, m.half())
         wanted = sum(((p - b * (1 - 1e-2 * d)) ** 2).sum() for p, b, d in zip(truth, before, DECAYS, strict=True))
         assert moved.item() == pytest.approx(float(wanted), rel=1e-5)
+
+
+@pytest.mark.interpreted
+def test_adamws_moments_weigh_a_gradient_by_what_the_betas_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 - 0.999 in float32 is off by 1.3e-5 of itself, a number rounded once by 6e-8.
+
+    A device gets its numbers in float32; the interpreter would keep Python's.
+    """
+    class OnDevice:
+        def __getitem__(self, grid: tuple[int, ...], kernel: Any = adamw._adamw) -> Any:
+            return lambda *args, **named: kernel[grid](
+                *(torch.tensor(x).item() if isinstance(x, float) else x for x in args), **named)
+
+    monkeypatch.setattr(adamw, "_adamw", OnDevice())
+    master, first, second = random(70), torch.zeros(70), torch.zeros(70)
+    truth = torch.nn.Parameter(master.double())
+    torchs = torch.optim.AdamW([truth], lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    tensors = Tensors([master], [first], [second], [None], [1e-2])
+    for t in (1, 2, 3):
+        truth.grad = random(70, seed=t).double()
+        torchs.step()
+        at = tensors.addresses([random(70, seed=t)])
+        tensors.step(at, torch.tensor(1.0), rate=1e-3, betas=(0.9, 0.999), eps=1e-8, t=t)
+    for got, want in ((first, torchs.state[truth]["exp_avg"]), (second, torchs.state[truth]["exp_avg_sq"])):
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("odd", [torch.zeros(4, dtype=torch.float64), torch.zeros(4, 4).t()[:, 1:], torch.zeros(9)[1:]])

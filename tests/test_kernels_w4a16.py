@@ -4,6 +4,7 @@ What the compiled kernel computes is tested on a GPU (test_gpu_w4a16.py).
 """
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from lowroll.kernels import nvcc, streamed, w4a16
 from lowroll.quant.formats import QTensor, get_format, quantize
@@ -123,9 +125,28 @@ def test_a_folder_of_someone_else_is_refused(cache: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
 @pytest.mark.timeout(300)
-def test_compiled_for_hopper_nothing_spills(tmp_path: Path) -> None:
-    command = [str(nvcc.compiler()), *nvcc.options((9, 0), {"FORMAT": "0"}), "-Xptxas", "-v", "-cubin",
-               str(streamed.SOURCE), "-o", str(tmp_path / "out.cubin")]
+def test_compiled_for_hopper_nothing_spills_and_the_workspace_is_large_enough(tmp_path: Path) -> None:
+    command = [str(nvcc.compiler()), *nvcc.options((9, 0), {"FORMAT": "0"}), "-Xptxas", "-v", "--shared", "-Xcompiler",
+               "-fPIC", str(streamed.SOURCE), "-o", str(tmp_path / "out.so")]
     said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stderr
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert len(spills) >= 4 and all(pair == ("0", "0") for pair in spills), said
+    library, needed = ctypes.CDLL(str(tmp_path / "out.so")), (ctypes.c_longlong * 2)()
+    for processors, rows, num_out in itertools.product((78, 132, 148), (1, 8, 16, 32, 33, 64, 65, 128, 1000),
+                                                       (1, 128, 255, 4608, 152_064, 1 << 21, 1 << 22, 1 << 23)):
+        problem = streamed.Problem(M=rows, N=num_out, K=3584)
+        library.streamed_linear(ctypes.byref(problem), processors, needed, None)             # asks, launches nothing
+        assert needed[0] <= processors * streamed.PARTIAL
+        assert needed[1] <= streamed.TILES or not streamed.fits(rows, num_out)
+
+
+def test_products_that_the_workspace_has_no_room_for_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """65,536 counters: two for 256 rows of weights and 64 of activations."""
+    monkeypatch.setattr(streamed, "available", lambda kind, device: True)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    for rows, num_out, taken in ((64, 1 << 23, True), (64, (1 << 23) + 1, False), (65, 1 << 22, True),
+                                 (65, (1 << 22) + 1, False), (1, 1 << 24, False), (128, 152_064, True)):
+        x_MK = torch.empty(rows, 128, dtype=torch.bfloat16)
+        assert streamed.takes("nvfp4", x_MK, (num_out, 128)) == w4a16.takes("nvfp4", x_MK, (num_out, 128)) == taken
+    many_MK = torch.empty(1 << 14, 128, dtype=torch.bfloat16)               # are dequantised, without the workspace
+    assert w4a16.takes("nvfp4", many_MK, (152_064, 128)) and not streamed.takes("nvfp4", many_MK, (152_064, 128))

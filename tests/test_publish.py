@@ -16,6 +16,7 @@ from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor
+from lowroll.quant.int8 import Int8
 from lowroll.types import Group
 from lowroll.weights import aligned
 from lowroll.weights.noise import Noise
@@ -223,6 +224,30 @@ def test_a_second_format_beside_the_first_is_published_with_it(folder: Path) -> 
     publish(nudge(learner, seed=2), rollout, bulk=bulk)
     assert all(torch.equal(t, before[name]) == (".adapter." not in name) for name, t in tensors(bulk).items())
     assert digest(bulk) == digest(beside(learner, rollout, "int8"))
+
+
+def test_a_frozen_base_of_another_format_is_requantised_when_it_changes_and_not_before(
+        folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, made = lora_learner(folder, "nvfp4"), []
+    rollout = rollout_copy(learner, "int8", torch.float32)
+    encode = Int8.encode
+    monkeypatch.setattr(Int8, "encode", lambda self, w_NK: made.append(w_NK.device.type) or encode(self, w_NK))
+
+    def publish_and_count() -> int:
+        made.clear()
+        publish(nudge(learner, seed=2), rollout)
+        count = made.count("cpu")
+        assert digest(rollout) == digest(rollout_copy(learner, "int8", torch.float32))
+        return count
+
+    assert publish_and_count() == 0
+    (_, base), (_, ours) = (list(model.linears())[3] for model in (learner, rollout))
+    base.weight.quantize_(base.weight.dequantize() * 1.5)                       # the base has moved,
+    assert (publish_and_count(), publish_and_count()) == (1, 0)
+    ours.weight.quantize_(torch.ones(ours.weight.shape))                        # or the engine's codes have,
+    assert (publish_and_count(), publish_and_count()) == (1, 0)
+    base.set_weight(base.weight.clone())                                        # or it is another tensor
+    assert (publish_and_count(), publish_and_count()) == (1, 0)
 
 
 # -- rung P7: publish is a pure function of the master ----------------------------------------------------------------

@@ -23,7 +23,7 @@ Legend: B rows, P pages of a row, S steps, V vocabulary.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from lowroll.quant.formats import all_finite
 MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 BULK_FROM = 9      # rows
+FEWEST_DENSE = 4   # rows of a step on 16-bit matrices: cuBLAS has slower kernels for one row (80 us a gate-up, not 72)
 
 
 def bucket(num_rows: int) -> int:
@@ -55,10 +56,13 @@ class Decoder:
                  max_pages: int) -> None:
         self.model, self.bulk, self.cache = model, bulk, cache
         self.device = model.device
-        most = bucket(max_batch) if self.device.type == "cuda" else max_batch
+        dense = model.weight_format is None and model.dtype.itemsize == 2 and not model.spec.num_experts
+        self._fewest = FEWEST_DENSE if dense else 1
+        most = self.size(max_batch)
         self._rows: list[Sequence] = []
         self._last: list[int] = []                 # the token that the device drew last for each row
-        self._num_pages: list[int] = []            # of each row's table that the device has
+        self._paged: list[Sequence] = []           # whose page tables the device has, and how many pages of each
+        self._num_pages: list[int] = []
         self._steady: tuple[list[Sequence], SamplingBatch] | None = None
         # on the host, what will be uploaded: one row of `state` a quantity
         pinned = self.device.type == "cuda"
@@ -111,7 +115,7 @@ class Decoder:
 
     def size(self, num_rows: int) -> int:
         """Rows, dead ones included, that a step of so many rows runs."""
-        return bucket(num_rows) if self.device.type == "cuda" else num_rows
+        return max(self._fewest, bucket(num_rows)) if self.device.type == "cuda" else num_rows
 
     def runs_bulk(self, num_rows: int) -> bool:
         """Whether so many rows run on the second model."""
@@ -121,7 +125,7 @@ class Decoder:
     def warm_up(self) -> None:
         """Capture the graph of every size of batch now, instead of when it first comes up."""
         most = self.state.shape[1]
-        for size in sorted({bucket(rows) for rows in range(1, most + 1)}) if self.device.type == "cuda" else ():
+        for size in sorted({self.size(rows) for rows in range(1, most + 1)}) if self.device.type == "cuda" else ():
             if (size, True) not in self._graphs:
                 self._capture(size, drawing=True)
 
@@ -129,7 +133,7 @@ class Decoder:
         """Drop the captured graphs: the storages behind them are about to move."""
         self._graphs.clear()
         self.logits.clear()
-        self._rows, self._pool = [], None
+        self._rows, self._paged, self._pool = [], [], None
 
     def _upload(self, sequences: list[Sequence], size: int) -> None:
         """Bring state and page tables on the device up to date. It has moved the rows that are the same on itself."""
@@ -148,16 +152,24 @@ class Decoder:
             self.lengths_B[:size] = next_B * (pos_B < end_B)
             self.temperature_B[:size] = settings_B.int().view(torch.float32)
             self.greedy_B[:size] = settings_B >> 32 > 0
-            self._rows, self._num_pages = list(sequences), [0] * len(sequences)
-        new = [(row, column, sequence.pages[column])
-               for row, (sequence, known) in enumerate(zip(sequences, self._num_pages, strict=True))
-               for column in range(known, len(sequence.pages))]
-        if new:
-            row_N, column_N, page_N = torch.tensor(new, dtype=torch.int32).t()
-            self._table[row_N.long(), column_N.long()] = page_N
-            self._num_pages = [len(s.pages) for s in sequences]
-            widest = max(self._num_pages)
-            self.table_BP[:size, :widest].copy_(self._table[:size, :widest], non_blocking=True)
+            self._rows = list(sequences)
+        self._upload_pages(sequences, size)
+
+    def _upload_pages(self, sequences: list[Sequence], size: int) -> None:
+        """A sequence gains pages for as long as it lives and keeps those that it has: only the new ones are read, and
+        the row of a sequence that has moved up is moved as it is."""
+        num_pages = [len(s.pages) for s in sequences]
+        if sequences == self._paged and num_pages == self._num_pages:
+            return
+        if sequences != self._paged:
+            places = {sequence: row for row, sequence in enumerate(self._paged)}
+            self._num_pages = [self._num_pages[places[s]] if s in places else 0 for s in sequences]
+            self._table[:len(sequences)] = self._table[[places.get(s, 0) for s in sequences]]
+        for row, (sequence, known, now) in enumerate(zip(sequences, self._num_pages, num_pages, strict=True)):
+            if known < now:
+                self._table[row, known:now] = torch.tensor(sequence.pages[known:], dtype=torch.int32)
+        self._paged, self._num_pages = list(sequences), num_pages
+        self.table_BP[:size].copy_(self._table[:size], non_blocking=True)       # whole rows lie together
 
     def _step(self, size: int, drawing: bool) -> None:
         if self.device.type != "cuda":
@@ -204,7 +216,7 @@ class Decoder:
                     lengths_B)
 
 
-def plain(sequences: Rows[Sequence]) -> bool:
+def plain(sequences: Collection[Sequence]) -> bool:
     """Whether all rows sample from their whole distribution (or greedily): what a step draws by itself."""
     return all(s.request.repetition_penalty == 1 and not s.request.min_p and not s.request.top_k
                and s.request.top_p >= 1 and not s.banned_ids() for s in sequences)

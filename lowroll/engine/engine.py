@@ -35,7 +35,8 @@ _DENSE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
-    """`auto` is CUDA when there is one; a CUDA device always has its index, as a tensor's has.
+    """`auto` is CUDA when there is one; a CUDA device always has its index, as a tensor's has, and becomes the current
+    one, on which kernels are launched: before a model is loaded or quantised there.
 
     ValueError when CUDA is asked for and missing.
     """
@@ -44,7 +45,10 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} was asked for, and torch sees no CUDA device")
-    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
+    if place.type == "cuda":
+        place = torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
+        torch.cuda.set_device(place)
+    return place
 
 
 class Engine:
@@ -73,9 +77,7 @@ class Engine:
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
         weights = weights or self._own_format(model)
         self.format = get_format(weights)
-        place = model.device if isinstance(model, Transformer) and str(device) == "auto" else pick_device(device)
-        if place.type == "cuda":
-            torch.cuda.set_device(place)        # kernels are launched on the current device
+        place = pick_device(model.device if isinstance(model, Transformer) and str(device) == "auto" else device)
         dtype = self._pick_dtype(weights, dtype, place)
         if isinstance(model, Transformer) and model.device != place:
             raise ValueError(f"device: the model is on {model.device} and the engine on {place}")

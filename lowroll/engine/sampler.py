@@ -24,7 +24,7 @@ Shapes: B rows, V vocabulary, R filtered rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Rows
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,7 @@ class SamplingBatch:
         return self.penalised is None and self.banned is None
 
     @classmethod
-    def of(cls, sequences: Rows[Sequence], vocab_size: int, device: torch.device | str = "cpu") -> SamplingBatch:
+    def of(cls, sequences: Collection[Sequence], vocab_size: int, device: torch.device | str = "cpu") -> SamplingBatch:
         """Collect the parameters of the next token of each sequence."""
         requests = [s.request for s in sequences]
         # greedy rows skip the filters: the argmax survives each of them
@@ -68,10 +68,10 @@ class SamplingBatch:
         greedy = [r.temperature == 0 for r in requests]
         log_min_p = [math.log(r.min_p) if r.min_p and r.temperature else -math.inf for r in requests]
 
-        def put(values: Rows[float], dtype: torch.dtype) -> Tensor:
+        def put(values: Collection[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
-        def columns(rows: Rows[tuple[float, ...]], *dtypes: torch.dtype) -> tuple[Tensor, ...] | None:
+        def columns(rows: Collection[tuple[float, ...]], *dtypes: torch.dtype) -> tuple[Tensor, ...] | None:
             return tuple(map(put, zip(*rows, strict=True), dtypes)) if rows else None
 
         return cls(
@@ -109,7 +109,7 @@ def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
     return _normalise(_penalise(logits_BV.float(), params), params)
 
 
-def require_finite(logprobs: Rows[float]) -> None:
+def require_finite(logprobs: Collection[float]) -> None:
     """Raise ValueError naming the rows whose logits made no distribution. `logprobs` are `sample`'s, on the host."""
     rows = [i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
     if rows:

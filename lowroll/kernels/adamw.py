@@ -71,9 +71,9 @@ class Tensors:
         moved = torch.empty(len(self.tensor), dtype=torch.float32, device=self.device)
         names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         _adamw[(len(self.tensor),)](
-            at.table, self.decay, self.tensor, self.start, clip, moved, rate, betas[0], betas[1], eps,
-            1 - betas[0] ** t, 1 - betas[1] ** t, COLUMNS=at.table.shape[1], GRADIENT=names[at.gradients[0].dtype],
-            LOW=names[self.low_dtype], BLOCK=BLOCK, num_warps=8)
+            at.table, self.decay, self.tensor, self.start, clip, moved, rate, betas[0], 1 - betas[0], betas[1],
+            1 - betas[1], eps, 1 - betas[0] ** t, 1 - betas[1] ** t, COLUMNS=at.table.shape[1],
+            GRADIENT=names[at.gradients[0].dtype], LOW=names[self.low_dtype], BLOCK=BLOCK, num_warps=8)
         return moved.double().sum()
 
 
@@ -91,25 +91,27 @@ def _check(x: Tensor) -> None:
 
 
 @jit
-def _adamw(table_ptr, decay_ptr, tensor_ptr, start_ptr, clip_ptr, moved_ptr, rate, beta1, beta2, eps, correction1,
-           correction2, COLUMNS: tl.constexpr, GRADIENT: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of one tensor. A row of the table: addresses of p, g, m, v and the low-precision copy, and the size."""
+def _adamw(table_ptr, decay_ptr, tensor_ptr, start_ptr, clip_ptr, moved_ptr, rate, beta1, new1, beta2, new2, eps,
+           correction1, correction2, COLUMNS: tl.constexpr, GRADIENT: tl.constexpr, LOW: tl.constexpr,
+           BLOCK: tl.constexpr):
+    """One block of one tensor. A row of the table: addresses of p, g, m, v and the low-precision copy, and the size.
+    new1, new2: 1 - beta, which float32's beta2 of 0.999 would give to five digits only."""
     block = tl.program_id(0)
     i, start = tl.load(tensor_ptr + block), tl.multiple_of(tl.load(start_ptr + block), BLOCK)
     row_ptr = table_ptr + i.to(tl.int64) * COLUMNS
     clip, decay = tl.load(clip_ptr), 1 - rate * tl.load(decay_ptr + i)
     if start + BLOCK <= tl.load(row_ptr + 5):          # without a mask the loads are of 16 bytes
-        moved = _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, correction2, GRADIENT, LOW,
-                        BLOCK, False)
+        moved = _update(row_ptr, start, clip, decay, rate, beta1, new1, beta2, new2, eps, correction1, correction2,
+                        GRADIENT, LOW, BLOCK, False)
     else:
-        moved = _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, correction2, GRADIENT, LOW,
-                        BLOCK, True)
+        moved = _update(row_ptr, start, clip, decay, rate, beta1, new1, beta2, new2, eps, correction1, correction2,
+                        GRADIENT, LOW, BLOCK, True)
     tl.store(moved_ptr + block, moved)
 
 
 @jit
-def _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, correction2, GRADIENT: tl.constexpr,
-            LOW: tl.constexpr, BLOCK: tl.constexpr, ENDS: tl.constexpr):
+def _update(row_ptr, start, clip, decay, rate, beta1, new1, beta2, new2, eps, correction1, correction2,
+            GRADIENT: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr, ENDS: tl.constexpr):
     offs_n = start + tl.arange(0, BLOCK)
     inside_n = offs_n < tl.load(row_ptr + 5) if ENDS else tl.full((BLOCK,), True, tl.int1)
     p_ptr = _address(row_ptr, tl.float32) + offs_n
@@ -117,8 +119,8 @@ def _update(row_ptr, start, clip, decay, rate, beta1, beta2, eps, correction1, c
     m_ptr = _address(row_ptr + 2, tl.float32) + offs_n
     v_ptr = _address(row_ptr + 3, tl.float32) + offs_n
     g_n = tl.load(g_ptr, mask=inside_n, other=0.0).to(tl.float32) * clip
-    m_n = beta1 * tl.load(m_ptr, mask=inside_n, other=0.0) + (1 - beta1) * g_n
-    v_n = beta2 * tl.load(v_ptr, mask=inside_n, other=0.0) + (1 - beta2) * g_n * g_n
+    m_n = beta1 * tl.load(m_ptr, mask=inside_n, other=0.0) + new1 * g_n
+    v_n = beta2 * tl.load(v_ptr, mask=inside_n, other=0.0) + new2 * g_n * g_n
     step_n = rate / correction1 * m_n / (tl.sqrt_rn(v_n / correction2) + eps)
     p_n = tl.load(p_ptr, mask=inside_n, other=0.0) * decay - step_n
     tl.store(m_ptr, m_n, mask=inside_n)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels import paged
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl
+from lowroll.kernels.launch import after_others, block, early_start, fused, jit, let_others_start, prefetch, tl
 
 PROGRAMS = 132 * 3                 # an H200's SMs, three programs each: 64 rows of 4 key-value heads are faster unsplit
 MAX_SPLITS = 64
@@ -135,18 +135,35 @@ def _share(cached, splits, BLOCK: tl.constexpr):
 
 
 @jit
+def _fetch_ahead(keys_ptr, values_ptr, pages_ptr, first, cached, head, G: tl.constexpr, d: tl.constexpr,
+                 PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Bring the first block of a share into the L2 cache."""
+    LINES: tl.constexpr = D // 64 if D > 64 else 1      # of 128 bytes
+    offs_n = first + tl.arange(0, BLOCK)
+    page_n = tl.load(pages_ptr + offs_n // PAGE, mask=offs_n < cached, other=0).to(tl.int64)
+    base_n = (page_n * PAGE + offs_n % PAGE) * (G * d) + head * d
+    at_nl = base_n[:, None] + tl.minimum(tl.arange(0, LINES) * 64, d - 1)[None, :]
+    prefetch(keys_ptr + at_nl, True)
+    prefetch(values_ptr + at_nl, True)
+
+
+@jit
 def _decode_kernel(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, out_ptr, lse_ptr,
                    rows, splits, q_stride, k_stride, v_stride, table_stride, scale,
                    H: tl.constexpr, G: tl.constexpr, d: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
                    R: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
                    EARLY: tl.constexpr):
     """One key-value head of one row, over one share of its cached tokens; G fastest, then rows, then splits."""
-    after_others(EARLY)
+    let_others_start(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
-    length = tl.load(lengths_ptr + row)
+    length = tl.load(lengths_ptr + row)                 # it, the pages and what they hold are from steps before
     cached = length - 1
     share, active = _share(cached, splits, BLOCK)
+    if EARLY:
+        _fetch_ahead(keys_ptr, values_ptr, table_ptr + row.to(tl.int64) * table_stride, split * share * BLOCK, cached,
+                     head, G, d, PAGE, D, BLOCK)
+    after_others(EARLY)
     if split >= active:
         return
     PER: tl.constexpr = H // G

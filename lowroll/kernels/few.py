@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import INTERPRETED, after_others, early_start, fused, jit, prefetch, tl
+from lowroll.kernels.launch import INTERPRETED, after_others, early_start, fused, jit, tl
 from lowroll.kernels.rows import Rows
 
 MOST = {torch.int8: 2, torch.float8_e4m3fn: 1}           # rows up to which this is the fastest product
@@ -58,36 +58,46 @@ def _dot4(w, x, sums, DP4A: tl.constexpr):
 
 
 @jit
+def _codes(w_at, at, left, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(w_at, cache_modifier=".cg")
+    else:
+        return tl.load(w_at, mask=at[None, :] < left, other=0.0, cache_modifier=".cg")
+
+
+@jit
+def _added(sums, codes, x, at, K, left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+           DP4A: tl.constexpr):
+    """The sums of each row of x, with the products of these codes."""
+    after = tl.tuple([])
+    for m in tl.static_range(ROWS):
+        those = tl.load(x + m * K + at, mask=at < left, other=0.0)
+        if codes.dtype == tl.int32:
+            after += (_dot4(codes, tl.broadcast_to(those[None, :], (COLUMNS, DEPTH)), sums[m], DP4A),)
+        else:             # the 16 codes that a thread has read at once become one sum
+            products = tl.reshape(codes.to(tl.float32) * those.to(tl.float32)[None, :], (COLUMNS, DEPTH // 16, 16))
+            after += (sums[m] + tl.sum(products, 2),)
+    return after
+
+
+@jit
 def _few(x, w, row, column, bias, y, N, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
          EVEN: tl.constexpr, DP4A: tl.constexpr, EARLY: tl.constexpr):
-    """x and w are int32 words of four codes, K of them a row, or e4m3."""
+    """x and w are int32 words of four codes, K of them a row, or e4m3. The first codes are read before the wait."""
     n, at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    w_row = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K
-    w_at = w_row + at[None, :]
-    integer: tl.constexpr = w.dtype.element_ty == tl.int32
-    LINE: tl.constexpr = 32 if integer else 128
-    prefetch(w_row + tl.minimum(tl.arange(0, DEPTH // LINE) * LINE, K - 1)[None, :], EARLY)
+    w_at = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + at[None, :]
+    codes = _codes(w_at, at, K, EVEN)
     after_others(EARLY)
     sums = tl.tuple([])
     for _ in tl.static_range(ROWS):
-        if integer:
+        if w.dtype.element_ty == tl.int32:
             sums += (tl.zeros((COLUMNS, DEPTH), tl.int32),)
         else:
             sums += (tl.zeros((COLUMNS, DEPTH // 16), tl.float32),)
-    for k in range(0, K, DEPTH):
-        if EVEN:
-            codes = tl.load(w_at + k, cache_modifier=".cg")
-        else:
-            codes = tl.load(w_at + k, mask=at[None, :] < K - k, other=0.0, cache_modifier=".cg")
-        after = tl.tuple([])
-        for m in tl.static_range(ROWS):
-            those = tl.load(x + m * K + k + at, mask=at < K - k, other=0.0)
-            if integer:
-                after += (_dot4(codes, tl.broadcast_to(those[None, :], (COLUMNS, DEPTH)), sums[m], DP4A),)
-            else:         # the 16 codes that a thread has read at once become one sum
-                products = tl.reshape(codes.to(tl.float32) * those.to(tl.float32)[None, :], (COLUMNS, DEPTH // 16, 16))
-                after += (sums[m] + tl.sum(products, 2),)
-        sums = after
+    sums = _added(sums, codes, x, at, K, K, ROWS, COLUMNS, DEPTH, DP4A)
+    for k in range(DEPTH, K, DEPTH):
+        codes = _codes(w_at + k, at, K - k, EVEN)
+        sums = _added(sums, codes, x + k, at, K, K - k, ROWS, COLUMNS, DEPTH, DP4A)
     scale = tl.load(column + n, mask=n < N, other=0.0)
     for m in tl.static_range(ROWS):
         out = tl.sum(sums[m], 1).to(tl.float32) * scale * tl.load(row + m)

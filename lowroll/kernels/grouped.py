@@ -12,13 +12,17 @@ the first product. `experts` chains it all.
     mxfp4     e2m1 codes, a power of two for 32 weights of a row
     int4      codes that stand for n - 8, a scale for 128 weights of a row, which is rounded to bfloat16 first
 
+A format without a kernel of its own is multiplied as the numbers that its codes stand for, and where its product rounds
+activations, they are rounded first (`Stack.rounded`).
+
 Tiles depend on shapes alone: a launch has as many programs as the tiles can be in the worst case.
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, N out features, K in features, F width of an expert.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -39,6 +43,7 @@ class Stack:
     codes_NK: Tensor                        # floats, int8, float8_e4m3fn; uint8 [N, K / 2]; int4: int32 [N, K / 8]
     scale_N1: Tensor | None = None          # w8a8, int4: float32; nvfp4: float8_e4m3fn; mxfp4: uint8
     global_scale: Tensor | None = None      # nvfp4: float32 [1] or [N]
+    rounded: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)   # dense: x as its product takes it
 
     @property
     def rows(self) -> int:
@@ -88,7 +93,7 @@ def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
     if stack.packed:           # the features of the first code of all blocks, then of the second, ...
         return x_MK.view(len(x_MK), -1, stack.block).transpose(1, 2).contiguous(), None
     if stack.kind == "dense":
-        return x_MK.contiguous(), None
+        return (x_MK if stack.rounded is None else stack.rounded(x_MK)).contiguous(), None
     quantized = quantize_rows(x_MK, "int8" if stack.codes_NK.dtype == torch.int8 else "fp8")
     return quantized.codes_MK, quantized.scale_M1
 

@@ -94,7 +94,7 @@ def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
     return tile._replace(splits=-(-steps // -(-steps // splits)))        # no part without a step
 
 
-@jit
+@jit(do_not_specialize=["M"])         # numbers of rows come and go, and only masks read them
 def _kernel(x, w, row, column, bias, y, parts, turns, M, N, K, splits,
             ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
             EARLY: tl.constexpr):

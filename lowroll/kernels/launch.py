@@ -4,15 +4,16 @@ Programmatic dependent launch (CUDA, from capability 9.0 on). Within `overlappin
 of the one before it on the stream runs or has ended, and lets the one after it start as soon as it runs itself: launch
 latency, prologues and the first weights lie under the end of the kernel before. What keeps the order of a stream:
 
-1. `after_others` waits until the kernel before has ended and its writes are seen. Before it nothing of other kernels is
-   read but weights, and nothing is written at all: results, workspaces and counters may still be read by those before.
+1. `after_others` waits until the kernel before has ended and its writes are seen. Ahead of it a kernel reads weights
+   and what the step before left (lengths, page tables), and writes nothing: results, workspaces and counters may still
+   be read by the kernel before.
 2. Every kernel that starts early also waits, in every one of its blocks that does anything, before it ends. So when B
-   has ended, A before it had, and the C that waits for B alone waits for all: two kernels apart nothing is in flight
-   beside what stands before rule 1's line. Memory that the allocator passes on in stream order is safe for that reason.
-3. A kernel launched plainly (cuBLAS, torch) starts after the end of the one before it and everything earlier. Weights
-   may be read ahead because such a one stands between their last write and the first product, if only the embedding.
-   `prefetch` fetches to the L2 cache, where a later write is seen: it is right even without that.
-4. No kernel can keep one before it from ending: the later starts only when no block of the earlier waits for room.
+   has ended, A before it had, and the C that waits for B alone waits for all: of kernels further apart only what rule 1
+   allows ahead runs at the same time. Memory that the allocator passes on in stream order is safe for that reason.
+3. A kernel launched plainly (cuBLAS, torch) starts after the end of the one before it and of everything earlier. One
+   of these stands between the last write of what is read ahead and the first kernel that reads it, if only the
+   embedding. `prefetch` fetches to the L2 cache, where a later write is seen: it is right even without that.
+4. No kernel keeps one before it from ending: it starts only when no block of that one waits for room any more.
 
 Kernels are written as `@jit` functions of module level, with `tl` from here. Without Triton both are placeholders that
 are never called. With TRITON_INTERPRET=1 (tests) Triton runs kernels on CPU tensors, in numpy.
@@ -32,7 +33,7 @@ from torch import Tensor
 
 triton: Any = import_module("triton") if find_spec("triton") else None
 tl: Any = import_module("triton.language") if triton else None
-jit: Callable[..., Any] = triton.jit if triton else lambda function: function
+jit: Callable[..., Any] = triton.jit if triton else lambda function=None, **options: function or (lambda f: f)
 
 _OVERLAPPING: ContextVar[bool] = ContextVar("overlapping", default=False)
 
@@ -81,10 +82,16 @@ def early_start() -> dict[str, bool]:
 # -- Triton: what a kernel with EARLY begins with ---------------------------------------------------------------------
 
 @jit
-def after_others(EARLY: tl.constexpr):
-    """Let the next kernel start, and wait for the end of the one before."""
+def let_others_start(EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def after_others(EARLY: tl.constexpr):
+    """Let the next kernel start, and wait for the end of the one before."""
+    let_others_start(EARLY)
+    if EARLY:
         tl.extra.cuda.gdc_wait()
 
 

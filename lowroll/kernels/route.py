@@ -43,15 +43,18 @@ class Groups:
 
 
 def choose(x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """(weights [T, S] in float32, experts [T, S]), by falling logit. Differentiable."""
-    if fused(x_TD) and not (torch.is_grad_enabled() and (x_TD.requires_grad or router_ED.requires_grad)):
-        return _choose(x_TD, router_ED, choices, renormalize)
+    """(weights [T, S] in float32, experts [T, S]), by falling logit. Differentiable, and the same with a gradient as
+    without."""
+    if fused(x_TD):
+        return _Choose.apply(x_TD, router_ED, choices, renormalize)
     logits_TE = F.linear(x_TD.float(), router_ED.float())
     experts_TS = logits_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :choices]
+    return _weights(logits_TE, experts_TS, renormalize), experts_TS
+
+
+def _weights(logits_TE: Tensor, experts_TS: Tensor, renormalize: bool) -> Tensor:
     weights_TS = logits_TE.softmax(dim=-1).gather(1, experts_TS)
-    if renormalize:
-        weights_TS = weights_TS / weights_TS.sum(dim=-1, keepdim=True)
-    return weights_TS, experts_TS
+    return weights_TS / weights_TS.sum(dim=-1, keepdim=True) if renormalize else weights_TS
 
 
 def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
@@ -78,6 +81,29 @@ def combine(y_PD: Tensor, weights_TS: Tensor, dtype: torch.dtype, groups: Groups
     if groups is None:
         return _sum_slots(y_PD, None, weights_TS, weights_TS.shape[1], dtype)
     return _Combine.apply(y_PD, weights_TS, dtype, groups)
+
+
+class _Choose(torch.autograd.Function):
+    """The choice is the kernel's; the gradient of its weights is that of the formula for the same experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        weights_TS, experts_TS = _choose(x_TD, router_ED, choices, renormalize)
+        ctx.save_for_backward(x_TD, router_ED, experts_TS)
+        ctx.renormalize = renormalize
+        ctx.mark_non_differentiable(experts_TS)
+        return weights_TS, experts_TS
+
+    @staticmethod
+    def backward(ctx: Any, grad_TS: Tensor, _experts_grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, router_ED, experts_TS = ctx.saved_tensors
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(need)
+                      for t, need in zip((x_TD, router_ED), ctx.needs_input_grad, strict=False)]
+            logits_TE = F.linear(*(leaf.float() for leaf in leaves))
+            weights_TS = _weights(logits_TE, experts_TS.long(), ctx.renormalize)
+        grads = iter(torch.autograd.grad(weights_TS, [leaf for leaf in leaves if leaf.requires_grad], grad_TS))
+        return *(next(grads) if leaf.requires_grad else None for leaf in leaves), None, None
 
 
 class _Gather(torch.autograd.Function):

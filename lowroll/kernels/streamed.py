@@ -5,8 +5,8 @@ depends on shapes alone, so a product is the same in every run and for every nei
 
 Within `launch.overlapping` the weights arrive while the kernel before ends; x is read after its end.
 
-A workspace a device (24 MiB), made by the first product, holds what two blocks share. Products of one device therefore
-belong on one stream at a time, and the first one does not belong in a CUDA graph's capture.
+A workspace a device (17 MiB on an H200), made by the first product, holds what two blocks share. Products of one device
+therefore belong on one stream at a time, and the first one does not belong in a CUDA graph's capture.
 
 Legend: M rows of activations, N out features, K in features.
 """
@@ -30,7 +30,7 @@ SOURCE = Path(__file__).with_name("streamed.cu")
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3, "bf16": 4}
 MULTIPLE = {"bf16": 32}                 # of K; 128 for the others
 TUNING = 0                              # the kernel's own choice; others to measure
-PARTIAL, TILES = 6 << 20, 1 << 16       # floats and counters of a workspace
+PARTIAL, TILES = 2 * 256 * 64, 1 << 16  # floats of a workspace, a multiprocessor: two tiles; and counters
 
 
 class Problem(ctypes.Structure):
@@ -54,10 +54,19 @@ def available(kind: str, device: torch.device) -> bool:
 
 
 def takes(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> bool:
-    """Is there a kernel for these activations and a matrix of that shape? It has no gradient."""
+    """Is there a kernel for these activations and a matrix of that shape, and room for it? It has no gradient."""
     return (x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and x_MK.ndim == 2 and x_MK.shape[0] > 0
-            and shape[1] % MULTIPLE.get(kind, 128) == 0 and available(kind, x_MK.device)
-            and not (torch.is_grad_enabled() and x_MK.requires_grad))
+            and shape[1] % MULTIPLE.get(kind, 128) == 0 and fits(x_MK.shape[0], shape[0])
+            and available(kind, x_MK.device) and not (torch.is_grad_enabled() and x_MK.requires_grad))
+
+
+def fits(num_rows: int, num_out: int) -> bool:
+    """Is the workspace large enough for a product of these sizes?
+
+    Its tiles have 128 or more rows of weights and up to 64 of x (no more than 64 of x are one tile), with a counter
+    each, or two where they have 256 rows. Its sums depend on the device alone, for which they are allocated.
+    """
+    return -(-num_rows // 64) * 2 * -(-num_out // 256) <= TILES
 
 
 def linear(kind: str, tensors: Mapping[str, Tensor], x_MK: Tensor, num_out: int, bias_N: Tensor | None = None,
@@ -86,7 +95,7 @@ def linear(kind: str, tensors: Mapping[str, Tensor], x_MK: Tensor, num_out: int,
                       bias_N is not None and bias_N.dtype == torch.float32, out_dtype == torch.float32, early(), TUNING)
     needed = (ctypes.c_longlong * 2)()
     library.streamed_linear(ctypes.byref(problem), processors, needed, None)
-    if needed[0] > PARTIAL or needed[1] > TILES:
+    if needed[0] > len(partial) or needed[1] > TILES:
         raise RuntimeError(f"{kind}: a product of {x_MK.shape[0]} x {num_out} needs a larger workspace")
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
@@ -113,6 +122,6 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor, int]:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first low-bit product on a device would allocate its workspace: run a step once "
                            "before a CUDA graph captures it")
-    partial = torch.empty(PARTIAL, dtype=torch.float32, device=device)
-    arrived = torch.zeros(TILES, dtype=torch.int32, device=device)
-    return partial, arrived, torch.cuda.get_device_properties(device).multi_processor_count
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    partial = torch.empty(processors * PARTIAL, dtype=torch.float32, device=device)
+    return partial, torch.zeros(TILES, dtype=torch.int32, device=device), processors

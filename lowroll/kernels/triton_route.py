@@ -12,7 +12,7 @@ def logits(x_ptr, w_ptr, part_ptr, tokens, features, num_experts, PARTS: tl.cons
            BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
     """One part's share of the sum over features: [PARTS, T, E] in float32."""
     after_others(EARLY)
-    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_e, part = tl.arange(0, BLOCK_E), tl.program_id(1)
     sums_te = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
     for step in range(part, tl.cdiv(features, BLOCK_K), PARTS):
@@ -31,7 +31,7 @@ def choose(part_ptr, weights_ptr, experts_ptr, tokens, num_experts, CHOICES: tl.
            PARTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr):
     """The experts of one token and their weights."""
     after_others(EARLY)
-    token = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)
     offs_e, offs_s = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
     sums_e = tl.zeros((BLOCK_E,), tl.float32)
     for part in tl.static_range(PARTS):

@@ -29,7 +29,7 @@ STREAM_ROWS = 128               # beyond these rows, dequantising and cuBLAS tak
 
 def takes(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> bool:
     """Does `linear` multiply these activations with a matrix of that shape? bf16 on CUDA, without gradients."""
-    return kind in BLOCK and streamed.takes(kind, x_MK, shape)
+    return kind in BLOCK and streamed.takes(kind, x_MK[:STREAM_ROWS], shape)
 
 
 def linear(kind: str, tensors: Mapping[str, Tensor], x_MK: Tensor, shape: tuple[int, int],

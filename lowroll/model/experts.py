@@ -67,23 +67,29 @@ class StackedLinear(Linear):
             _experts(weight, self.num_experts)
         super().set_weight(weight)
 
+    @property
+    def serves(self) -> bool:
+        """Is it an engine's, without gradients? A learner's numbers are the same with gradients and without."""
+        return self.low_bit and self.aligned is None and isinstance(self.weight, QTensor)
+
     def stack(self, x: Tensor) -> Stack:
-        """The matrices as kernels multiply them with activations like x."""
-        weight = self.weight if self.aligned is None else self.aligned
-        return _stack(weight, self.num_experts, x.dtype, self.low_bit or self.aligned is not None)
+        """The matrices of an engine as kernels multiply them with activations like x."""
+        self._refuse_gradient(x)
+        return _stack(self.weight, self.num_experts, x.dtype, True)
 
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
         """Sorted rows times the matrices of their experts."""
-        weight, low_bit = self.weight, self.low_bit
-        if self.aligned is not None:
-            weight, low_bit = self.aligned, True
-        elif low_bit and isinstance(weight, QTensor) and torch.is_grad_enabled() and x_PK.requires_grad:
-            raise ValueError("low_bit: the engine's arithmetic has no gradient; a learner runs the dequantised "
-                             "weights (run_low_bit(False)) or the aligned forward")
+        self._refuse_gradient(x_PK)
+        weight, low_bit = (self.weight, self.low_bit) if self.aligned is None else (self.aligned, True)
         master_NK = None if isinstance(self.weight, QTensor) else self.weight
         y_PN = _GroupedProduct.apply(x_PK, master_NK, weight, groups, self.num_experts, low_bit)
         assert isinstance(y_PN, Tensor)
         return y_PN
+
+    def _refuse_gradient(self, x: Tensor) -> None:
+        if self.serves and torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError("low_bit: the engine's arithmetic has no gradient; a learner runs the dequantised "
+                             "weights (run_low_bit(False)) or the aligned forward")
 
 
 class Experts(nn.Module):
@@ -97,7 +103,7 @@ class Experts(nn.Module):
         self.down = StackedLinear(spec.num_experts, wide, {"down_proj": hidden}, device, dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        if fused(x_TD) and not torch.is_grad_enabled():
+        if fused(x_TD) and self.gate_up.serves and self.down.serves:
             gate_up, down = (linear.stack(x_TD) for linear in (self.gate_up, self.down))
             return grouped.experts(x_TD, self.router.weight, gate_up, down, self.router.choices,
                                    self.router.renormalize)
@@ -149,12 +155,14 @@ def _dense(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Te
 def _stack(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype, low_bit: bool) -> Stack:
     """The weight as it is stored where the kernels know its format, else what it stands for."""
     if isinstance(weight, QTensor) and low_bit:
-        names = _STORED.get(weight.format)
-        if names is not None:
+        if (names := _STORED.get(weight.format)) is not None:
             kind, tensors = names[0], [weight.tensors[name] for name in names[1:]]
             stack = Stack(kind, num_experts, *tensors)
             if grouped.runs(stack, dtype):
                 return stack
+        elif (format := get_format(weight.format)).rounds:
+            w_NK = _dense(weight, num_experts, torch.float32).flatten(0, 1)
+            return Stack("dense", num_experts, w_NK, rounded=format.rounded)
     return Stack("dense", num_experts, _dense(weight, num_experts, dtype).flatten(0, 1))
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowroll.kernels.launch import fused
+from lowroll.kernels.low_rank import holds
 from lowroll.kernels.rows import Product, Rows, quantize_rows
 from lowroll.kernels.swiglu import silu_mul, silu_mul_backward
 from lowroll.model import adapter as adapters
@@ -91,7 +92,8 @@ class Linear(nn.Module):
     def without_update(self, x_TK: Tensor | Rows) -> tuple[Tensor | Product, tuple[Tensor, Tensor, int] | None]:
         """The product, and (l, B, rank) of an adapter whose l B' is missing in it; None when nothing is missing. Only a
         learner's adapter on a device is left out, for a reader whose gradient is that of the sum."""
-        if self.adapter is None or not self.adapter.enabled or not isinstance(x_TK, Tensor) or not fused(x_TK):
+        if (self.adapter is None or not self.adapter.enabled or not isinstance(x_TK, Tensor) or not fused(x_TK)
+                or not holds(self.adapter.rank, x_TK.dtype)):
             return self(x_TK), None
         y_TN, low_TL, b_NL = self._adapted(self.adapter, x_TK, whole=False)
         return y_TN, (low_TL, b_NL, self.adapter.rank)

@@ -50,6 +50,7 @@ class QTensor:
     tensors: dict[str, Tensor]
     packed: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
+    version: int = 0                 # how often the codes have changed
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
         """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor, a tuple of tensors, or one
@@ -66,6 +67,7 @@ class QTensor:
     @torch.no_grad()
     def renew(self) -> None:
         """The codes have changed: so must what was derived from them. Whoever writes to `tensors` calls it."""
+        self.version += 1
         if self.device.type == "cpu":
             self.packed.clear()
         for key, kept in self.packed.items():
@@ -178,6 +180,7 @@ class Format(ABC):
     dense: bool = False              # dense formats hold plain floating point: there is nothing to correct for
     once: tuple[str, ...] = ()       # stored tensors that have one entry for the whole matrix
     stored_as: str | None = None     # another format that has the same stored tensors
+    rounds: bool = False             # activations, to what `rounded` says, for a product in float32
     rows: str | None = None          # the kind of codes that `product` takes; None: the format has no such product
 
     @abstractmethod
@@ -194,6 +197,10 @@ class Format(ABC):
 
     @abstractmethod
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor: ...
+
+    def rounded(self, x_MK: Tensor) -> Tensor:
+        """Activations as `linear` multiplies them with the dequantised matrix: float32. For formats that `rounds`."""
+        raise NotImplementedError(f"{self.name} does not round activations")
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
         """`linear` of activations that are quantised already; its scales may be left to the kernel that comes next."""

@@ -71,7 +71,7 @@ class Float8(Format):
 
 class Float8Block(Format):
     name, bits, summary = "fp8_block", 8, "e4m3 W8A8, weights in 128 x 128 tiles, activations a token and 128 features"
-    group = BLOCK
+    group, rounds = BLOCK, True
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         num_out, num_in = w_NK.shape
@@ -90,8 +90,10 @@ class Float8Block(Format):
         return Fraction(1, BLOCK) if name == "weight_scale" else Fraction(1)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+        bias_N = None if bias_N is None else bias_N.float()
+        return F.linear(self.rounded(x_MK), multiplicand(q, torch.float32), bias_N).to(x_MK.dtype)
+
+    def rounded(self, x_MK: Tensor) -> Tensor:
         blocks_MGS = split(x_MK, BLOCK)
         rows = quantize_rows(blocks_MGS.flatten(0, 1), "fp8")
-        rounded_MK = join((rows.codes_MK.float() * rows.scale_M1).view_as(blocks_MGS), x_MK.shape[1])
-        bias_N = None if bias_N is None else bias_N.float()
-        return F.linear(rounded_MK, multiplicand(q, torch.float32), bias_N).to(x_MK.dtype)
+        return join((rows.codes_MK.float() * rows.scale_M1).view_as(blocks_MGS), x_MK.shape[1])

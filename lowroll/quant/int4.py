@@ -102,6 +102,7 @@ class Int4Asymmetric(WeightOnly):
 
 class Int4Int8(Symmetric):
     name, stored_as, summary = "w4a8", "int4", "int4's weights, INT8 activations with a scale a token"
+    rounds = True
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         rows = quantize_rows(x_MK, "int8")
@@ -109,6 +110,10 @@ class Int4Int8(Symmetric):
         if bias_N is not None:
             y_MN += bias_N
         return y_MN.to(x_MK.dtype)
+
+    def rounded(self, x_MK: Tensor) -> Tensor:
+        rows = quantize_rows(x_MK, "int8")
+        return rows.codes_MK.float() * rows.scale_M1
 
 
 def _pack_zeros(zero_NG: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import logging
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -212,17 +213,31 @@ def _quantize(name: str, linear: Linear, format: str) -> QTensor:
 def _engines(name: str, linear: Linear, format: str) -> QTensor:
     """`_quantize` for an engine: codes that the learner will refresh are copied, a frozen base is shared."""
     weight = _quantize(name, linear, format)
-    return weight.clone() if weight is linear.aligned and weight is not linear.weight else weight
+    if weight is linear.aligned and weight is not linear.weight:
+        return weight.clone()
+    if isinstance(linear.weight, QTensor) and linear.aligned is None and weight is not linear.weight:
+        _note_source(weight, linear.weight)
+    return weight
 
 
 def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
-    """`_quantize` into the storages of `target`. A dense weight is known to be finite."""
+    """`_quantize` into the storages of `target`. A dense weight is known to be finite; codes that are those of the same
+    codes of another format already stay."""
     if linear.aligned is not None and linear.aligned.format == target.format:
         target.copy_(linear.aligned)
     elif isinstance(linear.weight, nn.Parameter):
         target.quantize_(linear.weight, amax_1)
-    else:
+    elif _SOURCES.get(target) != (ref(linear.weight), linear.weight.version, target.version):
         target.copy_(_quantize(name, linear, target.format))
+        _note_source(target, linear.weight)
+
+
+# whose codes, in another format, a tensor was made of: that tensor, its version then, and the version of what was made
+_SOURCES: WeakKeyDictionary[QTensor, tuple[ref[QTensor], int, int]] = WeakKeyDictionary()
+
+
+def _note_source(made: QTensor, source: QTensor) -> None:
+    _SOURCES[made] = ref(source), source.version, made.version
 
 
 def _note_conversion(model: Transformer, format: str) -> None:
