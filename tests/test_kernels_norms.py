@@ -138,11 +138,10 @@ def test_codes_are_those_of_the_dense_result(kind: str) -> None:
 @pytest.mark.interpreted
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("size", [37, 5000])
-def test_a_gate_that_makes_whole_rows_makes_the_same_codes(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_of_whole_rows_makes_the_same_codes(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up = random(3, 2 * size)
     gate_up[1] = 0
-    cases = [gate_up, random(3, 2 * size, dtype=torch.float16), product(3, 2 * size, torch.float32, torch.float16),
-             product(3, 2 * size, torch.int32, torch.float32, bias=False)]
+    cases = [gate_up, random(3, 2 * size, dtype=torch.float16), random(3, 3 * size)[:, :2 * size]]
     for case in cases:
         monkeypatch.setattr(swiglu, "WHOLE", 4)
         in_pieces = silu_mul(case, kind)
@@ -224,7 +223,7 @@ def test_what_has_no_gradient_says_so() -> None:
     lambda x, w: add_rms_norm(x, wide_product(x.shape[1]), w, EPS, "int8"),
     lambda x, w: add_rms_norm(x, x, w, EPS)[1].sum().backward(),
     lambda x, w: silu_mul(wide_product(37888), "fp8"),
-    lambda x, w: silu_mul(wide_product(37888, swiglu.WHOLE), "fp8"),
+    lambda x, w: silu_mul(random(swiglu.WHOLE, 37888, dtype=torch.bfloat16), "fp8"),
     lambda x, w: silu_mul(random(swiglu.WHOLE, 37888, dtype=torch.bfloat16), "int8"),
     lambda x, w: silu_mul(x).sum().backward(),
     lambda x, w: rotate_heads(x, *angles(4, 128), 24, 2, 128, w[:128], w[:128], EPS)[0].sum().backward()],
@@ -238,8 +237,8 @@ def test_nothing_spills(call: Callable[[Tensor, Tensor], object]) -> None:
             assert "STL" not in listing, f"{name} spills"
 
 
-def wide_product(size: int, num_rows: int = 4) -> Product:
-    return product(num_rows, size, torch.int32, torch.bfloat16)
+def wide_product(size: int) -> Product:
+    return product(4, size, torch.int32, torch.bfloat16)
 
 
 # -- the lines of plain torch, by their formulas in float64 ------------------------------------------------------------

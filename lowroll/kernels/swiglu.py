@@ -30,7 +30,7 @@ from lowroll.kernels.rows import (
 BLOCK = 1024      # features of a program
 PIECE = 4096      # features at a time of a program that makes a whole row's codes
 LONGEST = 32768   # features of such a row, which stays in registers
-WHOLE = 128       # rows from which on there are enough of them to fill a device with such programs
+WHOLE = 160       # rows from which on there are enough of them to fill a device with such programs
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Rows:
@@ -53,8 +53,8 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Row
 def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     sums, row, column, bias = parts(gate_up)
     num_tokens, size = sums.shape[0], sums.shape[1] // 2
-    if rows is not None and num_tokens >= WHOLE and size <= LONGEST:
-        return _whole_rows(gate_up, rows)
+    if rows is not None and isinstance(gate_up, Tensor) and num_tokens >= WHOLE and size <= LONGEST:
+        return _whole_rows(sums, rows)
     y_TF = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=sums.device)
     width = min(BLOCK, block(size))
     grid = (num_tokens, -(-size // width))
@@ -69,15 +69,13 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     return codes
 
 
-def _whole_rows(gate_up: Tensor | Product, rows: str) -> Rows:
-    """Codes in one launch, a program a row."""
-    sums, row, column, bias = parts(gate_up)
-    num_tokens, size = sums.shape[0], sums.shape[1] // 2
-    codes, width = empty_rows(sums, (num_tokens, size), rows, gate_up.dtype), min(PIECE, block(size))
-    _silu_mul_codes[(num_tokens,)](
-        sums, row, column, bias, codes.codes_MK, codes.scale_M1, sums.stride(0), size, PIECES=-(-size // width),
-        DTYPE=getattr(tl, str(gate_up.dtype).removeprefix("torch.")), KIND=rows, BLOCK=width,
-        num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
+def _whole_rows(gate_up: Tensor, rows: str) -> Rows:
+    """Codes in one launch, a program a row. Scales of a Product would not leave the registers that this takes."""
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    codes, width = empty_rows(gate_up, (num_tokens, size), rows), min(PIECE, block(size))
+    _silu_mul_codes[(num_tokens,)](gate_up, codes.codes_MK, codes.scale_M1, gate_up.stride(0), size,
+                                   PIECES=-(-size // width), KIND=rows, BLOCK=width, num_warps=warps(width, 256),
+                                   enable_fp_fusion=False, **early_start())
     return codes
 
 
@@ -123,14 +121,15 @@ def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.c
 
 
 @jit
-def _silu_mul_codes(gate_up, row, column, bias, codes, scale, stride, size, PIECES: tl.constexpr,
-                    DTYPE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _silu_mul_codes(gate_up, codes, scale, stride, size, PIECES: tl.constexpr, KIND: tl.constexpr,
+                    BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """A row, whose pieces stay in registers until its largest magnitude is known."""
     after_others(EARLY)
     t = tl.program_id(0).to(tl.int64)
     whole, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)
     for piece in tl.static_range(PIECES):
-        y = _gated(gate_up, row, column, bias, t, piece * BLOCK + tl.arange(0, BLOCK), stride, size, DTYPE)
+        n = piece * BLOCK + tl.arange(0, BLOCK)
+        y = _gated(gate_up, None, None, None, t, n, stride, size, gate_up.dtype.element_ty)
         whole, bits = whole + tl.tuple([y]), tl.maximum(bits, magnitude(y))
     amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     tl.store(scale + t, step_of(amax, KIND))
