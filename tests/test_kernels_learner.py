@@ -256,7 +256,7 @@ def test_nothing_spills(kernel: str) -> None:
     from triton import language
 
     function: Any = getattr({"token_log_probs": logprobs, "adamw": adamw}[kernel], f"_{kernel}")
-    constants: dict[str, Any] = {"BLOCK": logprobs.TILE}
+    constants: dict[str, Any] = {"BLOCK": logprobs.LANES}
     types = dict.fromkeys(function.arg_names, "fp32") | {
         "logits_ptr": "*fp32", "targets_ptr": "*i64", "scale_ptr": "*fp32", "logp_ptr": "*fp32", "entropy_ptr": "*fp32",
         "gradient_ptr": "*bf16", "vocab": "i32", "logits_stride": "i32", "gradient_stride": "i32"}

@@ -34,7 +34,7 @@ def test_integer_products_are_exact(shape: tuple[int, int, int], dealt: tuple[in
                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice: the counters of finished parts are zero again after the first product."""
     rows, codes, scale, bias, want = problem(*shape)
-    small = integers.Tile(16, 64, 64, 2, 4, 1)
+    small = integers.Tile(16, 64, 64, 2, 4, 1, True)
     monkeypatch.setattr(integers, "choose", lambda *sizes: small)
     monkeypatch.setattr(integers, "_has_copy_engine", lambda device: engine)
     if dealt:
@@ -48,7 +48,7 @@ def test_integer_products_are_exact(shape: tuple[int, int, int], dealt: tuple[in
 @pytest.mark.parametrize(("tiles", "steps", "at_once"), [(296, 28, 264), (592, 28, 264), (28, 148, 132), (264, 28, 264),
                                                          (1, 3, 264), (1, 1000, 264), (265, 28, 264), (200, 50, 264)])
 def test_tiles_are_dealt_in_full_rounds_and_no_part_is_empty(tiles: int, steps: int, at_once: int) -> None:
-    whole, splits = integers.deal(tiles, steps, at_once)
+    whole, splits = integers.deal(tiles, steps, at_once, 4)
     if splits == 1:
         assert whole == tiles and (tiles % at_once == 0 or 2 * (tiles % at_once) > at_once or steps < 8)
     else:
@@ -130,12 +130,13 @@ def test_a_row_that_is_not_finite_shows_in_its_scale(bad: float) -> None:
 
 @pytest.mark.parametrize("engine", [True, False])
 @pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(1, 3584, 18944), (64, 37888, 3584), (96, 3584, 18944),
-                                                             (256, 37888, 3584), (2048, 3584, 3584)])
+    (96, 4608, 3584), (96, 37888, 3584), (256, 4608, 3584), (256, 37888, 3584), (512, 37888, 3584), (2048, 3584, 3584)])
 def test_the_product_compiles_for_hopper_and_fits(num_rows: int, num_out: int, num_in: int, engine: bool,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing spills, and the registers of the blocks that are to run at once are there."""
     pytest.importorskip("triton")
     tile = integers.choose(num_rows, num_out, num_in)
+    engine = engine and tile.engine
     types = {"x": "*i8", "w": "*i8", "row": "*fp32", "column": "*fp32", "bias": "*bf16", "y": "*bf16", "M": "i32",
              "N": "i32", "K": "i32", "whole": "i32", "splits": "i32", "parts": "*i32", "turns": "*i32"}
     if engine:
@@ -144,11 +145,9 @@ def test_the_product_compiles_for_hopper_and_fits(num_rows: int, num_out: int, n
     constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EVEN=True, EARLY=False)
     constants |= {} if engine else {"x_box": None, "w_box": None}
     code = built(integers._kernel, types, constants, ("M", "whole", "splits"), num_warps=tile.warps,
-                 num_stages=tile.stages)
+                 num_stages=tile.stages, maxnreg=integers.registers(tile))
     assert re.search(r"wgmma\S+s32\.s8\.s8", code.asm["ptx"]) and "STL" not in code.asm["sass"]
     assert ("UTMALDG" if engine else "LDGSTS.E.BYPASS.128") in code.asm["sass"]
-    used = max(int(number) for number in re.findall(r"\bR(\d+)\b", code.asm["sass"])) + 1
-    assert -(-used // 8) * 8 * tile.warps * 32 * tile.blocks <= 65536
     assert code.metadata.shared * tile.blocks <= 227 * 1024
 
 

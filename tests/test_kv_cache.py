@@ -1,4 +1,4 @@
-"""The cache's memory goes back while a learner runs, and comes back empty."""
+"""The cache's memory goes back while a learner runs, and comes back empty; later chunks see all that came before."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,6 +8,13 @@ import torch
 from tiny import hf_folder
 
 from lowroll import Engine, Request
+from lowroll.kv import cache as kv_cache
+from lowroll.kv.cache import Chunk, KVCache, PagedAttention
+from lowroll.model.attention import suffixes, varlen
+from lowroll.model.spec import read_spec
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TOLERANCE = {"cpu": {"rtol": 1e-5, "atol": 1e-6}, "cuda": {"rtol": 2e-2, "atol": 1e-2}}
 
 
 def test_released_memory_comes_back_empty_in_the_same_tensors(tmp_path: Path) -> None:
@@ -53,3 +60,44 @@ def test_memory_that_does_not_come_back_ends_the_step_and_no_more(tmp_path: Path
             engine.generate([request])
     assert not engine.has_work
     assert [r.token_ids for r in engine.generate([request])[0].rollouts] == want
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_suffix_sees_what_the_whole_sequence_saw(device: str) -> None:
+    totals, lengths = [40, 7, 300, 129], [16, 7, 1, 100]
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(sum(totals), heads, 64, generator=g).to(device, dtype) for heads in (6, 2, 2))
+    whole = varlen(totals, device)(0, q, k, v).split(totals)
+    ends = [x[-n:] for x, n in zip(q.split(totals), lengths, strict=True)]
+    got = suffixes(lengths, totals, device)(0, torch.cat(ends), k, v).split(lengths)
+    for x, y, n in zip(got, whole, lengths, strict=True):
+        torch.testing.assert_close(x, y[-n:], **TOLERANCE[device])
+
+
+@pytest.mark.parametrize("most", [1 << 17, 50])
+@pytest.mark.parametrize("device", DEVICES)
+def test_chunks_of_many_sequences_attend_over_their_pages(device: str, most: int, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two fresh prompts and three later chunks in one step, against each sequence alone and whole."""
+    monkeypatch.setattr(kv_cache, "MOST_GATHERED", most)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    spec = read_spec(hf_folder(tmp_path / "m", num_attention_heads=4, num_key_value_heads=2, head_dim=64))
+    cache = KVCache(spec, 64, 4, dtype, device)
+    g = torch.Generator().manual_seed(4)
+    totals, starts = [9, 30, 21, 48, 5], [0, 16, 20, 4, 0]
+    pages = iter((torch.randperm(63, generator=g) + 1).tolist())
+    tables = [[next(pages) for _ in range(-(-n // 4))] for n in totals]
+    sequences = [[torch.randn(n, heads, 64, generator=g).to(device, dtype) for heads in (4, 2, 2)] for n in totals]
+    for (_, k, v), table, start in zip(sequences, tables, starts, strict=True):
+        if start:
+            slots = torch.tensor([table[t // 4] * 4 + t % 4 for t in range(start)], device=device)
+            cache.write(1, slots, k[:start], v[:start])
+    order = [0, 4, 1, 2, 3]
+    chunks = [Chunk(starts[i], totals[i], tables[i]) for i in order]
+    attend = PagedAttention(cache, chunks[:2], chunks[2:])
+    inputs = [torch.cat([sequences[i][part][starts[i]:] for i in order]) for part in range(3)]
+    got = attend(1, *inputs).split([totals[i] - starts[i] for i in order])
+    for i, x in zip(order, got, strict=True):
+        want = varlen([totals[i]], device)(1, *sequences[i])[starts[i]:]
+        torch.testing.assert_close(x, want, **TOLERANCE[device])

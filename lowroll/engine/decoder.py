@@ -41,7 +41,6 @@ from lowroll.quant.formats import all_finite
 MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 BULK_FROM = 9      # rows
-FEWEST_DENSE = 4   # rows of a step on 16-bit matrices: cuBLAS has slower kernels for one row (80 us a gate-up, not 72)
 
 
 def bucket(num_rows: int) -> int:
@@ -56,9 +55,7 @@ class Decoder:
                  max_pages: int) -> None:
         self.model, self.bulk, self.cache = model, bulk, cache
         self.device = model.device
-        dense = model.weight_format is None and model.dtype.itemsize == 2 and not model.spec.num_experts
-        self._fewest = FEWEST_DENSE if dense else 1
-        most = self.size(max_batch)
+        most = bucket(max_batch) if self.device.type == "cuda" else max_batch
         self._rows: list[Sequence] = []
         self._last: list[int] = []                 # the token that the device drew last for each row
         self._paged: list[Sequence] = []           # whose page tables the device has, and how many pages of each
@@ -115,7 +112,7 @@ class Decoder:
 
     def size(self, num_rows: int) -> int:
         """Rows, dead ones included, that a step of so many rows runs."""
-        return max(self._fewest, bucket(num_rows)) if self.device.type == "cuda" else num_rows
+        return bucket(num_rows) if self.device.type == "cuda" else num_rows
 
     def runs_bulk(self, num_rows: int) -> bool:
         """Whether so many rows run on the second model."""
@@ -125,7 +122,7 @@ class Decoder:
     def warm_up(self) -> None:
         """Capture the graph of every size of batch now, instead of when it first comes up."""
         most = self.state.shape[1]
-        for size in sorted({self.size(rows) for rows in range(1, most + 1)}) if self.device.type == "cuda" else ():
+        for size in sorted({bucket(rows) for rows in range(1, most + 1)}) if self.device.type == "cuda" else ():
             if (size, True) not in self._graphs:
                 self._capture(size, drawing=True)
 

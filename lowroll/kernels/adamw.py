@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowroll.kernels.launch import jit, tl
 
-BLOCK = 4096
+BLOCK = 1024
 ALIGNMENT = 16       # bytes
 
 
@@ -73,7 +73,7 @@ class Tensors:
         _adamw[(len(self.tensor),)](
             at.table, self.decay, self.tensor, self.start, clip, moved, rate, betas[0], 1 - betas[0], betas[1],
             1 - betas[1], eps, 1 - betas[0] ** t, 1 - betas[1] ** t, COLUMNS=at.table.shape[1],
-            GRADIENT=names[at.gradients[0].dtype], LOW=names[self.low_dtype], BLOCK=BLOCK, num_warps=8)
+            GRADIENT=names[at.gradients[0].dtype], LOW=names[self.low_dtype], BLOCK=BLOCK, num_warps=4)
         return moved.double().sum()
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import INTERPRETED, after_others, block, early_start, jit, prefetch, tl
+from lowroll.kernels.launch import INTERPRETED, after_others, block, early_start, jit, tl
 from lowroll.kernels.rows import Rows
 
 MULTIPROCESSORS = 132                # of an H100 or H200; tiles are chosen for them, whatever the device
@@ -40,7 +40,7 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
         return y_MN
     tile = choose(num_rows, num_out, num_in)
     tiles = -(-num_rows // tile.rows) * -(-num_out // tile.columns)
-    whole, splits = deal(tiles, -(-num_in // tile.depth), tile.blocks * MULTIPROCESSORS)
+    whole, splits = deal(tiles, -(-num_in // tile.depth), tile.blocks * MULTIPROCESSORS, tile.depth // 32)
     parts = turns = None
     if splits > 1:
         parts = y_MN.new_empty((tiles - whole) * splits * tile.rows * tile.columns, dtype=torch.int32)
@@ -49,14 +49,14 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
     _kernel[(whole + (tiles - whole) * splits,)](
         x_MK, w_NK, *boxes, rows.scale_M1, scale_N, bias_N, y_MN, parts, turns, num_rows, num_out, num_in, whole,
         splits, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EVEN=num_in % tile.depth == 0,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **early_start())
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=registers(tile), enable_fp_fusion=False, **early_start())
     return y_MN
 
 
 def _boxes(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
     """What tells the copy engine of both matrices, where it can fetch them."""
     aligned = x_MK.shape[1] % 16 == x_MK.data_ptr() % 16 == w_NK.data_ptr() % 16 == 0
-    if not aligned or not _has_copy_engine(x_MK.device):
+    if not tile.engine or not aligned or not _has_copy_engine(x_MK.device):
         return None, None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -89,8 +89,8 @@ def _turns(device: torch.device) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """How the kernel is launched: a tile of the result and a step along K, loads in flight, warps, and how many such
-    programs a multiprocessor runs at once."""
+    """How the kernel is launched: a tile of the result and a step along K, loads in flight, warps, how many such
+    programs a multiprocessor runs at once, and whether its copy engine fetches for them."""
 
     rows: int
     columns: int
@@ -98,26 +98,50 @@ class Tile(NamedTuple):
     stages: int
     warps: int
     blocks: int
+    engine: bool
 
 
 def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
-    """The tile for a product of these sizes, and of nothing else. The numbers are what an H200 liked best."""
-    many = -(-num_out // 64) > 3 * MULTIPROCESSORS
+    """The tile for a product of these sizes, and of nothing else: what an H200 liked best (docs/LOG.md).
+
+    Small tiles as long as all of them run at once; along a long K larger ones, which are split. The engine is slow at
+    filling in rows that are not there, so a large matrix whose last tile of rows is not full goes without.
+    """
+    def tiles(rows: int, columns: int) -> int:
+        return -(-num_rows // rows) * -(-num_out // columns)
+
+    two, three = 2 * MULTIPROCESSORS, 3 * MULTIPROCESSORS
     if num_rows <= 64:
-        rows = max(16, block(num_rows))
-        return Tile(rows, 128, 128, 3, 4, 2) if many else Tile(rows, 64, 256, 4 if rows < 64 else 3, 4, 2)
+        rows, engine = max(16, block(num_rows)), num_rows > 16
+        if -(-num_out // 64) > three:
+            return Tile(rows, 128, 128, 3, 4, 3, engine)
+        return Tile(min(rows, 32), 64, 256, 4, 4, 2, engine)
     if num_rows >= 1024:
-        return Tile(256, 128, 128, 3, 8, 1)
-    return Tile(64, 128, 128, 4, 4, 2)
+        return Tile(256, 128, 128, 3, 8, 1, False)
+    if num_in <= 8192 and tiles(64, 64) <= three:
+        return Tile(64, 64, 256, 3, 4, 2, True) if tiles(64, 64) <= two else Tile(64, 64, 128, 4, 4, 3, True)
+    wide = tiles(64, 128)
+    if wide <= two and not (num_in > 8192 and MULTIPROCESSORS < wide <= three // 2):
+        return Tile(64, 128, 128, 4, 4, 2, True)
+    if wide <= three or num_rows % 128 == 64 and num_rows < 512:
+        return Tile(64, 128, 128, 3, 4, 3, True)
+    if num_rows <= 256:
+        return Tile(128, 64, 128, 3, 4, 3, num_rows % 128 == 0)
+    return Tile(128, 128, 128, 3, 8, 2, num_rows % 128 == 0)
 
 
-def deal(tiles: int, steps: int, at_once: int) -> tuple[int, int]:
+def registers(tile: Tile) -> int:
+    """What a thread may use for the blocks to run at once."""
+    return min(255, 65536 // (32 * tile.warps * tile.blocks) // 8 * 8)
+
+
+def deal(tiles: int, steps: int, at_once: int, least: int) -> tuple[int, int]:
     """(tiles that a program makes whole, parts of each of the others) for tiles of so many steps along K.
 
-    Parts have 4 steps at least, and none has none.
+    A part has `least` steps or more, where there are any parts.
     """
     rest = tiles % at_once
-    splits = min(16, at_once // rest, steps // 4) if rest else 1
+    splits = min(16, at_once // rest, steps // least) if rest else 1
     if splits <= 1:
         return tiles, 1
     return tiles - rest, -(-steps // -(-steps // splits))
@@ -141,8 +165,6 @@ def _kernel(x, w, x_box, w_box, row, column, bias, y, parts, turns, M, N, K, who
     w_at = w + (n % N).to(tl.int64)[:, None] * K + depth[None, :]      # elsewhere: one row for all would be a queue
     steps = tl.cdiv(K, DEPTH)
     each = tl.cdiv(steps, count)
-    ahead = tl.minimum(part * each * DEPTH + tl.arange(0, 4) * 128, K - 1)           # the first 512 codes of each row
-    prefetch(w + (n % N).to(tl.int64)[:, None] * K + ahead[None, :], EARLY)
     after_others(EARLY)
     sums = tl.zeros((COLUMNS, ROWS), dtype=tl.int32)
     for step in range(part * each, tl.minimum(part * each + each, steps)):

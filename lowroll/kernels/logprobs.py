@@ -19,7 +19,8 @@ from torch import Tensor
 
 from lowroll.kernels.launch import fused, jit, tl
 
-TILE = 4096
+TILE = 4096          # logits of a program that makes gradients
+LANES = 1024         # running maxima of a row
 
 
 def token_log_probs(logits_CV: Tensor, targets_C: Tensor, temperature: float = 1.0, gradient_CV: Tensor | None = None,
@@ -38,7 +39,7 @@ def token_log_probs(logits_CV: Tensor, targets_C: Tensor, temperature: float = 1
     if rows:
         _token_log_probs[(rows,)](
             logits_CV, targets_C, scale_C, logp_C, entropy_C, gradient_CV, vocab, logits_CV.stride(0),
-            0 if gradient_CV is None else gradient_CV.stride(0), 1 / temperature, BLOCK=TILE, num_warps=8)
+            0 if gradient_CV is None else gradient_CV.stride(0), 1 / temperature, BLOCK=LANES, num_warps=8)
     return logp_C, entropy_C
 
 

@@ -88,10 +88,9 @@ __device__ __forceinline__ float total(float x) {
     return x;
 }
 
-// The kernel after this one may start, and the one before has ended (programmatic dependent launch).
-__device__ __forceinline__ void after_others() {
-    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
-}
+// The kernel after this one may start; the one before has ended (programmatic dependent launch).
+__device__ __forceinline__ void let_others_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void after_others() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -301,7 +300,7 @@ __device__ __forceinline__ void join(const Problem& p, const Row& row, bool live
 template <int S>
 __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ Problem p) {
     extern __shared__ __align__(128) uint8_t memory[];
-    after_others();
+    let_others_start();
     float* ends = (float*)(memory + ROWS * RING);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int rank = blockIdx.x, head = blockIdx.y, first_row = blockIdx.z * ROWS, mine = first_row + warp;
@@ -320,12 +319,19 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
     const int batches = (together + ROWS - 1) / ROWS, steps = live ? batches + all - together : batches;
 
     const uint32_t rings = address(memory), ring = rings + warp * RING;
+    auto tile_of = [&](int step) { return step < batches ? step * ROWS + warp : together + step - batches; };
     auto ask = [&](int step) {
-        const int tile = step < batches ? step * ROWS + warp : together + step - batches;
+        const int tile = tile_of(step);
         if (step < steps && (step >= batches || tile < together)) tokens.fetch_tile(tile, ring + step % STAGES * 2 * SIDE);
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    for (int i = 0; i < STAGES - 1; ++i) ask(i);
+    // lengths, pages and what they hold are from the step before; the new token is not
+    const bool ahead = STAGES - 1 <= batches || (rank + tile_of(STAGES - 2) * S + 1) * TILE < length;
+    if (ahead)
+        for (int i = 0; i < STAGES - 1; ++i) ask(i);
+    after_others();
+    if (!ahead)
+        for (int i = 0; i < STAGES - 1; ++i) ask(i);
 
     Row row;
     const bool real = g < each && live;

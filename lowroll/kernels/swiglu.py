@@ -28,9 +28,10 @@ from lowroll.kernels.rows import (
 )
 
 BLOCK = 1024      # features of a program
-PIECE = 4096      # features at a time of a program that makes a whole row's codes
+WHOLE = 96        # rows from which on enough of them run at once for a program to make a whole row of codes
 LONGEST = 32768   # features of such a row, which stays in registers
-WHOLE = 160       # rows from which on there are enough of them to fill a device with such programs
+PROCESSORS = 132  # of an H100 or H200
+STAYS = 16 << 20  # bytes of a result that the L2 cache can keep for the next product
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Rows:
@@ -60,7 +61,7 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     grid = (num_tokens, -(-size // width))
     amaxes = torch.empty(grid, dtype=torch.int32, device=sums.device) if rows else None
     _silu_mul[grid](sums, row, column, bias, y_TF, amaxes, sums.stride(0), size, BLOCK=width,
-                    num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
+                    STAYS=y_TF.nbytes <= STAYS, num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
     if rows is None:
         return y_TF
     codes = empty_rows(y_TF, (num_tokens, size), rows)      # a row's scale waits for all of it, so in a second launch
@@ -72,7 +73,8 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
 def _whole_rows(gate_up: Tensor, rows: str) -> Rows:
     """Codes in one launch, a program a row. Scales of a Product would not leave the registers that this takes."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    codes, width = empty_rows(gate_up, (num_tokens, size), rows), min(PIECE, block(size))
+    codes = empty_rows(gate_up, (num_tokens, size), rows)
+    width = min(8192 if num_tokens <= PROCESSORS else 4096, block(size))      # one or two rows at once a processor
     _silu_mul_codes[(num_tokens,)](gate_up, codes.codes_MK, codes.scale_M1, gate_up.stride(0), size,
                                    PIECES=-(-size // width), KIND=rows, BLOCK=width, num_warps=warps(width, 256),
                                    enable_fp_fusion=False, **early_start())
@@ -110,12 +112,12 @@ def _gated(gate_up, row, column, bias, t, n, stride, size, DTYPE: tl.constexpr):
 
 
 @jit
-def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.constexpr,
+def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.constexpr, STAYS: tl.constexpr,
               EARLY: tl.constexpr):
     after_others(EARLY)
     t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = _gated(gate_up, row, column, bias, t, n, stride, size, out.dtype.element_ty)
-    tl.store(out + t * size + n, y, mask=n < size)
+    tl.store(out + t * size + n, y, mask=n < size, eviction_policy="evict_last" if STAYS else "")
     if amaxes is not None:
         tl.store(amaxes + t * tl.num_programs(1) + tl.program_id(1), tl.max(magnitude(y), axis=0))
 

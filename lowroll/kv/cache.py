@@ -3,24 +3,25 @@
 One buffer a layer for keys and one for values, [pages, page, G, d], allocated once. `PagedDecode` is one token a row
 over the row's page table: all of it lives on the device, nothing is gathered. `PagedAttention` is built for the
 prompts of one step: it writes their keys and values to their slots; prompts that start at position 0 attend over their
-own fresh keys exactly as the learner does, later chunks of a prompt gather their pages.
+own fresh keys exactly as the learner does, later chunks of a prompt gather all their sequence's tokens.
 
-Legend: T tokens of the step, B decode rows, P pages of the longest row, L = P * page, H query heads, G key-value
-heads, d head size, C tokens of a chunk.
+Legend: T tokens, B decode rows, P pages of the longest row, H query heads, G key-value heads, d head size.
 """
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.attention import gather_pages, paged_decode, write_pages
+from lowroll.kernels.attention import paged_decode, write_pages
 from lowroll.kv.arena import Arena, arena_works
-from lowroll.model.attention import Attend, varlen
+from lowroll.model.attention import Attend, suffixes, upload, varlen
 from lowroll.model.spec import ModelSpec
+
+MOST_GATHERED = 1 << 17          # tokens of later chunks' sequences whose keys and values are copied out at once
 
 
 class KVCache:
@@ -90,10 +91,6 @@ class KVCache:
     def write(self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
         write_pages(self.keys[layer], self.values[layer], slots_T, k_TGd, v_TGd)
 
-    def gather(self, layer: int, table_BP: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of each row's pages, both [B, G, L, d] (views of [B, L, G, d] copies)."""
-        return gather_pages(self.keys[layer], table_BP), gather_pages(self.values[layer], table_BP)
-
 
 def _allocate(count: int, shape: tuple[int, ...], dtype: torch.dtype,
               device: torch.device) -> tuple[list[Tensor], Arena | None]:
@@ -134,34 +131,45 @@ class PagedDecode:
 
 
 class PagedAttention:
-    """`attend` for the prompts of one step: first the fresh ones, then later chunks."""
+    """`attend` for the prompts of one step: first the fresh ones, then later chunks over all that came before them."""
 
     def __init__(self, cache: KVCache, fresh: list[Chunk], later: list[Chunk]) -> None:
         device = cache.keys[0].device
-        self.cache, self.later = cache, later
-        page_size = cache.page_size
-        self.slots_T = torch.tensor(
-            [c.pages[t // page_size] * page_size + t % page_size
-             for c in (*fresh, *later) for t in range(c.start, c.stop)], device=device)
+        self.cache = cache
+        self.slots_T = upload(torch.cat([self._slots(c)[c.start:] for c in (*fresh, *later)]), device)
         self.num_fresh = sum(c.num_tokens for c in fresh)
         self.fresh: Attend | None = varlen([c.num_tokens for c in fresh], device) if fresh else None
-        self.tables = [torch.tensor([c.pages[:-(-c.stop // page_size)]], device=device) for c in later]
+        self.later: list[tuple[int, Tensor, Attend]] = []          # queries, the slots of all their tokens, attention
+        for some in _portions(later):
+            lengths, totals = [c.num_tokens for c in some], [c.stop for c in some]
+            slots_T = upload(torch.cat([self._slots(c) for c in some]), device)
+            self.later.append((sum(lengths), slots_T, suffixes(lengths, totals, device)))
+
+    def _slots(self, chunk: Chunk) -> Tensor:
+        """Where the sequence's tokens lie, from its first to the chunk's last."""
+        size = self.cache.page_size
+        return (torch.tensor(chunk.pages)[:, None] * size + torch.arange(size)).flatten()[:chunk.stop]
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
         outputs, first = [], self.num_fresh
         if self.fresh is not None:
             outputs.append(self.fresh(layer, q_THd[:first], k_TGd[:first], v_TGd[:first]))
-        for chunk, table_1P in zip(self.later, self.tables, strict=True):
-            outputs.append(self.chunk(layer, q_THd[first:first + chunk.num_tokens], chunk, table_1P))
-            first += chunk.num_tokens
+        for count, slots_T, attend in self.later:
+            keys_TGd, values_TGd = (buffer[layer].flatten(0, 1).index_select(0, slots_T)
+                                    for buffer in (self.cache.keys, self.cache.values))
+            outputs.append(attend(layer, q_THd[first:first + count], keys_TGd, values_TGd))
+            first += count
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def chunk(self, layer: int, q_CHd: Tensor, chunk: Chunk, table_1P: Tensor) -> Tensor:
-        """A later chunk of a prompt over everything before it and, causally, itself."""
-        k_1GLd, v_1GLd = self.cache.gather(layer, table_1P)
-        pos_C = torch.arange(chunk.start, chunk.stop, device=q_CHd.device)
-        mask_CL = torch.arange(k_1GLd.shape[2], device=q_CHd.device) <= pos_C[:, None]
-        o_1HCd = F.scaled_dot_product_attention(q_CHd.transpose(0, 1)[None], k_1GLd, v_1GLd, attn_mask=mask_CL,
-                                                enable_gqa=True)
-        return o_1HCd[0].transpose(0, 1)
+
+def _portions(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
+    """Neighbours whose keys and values are gathered at once: MOST_GATHERED tokens, or a single chunk."""
+    some: list[Chunk] = []
+    for chunk in chunks:
+        if some and sum(c.stop for c in some) + chunk.stop > MOST_GATHERED:
+            yield some
+            some = []
+        some.append(chunk)
+    if some:
+        yield some

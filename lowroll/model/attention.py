@@ -55,17 +55,44 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
         return there, back
 
     def attend(_layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        half = q_THd.is_cuda and q_THd.dtype in (torch.bfloat16, torch.float16)
         ragged = len(shapes) > MOST_STACKS or longest < LONG
-        if half and ragged and q_THd.shape[-1] % 8 == 0 and q_THd.shape[-1] <= 256:
+        if ragged and _flashes(q_THd):
             assert bounds is not None
-            return _flash(q_THd, k_TGd, v_TGd, bounds, longest)
+            return _flash(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest)
         if len(shapes) == 1:
             return _by_length(q_THd, k_TGd, v_TGd, shapes)
         there, back = order()
         return _by_length(q_THd[there], k_TGd[there], v_TGd[there], shapes)[back]
 
     return attend
+
+
+def suffixes(lengths: Sequence[int], totals: Sequence[int], device: torch.device | str = "cpu") -> Attend:
+    """Causal attention of the last `lengths` tokens of each sequence over all its `totals` tokens.
+
+    attend(layer, q [sum lengths, H, d], k, v [sum totals, G, d]). One call of torch's variable-length flash attention
+    in half precision on CUDA, where its head sizes allow; else a call a sequence.
+    """
+    spans = list(zip(lengths, totals, strict=True))
+    on_cuda = torch.device(device).type == "cuda"
+    bounds = [upload(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device) for sizes in (lengths, totals)
+              ] if on_cuda else []
+
+    def attend(_layer: int, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        if _flashes(q_CHd):
+            return _flash(q_CHd, k_TGd, v_TGd, bounds[0], max(lengths), bounds[1], max(totals))
+        k_parts, v_parts = k_TGd.split(list(totals)), v_TGd.split(list(totals))
+        parts = zip(spans, q_CHd.split(list(lengths)), k_parts, v_parts, strict=True)
+        return torch.cat([_suffix(q, k, v, total - length) for (length, total), q, k, v in parts])
+
+    return attend
+
+
+def _suffix(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, before: int) -> Tensor:
+    pos_C = torch.arange(before, len(k_TGd), device=q_CHd.device)
+    mask_CT = torch.arange(len(k_TGd), device=q_CHd.device) <= pos_C[:, None]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_CHd, k_TGd, v_TGd))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_CT, enable_gqa=True)[0].transpose(0, 1)
 
 
 def upload(x: Tensor, device: torch.device | str) -> Tensor:
@@ -91,11 +118,19 @@ def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True)
 
 
-def _flash(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest: int) -> Tensor:
+def _flashes(q_THd: Tensor) -> bool:
+    """Does torch's flash attention take such queries?"""
+    return (q_THd.is_cuda and q_THd.dtype in (torch.bfloat16, torch.float16)
+            and q_THd.shape[-1] % 8 == 0 and q_THd.shape[-1] <= 256)
+
+
+def _flash(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, q_bounds: Tensor, q_longest: int, k_bounds: Tensor,
+           k_longest: int) -> Tensor:
+    """Causal, the last query at the last key of its sequence."""
     from torch.nn.attention.varlen import varlen_attn
 
-    o_THd = varlen_attn(q_THd.contiguous(), k_TGd.contiguous(), v_TGd.contiguous(), bounds, bounds, longest, longest,
-                        window_size=(-1, 0), **_grouped_heads(varlen_attn))
+    o_THd = varlen_attn(q_CHd.contiguous(), k_TGd.contiguous(), v_TGd.contiguous(), q_bounds, k_bounds, q_longest,
+                        k_longest, window_size=(-1, 0), **_grouped_heads(varlen_attn))
     assert isinstance(o_THd, Tensor)
     return o_THd
 
