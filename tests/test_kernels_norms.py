@@ -141,7 +141,10 @@ def test_codes_are_those_of_the_dense_result(kind: str) -> None:
 def test_a_gate_of_whole_rows_makes_the_same_codes(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up = random(3, 2 * size)
     gate_up[1] = 0
-    cases = [gate_up, random(3, 2 * size, dtype=torch.float16), random(3, 3 * size)[:, :2 * size]]
+    cases = [gate_up, random(3, 2 * size, dtype=torch.float16), random(3, 3 * size)[:, :2 * size],
+             Product(gate_up, dtype=torch.float32), product(3, 2 * size, torch.float32, torch.float32)]
+    made: list[object] = []
+    monkeypatch.setattr(swiglu, "_whole_rows", lambda *a, make=swiglu._whole_rows: made.append(0) or make(*a))
     for case in cases:
         monkeypatch.setattr(swiglu, "WHOLE", 4)
         in_pieces = silu_mul(case, kind)
@@ -150,6 +153,7 @@ def test_a_gate_of_whole_rows_makes_the_same_codes(kind: str, size: int, monkeyp
         assert isinstance(whole, Rows) and isinstance(in_pieces, Rows) and whole.dtype == in_pieces.dtype == case.dtype
         assert torch.equal(whole.codes_MK.view(torch.uint8), in_pieces.codes_MK.view(torch.uint8))
         assert torch.equal(whole.scale_M1, in_pieces.scale_M1)
+    assert len(made) == 4      # all but the last, whose scales are still to be applied
 
 
 @pytest.mark.interpreted

@@ -54,7 +54,8 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Row
 def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     sums, row, column, bias = parts(gate_up)
     num_tokens, size = sums.shape[0], sums.shape[1] // 2
-    if rows is not None and isinstance(gate_up, Tensor) and num_tokens >= WHOLE and size <= LONGEST:
+    dense = row is None and column is None and bias is None and sums.dtype == gate_up.dtype
+    if rows is not None and dense and num_tokens >= WHOLE and size <= LONGEST:
         return _whole_rows(sums, rows)
     y_TF = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=sums.device)
     width = min(BLOCK, block(size))
