@@ -10,7 +10,7 @@ from test_kernels_grouped import normal, rounded, stack_of
 from tiny import hf_folder
 from torch import Tensor
 
-from lowroll.kernels import grouped, route
+from lowroll.kernels import grouped, route, routed
 from lowroll.kernels.grouped import Stack
 from lowroll.model import hf
 from lowroll.model.attention import varlen
@@ -150,3 +150,27 @@ def test_log_probs_of_a_model_have_the_same_bits_with_gradients_and_without(tmp_
     with_gradients = log_probs()
     with torch.no_grad():
         assert with_gradients.requires_grad and torch.equal(log_probs(), with_gradients)
+
+
+@pytest.mark.parametrize("tiles", [(1, 4, 4, 1), (1, 4, 4, 4), (1, 3, 8, 1), (2, 4, 4, 2), (4, 3, 8, 1)])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4"])
+def test_streamed_codes_are_multiplied_as_what_they_stand_for(format: str, tiles: tuple[int, ...]) -> None:
+    """Rows that no tile divides, an expert without rows and one with several tiles; both halves of a mixture."""
+    rows, features, count, choices = 88, 384, 5, 3
+    q = quantize((normal(count * rows, features, seed=1) * 0.1).bfloat16().cuda(), format)
+    stack, w_ENK = stack_of(q, count), q.dequantize(torch.float32).view(count, rows, features)
+    if format == "nvfp4":                                                    # a global scale a row
+        scale_N = q.tensors["weight_global_scale"].expand(count * rows).contiguous()
+        stack = Stack("nvfp4", count, stack.codes_NK, stack.scale_N1, scale_N)
+    experts_TS = torch.tensor([[3, 0, 1]] * 21 + [[3, 4, 0]] * 17, dtype=torch.int32, device="cuda")
+    groups, x_TD = route.sort_slots(experts_TS, count), normal(38, features, seed=2).bfloat16().cuda()
+    if not routed.takes(stack, x_TD, experts_TS.numel()):
+        pytest.skip("needs compute capability 9.0 and nvcc")
+    x_PK, e_P = x_TD[groups.slot_P // choices], experts_TS.flatten()[groups.slot_P].long()
+    want_PN = torch.bmm(w_ENK[e_P], x_PK.float()[..., None]).squeeze(-1)
+    gate_PF, up_PF = want_PN.chunk(2, dim=-1)
+    chosen = routed.Tiles(*tiles)
+    got_PN = routed.multiply(x_PK, stack, groups, to_slots=True, chosen=chosen)[groups.slot_P]
+    got_PF = routed.multiply(x_TD, stack, groups, choices=choices, swiglu=True, chosen=chosen)
+    for got, want in ((got_PN, want_PN), (got_PF, torch.nn.functional.silu(gate_PF) * up_PF)):
+        assert (got.float() - want).norm() < 0.01 * want.norm()

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 from compiled import built
 from torch import Tensor
 
-from lowroll.kernels import grouped, route, rows, swiglu
+from lowroll.kernels import grouped, nvcc, route, routed, rows, swiglu
 from lowroll.kernels.grouped import Stack, Tiles
 from lowroll.kernels.rows import quantize_rows
 from lowroll.model import experts
@@ -99,6 +101,18 @@ def test_sorting_is_torchs_stable_one(slots: int, num_experts: int, monkeypatch:
     for name in ("slot_P", "place_P", "ends_E"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert got.bounds == want.bounds and got.bounds[-1] == (slots, slots)              # the last has no slots
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_choosing_and_sorting_at_once_is_the_one_and_then_the_other(tokens: int) -> None:
+    router_ED = normal(21, 100, seed=1) * 0.3
+    for x_TD in (normal(tokens, 100), torch.full((tokens, 100), float("nan"))):
+        weights_TS, experts_TS = route.choose(x_TD, router_ED, 5, True)
+        want, (got_TS, got) = route.sort_slots(experts_TS, 21), route.choose_and_sort(x_TD, router_ED, 5, True)
+        torch.testing.assert_close(got_TS, weights_TS, rtol=0, atol=0, equal_nan=True)
+        for name in ("slot_P", "place_P", "ends_E"):
+            assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
 @pytest.mark.interpreted
@@ -286,3 +300,33 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
                  "G_ROWS": False, "BLOCKED": 16 if kind.endswith("4") else 0, "PTX": True, "BLOCK_E": 128,
                  "BLOCK_P": 16, "BLOCK_N": 64, "BLOCK_K": features, "EARLY": False}
     return built(triton_grouped.multiply, signature, constants, ("slots",), num_warps=4, num_stages=3)
+
+
+@pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["nvfp4", "int4"])
+def test_streamed_codes_compile_without_spills(kind: str, tmp_path: Path) -> None:
+    command = [str(nvcc.compiler()), *nvcc.options((9, 0), {"FORMAT": str(routed.FORMATS[kind])}), "-Xptxas", "-v",
+               "-cubin", str(routed.SOURCE), "-o", str(tmp_path / "out.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stderr
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert spills and set(spills) == {("0", "0")}, said
+
+
+def test_streamed_codes_are_for_few_rows_of_packed_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, bytes_, odd = (stack_of(quantize(normal(8 * 32, features), format), 8)         # 192: no whole chunks of 128
+                           for features, format in ((256, "nvfp4"), (256, "fp8"), (192, "nvfp4")))
+    monkeypatch.setattr(routed, "available", lambda kind, device: True)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    x_TD = torch.empty(1, 256, dtype=torch.bfloat16)
+    assert [routed.takes(packed, x_TD, slots) for slots in (1, 8 * 32, 8 * 32 + 1)] == [True, True, False]
+    assert not any(routed.takes(stack, x, 1) for stack, x in ((bytes_, x_TD), (odd, x_TD), (packed, x_TD.half())))
+
+
+def test_streamed_codes_fit_into_shared_memory_or_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """226 KiB: 32 rows of 2048 features and the rings of eight warps fit, 32 of 4096 do not, 16 of those do."""
+    monkeypatch.setattr(routed, "available", lambda kind, device: True)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    for features, slots, taken in ((2048, 256, True), (4096, 256, False), (4096, 80, True), (14336, 8, False)):
+        stack = Stack("nvfp4", 8, torch.empty(8, features // 2, dtype=torch.uint8))
+        assert routed.takes(stack, torch.empty(1, features, dtype=torch.bfloat16), slots) == taken, (features, slots)

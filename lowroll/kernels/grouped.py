@@ -10,12 +10,13 @@ the first product. `experts` chains it all.
     w8a8      int8 or e4m3 codes on both sides, (sum_k q_x q_w) s_x s_w
     nvfp4     e2m1 codes, an e4m3 scale for 16 weights of a row, over a global scale of the matrix or the row
     mxfp4     e2m1 codes, a power of two for 32 weights of a row
-    int4      codes that stand for n - 8, a scale for 128 weights of a row, which is rounded to bfloat16 first
+    int4      codes that stand for n - 8, a scale for 128 weights of a row, which Triton's rounds to bfloat16 first
 
 A format without a kernel of its own is multiplied as the numbers that its codes stand for, and where its product rounds
 activations, they are rounded first (`Stack.rounded`).
 
-Tiles depend on shapes alone: a launch has as many programs as the tiles can be in the worst case.
+4-bit codes are streamed past few rows an expert by a kernel in CUDA C++ where it can be built (`routed`), and Triton's
+takes what is left. Tiles depend on shapes alone: a launch has as many programs as the tiles can be in the worst case.
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, N out features, K in features, F width of an expert.
 """
@@ -29,8 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels import routed
 from lowroll.kernels.launch import INTERPRETED, block, early_start, fused
-from lowroll.kernels.route import Groups, choose, combine, sort_slots
+from lowroll.kernels.route import Groups, choose_and_sort, combine, sort_slots
 from lowroll.kernels.rows import quantize_rows
 
 
@@ -67,8 +69,10 @@ class Stack:
 
 def experts(x_TD: Tensor, router_ED: Tensor, gate_up: Stack, down: Stack, choices: int, renormalize: bool) -> Tensor:
     """The whole mixture of experts: [T, D]. Where `launch.fused(x_TD)`; not differentiable."""
-    weights_TS, experts_TS = choose(x_TD, router_ED, choices, renormalize)
-    groups = sort_slots(experts_TS, gate_up.num_experts)
+    weights_TS, groups = choose_and_sort(x_TD, router_ED, choices, renormalize)
+    if all(routed.takes(stack, x_TD, weights_TS.numel()) for stack in (gate_up, down)):
+        h_PF = routed.multiply(x_TD, gate_up, groups, choices=choices, swiglu=True)
+        return combine(routed.multiply(h_PF, down, groups, to_slots=True), weights_TS, x_TD.dtype)
     h_PF = _launch(*_operand(x_TD, gate_up), gate_up, groups, x_TD.dtype, choices=choices, swiglu=True,
                    blocked=down.block)
     h_PF, scale_P1 = (h_PF, None) if down.packed else _operand(h_PF, down)

@@ -27,9 +27,10 @@ def logits(x_ptr, w_ptr, part_ptr, tokens, features, num_experts, PARTS: tl.cons
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def choose(part_ptr, weights_ptr, experts_ptr, tokens, num_experts, CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr,
-           PARTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr):
-    """The experts of one token and their weights."""
+def choose(part_ptr, weights_ptr, experts_ptr, slot_ptr, place_ptr, ends_ptr, tokens, num_experts,
+           CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK_E: tl.constexpr,
+           BLOCK_S: tl.constexpr, EARLY: tl.constexpr):
+    """The experts of one token and their weights; with `slot_ptr` it is the only one, and its slots are sorted too."""
     after_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     offs_e, offs_s = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
@@ -51,6 +52,16 @@ def choose(part_ptr, weights_ptr, experts_ptr, tokens, num_experts, CHOICES: tl.
         weights_s = weights_s / tl.sum(weights_s, 0)
     tl.store(weights_ptr + token * CHOICES + offs_s, weights_s, mask=offs_s < CHOICES)
     tl.store(experts_ptr + token * CHOICES + offs_s, experts_s, mask=offs_s < CHOICES)
+    if slot_ptr is not None:
+        experts_s = tl.where(offs_s < CHOICES, experts_s, BLOCK_E)
+        ends_e, place_s = tl.zeros((BLOCK_E,), tl.int32), tl.zeros((BLOCK_S,), tl.int32)
+        for s in tl.static_range(CHOICES):
+            expert = tl.sum(tl.where(offs_s == s, experts_s, 0), 0)
+            ends_e += (offs_e >= expert).to(tl.int32)
+            place_s += ((experts_s > expert) | ((experts_s == expert) & (offs_s > s))).to(tl.int32)
+        tl.store(slot_ptr + place_s, offs_s, mask=offs_s < CHOICES)
+        tl.store(place_ptr + offs_s, place_s, mask=offs_s < CHOICES)
+        tl.store(ends_ptr + offs_e, ends_e, mask=offs_e < num_experts)
 
 
 @triton.jit(do_not_specialize=["slots"])
