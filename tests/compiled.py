@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 
 def built(kernel: Any, types: Mapping[str, str], constants: Mapping[str, object], loose: tuple[str, ...] = (),
           **options: int) -> Any:
@@ -41,7 +39,7 @@ def compiled(call: Callable[[], object]) -> list[tuple[str, str]]:
         fixed = {name: value for name, value in values.items()
                  if value is None or kernel.params[names.index(name)].is_constexpr or value is True}
         types = {name: mangle_type(value) for name, value in values.items() if name not in fixed}
-        loose = tuple(name for name in types if not isinstance(values[name], torch.Tensor) and values[name] % 16)
+        loose = tuple(name for name in types if isinstance(values[name], int) and values[name] % 16)
         listings.append((kernel.__name__, built(kernel, types, fixed, loose, **options).asm["sass"]))
 
     with patch.object(JITFunction, "run", launch), patch("lowroll.kernels.launch.INTERPRETED", True):

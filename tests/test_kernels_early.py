@@ -18,7 +18,7 @@ from lowroll.kernels.draw import draw
 from lowroll.kernels.norm import add_rms_norm
 from lowroll.kernels.rope import rotate_heads
 from lowroll.kernels.rows import E4M3, Rows, quantize_rows
-from lowroll.kernels.swiglu import silu_mul
+from lowroll.kernels.swiglu import WHOLE, silu_mul
 
 FP32, INT32, INT64 = torch.float32, torch.int32, torch.int64
 MEMORY = re.compile(r"\b(?:LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UTMALDG|LD\.E|ST\.E)\b")
@@ -39,6 +39,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "heads": lambda: rotate_heads(empty(2, 4608), *(empty(2, 1, 64, dtype=FP32) for _ in range(2)), 28, 4, 128,
                                   empty(128), empty(128), 1e-6),
     "gate": lambda: silu_mul(empty(2, 37888), "fp8"),
+    "gate-whole": lambda: silu_mul(empty(WHOLE, 37888), "int8"),
     "rows": lambda: quantize_rows(empty(2, 3584), "int8"),
     "attention": lambda: paged_decode(empty(1, 28, 128), empty(1, 4, 128), empty(1, 4, 128), empty(8, 16, 4, 128),
                                       empty(8, 16, 4, 128), empty(1, 8, dtype=INT32), empty(1, dtype=INT32), 0.1),

@@ -136,6 +136,27 @@ def test_codes_are_those_of_the_dense_result(kind: str) -> None:
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("size", [37, 5000])
+def test_a_gate_of_whole_rows_makes_the_same_codes(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up = random(3, 2 * size)
+    gate_up[1] = 0
+    cases = [gate_up, random(3, 2 * size, dtype=torch.float16), random(3, 3 * size)[:, :2 * size],
+             Product(gate_up, dtype=torch.float32), product(3, 2 * size, torch.float32, torch.float32)]
+    made: list[object] = []
+    monkeypatch.setattr(swiglu, "_whole_rows", lambda *a, make=swiglu._whole_rows: made.append(0) or make(*a))
+    for case in cases:
+        monkeypatch.setattr(swiglu, "WHOLE", 4)
+        in_pieces = silu_mul(case, kind)
+        monkeypatch.setattr(swiglu, "WHOLE", 3)
+        whole = silu_mul(case, kind)
+        assert isinstance(whole, Rows) and isinstance(in_pieces, Rows) and whole.dtype == in_pieces.dtype == case.dtype
+        assert torch.equal(whole.codes_MK.view(torch.uint8), in_pieces.codes_MK.view(torch.uint8))
+        assert torch.equal(whole.scale_M1, in_pieces.scale_M1)
+    assert len(made) == 4      # all but the last, whose scales are still to be applied
+
+
+@pytest.mark.interpreted
 def test_a_row_that_is_not_a_number_keeps_its_scale_so() -> None:
     x = random(3, 37)
     x[1, 5] = float("nan")
@@ -206,9 +227,12 @@ def test_what_has_no_gradient_says_so() -> None:
     lambda x, w: add_rms_norm(x, wide_product(x.shape[1]), w, EPS, "int8"),
     lambda x, w: add_rms_norm(x, x, w, EPS)[1].sum().backward(),
     lambda x, w: silu_mul(wide_product(37888), "fp8"),
+    lambda x, w: silu_mul(random(swiglu.WHOLE, 37888, dtype=torch.bfloat16), "fp8"),
+    lambda x, w: silu_mul(random(swiglu.WHOLE, 37888, dtype=torch.bfloat16), "int8"),
     lambda x, w: silu_mul(x).sum().backward(),
     lambda x, w: rotate_heads(x, *angles(4, 128), 24, 2, 128, w[:128], w[:128], EPS)[0].sum().backward()],
-    ids=["norm-fp8", "norm-product-int8", "norm-backward", "gate-fp8", "gate-backward", "heads-backward"])
+    ids=["norm-fp8", "norm-product-int8", "norm-backward", "gate-fp8",
+         "gate-whole-fp8", "gate-whole-int8", "gate-backward", "heads-backward"])
 def test_nothing_spills(call: Callable[[Tensor, Tensor], object]) -> None:
     """Every kernel of the call, compiled for sm_90 at a 7B model's sizes, stays in registers."""
     x, w = (random(*shape, dtype=torch.bfloat16).requires_grad_() for shape in ((4, 3584), (3584,)))

@@ -27,18 +27,33 @@ def problem(num_rows: int, num_out: int, num_in: int) -> tuple[Rows, Tensor, Ten
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("splits", [0, 1, 3])
-def test_integer_products_are_exact(shape: tuple[int, int, int], splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [*SHAPES, (50, 200, 592)])
+@pytest.mark.parametrize("dealt", [None, (1, 3), (0, 2)])
+@pytest.mark.parametrize("engine", [True, False])
+def test_integer_products_are_exact(shape: tuple[int, int, int], dealt: tuple[int, int] | None, engine: bool,
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice: the counters of finished parts are zero again after the first product."""
     rows, codes, scale, bias, want = problem(*shape)
-    choose = integers.choose
-    if splits:
-        monkeypatch.setattr(integers, "choose", lambda *sizes: choose(*sizes)._replace(splits=splits))
+    small = integers.Tile(16, 64, 64, 2, 4, 1, True)
+    monkeypatch.setattr(integers, "choose", lambda *sizes: small)
+    monkeypatch.setattr(integers, "_has_copy_engine", lambda device: engine)
+    if dealt:
+        monkeypatch.setattr(integers, "deal", lambda *sizes: dealt)
     for _ in range(2):
         assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
     without = w8a8.multiply(rows, codes, scale.flatten(), None).dense(torch.float64)
     torch.testing.assert_close(without, want.double() - bias, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(("tiles", "steps", "at_once"), [(296, 28, 264), (592, 28, 264), (28, 148, 132), (264, 28, 264),
+                                                         (1, 3, 264), (1, 1000, 264), (265, 28, 264), (200, 50, 264)])
+def test_tiles_are_dealt_in_full_rounds_and_no_part_is_empty(tiles: int, steps: int, at_once: int) -> None:
+    whole, splits = integers.deal(tiles, steps, at_once, 4)
+    if splits == 1:
+        assert whole == tiles and (tiles % at_once == 0 or 2 * (tiles % at_once) > at_once or steps < 8)
+    else:
+        assert whole % at_once == 0 and 0 < (tiles - whole) * splits <= at_once
+        assert -(-steps // splits) >= 4 and (splits - 1) * -(-steps // splits) < steps
 
 
 @pytest.mark.interpreted
@@ -78,12 +93,11 @@ def test_plain_e4m3_products() -> None:
 
 @pytest.mark.parametrize("shape", LARGE)
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 64, 65, 128, 200, 256, 512, 4096])
-def test_a_tile_fits_the_device_and_no_part_is_empty(num_rows: int, shape: tuple[int, int]) -> None:
-    tile, (num_out, num_in) = integers.choose(num_rows, *shape), shape
-    steps, tiles = -(-num_in // tile.depth), -(-num_rows // tile.rows) * -(-num_out // tile.columns)
-    assert (tile.rows + tile.columns) * tile.depth * tile.stages <= 227 * 1024
-    assert tile.splits == 1 or (tiles <= integers.MOST_TURNS and (tile.splits - 1) * -(-steps // tile.splits) < steps)
-    assert tile.columns >= 64
+def test_a_tile_fits_the_device(num_rows: int, shape: tuple[int, int]) -> None:
+    tile = integers.choose(num_rows, *shape)
+    tiles = -(-num_rows // tile.rows) * -(-shape[0] // tile.columns)
+    assert (tile.rows + tile.columns) * tile.depth * tile.stages * tile.blocks <= 227 * 1024
+    assert tile.columns >= 64 and tile.blocks * integers.MULTIPROCESSORS <= integers.MOST_TURNS and tiles > 0
 
 
 @pytest.mark.interpreted
@@ -114,18 +128,27 @@ def test_a_row_that_is_not_finite_shows_in_its_scale(bad: float) -> None:
     assert scale.isfinite().flatten().tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(1, 3584, 18944), (64, 37888, 3584), (256, 37888, 3584)])
-def test_the_product_compiles_for_hopper_without_spills(num_rows: int, num_out: int, num_in: int) -> None:
+@pytest.mark.parametrize("engine", [True, False])
+@pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(1, 3584, 18944), (64, 37888, 3584), (96, 3584, 18944),
+    (96, 4608, 3584), (96, 37888, 3584), (256, 4608, 3584), (256, 37888, 3584), (512, 37888, 3584), (2048, 3584, 3584)])
+def test_the_product_compiles_for_hopper_and_fits(num_rows: int, num_out: int, num_in: int, engine: bool,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing spills, and the registers of the blocks that are to run at once are there."""
     pytest.importorskip("triton")
     tile = integers.choose(num_rows, num_out, num_in)
+    engine = engine and tile.engine
     types = {"x": "*i8", "w": "*i8", "row": "*fp32", "column": "*fp32", "bias": "*bf16", "y": "*bf16", "M": "i32",
-             "N": "i32", "K": "i32", "splits": "i32"}
-    types |= {"parts": "*i32", "turns": "*i32"} if tile.splits > 1 else {}
-    constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SPLIT=tile.splits > 1,
-                     EVEN=True) | ({} if tile.splits > 1 else {"parts": None, "turns": None})
-    code = built(integers._kernel, types, constants, ("M",), num_warps=tile.warps, num_stages=tile.stages).asm
-    assert re.search(r"wgmma\S+s32\.s8\.s8", code["ptx"]) and "LDGSTS.E.BYPASS.128" in code["sass"]
-    assert "STL" not in code["sass"]
+             "N": "i32", "K": "i32", "whole": "i32", "splits": "i32", "parts": "*i32", "turns": "*i32"}
+    if engine:
+        types |= {"x_box": f"tensordesc<i8[{tile.rows}, {tile.depth}]>",
+                  "w_box": f"tensordesc<i8[{tile.columns}, {tile.depth}]>"}
+    constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EVEN=True, EARLY=False)
+    constants |= {} if engine else {"x_box": None, "w_box": None}
+    code = built(integers._kernel, types, constants, ("M", "whole", "splits"), num_warps=tile.warps,
+                 num_stages=tile.stages, maxnreg=integers.registers(tile))
+    assert re.search(r"wgmma\S+s32\.s8\.s8", code.asm["ptx"]) and "STL" not in code.asm["sass"]
+    assert ("UTMALDG" if engine else "LDGSTS.E.BYPASS.128") in code.asm["sass"]
+    assert code.metadata.shared * tile.blocks <= 227 * 1024
 
 
 @pytest.mark.parametrize("integer", [True, False])

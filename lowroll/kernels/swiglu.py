@@ -14,9 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl, warps
-from lowroll.kernels.rows import Product, Rows, empty_rows, encode_rows, load_dense, magnitude, parts, quantize_rows
+from lowroll.kernels.rows import (
+    Product,
+    Rows,
+    empty_rows,
+    encode_rows,
+    load_dense,
+    magnitude,
+    parts,
+    quantize_rows,
+    step_of,
+    store_codes,
+)
 
 BLOCK = 1024      # features of a program
+WHOLE = 96        # rows from which on enough of them run at once for a program to make a whole row of codes
+LONGEST = 32768   # features of such a row, which stays in registers
+PROCESSORS = 132  # of an H100 or H200
+STAYS = 16 << 20  # bytes of a result that the L2 cache can keep for the next product
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Rows:
@@ -37,20 +52,33 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Row
 
 
 def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
-    """In codes the row's scale waits for all of it: a second launch encodes what the first one left, near the cache."""
     sums, row, column, bias = parts(gate_up)
     num_tokens, size = sums.shape[0], sums.shape[1] // 2
+    dense = row is None and column is None and bias is None and sums.dtype == gate_up.dtype
+    if rows is not None and dense and num_tokens >= WHOLE and size <= LONGEST:
+        return _whole_rows(sums, rows)
     y_TF = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=sums.device)
     width = min(BLOCK, block(size))
     grid = (num_tokens, -(-size // width))
     amaxes = torch.empty(grid, dtype=torch.int32, device=sums.device) if rows else None
     _silu_mul[grid](sums, row, column, bias, y_TF, amaxes, sums.stride(0), size, BLOCK=width,
-                    num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
+                    STAYS=y_TF.nbytes <= STAYS, num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
     if rows is None:
         return y_TF
-    codes = empty_rows(y_TF, (num_tokens, size), rows)
+    codes = empty_rows(y_TF, (num_tokens, size), rows)      # a row's scale waits for all of it, so in a second launch
     encode_rows[grid](y_TF, amaxes, codes.codes_MK, codes.scale_M1, size, NUM=block(grid[1]), KIND=rows, BLOCK=width,
                       num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
+    return codes
+
+
+def _whole_rows(gate_up: Tensor, rows: str) -> Rows:
+    """Codes in one launch, a program a row. Scales of a Product would not leave the registers that this takes."""
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    codes = empty_rows(gate_up, (num_tokens, size), rows)
+    width = min(8192 if num_tokens <= PROCESSORS else 4096, block(size))      # one or two rows at once a processor
+    _silu_mul_codes[(num_tokens,)](gate_up, codes.codes_MK, codes.scale_M1, gate_up.stride(0), size,
+                                   PIECES=-(-size // width), KIND=rows, BLOCK=width, num_warps=warps(width, 256),
+                                   enable_fp_fusion=False, **early_start())
     return codes
 
 
@@ -76,19 +104,41 @@ def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = 
 
 
 @jit
-def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.constexpr,
+def _gated(gate_up, row, column, bias, t, n, stride, size, DTYPE: tl.constexpr):
+    live = n < size
+    gate = load_dense(gate_up, row, column, bias, t, stride, n, live).to(DTYPE).to(tl.float32)
+    up = load_dense(gate_up, row, column, bias, t, stride, n + size, live).to(DTYPE).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    return (gate * up).to(DTYPE)
+
+
+@jit
+def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.constexpr, STAYS: tl.constexpr,
               EARLY: tl.constexpr):
     after_others(EARLY)
     t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = n < size
-    dtype = out.dtype.element_ty
-    gate = load_dense(gate_up, row, column, bias, t, stride, n, live).to(dtype).to(tl.float32)
-    up = load_dense(gate_up, row, column, bias, t, stride, n + size, live).to(dtype).to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    y = (gate * up).to(dtype)
-    tl.store(out + t * size + n, y, mask=live)
+    y = _gated(gate_up, row, column, bias, t, n, stride, size, out.dtype.element_ty)
+    tl.store(out + t * size + n, y, mask=n < size, eviction_policy="evict_last" if STAYS else "")
     if amaxes is not None:
         tl.store(amaxes + t * tl.num_programs(1) + tl.program_id(1), tl.max(magnitude(y), axis=0))
+
+
+@jit
+def _silu_mul_codes(gate_up, codes, scale, stride, size, PIECES: tl.constexpr, KIND: tl.constexpr,
+                    BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """A row, whose pieces stay in registers until its largest magnitude is known."""
+    after_others(EARLY)
+    t = tl.program_id(0).to(tl.int64)
+    whole, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)
+    for piece in tl.static_range(PIECES):
+        n = piece * BLOCK + tl.arange(0, BLOCK)
+        y = _gated(gate_up, None, None, None, t, n, stride, size, gate_up.dtype.element_ty)
+        whole, bits = whole + tl.tuple([y]), tl.maximum(bits, magnitude(y))
+    amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    tl.store(scale + t, step_of(amax, KIND))
+    for piece in tl.static_range(PIECES):
+        n = piece * BLOCK + tl.arange(0, BLOCK)
+        store_codes(whole[piece].to(tl.float32), amax, codes + t * size + n, n < size, KIND)
 
 
 @jit
