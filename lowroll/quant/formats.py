@@ -32,7 +32,7 @@ from torch import Tensor
 from lowroll.kernels import sweep, w4a16
 from lowroll.kernels.rows import Product, Rows
 
-DENSE_FROM = 32     # rows beyond which a matrix that is kept dense takes less time than its codes (docs/LOG.md)
+LARGE = 1 << 26     # weights of a matrix whose 4-bit codes are read faster than the dense copy up to 64 rows
 EPS = torch.finfo(torch.float32).eps      # the scale of an all-zero channel or group
 
 
@@ -264,6 +264,11 @@ class Format(ABC):
         return [-(-edge.numerator // edge.denominator) for edge in edges]
 
 
+def dense_from(shape: tuple[int, int]) -> int:
+    """Rows beyond which a matrix that is kept dense takes less time than its 4-bit codes (measured: docs/LOG.md)."""
+    return 64 if shape[0] * shape[1] >= LARGE else 32
+
+
 class WeightOnly(Format):
     """Low-bit storage only: the product is that of the dequantised matrix, in the activations' dtype.
 
@@ -272,7 +277,7 @@ class WeightOnly(Format):
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         kind = self.stored_as or self.name
-        kept = x_MK.is_cuda and x_MK.shape[0] > DENSE_FROM and f"dense {x_MK.dtype}" in q.packed
+        kept = x_MK.is_cuda and x_MK.shape[0] > dense_from(q.shape) and f"dense {x_MK.dtype}" in q.packed
         if not kept and w4a16.takes(kind, x_MK, q.shape):
             return w4a16.linear(kind, q.tensors, x_MK, q.shape, bias_N)
         return F.linear(x_MK, multiplicand(q, x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype))
