@@ -151,7 +151,7 @@ def _target(quantity: str, rows: Sequence[Row | None], must: Sequence[float | No
         return " / ".join(shown) if set(shown) - {"-"} else "-"
 
     verdicts = ["not run" if row is None else row.verdict for row in rows]
-    said = verdicts[0] if len(set(verdicts)) == 1 else " / ".join(verdicts)
+    said = verdicts[0] or "no target" if len(set(verdicts)) == 1 else " / ".join(verdicts)
     found = [row for row in rows if row is not None]
     notes = [reason(row) or (row.note if row.verdict == "not run" else "") for row in found]
     return (quantity, beside(row and row.ours for row in rows), beside(row and row.peer for row in rows),
