@@ -1,8 +1,8 @@
 """Seconds from `lowroll.Engine(folder)` to the first token of a folder that is in the page cache.
 
-The engine starts in a new process, so that nothing is warm that a user's would not be: no kernel is loaded, no graph
-captured, no context made. The folder holds random weights and was just written, so its bytes are in memory. The clock
-starts at the call, after the imports, whose seconds are a row of their own.
+The engine starts in a new process, as a user's does: no kernel is loaded, no graph captured, no context made. Kernels
+that were compiled before lie in the user's cache on disk. The folder holds random weights and was just written, so its
+bytes are in memory. The clock starts at the call, after the imports, whose seconds are a row of their own.
 """
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
     generate    Engine.generate: 32 prompts of 256 random tokens, 8 rollouts of 256 tokens each, log-probs recorded
     score       a stub that counts: the share of even ids in a response (a real scorer's time is the task's)
-    log-prob    forward passes without gradient inside `learn`: none when the batch is on policy and updated once
+    log-prob    forward passes without gradient inside `learn`: only responses of zero advantage, where the batch is on
+                policy and updated once
     update      the rest of `trainer.step.learn`: forward, backward, optimiser (GRPO with TIS, AdamW)
     publish     Engine.adopt: the new weights in the engine, in place, with their digest
     idle        the step's wall clock less all of these: batching, advantages, bookkeeping
