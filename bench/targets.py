@@ -84,18 +84,18 @@ def aimed(rows: Iterable[Row]) -> list[Row]:
 # Why a row misses what it must, by the beginning of its name; the profiles are in docs/LOG.md.
 REASONS: dict[str, str] = {
     rollout("qwen2.5-7b", "bf16", 256):
-        "the products of a step take 5.4 ms (4.3 at the measured peak of arithmetic), the head 0.4, attention 0.6 to 1.3 as "
-        "responses grow, norms, rotations, gate and draw about 0.6, and the rest lies between launches: it is bound by "
-        "arithmetic, in the same cuBLAS kernels as vLLM's (profile: docs/LOG.md)",
+        "the products of a step take 5.4 ms (4.3 at the measured peak of arithmetic), the head 0.4, attention 0.6 to "
+        "1.3 as responses grow, norms, rotations, gate and draw about 0.6, and the rest lies between launches: it is "
+        "bound by arithmetic, in the same cuBLAS kernels as vLLM's (profile: docs/LOG.md)",
     roof("qwen2.5-7b", "bf16", 256):
-        "products and head need 4.6 ms at the measured peak of arithmetic, which is as long as all bytes of the step, and "
+        "products and head need 4.6 ms at the measured peak of arithmetic, as long as all bytes of the step, and "
         "attention's bytes come on top (profile: docs/LOG.md)",
     rollout("qwen2.5-7b", "int8", 256):
         "of 6.7 ms a step the products take 3.8 (13 / 11 / 69 / 41 us a layer, fp8's 11 / 10 / 54 / 35): Triton's int8 "
         "product reaches 1,000 TOPS, and a kernel of wgmma in CUDA with K dealt evenly 880 (tables: docs/LOG.md)",
     "qwen2.5-1.5b full, 16384 tokens: transformers":
-        "of 312 ms the products take 217, at 93 % of the measured peak, attention 28, the gate 18, AdamW 11 to 15, norms 9, "
-        "log-probs 7, and 9 the device waits (profile: docs/LOG.md); turns reached 1.24 to 1.29",
+        "of 312 ms the products take 217, at 93 % of the measured peak, attention 28, the gate 18, AdamW 11 to 15, "
+        "norms 9, log-probs 7, and 9 the device waits (profile: docs/LOG.md); turns reached 1.24 to 1.29",
 }
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import lowroll
 from lowroll import Engine, Request
+from lowroll.engine.decoder import Decoder
 from lowroll.kernels import sweep
 from lowroll.model import hf, lora, shards
 from lowroll.model.transformer import Transformer
@@ -86,6 +88,43 @@ def test_three_publications_move_nothing_and_reach_every_step(folder: Path, form
     assert engine.runner.decoder.replays > 0
     monkeypatch.setattr(decoder.Decoder, "_step", decoder.Decoder._advance)
     eager, logprobs = drawn(engine)
+    assert eager == got and torch.equal(logprobs, theirs)
+
+
+LARGE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+MANY = [Request(IDS[i:i + 20].tolist(), n=8, max_tokens=20, seed=i, ignore_eos=True) for i in range(6)]
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("qwen3", {"weights": "bf16"}), ("qwen3", {"weights": "nvfp4"}),
+    ("qwen3", {"weights": "nvfp4", "keep_dense": True}), ("qwen3", {"weights": "nvfp4", "bulk": "fp8"}),
+    ("qwen3-moe", {"weights": "bf16"}), ("qwen3-moe", {"weights": "fp8"}),
+    ("qwen3-moe", {"weights": "nvfp4", "keep_dense": True})])
+def test_publications_reach_dense_copies_the_bulk_and_experts(family: str, options: dict[str, Any], tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """48 rows of sizes that every kernel takes: siblings in one block, streamed codes, grouped products."""
+    master = hf.load(hf_folder(tmp_path / family, family, **LARGE), "cuda")
+    settings = options | {"cache_tokens": 4096, "max_batch": 64}
+    engine = Engine(master, **settings)
+    models = [model for model in (engine.runner.model, engine.runner.decoder.bulk) if model is not None]
+
+    def draw(engine: Engine) -> tuple[list[list[int]], Tensor]:
+        engine.pool.clear_prefixes()
+        rows = [r for group in engine.generate(MANY) for r in group.rollouts]
+        return [r.token_ids for r in rows], torch.tensor([x for r in rows for x in r.logprobs])
+
+    draw(engine)
+    held = [addresses(model) for model in models]
+    for version in (1, 2, 3):
+        engine.adopt(nudge(master, seed=version, size=0.05), version)
+        got, logprobs = draw(engine)
+        assert [addresses(model) for model in models] == held
+        fresh = Engine(master, **settings)
+        want, theirs = draw(fresh)
+        assert got == want and torch.equal(logprobs, theirs)
+    assert engine.runner.decoder.replays > 0
+    monkeypatch.setattr(Decoder, "_step", Decoder._advance)
+    eager, logprobs = draw(engine)
     assert eager == got and torch.equal(logprobs, theirs)
 
 
