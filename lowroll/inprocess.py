@@ -341,7 +341,8 @@ class Session:
 
     def _performance(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         cuda = self.where.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = (torch.cuda.max_memory_allocated() + self.engine.runner.cache.arena_bytes if cuda
+                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return {"perf/generate_tokens_per_second": metrics["rollout/tokens"] / max(metrics["time/generate"], 1e-9),
                 "perf/peak_memory_gb": peak / 1e9, "perf/kv_pages_peak": float(self.engine.pool.peak_used),
                 "perf/prefix_hits": float(self.engine.pool.hits)}

@@ -240,6 +240,11 @@ def test_adamws_moments_weigh_a_gradient_by_what_the_betas_leave(monkeypatch: py
 def test_adamw_refuses_tensors_that_it_cannot_write(odd: Tensor) -> None:
     with pytest.raises(ValueError, match="contiguous float32"):
         Tensors([odd], [torch.zeros(4)], [torch.zeros(4)], [None], [0.0])
+    zeros, halves = torch.zeros(4, 4), torch.zeros(20).half()
+    for low, match in ((halves[1:17].view(4, 4), "contiguous float16"), (halves[:8].view(2, 4), "like its master"),
+                       (halves[:16].view(4, 4).t(), "contiguous float16")):
+        with pytest.raises(ValueError, match=match):
+            Tensors([zeros], [zeros], [zeros], [low], [0.0])
     with pytest.raises(ValueError, match="one dtype"):
         Tensors([torch.zeros(4)] * 2, [torch.zeros(4)] * 2, [torch.zeros(4)] * 2,
                 [torch.zeros(4).half(), torch.zeros(4).bfloat16()], [0.0] * 2)
@@ -265,7 +270,7 @@ def test_nothing_spills(kernel: str) -> None:
         types |= {"table_ptr": "*i64", "decay_ptr": "*fp32", "tensor_ptr": "*i32", "start_ptr": "*i64",
                   "clip_ptr": "*fp32", "moved_ptr": "*fp32"}
     types = {name: types[name] for name in function.arg_names if name not in constants}
-    sass = built(function, types, constants, num_warps=8).asm["sass"]
+    sass = built(function, types, constants, num_warps=adamw.WARPS if kernel == "adamw" else 8).asm["sass"]
     assert "STL" not in sass, f"{kernel} spills"
     assert "LDG.E.128" in sass, f"{kernel} reads its tensors by single words"
 

@@ -10,12 +10,13 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels import nvcc, streamed, w4a16
+from lowroll.kernels import nvcc, paged, routed, streamed, w4a16
 from lowroll.quant.formats import QTensor, get_format, quantize
 from lowroll.quant.groups import E2M1_LEVELS
 
@@ -114,6 +115,16 @@ def test_a_build_has_a_deadline(cache: Path, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(RuntimeError, match="streamed.cu: nvcc did not end within 0.2 s"):
         nvcc.library(streamed.SOURCE, (9, 0), {"FORMAT": "0"})
     nvcc.compiler.cache_clear()
+
+
+@pytest.mark.parametrize(("module", "arguments"), [(streamed, ("nvfp4",)), (routed, ("nvfp4",)),
+                                                   (paged, (128, torch.bfloat16))])
+def test_a_cache_that_cannot_be_written_costs_speed_and_no_more(module: Any, arguments: tuple[Any, ...],
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(nvcc, "compiler", lambda: Path("/usr/bin/true"))
+    assert module.available.__wrapped__(*arguments, torch.device("cuda", 0)) is False
 
 
 def test_a_folder_of_someone_else_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

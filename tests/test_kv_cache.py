@@ -1,14 +1,18 @@
 """The cache's memory goes back while a learner runs, and comes back empty; later chunks see all that came before."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny import hf_folder
 
 from lowroll import Engine, Request
+from lowroll.kv import arena as kv_arena
 from lowroll.kv import cache as kv_cache
+from lowroll.kv.arena import Arena
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention
 from lowroll.model.attention import suffixes, varlen
 from lowroll.model.spec import read_spec
@@ -101,3 +105,35 @@ def test_chunks_of_many_sequences_attend_over_their_pages(device: str, most: int
     for i, x in zip(order, got, strict=True):
         want = varlen([totals[i]], device)(1, *sequences[i])[starts[i]:]
         torch.testing.assert_close(x, want, **TOLERANCE[device])
+
+
+def test_device_memory_that_fails_half_way_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver of paper: whichever call fails, what was made before it is undone, and a later try succeeds."""
+    calls: list[str] = []
+    failing = ""
+
+    class Driver:
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def call(*args: Any) -> int:
+                calls.append(name)
+                if name == "cuMemGetAllocationGranularity":
+                    args[0]._obj.value = 1 << 21
+                return int(name == failing)
+            return call
+
+    monkeypatch.setattr(kv_arena, "_driver", Driver)
+    monkeypatch.setattr(Arena, "tensor", lambda self: torch.ones(1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    arena = Arena(100, torch.device("cpu", 0))
+    arena.release()
+    for failing, undone in (("cuMemCreate", []), ("cuMemMap", ["cuMemRelease"]),
+                            ("cuMemSetAccess", ["cuMemUnmap", "cuMemRelease"])):
+        calls.clear()
+        with pytest.raises(RuntimeError, match=failing):
+            arena.restore()
+        assert [name for name in calls if name in ("cuMemUnmap", "cuMemRelease")] == undone and not arena.mapped
+    failing = ""
+    arena.restore()
+    assert arena.mapped
+    arena.release()
+    arena._address = None                        # nothing for the real driver to free

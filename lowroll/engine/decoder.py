@@ -160,8 +160,9 @@ class Decoder:
             return
         if sequences != self._paged:
             places = {sequence: row for row, sequence in enumerate(self._paged)}
+            widest = max(self._num_pages, default=0)
             self._num_pages = [self._num_pages[places[s]] if s in places else 0 for s in sequences]
-            self._table[:len(sequences)] = self._table[[places.get(s, 0) for s in sequences]]
+            self._table[:len(sequences), :widest] = self._table[[places.get(s, 0) for s in sequences], :widest]
         for row, (sequence, known, now) in enumerate(zip(sequences, self._num_pages, num_pages, strict=True)):
             if known < now:
                 self._table[row, known:now] = torch.tensor(sequence.pages[known:], dtype=torch.int32)

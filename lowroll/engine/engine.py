@@ -254,8 +254,7 @@ class Engine:
         """After a step that failed: nothing in flight can go on, and no K/V may be trusted."""
         self.scheduler.abort_all()
         self.pool.clear_prefixes()
-        if not self.runner.cache.released:        # memory that could not be had is no memory to write to
-            self.runner.cache.clear()
+        self.runner.cache.clear()
 
     def _validate(self, request: Request, where: str) -> None:
         try:

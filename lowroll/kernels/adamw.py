@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowroll.kernels.launch import jit, tl
 
-BLOCK = 1024
+BLOCK, WARPS = 1024, 4
 ALIGNMENT = 16       # bytes
 
 
@@ -35,9 +35,14 @@ class Tensors:
 
     def __init__(self, masters: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
                  lows: Sequence[Tensor | None], decays: Sequence[float]) -> None:
-        """ValueError for a tensor that is not float32 and contiguous, or copies of two dtypes."""
+        """ValueError for a tensor that is not float32 and contiguous, or copies of two dtypes or other sizes."""
         for x in (*masters, *firsts, *seconds):
-            _check(x)
+            _check(x, torch.float32)
+        for master, low in zip(masters, lows, strict=True):
+            if low is not None:
+                _check(low, low.dtype)
+                if low.shape != master.shape:
+                    raise ValueError(f"lows: expected {list(master.shape)} like its master, got {list(low.shape)}")
         dtypes = {low.dtype for low in lows if low is not None}
         if len(dtypes) > 1:
             raise ValueError(f"lows: expected one dtype, got {', '.join(map(str, dtypes))}")
@@ -73,7 +78,7 @@ class Tensors:
         _adamw[(len(self.tensor),)](
             at.table, self.decay, self.tensor, self.start, clip, moved, rate, betas[0], 1 - betas[0], betas[1],
             1 - betas[1], eps, 1 - betas[0] ** t, 1 - betas[1] ** t, COLUMNS=at.table.shape[1],
-            GRADIENT=names[at.gradients[0].dtype], LOW=names[self.low_dtype], BLOCK=BLOCK, num_warps=4)
+            GRADIENT=names[at.gradients[0].dtype], LOW=names[self.low_dtype], BLOCK=BLOCK, num_warps=WARPS)
         return moved.double().sum()
 
 
@@ -84,10 +89,10 @@ def _plain(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _check(x: Tensor) -> None:
-    if x.dtype != torch.float32 or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
-        raise ValueError(f"tensors: expected contiguous float32 at a multiple of {ALIGNMENT} bytes, got {x.dtype} "
-                         f"{list(x.shape)} with strides {list(x.stride())}")
+def _check(x: Tensor, dtype: torch.dtype) -> None:
+    if x.dtype != dtype or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+        raise ValueError(f"tensors: expected contiguous {str(dtype).removeprefix('torch.')} at a multiple of "
+                         f"{ALIGNMENT} bytes, got {x.dtype} {list(x.shape)} with strides {list(x.stride())}")
 
 
 @jit

@@ -138,7 +138,7 @@ def registers(tile: Tile) -> int:
 def deal(tiles: int, steps: int, at_once: int, least: int) -> tuple[int, int]:
     """(tiles that a program makes whole, parts of each of the others) for tiles of so many steps along K.
 
-    A part has `least` steps or more, where there are any parts.
+    A part has about `least` steps or more, where there are any parts; none is empty.
     """
     rest = tiles % at_once
     splits = min(16, at_once // rest, steps // least) if rest else 1

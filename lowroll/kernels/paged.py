@@ -36,12 +36,20 @@ class Problem(ctypes.Structure):
         ("scale", ctypes.c_float), ("early", ctypes.c_int)]
 
 
-def takes(q_BHd: Tensor, keys_pPGd: Tensor) -> bool:
-    """Is this the kernel for these rows and this cache? Hopper, 16-bit numbers, heads of 64 or 128, pages of tiles."""
+def takes(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> bool:
+    """Is this the kernel for these rows and this cache? Hopper, 16-bit numbers, heads of 64 or 128, pages of tiles.
+
+    Rows are read in pieces: of 4 bytes of q, of 16 bytes of k and v.
+    """
     (rows, heads, d), (page, kv_heads) = q_BHd.shape, keys_pPGd.shape[1:3]
     return (q_BHd.is_cuda and rows >= FEWEST and q_BHd.dtype == keys_pPGd.dtype
             and q_BHd.dtype in (torch.bfloat16, torch.float16) and d in (64, 128) and heads <= HEADS * kv_heads
-            and page % TILE == 0 and available(d, q_BHd.dtype, q_BHd.device))
+            and page % TILE == 0 and all(_aligned(x, size) for x, size in ((q_BHd, 4), (k_BGd, 16), (v_BGd, 16)))
+            and available(d, q_BHd.dtype, q_BHd.device))
+
+
+def _aligned(x_THd: Tensor, size: int) -> bool:
+    return x_THd.data_ptr() % size == 0 and x_THd.stride(0) * x_THd.element_size() % size == 0
 
 
 @cache
@@ -51,7 +59,7 @@ def available(d: int, dtype: torch.dtype, device: torch.device) -> bool:
         return False
     try:
         _library(d, dtype)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         log.warning("attention reads a shared prompt once a row: its kernel cannot be built (%s)", error)
         return False
     return True

@@ -47,7 +47,7 @@ def available(kind: str, device: torch.device) -> bool:
         return False
     try:
         _library(kind, torch.cuda.get_device_capability(device))
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         log.warning("%s weights are dequantised for every product: their kernel cannot be built (%s)", kind, error)
         return False
     return True

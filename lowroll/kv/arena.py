@@ -62,19 +62,24 @@ class Arena:
         """Memory, filled with zeros, at the old address. RuntimeError when the device has too little."""
         if self.mapped:
             return
-        if _driver().cuMemCreate(ctypes.byref(self._memory), self._size, ctypes.byref(self._properties),
-                                 ctypes.c_ulonglong(0)):
+        wanted = ctypes.byref(self._memory), self._size, ctypes.byref(self._properties), ctypes.c_ulonglong(0)
+        if _driver().cuMemCreate(*wanted):
             torch.cuda.empty_cache()                       # what torch keeps for later
-            _call("cuMemCreate", ctypes.byref(self._memory), self._size, ctypes.byref(self._properties),
-                  ctypes.c_ulonglong(0))
+            try:
+                _call("cuMemCreate", *wanted)
+            except RuntimeError as error:
+                raise RuntimeError(f"{self.nbytes / 2**30:.1f} GiB for the KV cache: {error}") from None
+        access = _Access(self._properties.location, 3)                     # to read and to write
         try:
             _call("cuMemMap", self._address, self._size, ctypes.c_size_t(0), self._memory, ctypes.c_ulonglong(0))
+            self.mapped = True
+            _call("cuMemSetAccess", self._address, self._size, ctypes.byref(access), ctypes.c_size_t(1))
         except RuntimeError:
+            if self.mapped:
+                _call("cuMemUnmap", self._address, self._size)
+            self.mapped = False
             _call("cuMemRelease", self._memory)
             raise
-        access = _Access(self._properties.location, 3)                     # to read and to write
-        _call("cuMemSetAccess", self._address, self._size, ctypes.byref(access), ctypes.c_size_t(1))
-        self.mapped = True
         self.tensor().zero_()
 
     def tensor(self) -> Tensor:

@@ -41,6 +41,11 @@ class KVCache:
     def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
         return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
+    @property
+    def arena_bytes(self) -> int:
+        """Device memory that torch's own counters do not see."""
+        return 0 if self.arena is None else self.arena.nbytes
+
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole pages (source, target) in every layer."""
         if not pairs:
@@ -62,12 +67,12 @@ class KVCache:
         The tensors stay the same objects. With an arena they stay where they are, too; without one they move, and
         whoever holds addresses (a CUDA graph) must let go of them.
         """
-        self.released = True
         if self.arena is not None:
             self.arena.release()
-            return
-        for buffer in (*self.keys, *self.values):
-            buffer.untyped_storage().resize_(0)
+        else:
+            for buffer in (*self.keys, *self.values):
+                buffer.untyped_storage().resize_(0)
+        self.released = True
 
     def restore(self) -> None:
         """Allocate what `release` gave back, filled with zeros; costs one write of the memory. Else do nothing.

@@ -180,7 +180,8 @@ class Optimizer:
         if self._fuses():
             clip = torch.ones_like(norm) if most is None else (most / (norm + 1e-6)).clamp(max=1.0)
             fused = self._fused_adamw()
-            at = at or fused.addresses(self._own(gradients))
+            if at is None:
+                at = fused.addresses(self._own(gradients))
             moved = moved + fused.step(at, clip, rate=self.rate, betas=self.settings.betas, eps=self.settings.eps,
                                        t=self.num_updates)
             return moved.sqrt().item()
