@@ -189,7 +189,7 @@ METRICS: tuple[Metric, ...] = (
 
     _M("perf/generate_tokens_per_second", "tokens/s", "response tokens over the seconds of generation"),
     _M("perf/learn_tokens_per_second", "tokens/s", "tokens of the batch over the seconds of learning"),
-    _M("perf/peak_memory_gb", "GB", "peak memory of the process (on a GPU: of the device, all of the KV cache included)"),
+    _M("perf/peak_memory_gb", "GB", "peak memory of the process (on a GPU, of the device with all of its KV cache)"),
     _M("perf/kv_pages_peak", "pages", "most KV-cache pages in use at once"),
     _M("perf/prefix_hits", "pages", "prompt pages that came from the prefix cache since the process started"),
 
