@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 DEADLINE_S = 300
 
@@ -61,6 +64,18 @@ def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]
         finally:
             Path(made).unlink(missing_ok=True)
     return ctypes.CDLL(str(path))
+
+
+def builds(make: Callable[[], object], otherwise: str) -> bool:
+    """Is there an nvcc, and does it make the library? Where it fails, a warning says what happens `otherwise`."""
+    if compiler() is None:
+        return False
+    try:
+        make()
+    except (RuntimeError, OSError) as error:
+        log.warning("%s: their kernel cannot be built (%s)", otherwise, error)
+        return False
+    return True
 
 
 def cache_folder() -> Path:

@@ -16,6 +16,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "launch.cuh"
+
 #if HALF
 using Number = __half;
 using Pair = __half2;
@@ -39,7 +41,7 @@ struct Problem {
     int early;                                          // start while the kernel before ends
 };
 
-constexpr int D = HEAD, ROWS = 8, TILE = 16, STAGES = 3, HEADS = 8, MAX_DEVICES = 64;
+constexpr int D = HEAD, ROWS = 8, TILE = 16, STAGES = 3, HEADS = 8;
 constexpr int CHUNKS = D / 8, ROW_BYTES = D * 2;        // a chunk: 16 bytes
 constexpr int SIDE = TILE * ROW_BYTES, RING = STAGES * 2 * SIDE;        // keys of a tile; a warp's tiles
 constexpr int PITCH = D + 4;                            // floats from head to head where sums meet
@@ -375,24 +377,10 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
 
 // Launches with S blocks for a row and head; where `active` is given, only says how many clusters the device holds.
 template <int S> static int start(const Problem& p, int* active, cudaStream_t stream) {
-    static bool ready[MAX_DEVICES] = {};
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess && !ready[device % MAX_DEVICES]) {
-        error = cudaFuncSetAttribute(decode<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
-        ready[device % MAX_DEVICES] = error == cudaSuccess;
-    }
-    if (error != cudaSuccess) return (int)error;
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = S, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(S, p.kv_heads, (p.rows + ROWS - 1) / ROWS), config.blockDim = ROWS * 32;
-    config.dynamicSmemBytes = MEMORY, config.stream = stream, config.attrs = attributes, config.numAttrs = p.early ? 2 : 1;
-    if (active) return (int)cudaOccupancyMaxActiveClusters(active, decode<S>, &config);
-    return (int)cudaLaunchKernelEx(&config, decode<S>, p);
+    if (const cudaError_t error = give_memory<decode<S>>(MEMORY)) return (int)error;
+    const Launch launch(dim3(S, p.kv_heads, (p.rows + ROWS - 1) / ROWS), ROWS * 32, MEMORY, S, p.early, stream);
+    if (active) return (int)cudaOccupancyMaxActiveClusters(active, decode<S>, &launch.config);
+    return (int)cudaLaunchKernelEx(&launch.config, decode<S>, p);
 }
 
 extern "C" int paged_decode(const Problem* p, int splits, int* active, void* stream) {

@@ -9,7 +9,6 @@ table row.
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 from functools import cache
 from pathlib import Path
@@ -20,8 +19,6 @@ from torch import Tensor
 
 from lowroll.kernels import nvcc
 from lowroll.kernels.launch import early
-
-log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("paged.cu")
 FEWEST = 16               # rows; below, Triton's programs of a row each are as fast
@@ -55,14 +52,8 @@ def _aligned(x_THd: Tensor, size: int) -> bool:
 @cache
 def available(d: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Is it a CUDA device of capability 9.0, on a machine with an nvcc that builds the kernel?"""
-    if torch.cuda.get_device_capability(device) != (9, 0) or nvcc.compiler() is None:
-        return False
-    try:
-        _library(d, dtype)
-    except (RuntimeError, OSError) as error:
-        log.warning("attention reads a shared prompt once a row: its kernel cannot be built (%s)", error)
-        return False
-    return True
+    return (torch.cuda.get_device_capability(device) == (9, 0)
+            and nvcc.builds(lambda: _library(d, dtype), "rows of decode attention read a shared prompt one by one"))
 
 
 def decode(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor, values_pPGd: Tensor,

@@ -4,13 +4,14 @@
 // them through a ring of its own; x lies in shared memory as a whole. With SPLIT warps to the same rows each has a part
 // of k, and the first of them adds the sums in the order of k. The grid is as long as the tiles can be in the worst
 // case; a block finds its expert in `ends`, and one that has none leaves.
+#include "launch.cuh"
 #include "narrow.cuh"
 
 #ifndef FORMAT
 #define FORMAT NVFP4
 #endif
 
-constexpr int MEMORY = 226 * 1024, MAX_DEVICES = 64;     // beside the block's book of places
+constexpr int MEMORY = 226 * 1024;                       // beside the block's book of places
 
 struct Routed {
     const uint8_t* weight;            // [experts N, K] codes and their scales as in decode.cuh
@@ -183,26 +184,12 @@ template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1) rou
 
 template <int NT, int STAGES, int WARPS> static int start(const Routed& p, cudaStream_t stream) {
     using S = Streams<FORMAT, NT, STAGES, WARPS>;
-    static bool ready[MAX_DEVICES] = {};
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    auto* kernel = routed<FORMAT, S>;
-    if (error == cudaSuccess && !ready[device % MAX_DEVICES]) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
-        ready[device % MAX_DEVICES] = error == cudaSuccess;
-    }
-    if (error != cudaSuccess) return (int)error;
+    if (const cudaError_t error = give_memory<routed<FORMAT, S>>(MEMORY)) return (int)error;
     const int wide = p.swiglu ? 16 : 32, mine = WARPS / p.split, units = (p.rows + wide - 1) / wide;
     const int active = p.slots < p.experts ? p.slots : p.experts;
     const long long most = (p.slots + (long long)active * (S::BM - 1)) / S::BM;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = (unsigned)(most * ((units + mine - 1) / mine)), config.blockDim = S::THREADS;
-    config.dynamicSmemBytes = S::bytes(p.K), config.stream = stream;
-    config.attrs = &attribute, config.numAttrs = p.early ? 1 : 0;
-    return (int)cudaLaunchKernelEx(&config, kernel, p);
+    const Launch launch((unsigned)(most * ((units + mine - 1) / mine)), S::THREADS, S::bytes(p.K), 0, p.early, stream);
+    return (int)cudaLaunchKernelEx(&launch.config, routed<FORMAT, S>, p);
 }
 
 // variant: 1000 NT + 100 stages + warps, of `routed.Tiles`. Returns a cudaError_t.

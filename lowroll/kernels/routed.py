@@ -8,7 +8,6 @@ Legend: P slots, E experts, N out features of an expert, K in features.
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,8 +22,6 @@ from lowroll.kernels.streamed import FORMATS
 if TYPE_CHECKING:
     from lowroll.kernels.grouped import Stack
     from lowroll.kernels.route import Groups
-
-log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("routed.cu")
 MOST = {"int4": 16}                     # slots an expert has on average; beyond, Triton's tiles take over. Others: 32
@@ -72,14 +69,9 @@ def takes(stack: Stack, x: Tensor, slots: int) -> bool:
 @cache
 def available(kind: str, device: torch.device) -> bool:
     """Is it a CUDA device of capability 9.0 or later, on a machine with an nvcc that builds the kernel?"""
-    if torch.cuda.get_device_capability(device) < (9, 0) or nvcc.compiler() is None:
-        return False
-    try:
-        _library(kind, torch.cuda.get_device_capability(device))
-    except (RuntimeError, OSError) as error:
-        log.warning("experts in %s are multiplied by Triton: their kernel cannot be built (%s)", kind, error)
-        return False
-    return True
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (9, 0) and nvcc.builds(lambda: _library(kind, capability),
+                                                f"experts in {kind} are multiplied by Triton")
 
 
 def multiply(x: Tensor, stack: Stack, groups: Groups, *, choices: int = 0, swiglu: bool = False,

@@ -6,6 +6,7 @@
 #if HOPPER
 #include "group.cuh"
 #endif
+#include "launch.cuh"
 #include "narrow.cuh"
 #include "wide.cuh"
 
@@ -19,21 +20,7 @@
 #define GROUP_STAGES64 4
 #endif
 
-constexpr int MEMORY = 227 * 1024, MAX_DEVICES = 64;
-
-template <class Kernel, class... Rest>
-static int launch(Kernel* kernel, int blocks, int ranks, int threads, int bytes, cudaStream_t stream, const Problem& p,
-                  Rest... rest) {
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = ranks, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = blocks, config.blockDim = threads, config.dynamicSmemBytes = bytes, config.stream = stream;
-    config.attrs = attributes, config.numAttrs = p.early ? 2 : 1;
-    return (int)cudaLaunchKernelEx(&config, kernel, p, rest...);
-}
+constexpr int MEMORY = 227 * 1024;
 
 struct Plan {
     int R = 0, ranks = 0, teams = 0, bytes = 0;
@@ -49,16 +36,10 @@ template <int NT, int R> static int consider(const Problem& p, int processors, i
     if (cudaError_t error = cudaGetDevice(&device)) return (int)error;
     int& teams = teams_of[device % MAX_DEVICES][ranks];
     if (teams == 0) {
-        auto* kernel = narrow<FORMAT, S>;
-        if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY))
+        if (const cudaError_t error = give_memory<narrow<FORMAT, S>>(MEMORY)) return (int)error;
+        const Launch launch(ranks, S::THREADS, MEMORY, ranks, false, nullptr);
+        if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&teams, narrow<FORMAT, S>, &launch.config))
             return (int)error;
-        cudaLaunchConfig_t config = {};
-        cudaLaunchAttribute attribute = {};
-        attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim.x = ranks, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-        config.gridDim = ranks, config.blockDim = S::THREADS, config.dynamicSmemBytes = MEMORY;
-        config.attrs = &attribute, config.numAttrs = 1;
-        if (cudaError_t error = cudaOccupancyMaxActiveClusters(&teams, kernel, &config)) return (int)error;
     }
     const int all_tiles = (p.N + S::BN - 1) / S::BN, all_chunks = p.K / S::KC;
     if (teams == 0 || all_chunks < ranks || p.K % S::NEEDS) return 0;
@@ -72,7 +53,8 @@ template <int NT, int R> static int consider(const Problem& p, int processors, i
 
 template <int NT, int R> static int start_narrow(const Problem& p, const Plan& plan, cudaStream_t stream) {
     using S = Narrow<FORMAT, NT, R, R == 1 ? STAGES1 : STAGES2, 16>;
-    return launch(narrow<FORMAT, S>, plan.ranks * plan.teams, plan.ranks, S::THREADS, plan.bytes, stream, p, plan.cut);
+    const Launch launch(plan.ranks * plan.teams, S::THREADS, plan.bytes, plan.ranks, p.early, stream);
+    return (int)cudaLaunchKernelEx(&launch.config, narrow<FORMAT, S>, p, plan.cut);
 }
 
 // -1 where nothing fits. tuning (for measurements): 100 R + 10 ranks + 1.
@@ -122,16 +104,8 @@ template <int NT, int TILES> static int start_wide(const Problem& p, int process
         needed[0] = most * 2 * S::BN * S::BM, needed[1] = tiles;
         return 0;
     }
-    auto* kernel = wide<FORMAT, S, BLOCKS>;
-    static bool ready[MAX_DEVICES] = {};
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess && !ready[device % MAX_DEVICES]) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::SMEM);
-        ready[device % MAX_DEVICES] = error == cudaSuccess;
-    }
-    if (error != cudaSuccess) return (int)error;
-    kernel<<<(unsigned)blocks, THREADS, S::SMEM, stream>>>(p);
+    if (const cudaError_t error = give_memory<wide<FORMAT, S, BLOCKS>>(S::SMEM)) return (int)error;
+    wide<FORMAT, S, BLOCKS><<<(unsigned)blocks, THREADS, S::SMEM, stream>>>(p);
     return (int)cudaGetLastError();
 }
 
@@ -144,16 +118,9 @@ template <int NT, int R> static int start_group(const Problem& p, int processors
         needed[0] = blocks * 2 * S::BN * S::BM, needed[1] = 2 * tiles;
         return 0;
     }
-    auto* kernel = group<FORMAT, S>;
-    static bool ready[MAX_DEVICES] = {};
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess && !ready[device % MAX_DEVICES]) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::SMEM);
-        ready[device % MAX_DEVICES] = error == cudaSuccess;
-    }
-    if (error != cudaSuccess) return (int)error;
-    return launch(kernel, (int)blocks, 1, S::THREADS, S::SMEM, stream, p);
+    if (const cudaError_t error = give_memory<group<FORMAT, S>>(S::SMEM)) return (int)error;
+    const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, 1, p.early, stream);
+    return (int)cudaLaunchKernelEx(&launch.config, group<FORMAT, S>, p);
 }
 #endif
 

@@ -13,7 +13,6 @@ Legend: M rows of activations, N out features, K in features.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -23,8 +22,6 @@ from torch import Tensor
 
 from lowroll.kernels import nvcc
 from lowroll.kernels.launch import early
-
-log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("streamed.cu")
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3, "bf16": 4}
@@ -43,14 +40,11 @@ class Problem(ctypes.Structure):
 @cache
 def available(kind: str, device: torch.device) -> bool:
     """Is it a CUDA device of capability 9.0 or later, on a machine with an nvcc that builds the kernel?"""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0) or nvcc.compiler() is None:
+    if device.type != "cuda":
         return False
-    try:
-        _library(kind, torch.cuda.get_device_capability(device))
-    except (RuntimeError, OSError) as error:
-        log.warning("%s weights are dequantised for every product: their kernel cannot be built (%s)", kind, error)
-        return False
-    return True
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (9, 0) and nvcc.builds(lambda: _library(kind, capability),
+                                                f"{kind} weights are dequantised for every product")
 
 
 def takes(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> bool:
