@@ -100,6 +100,22 @@ def test_a_request_draws_the_same_alone_and_in_any_batch(folder: Path, weights: 
     assert len({tuple(ids) for ids in tokens(together[11])}) == 3
 
 
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 3, "max_prefill_tokens": 5}])
+def test_prompts_that_end_in_one_step_keep_their_own_first_tokens(folder: Path, options: dict[str, int]) -> None:
+    """A prefix hit, or the second chunk of a prompt, before a fresh prompt: the runner packs the fresh one first."""
+    requests = [Request(prompt(length, seed), max_tokens=1, temperature=0.0) for seed, length in ((1, 5), (2, 3))]
+    alone = [engine_of(folder).generate([request])[0].rollouts[0] for request in requests]
+    assert alone[0].token_ids != alone[1].token_ids
+    engine = engine_of(folder, **options)
+    if not options:
+        engine.generate(requests[:1])
+        assert engine.pool.hits == 0
+    for a, group in zip(alone, engine.generate(requests), strict=True):
+        assert tokens(group) == [a.token_ids]
+        assert abs(group.rollouts[0].logprobs[0] - a.logprobs[0]) < 1e-5
+    assert engine.pool.hits == (not options)
+
+
 def test_samples_follow_the_distribution(folder: Path) -> None:
     """10,000 first tokens against the model's own probabilities (chi-square), and their mean log-prob."""
     engine = engine_of(folder, cache_tokens=65536)

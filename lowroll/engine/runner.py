@@ -2,7 +2,8 @@
 
 `score` prefills a sequence for its log-probs alone.
 
-Legend: T tokens of the step, D hidden size, V vocabulary, B rows that draw a token, C rows of a piece.
+Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that are through, B rows that draw a token, C rows
+of a piece.
 """
 from __future__ import annotations
 
@@ -73,16 +74,14 @@ class Runner:
     def _prefill(self, prefills: list[PrefillChunk]) -> list[Drawn]:
         """Run chunks of prompts; the first token of each sample whose prompt is through."""
         hidden_TD, last_rows = self._forward(prefills)
-        rows, sequences = list[int](), list[Sequence]()
-        for chunk, last_row in zip(prefills, last_rows, strict=True):
-            rows += [last_row] * len(chunk.samples)
-            sequences += chunk.samples
-        if not sequences:
+        through = [(chunk, row) for chunk, row in zip(prefills, last_rows, strict=True) if chunk.samples]
+        if not through:
             return []
-        unique, which_B = torch.tensor(rows).unique(return_inverse=True)
-        logits_BV = self.model.logits(hidden_TD[unique.to(hidden_TD.device)])
-        if len(unique) < len(rows):
-            logits_BV = logits_BV[which_B.to(hidden_TD.device)]
+        sequences = [sequence for chunk, _ in through for sequence in chunk.samples]
+        rows_P = torch.tensor([row for _, row in through], device=hidden_TD.device)
+        num_samples_P = torch.tensor([len(chunk.samples) for chunk, _ in through], device=hidden_TD.device)
+        logits_PV = self.model.logits(hidden_TD[rows_P])
+        logits_BV = logits_PV.repeat_interleave(num_samples_P, dim=0, output_size=len(sequences))
         tokens_B, logprobs_B = self._draw(logits_BV, sequences)
         logprobs = logprobs_B.tolist()
         require_finite(logprobs)
