@@ -1,0 +1,480 @@
+"""Random mixes of requests through the engine, against a plain forward pass over each sequence alone.
+
+    python -m tests.fuzz --mixes 20000 --seed 1
+    python -m tests.fuzz --mixes 2000 --device cuda
+
+A block is one engine with random settings (format, LoRA, pages, batch and prefill limits, chunks, steps between two
+looks) and MIXES mixes after one another, so that its prefix cache, slots and graphs are never fresh. A mix is a few
+requests (n, shared stems, stops, samplers) with steps, aborts, adoptions of other weights and scoring in between.
+
+The oracle takes each sample alone and knows no batch, no page and no cache of ours. It is told which weights computed each position, runs the
+sequence piece by piece under those weights (transformers for dense float32, else our model with attention written out),
+and redoes filters, draw and stops in float64. Of every token that the engine returned it asks three things: is the
+log-prob right, does the noise of (seed, id, sample, position) draw this very token, and should the sample have ended?
+Where rounding can turn the answer (a uniform within TOLERANCE of a boundary), a neighbour is accepted and counted.
+
+A difference names its block: `python -m tests.fuzz --mixes 1 --seed <block>` runs it again.
+"""
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny import hf_model
+
+from lowroll import Engine, Request
+from lowroll.engine.request import noise_key
+from lowroll.engine.sampler import signed
+from lowroll.engine.sequence import Plan
+from lowroll.kernels.draw import uniform
+from lowroll.kv.pages import OutOfPages
+from lowroll.model import hf, lora
+from lowroll.model.transformer import Transformer
+from lowroll.types import Group, Rollout
+from lowroll.weights.noise import Noise
+from lowroll.weights.publish import publish, rollout_copy
+
+MIXES = 20                                     # of a block
+LONGEST = 34                                   # prompt and response of a request
+EOS = 1
+EXACT = ("fp32", "nvfp4", "mxfp4", "int4", "int4_asym", "nf4")          # whose products on float32 rows round alike
+# nats of a log-prob; of a cumulative probability a quarter. Codes of an activation may round the other way
+TOLERANCE = {"exact": 2e-4, "int8": 0.15, "fp8": 0.15, "bf16": 0.4}
+NOISES = {3: Noise(5, 0.05)}                   # by version
+VERSIONS = (0, 1, 2, 3)
+
+
+# -- the models -------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Family:
+    """What a block's weights are."""
+
+    name: str
+    weights: str
+    adapted: bool
+    bulk: str | None
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def is_exact(self) -> bool:
+        return self.dtype == torch.float32 and self.weights in EXACT
+
+    @property
+    def tolerance(self) -> float:
+        if self.is_exact:
+            return TOLERANCE["exact"] * (10 if self.device == "cuda" else 1)
+        return TOLERANCE["bf16" if self.dtype == torch.bfloat16 else self.weights]
+
+
+def sizes(device: str) -> dict[str, Any]:
+    """Kernels on the device ask for rows of 128."""
+    small = dict(num_hidden_layers=2, max_position_embeddings=64)
+    return small if device == "cpu" else {**small, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
+                                          "vocab_size": 515, "moe_intermediate_size": 128}
+
+
+@cache
+def theirs(name: str, version: int, device: str) -> Any:
+    """transformers' model; version 3 is version 0 under noise. Wider matrices are smaller, so that logits are alike."""
+    model = hf_model(name, seed=version % 3, **sizes(device))
+    with torch.no_grad():
+        for p in model.parameters() if device == "cuda" else ():
+            p.mul_(8**-0.5 if p.ndim > 1 else 1)
+    return model.to(device)
+
+
+@cache
+def master(family: Family, version: int) -> Transformer:
+    source = theirs(family.name, 0 if family.adapted else version, family.device)
+    model = hf.load(folder_of(source), family.device, family.dtype)
+    if family.adapted:
+        lora.attach(model, rank=3, alpha=6)
+        generator = torch.Generator().manual_seed(version % 3)
+        for _, linear in model.linears():
+            if linear.adapter is not None:
+                for p in linear.adapter.parameters():
+                    p.data.copy_(0.1 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+@cache
+def folder_of(source: Any) -> Path:
+    import atexit
+    import tempfile
+
+    made = tempfile.TemporaryDirectory()
+    atexit.register(made.cleanup)
+    source.save_pretrained(made.name)
+    return Path(made.name)
+
+
+@cache
+def policy(family: Family, version: int, bulk: bool) -> Transformer:
+    """The weights of a version as the engine should have them."""
+    weights = family.bulk if bulk and family.bulk else family.weights
+    model = rollout_copy(master(family, version), weights, family.dtype, noisy=True)
+    publish(master(family, version), model, NOISES.get(version))
+    return model
+
+
+# -- the oracle -------------------------------------------------------------------------------------------------------
+
+Made = tuple[int, bool]                        # the version, and whether the second format, computed a position
+
+
+@torch.no_grad()
+def replay(family: Family, ids: list[int], made: list[Made]) -> Tensor:
+    """Logits [T, V], float32 on the CPU: position t under the weights made[t], over what the earlier ones stored."""
+    starts = [t for t in range(len(ids)) if t == 0 or made[t] != made[t - 1]]
+    ids_T = torch.tensor(ids, device=family.device)
+    foreign = family.weights == "fp32" and not (family.adapted or family.bulk) and not any(v in NOISES for v, _ in made)
+    if foreign:
+        kept, pieces = DynamicCache(), []
+        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+            model = theirs(family.name, made[start][0], family.device)
+            pieces.append(model(ids_T[None, start:stop], past_key_values=kept, use_cache=True).logits[0])
+        return torch.cat(pieces).float().cpu()
+    stored: dict[int, tuple[Tensor, Tensor]] = {}
+    pieces = []
+    for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+        model = policy(family, *made[start])
+        pos_T = torch.arange(start, stop, device=family.device)
+        hidden_TD = model(ids_T[start:stop], pos_T, lambda *qkv: attend(stored, *qkv))
+        pieces.append(policy(family, made[start][0], False).logits(hidden_TD))
+    return torch.cat(pieces).float().cpu()
+
+
+def attend(stored: dict[int, tuple[Tensor, Tensor]], layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    """Attention written out, in float32, over all that has been stored."""
+    if layer in stored:
+        k_TGd, v_TGd = (torch.cat(pair) for pair in zip(stored[layer], (k_TGd, v_TGd), strict=True))
+    stored[layer] = k_TGd, v_TGd
+    share = q_THd.shape[1] // k_TGd.shape[1]
+    k_THd, v_THd = (x.repeat_interleave(share, 1).float() for x in (k_TGd, v_TGd))
+    scores_HQT = torch.einsum("qhd,thd->hqt", q_THd.float(), k_THd) * q_THd.shape[-1] ** -0.5
+    last_Q = torch.arange(len(k_THd) - len(q_THd), len(k_THd), device=q_THd.device)
+    later_QT = torch.arange(len(k_THd), device=q_THd.device) > last_Q[:, None]
+    p_HQT = scores_HQT.masked_fill(later_QT, -torch.inf).softmax(-1)
+    return torch.einsum("hqt,thd->qhd", p_HQT, v_THd).to(q_THd.dtype)
+
+
+def filtered(logits_V: Tensor, request: Request, before: list[int], banned: Many[int], slack: float) -> Tensor:
+    """Log-probs [V] that the next token is drawn from; `slack` moves the edges of top-p and min-p."""
+    logits_V = logits_V.clone()
+    if request.repetition_penalty != 1:
+        for token in set(before):
+            x = logits_V[token]
+            logits_V[token] = x / request.repetition_penalty if x > 0 else x * request.repetition_penalty
+    logits_V[list(banned)] = -torch.inf
+    if not request.temperature:
+        return logits_V.log_softmax(0)
+    logits_V = logits_V / request.temperature
+    if not request.top_k and request.top_p == 1 and not request.min_p:
+        return logits_V.log_softmax(0)
+    order = sorted(range(len(logits_V)), key=lambda i: (-logits_V[i].item(), i))
+    kept = order[:request.top_k] if request.top_k else order
+    if request.top_p < 1:
+        p = logits_V[kept].softmax(0).tolist()
+        mass, most = 0.0, 0
+        while most < len(kept) and (most == 0 or mass < request.top_p + slack):
+            mass, most = mass + p[most], most + 1
+        kept = kept[:most]
+    if request.min_p:
+        top = logits_V.max()
+        kept = [i for i in kept if (logits_V[i] - top).exp() >= request.min_p * (1 + slack)]
+    out_V = torch.full_like(logits_V, -torch.inf)
+    out_V[kept] = logits_V[kept]
+    return out_V.log_softmax(0)
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join("" if i % 11 == 0 else "abcde"[i % 5] * (1 + i % 2) for i in ids)
+
+
+class Tokenizer:
+    eos_token_id = EOS
+
+    def decode(self, ids: list[int]) -> str:
+        return text_of(ids)
+
+
+def ending(request: Request, ids: list[int]) -> tuple[str, int | str | None] | None:
+    """How the sample ends with the last of these tokens."""
+    stops = {*request.stop_ids, *(() if request.ignore_eos else (EOS,))}
+    if len(ids) > request.min_tokens:
+        if ids[-1] in stops:
+            return "stop", ids[-1]
+        text = text_of(ids[request.min_tokens:])
+        for string in request.stop_strings:
+            if string in text:
+                return "stop", string
+    return ("length", None) if len(ids) == request.max_tokens else None
+
+
+@dataclass
+class Verdict:
+    """What the comparisons came to."""
+
+    tokens: int = 0
+    borderline: int = 0
+    worst: float = 0.0                         # nats, of the log-probs that are not borderline
+    differences: list[str] = field(default_factory=list)
+
+
+def compare(verdict: Verdict, where: str, family: Family, request: Request, sample: int, rollout: Rollout,
+            made: list[Made]) -> None:
+    """Ask the oracle about every token of a rollout."""
+    ids, near = rollout.token_ids, family.tolerance
+    for t in range(1, len(ids) + 1):
+        end = ending(request, ids[:t])
+        says = (rollout.finish_reason, rollout.stop_reason) if t == len(ids) else None
+        if end != says and not (t == len(ids) and end is None and rollout.finish_reason == "abort"):
+            verdict.differences.append(f"{where}: after {t} tokens expected the end {end}, got {says}")
+            return
+    if not ids:
+        return
+    whole = request.prompt_ids + ids
+    logits_TV = replay(family, whole[:-1], made[:len(whole) - 1])[len(request.prompt_ids) - 1:].double()
+    stops = {*request.stop_ids, *(() if request.ignore_eos else (EOS,))}
+    key = torch.tensor([signed(noise_key(request, sample))] * len(ids))
+    u_T = uniform(key, torch.arange(len(request.prompt_ids), len(whole)))
+    for t, (token, logprob) in enumerate(zip(ids, rollout.logprobs, strict=True)):
+        before, banned = whole[:len(request.prompt_ids) + t], tuple(stops) if t < request.min_tokens else ()
+        def gap(slack: float) -> float | None:
+            logp_V = filtered(logits_TV[t], request, before, banned, slack)        # noqa: B023
+            return agrees(logp_V, request, token, logprob, u_T[t].item(), near)    # noqa: B023
+
+        verdict.tokens += 1
+        found = gap(0.0)
+        if found is not None:
+            verdict.worst = max(verdict.worst, found)
+        elif gap(near) is not None or gap(-near) is not None or _tied(logits_TV[t], request, near):
+            verdict.borderline += 1
+        else:
+            verdict.differences.append(f"{where}: token {t} is {token} at {logprob:.5f}; the oracle says "
+                                       f"{filtered(logits_TV[t], request, before, banned, 0.0)[token]:.5f}")
+            return
+
+
+def agrees(logp_V: Tensor, request: Request, token: int, logprob: float, u: float, near: float) -> float | None:
+    """How far the log-prob is from the oracle's, None where it or the token is wrong."""
+    gap = abs(logp_V[token].item() - logprob)
+    if not gap < near:
+        return None
+    if not request.temperature:
+        return gap if logp_V.max() - logp_V[token] < near else None
+    cdf_V = logp_V.exp().cumsum(0)
+    low, high = (cdf_V[token - 1].item() if token else 0.0), cdf_V[token].item()
+    return gap if low - near / 4 <= u <= high + near / 4 else None
+
+
+def _tied(logits_V: Tensor, request: Request, near: float) -> bool:
+    """Whether rounding decides which id is the k-th largest."""
+    best = logits_V.sort(descending=True).values
+    k = request.top_k
+    return bool(request.temperature and 0 < k < len(best) and best[k - 1] - best[k] < near * request.temperature)
+
+
+# -- the mixes --------------------------------------------------------------------------------------------------------
+
+class Block:
+    """One engine, and who computed which position of what is in flight."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.rng = rng = random.Random(seed)
+        self.seed, self.verdict = seed, Verdict()
+        self.family = family = random_family(rng, device)
+        self.page_size = rng.choice([1, 2, 3, 4, 8, 16]) if device == "cpu" else 16
+        options = {"page_size": self.page_size, "cache_tokens": rng.choice([48, 64, 128, 1024]),
+                   "max_batch": rng.randint(9 if family.bulk else 1, 14),
+                   "max_prefill_tokens": rng.choice([1, 8, 24, 8192]),
+                   "prefill_chunk": rng.choice([None, None, 1, 3, 7, 16])}
+        self.about = f"block {seed}: {family} {options}"
+        self.engine = Engine(master(family, 0), family.weights, dtype=family.dtype, device=device, bulk=family.bulk,
+                             tokenizer=Tokenizer(), noisy=True, **options)
+        if device == "cpu":
+            self.engine.scheduler.lookahead = rng.choice([1, 1, 3, 16])
+        self.version = 0
+        self.vocabulary = self.engine.spec.vocab_size
+        self.stems = [self.ids(rng.randint(1, 20)) for _ in range(3)]
+        self.asked: dict[int, Request] = {}
+        self.made: dict[int, dict[int, Made]] = {}                   # by handle: prompt positions
+        self.drawn: dict[tuple[int, int], dict[int, Made]] = {}      # by handle and sample: positions of the response
+        run = self.engine.runner.run
+
+        def watched(plan: Plan) -> Any:
+            self.watch(plan)
+            return run(plan)
+
+        self.engine.runner.run = watched                             # type: ignore[method-assign]
+
+    def ids(self, length: int) -> list[int]:
+        return [self.rng.randrange(2, self.vocabulary) for _ in range(length)]
+
+    def watch(self, plan: Plan) -> None:
+        decoder, now = self.engine.runner.decoder, (self.version, self.family.bulk is not None)
+        hits = {c.sequence.group.handle: c.start for c in plan.prefills}
+        hits |= {group.handle: group.num_prefilled for group in self.engine.scheduler._prefilling}
+        for handle in hits.keys() - self.made.keys():                # admitted now, with pages of these very weights
+            self.made[handle] = dict.fromkeys(range(hits[handle]), now)
+        for chunk in plan.prefills:
+            self.made[chunk.sequence.group.handle] |= dict.fromkeys(range(chunk.start, chunk.stop), now)
+        many = decoder.runs_bulk(decoder.size(len(plan.decodes)))
+        for row in plan.decodes:
+            drawn = self.drawn.setdefault((row.group.handle, row.sample), {})
+            drawn |= {t: (self.version, many) for t in range(row.position, row.position + plan.steps)}
+
+    def request(self) -> Request:
+        rng = self.rng
+        prompt = rng.choice([[], *self.stems])
+        prompt = (prompt + self.ids(rng.choice([0, 1, 2, 5])))[:22] or self.ids(1)
+        max_tokens = rng.choice([1, 1, 2, 4, 12])
+        odd = rng.random() < 0.4                                     # filters: on exact numbers alone
+        exact = odd and self.family.is_exact
+        return Request(
+            prompt, n=rng.choice([1, 1, 1, 2, 3, 8]), max_tokens=max_tokens,
+            min_tokens=rng.choice([0, 0, 0, min(2, max_tokens)]), temperature=rng.choice([0.0, 0.7, 1.0, 1.0, 1.3]),
+            top_k=rng.choice([0, 1, 5, 40]) if exact else 0, top_p=rng.choice([1.0, 0.9, 0.3]) if exact else 1.0,
+            min_p=rng.choice([0.0, 0.05]) if exact else 0.0,
+            repetition_penalty=rng.choice([1.0, 1.3, 0.8]) if odd else 1.0,
+            stop_ids=tuple(self.ids(rng.choice([0, 0, 3]))),
+            stop_strings=rng.choice([(), (), (), ("ab", "ddc"), ("eb",)]),
+            ignore_eos=rng.random() < 0.5, seed=rng.randrange(100), id=rng.choice(["", "", "a"]))
+
+    def mix(self) -> None:
+        """A few requests and what happens on the way; at its end the engine is empty."""
+        rng, engine = self.rng, self.engine
+        for _ in range(rng.randint(1, 6)):
+            self.take(*[engine.add(self.request()) for _ in range(rng.choice([1, 1, 2, 5]))])
+            for _ in range(rng.randint(0, 6)):
+                verb = rng.choices(["step", "abort", "adopt", "score", "generate"], [12, 1, 1, 1, 1])[0]
+                getattr(self, verb)()
+        while engine.has_work:
+            self.step()
+        if engine.pool.num_used or engine.scheduler.promised or self.asked:
+            self.verdict.differences.append(f"{self.about}: {engine.pool.num_used} pages and {len(self.asked)} "
+                                            "requests are left in an empty engine")
+        if rng.random() < 0.2:
+            engine.release()
+
+    def take(self, *handles: int) -> None:
+        self.asked |= {handle: self.engine.scheduler._groups[handle].request for handle in handles}
+
+    def step(self) -> None:
+        for handle, group in self.engine.step():
+            self.check(handle, group)
+
+    def abort(self) -> None:
+        if self.asked:
+            self.engine.abort(self.rng.choice(list(self.asked)))
+
+    def adopt(self) -> None:
+        self.version = self.rng.choice(VERSIONS)
+        self.engine.adopt(master(self.family, self.version), self.version, NOISES.get(self.version))
+
+    def generate(self) -> None:
+        """Requests that are waited for, while those in flight go on and one of them may be aborted between two."""
+        requests = [self.request() for _ in range(self.rng.randint(1, 4))]
+        first = self.engine.scheduler._next_handle
+        groups = self.engine.generate(requests, lambda *_: self.rng.random() < 0.1 and self.abort())
+        for i, group in enumerate(groups):
+            self.asked[first + i] = requests[i]
+            self.check(first + i, group)
+
+    def score(self) -> None:
+        """Scoring beside what is in flight."""
+        ids, prompt = self.ids(self.rng.randint(2, LONGEST)), 1
+        try:
+            got = self.engine.score([ids], [prompt], 0.7)[0]
+        except OutOfPages:
+            return
+        logits_TV = replay(self.family, ids[:-1], [(self.version, False)] * (len(ids) - 1)).double() / 0.7
+        want = logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        gap = (got.double() - want).abs().max().item()
+        if not gap < 2 * self.family.tolerance:
+            self.verdict.differences.append(f"{self.about}: score is {gap:.2g} nats off")
+
+    def check(self, handle: int, group: Group) -> None:
+        request = self.asked.pop(handle)
+        if request is not group.request:
+            self.verdict.differences.append(f"{self.about}: handle {handle} came back with another request")
+        prompt = self.made.pop(handle, {})
+        for sample, rollout in enumerate(group.rollouts):
+            made = prompt | self.drawn.pop((handle, sample), {})
+            spans = [made[len(request.prompt_ids) + t - 1] for t in range(len(rollout.token_ids))]
+            said = [next(s.version for s in reversed(rollout.behavior.policy) if s.start <= t)
+                    for t in range(len(rollout.token_ids))]
+            where = f"{self.about} {request} sample {sample}"
+            if said != [version for version, _ in spans]:
+                self.verdict.differences.append(f"{where}: drawn under {spans}, tagged {said}")
+            compare(self.verdict, where, self.family, request, sample, rollout,
+                    [made[t] for t in range(len(request.prompt_ids) + len(rollout.token_ids) - 1)]
+                    if rollout.token_ids else [])
+
+
+def random_family(rng: random.Random, device: str) -> Family:
+    dense = rng.random() < 0.4
+    weights = rng.choice(["fp32"]) if dense else rng.choice(["int8", "fp8", "nvfp4", "mxfp4", "int4", "nf4", "bf16"])
+    dtype = torch.bfloat16 if weights == "bf16" or (device == "cuda" and not dense) else torch.float32
+    adapted = rng.random() < 0.2
+    exact = dtype == torch.float32 and weights in EXACT
+    bulk = "nf4" if exact and rng.random() < 0.15 else None
+    name = rng.choice(["qwen3", "qwen2-tied", "llama3-rope", *(["qwen3-moe"] if dense and not adapted else [])])
+    if device == "cuda" and name == "llama3-rope":
+        name = "qwen3"
+    return Family(name, weights, adapted, None if name == "qwen3-moe" else bulk, dtype, device)
+
+
+def run_block(seed: int, mixes: int = MIXES, device: str = "cpu") -> Verdict:
+    """Run the mixes of one block; what the engine raises names the block."""
+    block = Block(seed, device)
+    try:
+        for _ in range(mixes):
+            block.mix()
+    except Exception as error:
+        raise RuntimeError(block.about) from error
+    return block.verdict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mixes", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="the first block")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
+    args = parser.parse_args()
+    blocks, began = -(-args.mixes // MIXES), time.monotonic()
+    tokens = borderline = done = bad = 0
+    worst: dict[str, float] = {}
+    for seed in range(args.seed, args.seed + blocks):
+        verdict = run_block(seed, device=args.device)
+        kind = random_family(random.Random(seed), args.device).weights
+        worst[kind] = max(worst.get(kind, 0.0), verdict.worst)
+        tokens, borderline, done = tokens + verdict.tokens, borderline + verdict.borderline, done + 1
+        bad += len(verdict.differences)
+        for difference in verdict.differences:
+            print(difference, flush=True)
+        if done % 50 == 0 or done == blocks or time.monotonic() - began > 60 * args.minutes:
+            print(f"{done * MIXES} mixes, {tokens} tokens, {borderline} borderline, {bad} differences, "
+                  f"{time.monotonic() - began:.0f} s; worst {worst}", flush=True)
+        if time.monotonic() - began > 60 * args.minutes:
+            break
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()
