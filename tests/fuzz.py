@@ -7,9 +7,9 @@ A block is one engine with random settings (format, LoRA, pages, batch and prefi
 looks) and MIXES mixes after one another, so that its prefix cache, slots and graphs are never fresh. A mix is a few
 requests (n, shared stems, stops, samplers) with steps, aborts, adoptions of other weights and scoring in between.
 
-The oracle takes each sample alone and knows no batch, no page and no cache of ours. It is told which weights computed each position, runs the
-sequence piece by piece under those weights (transformers for dense float32, else our model with attention written out),
-and redoes filters, draw and stops in float64. Of every token that the engine returned it asks three things: is the
+The oracle takes each sample alone and knows no batch, no page and no cache of ours. It is told which weights computed
+each position, runs the sequence piece by piece under those weights (transformers for dense float32, else our model with
+attention written out), and redoes filters, draw and stops in float64. Of every token that the engine returned it asks three things: is the
 log-prob right, does the noise of (seed, id, sample, position) draw this very token, and should the sample have ended?
 Where rounding can turn the answer (a uniform within TOLERANCE of a boundary), a neighbour is accepted and counted.
 
