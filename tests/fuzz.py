@@ -9,9 +9,10 @@ requests (n, shared stems, stops, samplers) with steps, aborts, adoptions of oth
 
 The oracle takes each sample alone and knows no batch, no page and no cache of ours. It is told which weights computed
 each position, runs the sequence piece by piece under those weights (transformers for dense float32, else our model with
-attention written out), and redoes filters, draw and stops in float64. Of every token that the engine returned it asks three things: is the
-log-prob right, does the noise of (seed, id, sample, position) draw this very token, and should the sample have ended?
-Where rounding can turn the answer (a uniform within TOLERANCE of a boundary), a neighbour is accepted and counted.
+attention written out), and redoes filters, draw and stops in float64. Of every token that the engine returned it asks:
+is the log-prob right, does the noise of (seed, id, sample, position) draw this very token, and should the sample have
+ended? Where rounding can turn the answer (a uniform within TOLERANCE of a boundary), a neighbour is accepted and
+counted.
 
 A difference names its block: `python -m tests.fuzz --mixes 1 --seed <block>` runs it again.
 """
