@@ -93,6 +93,17 @@ def test_resume_after_every_step_is_bitwise_the_uninterrupted_run(model: Path, t
         shutil.rmtree(tmp_path / f"cut{step}")
 
 
+def test_a_run_of_single_samples_with_shared_prefixes_has_no_mismatch(model: Path, tmp_path: Path) -> None:
+    """PPO takes one response a prompt: prompts that end in one step, some of them behind pages of the prefix cache."""
+    envs = [{"id": "reverse-text", "name": name, "args": {"template": template, "min_len": 3, "max_len": 5}}
+            for name, template in (("long", "write it backwards: {text}"), ("short", "{text}"))]
+    result = train(settings(model, tmp_path / "run", env=envs, algorithm="ppo", rollouts_per_example=1, batch_size=16,
+                            rollout={"weights": "fp32", "max_batch": 6}, correction="none", dtype="float32",
+                            train={"max_steps": 3, "minibatches": 2, "lr_scheduler_type": "constant"}))
+    assert result.records[-1]["perf/prefix_hits"] > 10
+    assert all(record["mismatch/kl_k3"] < 1e-10 for record in result.records)
+
+
 def test_resume_falls_back_from_a_damaged_checkpoint(model: Path, tmp_path: Path,
                                                      caplog: pytest.LogCaptureFixture) -> None:
     tree = settings(model, tmp_path / "run", train={"max_steps": 4})
