@@ -51,8 +51,10 @@ MIXES = 20                                     # of a block
 LONGEST = 34                                   # prompt and response of a request
 EOS = 1
 EXACT = ("fp32", "nvfp4", "mxfp4", "int4", "int4_asym", "nf4")          # whose products on float32 rows round alike
-# nats of a log-prob; of a cumulative probability a quarter. Codes of an activation may round the other way
-TOLERANCE = {"exact": 2e-4, "int8": 0.15, "fp8": 0.15, "bf16": 0.4}
+# nats of a log-prob; of a cumulative probability a quarter. Codes of an activation may round the other way, and do so
+# often where activations are bfloat16: an H100 showed 0.13 in bf16, 0.31 in int8 and 0.84 in fp8
+TOLERANCE = {"exact": 2e-4, "int8": 0.15, "fp8": 0.15}
+TOLERANCE_BF16 = {"int8": 0.6, "fp8": 1.2}
 NOISES = {3: Noise(5, 0.05)}                   # by version
 VERSIONS = (0, 1, 2, 3)
 
@@ -78,7 +80,7 @@ class Family:
     def tolerance(self) -> float:
         if self.is_exact:
             return TOLERANCE["exact"] * (10 if self.device == "cuda" else 1)
-        return TOLERANCE["bf16" if self.dtype == torch.bfloat16 else self.weights]
+        return TOLERANCE_BF16.get(self.weights, 0.3) if self.dtype == torch.bfloat16 else TOLERANCE[self.weights]
 
 
 def sizes(device: str) -> dict[str, Any]:
@@ -233,7 +235,17 @@ class Verdict:
     tokens: int = 0
     borderline: int = 0
     worst: float = 0.0                         # nats, of the log-probs that are not borderline
+    total: float = 0.0                         # their sum
     differences: list[str] = field(default_factory=list)
+
+    def add(self, other: Verdict) -> None:
+        self.tokens, self.borderline = self.tokens + other.tokens, self.borderline + other.borderline
+        self.worst, self.total = max(self.worst, other.worst), self.total + other.total
+        self.differences += other.differences
+
+    def __str__(self) -> str:
+        return (f"{self.tokens} tokens, {self.borderline} borderline, {len(self.differences)} differences; log-probs "
+                f"are {self.total / max(self.tokens, 1):.2g} nats apart on average, {self.worst:.2g} at most")
 
 
 def compare(verdict: Verdict, where: str, family: Family, request: Request, sample: int, rollout: Rollout,
@@ -262,7 +274,7 @@ def compare(verdict: Verdict, where: str, family: Family, request: Request, samp
         verdict.tokens += 1
         found = gap(0.0)
         if found is not None:
-            verdict.worst = max(verdict.worst, found)
+            verdict.worst, verdict.total = max(verdict.worst, found), verdict.total + found
         elif gap(near) is not None or gap(-near) is not None or _tied(logits_TV[t], request, near):
             verdict.borderline += 1
         else:
@@ -459,21 +471,22 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     args = parser.parse_args()
     blocks, began = -(-args.mixes // MIXES), time.monotonic()
-    tokens = borderline = done = bad = 0
-    worst: dict[str, float] = {}
-    for seed in range(args.seed, args.seed + blocks):
+    by_format: dict[str, Verdict] = {}
+    for done in range(1, blocks + 1):
+        seed = args.seed + done - 1
         verdict = run_block(seed, device=args.device)
-        kind = random_family(random.Random(seed), args.device).weights
-        worst[kind] = max(worst.get(kind, 0.0), verdict.worst)
-        tokens, borderline, done = tokens + verdict.tokens, borderline + verdict.borderline, done + 1
-        bad += len(verdict.differences)
         for difference in verdict.differences:
             print(difference, flush=True)
-        if done % 50 == 0 or done == blocks or time.monotonic() - began > 60 * args.minutes:
-            print(f"{done * MIXES} mixes, {tokens} tokens, {borderline} borderline, {bad} differences, "
-                  f"{time.monotonic() - began:.0f} s; worst {worst}", flush=True)
-        if time.monotonic() - began > 60 * args.minutes:
+        family = random_family(random.Random(seed), args.device)
+        by_format.setdefault(family.weights, Verdict()).add(verdict)
+        minutes = (time.monotonic() - began) / 60
+        last = done == blocks or minutes > args.minutes
+        if last or done % 50 == 0:
+            print(f"{done * MIXES} mixes, {minutes:.1f} minutes", *(f"  {name}: {sums}" for name, sums in
+                  by_format.items()), sep="\n", flush=True)
+        if last:
             break
+    bad = sum(len(verdict.differences) for verdict in by_format.values())
     sys.exit(bad > 0)
 
 
