@@ -214,6 +214,7 @@ class Session:
                                 rollouts_per_example=cfg.rollouts_per_example,
                                 sampling=assemble.sampling(self.stage, cfg.temperature), seed=self.cfg.seed,
                                 max_prompt_tokens=self.orchestrator.settings.max_prompt_tokens)
+        self.engine.forget_prompts()            # a resumed run has none of their pages
         if noisy:
             self._adopt(self.trainer.version)
         return metrics | {"time/eval": time.monotonic() - began}

@@ -104,6 +104,19 @@ def test_a_run_of_single_samples_with_shared_prefixes_has_no_mismatch(model: Pat
     assert all(record["mismatch/kl_k3"] < 1e-10 for record in result.records)
 
 
+def test_resume_is_bitwise_when_evaluation_and_rollouts_share_a_prefix(tmp_path: Path) -> None:
+    """A resumed run has no pages of the evaluation's prompts, and a prompt behind such pages rounds otherwise."""
+    model = demo.build_model(tmp_path / "model", 0, demo.CONFIG)
+    env = {"id": "reverse-text", "args": {"template": "write this word backwards, please, from its end: {text}",
+                                          "min_len": 3, "max_len": 3, "max_words": 1}}
+    tree = settings(model, tmp_path / "whole", env=[env], train={"max_steps": 3}, rollout={"weights": "fp32"},
+                    eval={"interval": 1, "num_examples": 4}, dtype="float32")
+    result = train(tree)
+    copy_stopped_after(result.folder, 2, tmp_path / "cut")
+    resumed = train({**tree, "output_dir": str(tmp_path / "cut")}, resume=True)
+    assert fingerprint(resumed.folder) == fingerprint(result.folder)
+
+
 def test_resume_falls_back_from_a_damaged_checkpoint(model: Path, tmp_path: Path,
                                                      caplog: pytest.LogCaptureFixture) -> None:
     tree = settings(model, tmp_path / "run", train={"max_steps": 4})

@@ -206,8 +206,13 @@ class Engine:
         """
         if self.scheduler.has_work:
             raise RuntimeError("release: requests are in flight; finish or abort them first")
-        self.pool.clear_prefixes()
+        self.forget_prompts()
         self.runner.release()
+
+    def forget_prompts(self) -> None:
+        """Forget the pages of shared prompts. A prompt behind such pages runs in other pieces, which round otherwise:
+        what comes next has the same bits as in a fresh engine."""
+        self.pool.clear_prefixes()
 
     # -- weights ------------------------------------------------------------------------------------------------
 
