@@ -155,6 +155,7 @@ def orchestrator_settings(cfg: RunConfig, model: Transformer) -> Settings:
         seed=cfg.seed, env_weights={env.name or env.id: env.weight for env in cfg.env},
         advantage=cfg.advantage or "grpo", max_prompt_tokens=longest_prompt(cfg, model),
         dynamic_sampling=bool(cfg.dapo.dynamic_sampling), max_rounds=cfg.dapo.max_rounds,
+        no_signal=cfg.dapo.no_signal,
         overlong_max=cfg.dapo.overlong_max, overlong_cache=cfg.dapo.overlong_cache,
         filters=_filters(cfg, model.spec.vocab_size), max_error_rate=cfg.score.max_error_rate)
 

@@ -34,6 +34,7 @@ from lowroll.config import RunConfig, load
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, Recorder, read, write_about
 from lowroll.model import hf, lora
+from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.evaluate import evaluate
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.trainer.guard import rescale
@@ -52,9 +53,10 @@ from lowroll.weights.watch import AdapterWatch, WeightWatch
 log = logging.getLogger(__name__)
 
 # Settings that may differ between a run and its resumption: they do not change what is computed in a step (the guard
-# decides after one, about those that follow).
+# decides after one, about those that follow, and `no_signal` about a step that cannot be made).
 MAY_CHANGE = ("output_dir", "ckpt", "score", "eval", "guard", "force", "rollout.max_batch", "rollout.cache_tokens",
-              "rollout.release_cache")
+              "rollout.release_cache", "dapo.no_signal")
+FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")      # too, after a run that ended because it found none
 
 MOST_SILENT = 0.5                  # share of tokens, or of sequences, that an objective may silence before any update
 MAX_WIDENED = 4
@@ -62,11 +64,12 @@ MAX_WIDENED = 4
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished (or politely interrupted) run."""
+    """A finished (or politely interrupted) run. `ended`: why it finished before its last step."""
 
     folder: Path
     records: list[Record]
     interrupted: bool = False
+    ended: str = ""
 
 
 def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None = None, *,
@@ -75,7 +78,8 @@ def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None =
 
     ValueError names what is wrong with the configuration, the model, the data or the run folder, before training
     starts. With `resume`, the newest undamaged checkpoint of the run folder is continued; without, a folder that
-    holds a run is refused. SIGINT and SIGTERM finish the step, write a checkpoint and return.
+    holds a run is refused. SIGINT and SIGTERM finish the step, write a checkpoint and return. A run for which dynamic
+    sampling finds nothing to learn from any more finishes early.
     """
     cfg = config if isinstance(config, RunConfig) else load(config, dict(overrides or {}))
     cfg = cfg.resolved()
@@ -90,11 +94,15 @@ def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None =
         session.watch(view)
         asked_to_stop = stack.enter_context(_polite_stop())
         for step in range(first, cfg.train.max_steps + 1):
-            view.step(session.step(step))
+            try:
+                view.step(session.step(step))
+            except NoSignal as reason:
+                session.end(step - 1, reason)
+                return RunResult(folder, read(folder), ended=str(reason))
             if asked_to_stop:
                 session.checkpoint(step)
                 return RunResult(folder, read(folder), interrupted=True)
-        session.finish()
+        session.finish(cfg.train.max_steps)
     return RunResult(folder, read(folder))
 
 
@@ -133,7 +141,7 @@ class Session:
         self.guard = assemble.guard(cfg)
         self.widened = 0                  # doublings of the exponent of what `correction: auto` chose
         self.on_note: Callable[[str], object] = log.info
-        self._saved_at = 0
+        self._saved_at: int | None = None
         self._saving_s: dict[str, float] = {}      # time/checkpoint, for the next record
 
     def watch(self, view: LiveView) -> None:
@@ -155,7 +163,9 @@ class Session:
             saved = self.store.load()
         except FileNotFoundError:
             return self._begin_again()
-        _refuse_changes(yaml.safe_load(saved.meta["config"]), self.cfg)
+        before = yaml.safe_load(saved.meta["config"])
+        ended = (self.folder / "final").exists() and saved.step < before["train"]["max_steps"]
+        _refuse_changes(before, self.cfg, FOR_SIGNAL if ended else ())
         if saved.meta["base"] != self.base_digest:
             raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
         self.trainer.restore(saved.tensors, saved.state["trainer"])
@@ -230,9 +240,15 @@ class Session:
                         {"config": self.cfg.dump(), "base": self.base_digest})
         self._saved_at, self._saving_s = step, {"time/checkpoint": time.monotonic() - began}
 
-    def finish(self) -> None:
-        """The last checkpoint, and the trained model (or adapter) as a Hugging Face folder."""
-        self.checkpoint(self.cfg.train.max_steps)
+    def end(self, step: int, reason: NoSignal) -> None:
+        """Finish early, after `step`."""
+        self.finish(step)
+        log.warning("the run ends after step %d of %d: %s. Resumed, it goes on with dapo.no_signal go_on, with more "
+                    "dapo.max_rounds or without dapo.dynamic_sampling", step, self.cfg.train.max_steps, reason)
+
+    def finish(self, step: int) -> None:
+        """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face folder."""
+        self.checkpoint(step)
         final, source = self.folder / "final", hf.resolve(self.cfg.model)
         if final.exists():
             shutil.rmtree(final)
@@ -357,12 +373,13 @@ def _refuse_used(folder: Path, resume: bool) -> None:
         raise ValueError(f"output_dir: {folder} holds no run to resume")
 
 
-def _refuse_changes(saved: dict[str, Any], cfg: RunConfig) -> None:
-    """A run may be lengthened when nothing is scheduled over its length; what is computed in a step may not change."""
+def _refuse_changes(saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = ()) -> None:
+    """A run may be lengthened when nothing is scheduled over its length; what is computed in a step may not change,
+    but for settings of `more`."""
     before, after = _flatten(saved), _flatten(yaml.safe_load(cfg.dump()))
     unscheduled = (cfg.train.lr_scheduler_type == "constant" and cfg.rollout.temp_scheduler is None
                    and cfg.noise is None)
-    free = (*MAY_CHANGE, "train.max_steps") if unscheduled else MAY_CHANGE
+    free = (*MAY_CHANGE, *more, *(["train.max_steps"] if unscheduled else []))
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
                      and not any(key == name or key.startswith(f"{name}.") for name in free))
     if changed:

@@ -89,7 +89,7 @@ def test_the_rows_of_the_table_through_the_critic(gamma, lam, advantages, return
     for whiten in (False, True):
         critic = make_critic(gamma=gamma, lam=lam, whiten=whiten)
         say(critic, sample, [.1, .2, .3, .4])
-        judged = critic.judge([sample], [0])
+        judged = critic.judge([sample], [[0]])
         assert judged.values[0].tolist() == pytest.approx([.1, .2, .3, .4], abs=1e-5)
         assert judged.returns[0].tolist() == pytest.approx(returns, abs=2e-5)
         got[whiten] = judged.advantages[0].tolist()
@@ -99,11 +99,11 @@ def test_the_rows_of_the_table_through_the_critic(gamma, lam, advantages, return
 def test_a_masked_token_is_carried_over_and_the_reward_is_on_the_last_heard_one():
     critic, sample = make_critic(lam=.95, whiten=False), one_sample([1, 1, 0, 1])
     say(critic, sample, [.1, .2, .3, .4])
-    judged = critic.judge([sample], [0])
+    judged = critic.judge([sample], [[0]])
     assert judged.advantages[0].tolist() == pytest.approx([.8315, .77, 0, .6], abs=2e-5)
     assert judged.returns[0].tolist() == pytest.approx([.9315, .97, 0, 1], abs=2e-5)
     sample.loss_mask = [1, 1, 1, 0]
-    assert critic.judge([sample], [0]).returns[0].tolist()[2:] == pytest.approx([1, 0], abs=2e-5)
+    assert critic.judge([sample], [[0]]).returns[0].tolist()[2:] == pytest.approx([1, 0], abs=2e-5)
 
 
 def test_the_value_loss_of_the_table_through_an_update():
@@ -118,8 +118,8 @@ def test_whitening_is_over_the_tokens_of_the_whole_batch():
     critic, batch = make_critic(), ppo_batch(tiny_model())
     batch.samples[3].loss_mask = [0] * len(batch.samples[3].loss_mask)
     heard = [i for i in range(8) if i != 3]
-    whitened = critic.judge(batch.samples, heard).advantages
-    plain = make_critic(whiten=False).judge(batch.samples, heard).advantages
+    whitened = critic.judge(batch.samples, [heard]).advantages
+    plain = make_critic(whiten=False).judge(batch.samples, [heard]).advantages
     mask = torch.cat([torch.tensor(batch.samples[i].loss_mask) for i in heard]).bool()
     raw, white = (torch.cat([rows[i] for i in heard])[mask].double() for rows in (plain, whitened))
     assert torch.allclose(white, (raw - raw.mean()) / raw.std(), atol=1e-5)
@@ -425,7 +425,7 @@ def test_the_critic_learns_to_tell_good_states_from_bad():
         seen.append(metrics["critic/explained_variance"])
     assert seen[0] == pytest.approx(0) and min(seen[-5:]) > 0.6
     held_out = [sample(k) for k in range(32)]
-    values = critic.judge(held_out, range(32)).values
+    values = critic.judge(held_out, [range(32)]).values
     good, bad = (torch.cat([values[k] for k, s in enumerate(held_out) if s.reward == r]).mean() for r in (1.0, 0.0))
     assert good - bad > 0.6
 

@@ -245,7 +245,7 @@ def test_a_critic_on_a_gpu_judges_and_learns_as_on_the_cpu() -> None:
         critic = Critic(tiny_model(5).to(device, dtype), OptimSettings(1e-2, eps=1e-3))
         with torch.no_grad():
             critic.weight_D.copy_(0.3 * torch.randn(len(critic.weight_D), generator=torch.Generator().manual_seed(5)))
-        judged = critic.judge(batch.samples, range(8))
+        judged = critic.judge(batch.samples, [range(8)])
         metrics = critic.update(batch.samples, range(8), judged)
         seen.append((torch.cat([judged.advantages[i].cpu() for i in range(8)]), metrics,
                      critic.optimizer.masters["head.weight"].detach().cpu()))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,26 @@ def test_the_trend_of_the_kl() -> None:
     assert all(rung(guard(kl_growth=None), **{"mismatch/kl_k3": kl}) == set() for kl in (1e-3, 1.0))
 
 
+def test_a_baseline_belongs_to_its_stage() -> None:
+    """Noise that the user asked for is no growth; a shift within a stage is; and a falling sigma lowers the bound."""
+    watch, sigma = guard(action="fallback"), "rollout/noise_sigma"
+    for level, noise in ((1e-4, 0.0), (0.2, 5e-2), (0.1, 3e-2), (1e-3, 5e-3)):
+        for _ in range(10):
+            assert rung(watch, **{"mismatch/kl_k3": level, sigma: noise}) == set()
+        assert watch.baseline == pytest.approx(level) and watch.stage == [noise, 0.0]
+    for _ in range(20):                                       # twenty times its own baseline, a tenth of the second one
+        rung(watch, **{"mismatch/kl_k3": 0.02, sigma: 5e-3})
+    assert (watch.weights, watch.fallbacks) == ("fp8", 1)
+    longer = guard()
+    for stage, level in ((1.0, 1e-4), (2.0, 1e-2)):
+        assert all(rung(longer, **{"mismatch/kl_k3": level, "rollout/stage": stage}) == set() for _ in range(10))
+    old = {name: value for name, value in watch.state().items() if name != "stage"}
+    resumed = guard()
+    resumed.restore(old)
+    rung(resumed, **{sigma: 5e-3})
+    assert resumed.num_seen == old["num_seen"] + 1 and resumed.stage == [5e-3, 0.0]
+
+
 def test_an_action_needs_patience_and_a_streak() -> None:
     watch = guard(action="fallback", patience=3)
     loud = {"mismatch/ess": 0.1}
@@ -119,8 +140,8 @@ def test_tightening_ends() -> None:
 
 def test_state_is_all_that_decides() -> None:
     generator = torch.Generator().manual_seed(0)
-    rows = [{**QUIET, "mismatch/kl_k3": x, "mismatch/ess": 0.2 + x} for x in
-            (torch.rand(60, generator=generator, dtype=torch.float64) ** 4).tolist()]
+    rows = [{**QUIET, "mismatch/kl_k3": x, "mismatch/ess": 0.2 + x, "rollout/noise_sigma": 0.1 ** (i // 8)}
+            for i, x in enumerate((torch.rand(60, generator=generator, dtype=torch.float64) ** 4).tolist())]
     whole = guard(action="fallback", patience=2)
     seen = []
     for cut, row in enumerate(rows):
@@ -247,6 +268,23 @@ def test_a_run_falls_back_and_resumes_bitwise(model: Path, tmp_path: Path, chang
         copy_stopped_after(tmp_path / "whole", step, tmp_path / f"cut{step}")
         resumed = train({**tree, "output_dir": str(tmp_path / f"cut{step}")}, resume=True)
         assert fingerprint(resumed.folder) == whole, f"resumed after step {step}"
+
+
+def test_noise_that_was_asked_for_is_no_reason_to_fall_back(model: Path, tmp_path: Path) -> None:
+    """KL grows by far more than kl_growth when the silent stage ends, and the rollouts stay what they are."""
+    tree = settings(model, tmp_path / "whole", noise={"sigma_start": 5e-2, "sigma_end": 1e-3, "num_stages": 2},
+                    guard={"action": "fallback", "kl_growth": 4.0, "kl_floor": 1e-9}, train={"max_steps": 18, **STEADY})
+    tree["train"]["learning_rate"] = 1e-5
+    records = train(tree).records
+    kl = [record["mismatch/kl_k3"] for record in records]
+    assert min(kl[9:]) > 8 * max(kl[:9])
+    assert all(record["guard/kl"] == record["guard/fallbacks"] == 0 for record in records)
+    for step in (9, 12, 16):
+        shutil.copytree(tmp_path / "whole", tmp_path / f"cut{step}")
+        for later in range(step + 1, 19):
+            shutil.rmtree(tmp_path / f"cut{step}" / "checkpoints" / f"step_{later:06d}")
+        resumed = train({**tree, "output_dir": str(tmp_path / f"cut{step}")}, resume=True)
+        assert fingerprint(resumed.folder) == fingerprint(tmp_path / "whole")
 
 
 def test_lora_falls_back_to_the_learners_own_function(model: Path, tmp_path: Path) -> None:

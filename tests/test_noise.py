@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import hf_folder
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.weights.noise import Noise, NoiseSchedule, muted, noisy_norms, share
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
+from lowroll.weights.scaling import scale
 
 IDS = torch.randint(0, 67, (31,), generator=torch.Generator().manual_seed(0))
 REQUEST = Request(IDS[:9].tolist(), n=3, max_tokens=12, seed=5, ignore_eos=True)
@@ -160,6 +162,49 @@ def test_publication_is_a_function_of_master_and_noise(folder: Path) -> None:
         publish(master, rollout, noise)
         assert stamps.setdefault(noise, digest(rollout)) == digest(rollout)
     assert len(set(stamps.values())) == 4
+
+
+def scaled(folder: Path, s: float, format: str, adapted: bool) -> Transformer:
+    """The same policy at every s, its adapter too: what is behind a norm reads s x."""
+    model = hf.load(folder)
+    if s != 1:
+        scale(model, s)
+    if not adapted:
+        return model
+    lora.attach(quantize_base(model, format), 3, 6.0, seed=1)
+    generator = torch.Generator().manual_seed(7)
+    for name, linear in model.linears():
+        for part, b in linear.adapter.b.items():
+            b.data.normal_(0, 0.2, generator=generator)
+            linear.adapter.a[part].data.div_(s if name.endswith(("qkv", "gate_up")) else 1.0)
+    return model
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("format", ["fp32", "int8"])
+def test_noise_has_the_same_effect_at_every_scale(folder: Path, format: str, adapted: bool) -> None:
+    """Engine and sharing learner are the same noisy policy at s = 1, 1.5, 3 and, after saving, from a folder. A power
+    of two changes no bit, and where there are codes, others change those of activations that lie near a tie."""
+    policies: dict[float, tuple[Tensor, Tensor]] = {}
+    moved: dict[float, float] = {}                               # the KL of clean to noisy rollouts
+    for s in (1.0, 1.5, 2.0, 3.0):
+        learner = scaled(folder, s, format, adapted)
+        engine = Engine(learner, weights=format, device="cpu", dtype=torch.float32, cache_tokens=1024, noisy=True)
+        clean = logits(engine.model)
+        engine.adopt(learner, 1, NOISE)
+        share(learner, NOISE)
+        policies[s] = logits(engine.model), logits(learner)
+        moved[s] = float(F.kl_div(policies[s][0].log_softmax(-1), clean.log_softmax(-1), log_target=True,
+                                  reduction="batchmean"))
+    assert list(moved.values()) == pytest.approx([moved[1.0]] * 4, rel=1e-3 if format == "fp32" else 0.1)
+    for s, mine in policies.items():
+        for got, want in zip(mine, policies[1.0], strict=True):
+            assert (format == "int8" and s != 2) or (got - want).abs().max() <= (0 if s == 2 else 1e-4), s
+    if not adapted:
+        hf.save(scaled(folder, 3.0, format, False), folder.parent / f"scaled-{format}")
+        saved = rollout_copy(hf.load(folder.parent / f"scaled-{format}"), format, torch.float32, noisy=True)
+        publish(hf.load(folder.parent / f"scaled-{format}"), saved, NOISE)
+        assert torch.equal(logits(saved), policies[3.0][0])
 
 
 def test_an_engine_that_was_not_made_for_noise_refuses_it(folder: Path) -> None:

@@ -530,6 +530,22 @@ def test_dynamic_sampling_without_any_signal_stops():
         build(settings, rule=lambda prompt, text: 0.0).step(0)
 
 
+def test_dynamic_sampling_without_any_signal_goes_on_as_without_it(caplog):
+    """The first groups that were drawn are the batch, and the ledger balances."""
+    rule, log = (lambda prompt, text: 1.0), []
+    settings = Settings(6, 2, dynamic_sampling=True, max_rounds=2, no_signal="go_on")
+    orchestrator, plain = build(settings, rule=rule, rollout_log=log.append), build(Settings(6, 2), rule=rule)
+    batch = orchestrator.step(0)
+    assert batch.samples == plain.step(0).samples and all(sample.advantage == 0 for sample in batch.samples)
+    assert (batch.stats["rollout/num_groups"], batch.stats["rollout/dropped_groups"]) == (3, 3)
+    assert "all 6 groups of 2 rounds have constant rewards (1 in the mean)" in caplog.text
+    assert orchestrator.state()["ledger"] == {"draws": 6, "cursors": {"a": 6}, "planned": 6, "consumed": 3,
+                                              "dropped": 3, "passed_over": 0}
+    assert [sample.group for sample in log[0].samples] == [0, 0, 1, 1, 2, 2] + [-1] * 6
+    with pytest.raises(ValueError, match="no_signal: expected end or go_on, got 'stop'"):
+        Settings(6, 2, no_signal="stop")
+
+
 def test_dynamic_sampling_judges_the_raw_score_of_scored_samples():
     """Equal scores stay a constant group though overlong shaping differs; one score beside an error is no signal."""
     engine = table_engine(["1", "1111"], ["1", "e"], ["1", "0"])

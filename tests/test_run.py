@@ -19,12 +19,16 @@ from safetensors.torch import load_file
 import lowroll
 from lowroll import assemble, demo
 from lowroll.checkpoint.store import Store
+from lowroll.cli.main import main
+from lowroll.envs.rewards import ScorerPool
 from lowroll.inprocess import RunResult
 from lowroll.metrics.record import read, reproducible
 from lowroll.model import hf, initialize, lora
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
+from lowroll.orchestrator.loop import Orchestrator
 from lowroll.transport.rollout_log import read_rollouts
+from lowroll.types import Batch, Score
 
 DATA = Path(os.environ.get("LOWROLL_DATA", Path(__file__).parents[2] / "shared" / "data"))
 TINY = {**demo.CONFIG, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
@@ -334,6 +338,62 @@ def test_sigterm_finishes_the_step_and_the_run_can_go_on(model: Path, tmp_path: 
     assert process.returncode == 130 and "finishing this step" in output
     steps = len(read(tmp_path / "run"))
     assert Store(tmp_path / "run" / "checkpoints").load().step == steps
+
+
+@pytest.fixture
+def solved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Half of the answers are right, and from step `solved["at"]` on all of them."""
+    now, step = {"at": 3}, Orchestrator.step
+
+    def stepped(self: Orchestrator, number: int, version: int | None = None) -> Batch:
+        now["step"] = number
+        return step(self, number, version)
+
+    def scored(self: ScorerPool, items: Any, **more: Any) -> Any:
+        return [Score(float(i % 2 or now["step"] >= now["at"])) for i in range(len(items))]
+
+    monkeypatch.setattr(Orchestrator, "step", stepped)
+    monkeypatch.setattr(ScorerPool, "score", scored)
+    return now
+
+
+@pytest.mark.parametrize(("at", "interval"), [(1, 50), (3, 1), (3, 50)])
+def test_a_run_that_has_solved_its_tasks_ends_politely_and_can_go_on(
+        model: Path, tmp_path: Path, solved: dict[str, int], caplog: pytest.LogCaptureFixture,
+        capsys: pytest.CaptureFixture[str], at: int, interval: int) -> None:
+    solved["at"] = at
+    tree = settings(model, tmp_path / "run", train={"max_steps": 5}, ckpt={"interval": interval},
+                    dapo={"dynamic_sampling": True, "max_rounds": 6})
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+    assert main(["grpo", str(tmp_path / "run.yaml")]) == 0
+    assert f"the run ends after step {at - 1} of 5: dynamic sampling: all 12 groups of 6 rounds" in caplog.text
+    assert "trained weights:" in capsys.readouterr().out
+    assert len(read(tmp_path / "run")) == at - 1 == Store(tmp_path / "run" / "checkpoints").load().step
+    weights = (tmp_path / "run" / "final" / "model.safetensors").read_bytes()
+    again = train(tree, resume=True)                               # asks the same, and ends the same
+    assert "constant rewards (1 in the mean)" in again.ended and len(again.records) == at - 1
+    assert (tmp_path / "run" / "final" / "model.safetensors").read_bytes() == weights
+    with pytest.raises(ValueError, match="seed was 3 and is 4"):
+        train({**tree, "seed": 4}, resume=True)
+    for name, change in (("go_on", {"no_signal": "go_on"}), ("without", {"dynamic_sampling": False}),
+                         ("rounds", {"max_rounds": 7})):
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        more = train({**tree, "output_dir": str(tmp_path / name), "dapo": {**tree["dapo"], **change}}, resume=True)
+        assert len(more.records) == (at - 1 if name == "rounds" else 5) and bool(more.ended) == (name == "rounds")
+    records = {name: [record["reward/mean"] for record in read(tmp_path / name)] for name in ("go_on", "without")}
+    assert records["go_on"][at - 1:] == records["without"][at - 1:] == [1.0] * (6 - at)
+
+
+def test_how_a_run_looks_for_signal_may_not_change_while_it_finds_some(model: Path, tmp_path: Path,
+                                                                solved: dict[str, int]) -> None:
+    tree = settings(model, tmp_path / "run", train={"max_steps": 2}, dapo={"dynamic_sampling": True})
+    train(tree)
+    copy_stopped_after(tmp_path / "run", 1, tmp_path / "cut")
+    for name, value in (("max_rounds", 9), ("dynamic_sampling", False)):
+        with pytest.raises(ValueError, match=rf"dapo\.{name} was"):
+            train({**tree, "output_dir": str(tmp_path / "cut"), "dapo": {**tree["dapo"], name: value}}, resume=True)
+    tree = {**tree, "output_dir": str(tmp_path / "cut"), "dapo": {**tree["dapo"], "no_signal": "go_on"}}
+    assert len(train(tree, resume=True).records) == 2
 
 
 def test_gsm8k_through_every_stage(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_packed_log_probs_match_dense_float64():
     model = tiny_model()
     batch, wide = make_batch(model), copy.deepcopy(model).double()
     for capacity in (1, 24, 10_000):
-        trace = Forward(model, batch.samples, capacity, 3, TEMPERATURE).run(range(8))
+        trace = Forward(model, batch.samples, capacity, 3, TEMPERATURE).run([range(8)])
         for i, s in enumerate(batch.samples):
             assert torch.allclose(trace.log_probs[i].double(), dense_log_probs(wide, s), atol=2e-5)
 

@@ -95,6 +95,7 @@ class DapoConfig(Section):
 
     dynamic_sampling: bool | None = None                   # draw again for groups whose rewards are all equal
     max_rounds: Count = 8
+    no_signal: Literal["end", "go_on"] = "end"             # no group differs in all rounds: the run ends, or goes on
     overlong_max: Count | None = None                      # Lmax: at this length the penalty is -1
     overlong_cache: Count | None = None                    # Lc: the penalty starts at Lmax - Lc
 

@@ -107,7 +107,7 @@ class _AdaptedProduct(torch.autograd.Function):
         bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         low_TL = F.linear(x_TK, a_LK)
         if codes is not None and in_codes:
-            y_TN = codes.linear(x_TK, bias_N)
+            y_TN = codes.linear(x_TK.detach(), bias_N)
             y_TN = y_TN.addmm_(low_TL, b_NL.t()) if whole else y_TN
         else:
             dense_NK = weight_NK if codes is None else codes.dequantize(x_TK.dtype)

@@ -23,7 +23,7 @@ class ScoringFailed(RunFailed):
 
 
 class NoSignal(RunFailed):
-    """Dynamic sampling found no group with differing rewards in all its rounds."""
+    """Dynamic sampling found no group with differing rewards in all its rounds: nothing is left to learn from."""
 
 
 class ErrorWindow:

@@ -9,8 +9,8 @@ that raises leaves nothing behind and, tried again, makes the same requests with
 Dynamic sampling (DAPO, Section 3.2) drops groups whose scores are all equal and draws again. Each round draws exactly
 the groups that are still missing, so there is never a surplus: at async level 0 a surplus group would be stale after
 the update, and carrying it over would make the batch off policy. The price is a few small rounds. After `max_rounds`
-the step goes on with the groups it has (`rollout/num_groups` says how many, and a warning), or raises NoSignal if
-there is none.
+the step goes on with the groups it has (`rollout/num_groups` says how many, and a warning). If there is none it raises
+NoSignal, or takes the first ones as they are, as without dynamic sampling (`no_signal`).
 """
 from __future__ import annotations
 
@@ -137,12 +137,21 @@ class Orchestrator:
         if not any(group.scores() for group in harvest.groups):
             raise ScoringFailed(f"all {len(failed)} scores of the step are errors: {describe(failed)}")
         if not harvest.kept:
-            raise NoSignal(f"dynamic sampling: all {len(harvest.dropped)} groups of {harvest.rounds} rounds have "
-                           f"constant rewards; the tasks are all too hard or all too easy for this policy")
-        if len(harvest.kept) < wanted:
+            self._without_signal(harvest, wanted)
+        elif len(harvest.kept) < wanted:
             logger.warning("dynamic sampling: %d of %d groups with signal after %d rounds: the batch is smaller",
                            len(harvest.kept), wanted, harvest.rounds)
         return harvest
+
+    def _without_signal(self, harvest: Harvest, wanted: int) -> None:
+        scores = [score for group in harvest.dropped for score in group.scores()]
+        found = (f"dynamic sampling: all {len(harvest.dropped)} groups of {harvest.rounds} rounds have constant "
+                 f"rewards ({sum(scores) / len(scores):.3g} in the mean); the tasks are all too hard or all too easy "
+                 "for this policy")
+        if self.settings.no_signal == "end":
+            raise NoSignal(found)
+        logger.warning("%s: the step takes the first of them as they are", found)
+        harvest.kept, harvest.dropped = harvest.dropped[:wanted], harvest.dropped[wanted:]
 
     def _round(self, draws: list[Draw], errors: ErrorWindow, version: int | None,
                seconds: dict[str, float]) -> list[ScoredGroup]:

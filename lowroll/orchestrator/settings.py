@@ -41,6 +41,7 @@ class Settings:
     max_prompt_tokens: int | None = None           # longer prompts are passed over and counted
     dynamic_sampling: bool = False                 # DAPO: learn from groups with differing rewards only
     max_rounds: int = 8                            # rounds of generation that a step may spend on it
+    no_signal: str = "end"                         # and without a group after them: NoSignal, or go_on as it is
     overlong_max: int | None = None                # DAPO's soft length limit L_max, tokens
     overlong_cache: int | None = None              # and the width L_c of its ramp, tokens
     filters: tuple[Filter, ...] = ()
@@ -63,6 +64,7 @@ class Settings:
             temperature = self.sampling.temperature
             _require(math.isfinite(temperature) and temperature > 0, "sampling.temperature",
                      "above 0 (greedy rollouts of a group are all the same)", temperature)
+        _require(self.no_signal in ("end", "go_on"), "no_signal", "end or go_on", repr(self.no_signal))
         _require(0.0 <= self.max_error_rate < 1.0, "max_error_rate", "in [0, 1)", self.max_error_rate)
         _require(self.max_staleness >= 0, "max_staleness", "at least 0", self.max_staleness)
         for name, weight in self.env_weights.items():

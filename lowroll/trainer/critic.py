@@ -30,7 +30,7 @@ from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.objectives import Counts, value_loss
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.packing import Packed, PerToken, check, collate, first_fit, gather, num_fed
+from lowroll.trainer.packing import Packed, PerToken, check, collate, gather, pack
 from lowroll.types import RunFailed, Sample
 
 NO_VARIANCE = 1e-12                # of returns: rounding leaves so much of equal ones
@@ -85,11 +85,12 @@ class Critic:
         """Whether the next training step is the critic's alone."""
         return self.optimizer.num_steps < self.settings.warmup_steps
 
-    def judge(self, samples: Sequence[Sample], indices: Sequence[int]) -> Judgement:
-        """Values, advantages and returns of the chosen samples. ValueError for a sample that the critic cannot read
-        or that has no reward; RunFailed when a value is not finite."""
+    def judge(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]]) -> Judgement:
+        """Values, advantages and returns of the chosen samples, a portion for what an update will read: the values of
+        equal weights are then equal bit for bit. ValueError for a sample that the critic cannot read or that has no
+        reward; RunFailed when a value is not finite."""
         check(samples, self.body.spec.vocab_size, self.body.spec.max_position)
-        values = self._run(samples, indices)
+        values, indices = self._run(samples, portions), [i for portion in portions for i in portion]
         rows = [values[i].tolist() for i in indices]
         masks = [samples[i].loss_mask for i in indices]
         advantages, returns = [], []
@@ -121,7 +122,7 @@ class Critic:
                               returns=gather(judged.returns, packed), mask=packed.mask_N, segments=packed.segments_N,
                               counts=counts, clip=self.settings.value_clip)
 
-        values = self._run(samples, heard, lambda packed, values_N: loss(packed, values_N)[0])
+        values = self._run(samples, [heard], lambda packed, values_N: loss(packed, values_N)[0])
         record: dict[str, float] = {"critic/loss": 0.0}
         if heard:
             whole = collate(samples, heard, self.body.device)
@@ -149,13 +150,13 @@ class Critic:
         for name, p in self.params.items():
             p.copy_(saved[name])
 
-    def _run(self, samples: Sequence[Sample], indices: Sequence[int],
+    def _run(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]],
              loss: Callable[[Packed, Tensor], Tensor] | None = None) -> PerToken:
-        """The values of the chosen samples. With `loss(packed, values_N)`, a micro-batch's share of the loss, its
-        gradient is added to that of the parameters."""
+        """The values of the chosen samples, each portion packed by itself. With `loss(packed, values_N)`, a
+        micro-batch's share of the loss, its gradient is added to that of the parameters."""
         values: PerToken = {}
-        for pack in first_fit([num_fed(samples[i]) for i in indices], self.settings.tokens_per_microbatch):
-            packed = collate(samples, [indices[i] for i in pack.indices], self.body.device)
+        for indices in pack(samples, portions, self.settings.tokens_per_microbatch):
+            packed = collate(samples, indices, self.body.device)
             with torch.set_grad_enabled(loss is not None):
                 hidden_TD = self.body(packed.ids_T, packed.pos_T, varlen(packed.lengths, self.body.device))
                 values_N = hidden_TD[packed.index_N].float() @ self.weight_D + self.bias

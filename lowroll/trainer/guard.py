@@ -6,8 +6,9 @@
     ratio       mismatch/weight_max above a bound
     nonfinite   one of these is not finite, or an update was skipped because it was not
 
-The average is m <- m + (x - m) / 10; the first steps are the BASELINE steps after the start or the last fallback, whose
-rollouts are others. After `patience` steps in a row with any alarm comes the action, and the count begins again:
+The average is m <- m + (x - m) / 10; the first steps are the BASELINE steps of rollouts of one kind: after the start, a
+fallback, or the begin of a stage of the run or of its noise, which shifts the mismatch as it was asked to. A stage of
+so few steps has no `kl`. After `patience` steps in a row with any alarm comes the action, and the count begins again:
 
     warn        says so
     tighten     every bound b of the objective becomes b^p around its neutral value (see `rescale`); thrice at most
@@ -27,6 +28,7 @@ BASELINE = 5                       # steps whose mean KL is the level to grow fr
 HORIZON = 10                       # steps of the moving average
 MAX_TIGHTENED = 3                  # more would leave no room to learn
 ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
+STAGE = ("rollout/noise_sigma", "rollout/stage")     # a baseline holds as long as these do
 WATCHED = ("mismatch/ess", "mismatch/kl_k3", "mismatch/weight_max")
 
 LADDER: dict[str, str] = {"int8": "dense", "fp8": "dense", "fp8_block": "dense"} | dict.fromkeys(
@@ -65,10 +67,15 @@ class Guard:
         self.to_dense = to_dense or settings.fallback == "dense"
         self.tightened = self.fallbacks = self.streak = self.num_seen = 0
         self.average = self.baseline = 0.0
+        self.stage: list[float] | None = None
 
     def look(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
         """`guard/*` metrics of a step, and what happened, for people: alarms (of a streak's first and last step), then
         the action."""
+        stage = [metrics.get(name, 0.0) for name in STAGE]
+        if self.stage not in (None, stage):
+            self._forget()
+        self.stage = stage
         rung = self._alarms(metrics)
         self.streak = self.streak + 1 if rung else 0
         told = [f"{name}: {text}" for name, text in rung.items()] if self.streak in (1, self.settings.patience) else []
@@ -81,12 +88,13 @@ class Guard:
     def state(self) -> dict[str, Any]:
         """JSON data from which `restore` goes on bitwise."""
         return {"weights": self.weights, "tightened": self.tightened, "fallbacks": self.fallbacks,
-                "streak": self.streak, "num_seen": self.num_seen, "average": self.average, "baseline": self.baseline}
+                "streak": self.streak, "num_seen": self.num_seen, "average": self.average, "baseline": self.baseline,
+                "stage": self.stage}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` gave."""
+        """Put back what `state` gave. One from before stages had baselines goes on with the one that it has."""
         for name in self.state():
-            setattr(self, name, state[name])
+            setattr(self, name, state[name] if name != "stage" else state.get(name))
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """The alarms of a step, with their numbers."""
@@ -119,6 +127,10 @@ class Guard:
         growth = self.settings.kl_growth
         return growth is not None and self.average > max(growth * self.baseline, self.settings.kl_floor)
 
+    def _forget(self) -> None:
+        """The rollouts are others from now on: take another baseline."""
+        self.num_seen, self.average, self.baseline = 0, 0.0, 0.0
+
     def _act(self) -> list[str]:
         if self.settings.action == "tighten":
             if self.tightened == MAX_TIGHTENED:
@@ -130,7 +142,8 @@ class Guard:
             if not after:
                 return [f"the rollouts have {self.weights} weights already: nothing is left to fall back to"]
             before, self.weights = self.weights, "dense" if self.to_dense else after
-            self.fallbacks, self.num_seen, self.average, self.baseline = self.fallbacks + 1, 0, 0.0, 0.0
+            self.fallbacks += 1
+            self._forget()
             return [f"fell back from {before} to {self.weights} rollouts for the following steps"]
         return []
 

@@ -13,7 +13,7 @@ T: tokens fed to the model, N: response tokens, S: sequences of one micro-batch.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -113,6 +113,12 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
             bins[home].append(i)
             loads[home] += lengths[i]
     return [MicroBatch(tuple(b), load) for b, load in zip(bins, loads, strict=True)]
+
+
+def pack(samples: Sequence[Sample], portions: Iterable[Sequence[int]], capacity: int) -> list[list[int]]:
+    """Micro-batches of the chosen samples, as their indices; each portion is packed by itself."""
+    return [[portion[i] for i in packed.indices] for portion in portions
+            for packed in first_fit([num_fed(samples[i]) for i in portion], capacity)]
 
 
 def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:

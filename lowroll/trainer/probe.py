@@ -73,4 +73,4 @@ def probe(model: Transformer, batch: Batch, settings: LearnSettings) -> Probe | 
         return None
     forward = Forward(model, batch.samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature)
     packed = forward.collate(heard)
-    return Probe(packed, gather(forward.run(heard).log_probs, packed), settings)
+    return Probe(packed, gather(forward.run([heard]).log_probs, packed), settings)

@@ -102,7 +102,7 @@ def sft_step(model: Transformer, samples: Sequence[Sample], optimizer: Optimizer
         return aggregate(learner_N, lay_out(packed.mask_N, packed.segments_N), mode="token-mean", counts=counts)
 
     forward = Forward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk)
-    trace = forward.run(range(len(samples)), likelihood)
+    trace = forward.run([range(len(samples))], likelihood)
     loss = -sum(values.double().sum().item() for values in trace.log_probs.values()) / counts.num_tokens
     metrics = {"sft/loss": loss, "sft/tokens": float(counts.num_tokens), "optim/lr": rate}
     metrics |= optimizer.update(refuse=not math.isfinite(loss))

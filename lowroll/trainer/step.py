@@ -11,7 +11,9 @@ recorded, lpref the frozen reference; all at the sampling temperature. What diff
    micro-batch. The number of sequences counts every sample of M, masked or not.
 2. With one minibatch the proximal policy *is* the learner: lpo = lpn detached, R = 1 exactly, and no extra pass.
    With more, or with weights that are divided by their mean over the batch, one pass without gradient records lpo
-   for the whole batch before its first update.
+   for the whole batch before its first update. It packs what the updates will pack (`Minibatch.portions`): a product
+   with another number of rows rounds differently, and in bfloat16 that alone leaves narrow bands. So R = 1 bit for bit
+   until the weights change. Reference and teacher read the same micro-batches.
 3. A sequence whose advantage is 0 has no gradient unless there is a KL term (or the objective has one of its own), so
    it is run forward only: the gradient is the same, and the statistics still cover every token.
 4. With a critic (PPO) every token has an advantage of its own, made of the critic's values before the first update;
@@ -30,7 +32,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,7 +47,7 @@ from lowroll.objectives import Counts, Objective, by_length, mismatch, penalty
 from lowroll.objectives.reduce import masked_mean
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
-from lowroll.trainer.packing import Packed, PerToken, check, collate, first_fit, gather, num_fed, split_groups
+from lowroll.trainer.packing import Packed, PerToken, check, collate, gather, pack, split_groups
 from lowroll.types import Batch, RunFailed, Sample
 from lowroll.weights import aligned, noise
 
@@ -117,12 +119,14 @@ class Forward:
     logprob_chunk: int
     temperature: float = 1.0
 
-    def run(self, indices: Sequence[int], objective: Callable[[Packed, Tensor], Tensor] | None = None) -> Trace:
-        """Run the chosen samples. With `objective(packed, learner_N)`, a micro-batch's share of J, the gradient of -J
-        is added to that of the parameters; without, nothing is kept for a backward pass."""
+    def run(self, portions: Iterable[Sequence[int]],
+            objective: Callable[[Packed, Tensor], Tensor] | None = None) -> Trace:
+        """Run the chosen samples, each portion packed by itself. With `objective(packed, learner_N)`, a micro-batch's
+        share of J, the gradient of -J is added to that of the parameters; without, nothing is kept for a backward pass,
+        and the log-probs are the same bit for bit."""
         arrivals: list[tuple[Packed, Tensor]] = []
-        for pack in first_fit([num_fed(self.samples[i]) for i in indices], self.tokens_per_microbatch):
-            packed = self.collate([indices[i] for i in pack.indices])
+        for indices in pack(self.samples, portions, self.tokens_per_microbatch):
+            packed = self.collate(indices)
             with torch.set_grad_enabled(objective is not None):
                 hidden_TD = self.model(packed.ids_T, packed.pos_T, varlen(packed.lengths, self.model.device))
                 learner_N, entropy_N = token_log_probs(
@@ -145,6 +149,21 @@ class Forward:
     def collate(self, indices: Sequence[int]) -> Packed:
         """The chosen samples as one micro-batch on the model's device."""
         return collate(self.samples, indices, self.model.device)
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The samples of one update, by index in the batch."""
+
+    samples: list[int]
+    heard: list[int]         # those with a token that is learnt from
+    moving: list[int]        # those of them that have a gradient
+
+    @property
+    def portions(self) -> list[list[int]]:
+        """What is packed by itself: the samples with a gradient, and those that are only measured."""
+        moving = set(self.moving)
+        return [self.moving, [i for i in self.heard if i not in moving]]
 
 
 def _record(device: torch.device) -> torch.cuda.Event | None:
@@ -178,43 +197,56 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
         check(samples, teacher.spec.vocab_size, teacher.spec.max_position)
     forward = Forward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature)
     minibatches = split_groups([s.group for s in samples], settings.minibatches)
-    heard = [i for i, s in enumerate(samples) if any(s.loss_mask)]
+    heard = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
+    judged = None if critic is None else critic.judge(samples, heard)
+    advantages = None if judged is None else judged.advantages
+    learning = None if critic is not None and critic.warming_up else optimizer
+    plan = [Minibatch(minibatch, mine, [] if learning is None else _moving(samples, mine, settings, advantages))
+            for minibatch, mine in zip(minibatches, heard, strict=True)]
+    portions = [portion for minibatch in plan for portion in minibatch.portions]
 
-    anchored = len(minibatches) > 1 or settings.normalizes
-    proximal = forward.run(heard).log_probs if anchored else None
+    anchored = len(plan) > 1 or settings.normalizes
+    proximal = forward.run(portions).log_probs if anchored else None
     frozen_lp = None
     if settings.kl_coef:
         with contextlib.nullcontext(reference) if reference is not None else _base_policy(model) as frozen:
-            frozen_lp = replace(forward, model=frozen).run(heard).log_probs
+            frozen_lp = replace(forward, model=frozen).run(portions).log_probs
 
     teacher_lp = None
     if settings.has_teacher and teacher is not None:
-        teacher_lp = replace(forward, model=teacher).run(heard).log_probs
+        teacher_lp = replace(forward, model=teacher).run(portions).log_probs
 
-    judged = None if critic is None else critic.judge(samples, heard)
-    learning = None if critic is not None and critic.warming_up else optimizer
     records: list[dict[str, float]] = []
     rate = 0.0 if learning is None else learning.begin_step()
     if critic is not None:
         critic.optimizer.begin_step()
     distances: dict[str, float] = {}
-    for minibatch in minibatches:
-        record, trace = _accumulate(forward, minibatch, learning is not None, settings, proximal, frozen_lp, teacher_lp,
-                                    None if judged is None else judged.advantages)
-        if not records and heard:              # of the policy before its first update, while the device is busy
-            distances = _distances(samples, heard, trace.log_probs if proximal is None else proximal)
+    for minibatch in plan:
+        record, trace = _accumulate(forward, minibatch, settings, proximal, frozen_lp, teacher_lp, advantages)
+        if not records:                        # of the policy before its first update, while the device is busy
+            distances = _distances(samples, sum(heard, []), trace.log_probs if proximal is None else proximal)
         record |= STILL if learning is None else learning.update(refuse=not math.isfinite(record["policy/objective"]))
         if learning is not None:
             aligned.refresh(model)
         if critic is not None and judged is not None:
-            record |= critic.update(samples, minibatch, judged)
+            record |= critic.update(samples, minibatch.samples, judged)
         records.append(record)
         _refuse_divergence(batch.step, record, optimizer, critic)
     return _merge(records) | {"optim/lr": rate} | ({} if judged is None else judged.metrics) | distances
 
 
+def _moving(samples: Sequence[Sample], heard: Sequence[int], settings: LearnSettings,
+            advantages: PerToken | None) -> list[int]:
+    """The samples with a gradient: an advantage, or a term that needs none."""
+    if settings.kl_coef or not settings.objective.needs_advantage(**settings.options):
+        return list(heard)
+    return [i for i in heard if (samples[i].advantage != 0 if advantages is None else advantages[i].any())]
+
+
 def _distances(samples: Sequence[Sample], heard: Sequence[int], learner: PerToken) -> dict[str, float]:
-    """How far the sampler's policy is from the learner's."""
+    """How far the sampler's policy is from the learner's; nothing of no samples."""
+    if not heard:
+        return {}
     packed = collate(samples, heard)
     policies = {"learner": gather(learner, packed), "behavior": packed.behavior_N, "mask": packed.mask_N,
                 "segments": packed.segments_N}
@@ -237,23 +269,16 @@ def _base_policy(model: Transformer) -> Iterator[Transformer]:
         yield model
 
 
-def _accumulate(forward: Forward, minibatch: Sequence[int], learns: bool, settings: LearnSettings,
-                proximal: PerToken | None, reference: PerToken | None, teacher: PerToken | None,
+def _accumulate(forward: Forward, minibatch: Minibatch, settings: LearnSettings, proximal: PerToken | None,
+                reference: PerToken | None, teacher: PerToken | None,
                 advantages: PerToken | None) -> tuple[dict[str, float], Trace]:
-    """The gradient of a minibatch (none unless it learns); returns its statistics and what the learner said.
+    """The gradient of a minibatch; returns its statistics and what the learner said.
     `advantages` of the tokens take the place of those of the samples."""
-    samples = forward.samples
-    heard = [i for i in minibatch if any(samples[i].loss_mask)]
-    always = settings.kl_coef or not settings.objective.needs_advantage(**settings.options)
-    if not learns:
-        moving = []
-    elif advantages is None:
-        moving = [i for i in heard if always or samples[i].advantage != 0]
-    else:
-        moving = [i for i in heard if always or advantages[i].any()]
+    samples, heard = forward.samples, minibatch.heard
+
     @functools.cache
     def counts() -> Counts:
-        total = Counts(sum(_num_learned(samples[i], settings.objective) for i in heard), len(minibatch))
+        total = Counts(sum(_num_learned(samples[i], settings.objective) for i in heard), len(minibatch.samples))
         if not (settings.normalizes and heard and proximal is not None):
             return total
         packed = collate(samples, heard)
@@ -282,8 +307,9 @@ def _accumulate(forward: Forward, minibatch: Sequence[int], learns: bool, settin
             J, statistics = J - settings.kl_coef * divergence, statistics | more
         return J, statistics
 
-    trace = forward.run(moving, lambda packed, learner_N: objective(packed, learner_N)[0])
-    trace |= forward.run([i for i in heard if i not in trace.log_probs])
+    moving, still = minibatch.portions
+    trace = forward.run([moving], lambda packed, learner_N: objective(packed, learner_N)[0])
+    trace |= forward.run([still])
     record: dict[str, float] = {"policy/objective": 0.0}
     if heard:
         whole = collate(samples, heard)

@@ -4,7 +4,8 @@
 
 in the input and post-attention norms (not in the final norm, nor in those of queries and keys). Behind a norm the noise
 multiplies the columns of q, k, v, gate and up by 1 + z / w, at no cost and in every weight format. The engine keeps
-these norms in float32: in bfloat16 a sigma below 5e-4 would change no weight of size 1 at all.
+these norms in float32: in bfloat16 a sigma below 5e-4 would change no weight of size 1 at all. Norms that carry an s of
+update-aware scaling (`weights.scaling`) get s z: sigma is that of the weights before, and the noisy policy is the same.
 
 sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p = i / (n - 1):
 
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 from lowroll.model.transformer import Block, RMSNorm, Transformer
+from lowroll.weights import scaling
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,19 @@ def noisy_norms(model: Transformer) -> Iterator[tuple[str, RMSNorm]]:
             yield f"{name}.post_attention_norm", module.post_attention_norm
 
 
+def draw(model: Transformer, noise: Noise | None) -> dict[str, Tensor]:
+    """What to add to the weights of the noisy norms, float32 on the CPU, by norm; nothing for None or sigma 0."""
+    if noise is None or noise.sigma == 0:
+        return {}
+    s = scaling.applied(model) or 1.0
+    return {name: s * noise.draw(name, norm.weight.numel()) for name, norm in noisy_norms(model)}
+
+
 def share(model: Transformer, noise: Noise | None) -> None:
     """Let the learner's forward add the noise to its norms, exactly as the engine does; None (or sigma 0) ends it."""
+    drawn = draw(model, noise)
     for name, norm in noisy_norms(model):
-        drawn = None if noise is None or noise.sigma == 0 else noise.draw(name, norm.weight.numel())
-        norm.noise = None if drawn is None else drawn.to(norm.weight.device)
+        norm.noise = drawn[name].to(norm.weight.device) if drawn else None
 
 
 @contextmanager

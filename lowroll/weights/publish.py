@@ -22,7 +22,7 @@ from lowroll.model.linear import Adapter, Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format, layout
-from lowroll.weights.noise import Noise, noisy_norms
+from lowroll.weights.noise import Noise, draw, noisy_norms
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def publish(master: Transformer, rollout: Transformer, noise: Noise | None = Non
     for name, finite in zip(amax, sweep.finite(list(amax.values())), strict=True):
         if not finite:
             raise ValueError(f"publish: {name}.weight holds a non-finite value")
-    drawn = {} if noise is None or noise.sigma == 0 else _draw(noise, rollout)
+    drawn = _draw(noise, rollout)
     for model in (rollout,) if bulk is None else (rollout, bulk):
         for name, ours in model.linears():
             assert isinstance(ours.weight, QTensor)
@@ -138,12 +138,14 @@ def publish(master: Transformer, rollout: Transformer, noise: Noise | None = Non
             ours.adapter.renew()
 
 
-def _draw(noise: Noise, rollout: Transformer) -> dict[str, Tensor]:
-    """The noise by parameter name."""
+def _draw(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
+    """The noise by parameter name, on the device."""
+    drawn = {f"{name}.weight": z for name, z in draw(rollout, noise).items()}
+    if not drawn:
+        return {}
     for name, norm in noisy_norms(rollout):
         if norm.weight.dtype != torch.float32 or f"{name}.weight" in rollout.shared:
             raise ValueError(f"publish: {name}.weight cannot take noise; make the engine with noisy=True")
-    drawn = {f"{name}.weight": noise.draw(name, norm.weight.numel()) for name, norm in noisy_norms(rollout)}
     on_device = torch.cat(list(drawn.values())).to(rollout.device)            # in one transfer
     return dict(zip(drawn, on_device.split([z.numel() for z in drawn.values()]), strict=True))
 

@@ -9,7 +9,8 @@ ties, so its relative error stays; what grows is the share of codes that an upda
 
 Biases stay. o and down have no norm before them and stay. A bfloat16 weight is rounded once more by a division by an s
 that is no power of two. The model's config records s, so that a scaled model cannot be scaled again, also after it was
-saved: a scaled model is an ordinary model with the same logits, and is exported as it stands.
+saved: a scaled model is an ordinary model with the same logits, and is exported as it stands. Noise on its norms
+(`weights.noise`) grows by s with them.
 """
 from __future__ import annotations
 
