@@ -2,7 +2,7 @@ PY := .venv/bin/python
 STAMP := .venv/.lowroll-installed
 VLLM := .venv-vllm
 
-.PHONY: setup demo test test-vllm lint bench bench-gpu
+.PHONY: setup demo test test-vllm fuzz lint bench bench-gpu
 setup: $(STAMP)
 
 # torch first and alone: the build that is pinned here is the one that everything after it finds installed.
@@ -17,6 +17,11 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest
+
+# About an hour: random requests and random runs against the plain path. A difference names the seed that repeats it.
+fuzz: $(STAMP)
+	$(PY) -m tests.fuzz --mixes 20000
+	$(PY) -m tests.fuzz_runs --runs 200
 
 # A foreign engine reads what lowroll writes. vLLM lives in an environment of its own (about 2.5 GB): it pins its own
 # torch, and lowroll must not depend on it. torchvision from PyPI is not built for this torch and breaks the import of
