@@ -4,6 +4,7 @@ Only this file, `lowroll.inprocess` and the commands know both the configuration
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from lowroll.config import EnvConfig, RunConfig
 from lowroll.engine.engine import Engine, pick_device
 from lowroll.envs import Environment, make
 from lowroll.envs.rewards import ScorerPool
-from lowroll.model import hf, lora
+from lowroll.model import hf, lora, scaling
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
@@ -26,9 +27,11 @@ from lowroll.trainer.critic import Critic, CriticSettings
 from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.step import LearnSettings
-from lowroll.weights import aligned, scaling
+from lowroll.weights import aligned
 from lowroll.weights.noise import NoiseSchedule
 from lowroll.weights.publish import dequantize_base, quantize_base
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -72,8 +75,11 @@ def learner(cfg: RunConfig, where: Place) -> Transformer:
     frozen = rollout_format(cfg, where) if early else None
     model = hf.load(cfg.model, where.device, where.dtype, frozen)
     if any(linear.adapter is not None for _, linear in model.linears()):
-        raise ValueError(f"model: {cfg.model} is an adapter folder; merge it into its base before training on")
-    if not cfg.train.lora:
+        raise ValueError(f"model: {cfg.model} is an adapter folder; merge it into its base before training on "
+                         f"(lowroll export {cfg.model} OUT --as merged)")
+    if not cfg.train.lora and model.weight_format is not None:
+        log.warning("the model's weights are %s: their dequantised values are the weights that learn",
+                    model.weight_format)
         dequantize_base(model)
     if cfg.train.uaq_scale is not None:
         scaling.scale(model, cfg.train.uaq_scale)

@@ -8,6 +8,9 @@
 `rollout` holds the very codes that the engine multiplied with after that step, without noise. Of a LoRA run it is the
 adapter, with the quantised base that it rides on in the folder `base` inside. `merged` adds the adapter to the base
 that it was trained on, which are the dequantised weights: adding it to the dense model of before gives another policy.
+How far such a policy is from the learner (`Gap`) is measured on the rollouts that the run has logged.
+
+An adapter folder may take the place of the run: it states its base (`model.base`).
 """
 from __future__ import annotations
 
@@ -16,20 +19,39 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lowroll import assemble
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
-from lowroll.model import hf, lora
+from lowroll.model import base, card, hf, lora
+from lowroll.model.scoring import score
 from lowroll.model.spec import read_config
 from lowroll.model.transformer import Transformer
-from lowroll.quant.formats import get_format
+from lowroll.objectives.mismatch import mismatch
+from lowroll.quant.formats import get_format, layout
 from lowroll.trainer.state import restore_weights
+from lowroll.transport.rollout_log import read_rollouts, rollout_files
+from lowroll.types import Batch, Sample
+from lowroll.weights import aligned, noise
 from lowroll.weights.publish import dequantize_base, digest, quantize_base, rollout_copy
 
 KINDS = ("merged", "adapter", "rollout")
 _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a policy is from the learner, in nats a token, on `tokens` tokens that the run has drawn."""
+
+    tokens: int
+    logp_diff: float          # mean |difference of log-probs|
+    kl: float                 # of the learner to the policy, estimated by k3
+
+    def __str__(self) -> str:
+        return (f"{self.logp_diff:.3g} nats a token (mean |difference of log-probs|; KL {self.kl:.3g}) over "
+                f"{self.tokens} tokens of the run's rollouts")
 
 
 @dataclass(frozen=True)
@@ -41,6 +63,7 @@ class Exported:
     bytes: int
     bytes_before: int
     step: int | None = None   # of the run
+    gap: Gap | None = None    # merged: of the written model; adapter: of the adapter on the model that it names
 
 
 def quantize_folder(model: str | Path, out: str | Path, format: str,
@@ -78,25 +101,62 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     if kind not in KINDS:
         raise ValueError(f"--as: {kind!r} is not one of {', '.join(KINDS)}")
     out, run = _absent(out), Path(run)
+    if (run / "adapter_config.json").is_file():
+        return _export_adapter(run, out, kind, step)
     if not (run / "config.yaml").is_file():
-        raise ValueError(f"{run}: not a run folder (no config.yaml)")
+        raise ValueError(f"{run}: not a run folder (no config.yaml), nor an adapter's (no adapter_config.json)")
     cfg = load(run / "config.yaml").resolved()
     if kind == "adapter" and not cfg.train.lora:
         raise ValueError(f"--as: {run} trains all weights and has no adapter; export it as merged or rollout")
     saved = Store(run / "checkpoints").load(step)
     model, where = _learner(cfg, saved)
-    source = hf.resolve(cfg.model)
+    source, gap = hf.resolve(cfg.model), None
     if kind == "adapter":
-        lora.save(model, out, cfg.model, source, input_scale=cfg.train.uaq_scale or 1.0)
+        gap = publish_adapter(cfg, model, out, newest_batch(run, saved.step))
         form = _format_of(model)
     elif kind == "merged":
-        form = _format_of(_save_merged(model, out, source))
+        gap = _save_merged(model, out, source, newest_batch(run, saved.step) if cfg.train.lora else None)
+        form = _format_of(model)
     else:
         fallen_to = (saved.state.get("guard") or {}).get("weights")       # by the guard, else the run's own format
         form = assemble.rollout_format(cfg, where, fallen_to)
         dtype = getattr(get_format(form), "dtype", where.dtype)
         _save_rollout(rollout_copy(model, form, dtype), out, source)
-    return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step)
+    return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step, gap)
+
+
+def publish_adapter(cfg: RunConfig, model: Transformer, out: Path, batch: Batch | None) -> Gap | None:
+    """Publish a learner's adapter as the new folder `out`, with its gap on the model that it names in the card.
+
+    batch: what the gap is measured on. None when there is nothing to measure: no batch, a base that is the model as it
+    is, or no room on the device for a second model.
+    """
+    scale, source, gap = cfg.train.uaq_scale or 1.0, hf.resolve(cfg.model), None
+    stands_on, holds = base.of(model, scale), hf.low_bit_format(source)
+
+    def write(target: Path) -> None:
+        nonlocal gap
+        lora.write(model, target, cfg.model, source, scale)
+        if batch and stands_on.rounds and layout(str(stands_on.weights)) != holds and _has_room(model):
+            plain = lora.load(hf.load(source, model.device, model.dtype), target)
+            gap = _gap(_scores(model, batch), _scores(plain, batch))
+        card.write(target, cfg.model, stands_on, holds, "" if gap is None else f"Measured: {gap}.")
+
+    publish_folder(out, write, {"kind": "adapter"})
+    return gap
+
+
+def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exported:
+    """What an adapter folder stands on, merged or beside it."""
+    if kind == "adapter" or step is not None:
+        raise ValueError(f"{folder} is an adapter folder: it has no checkpoints, and is exported as merged or rollout")
+    stated, source = base.read(folder), hf.resolve(lora.base_of(folder))
+    model = hf.load(folder, dtype=_stored_dtype(source) if stated is None else _STORED[stated.dtype])
+    if kind == "merged":
+        _save_merged(model, out, folder)
+    else:
+        _save_rollout(rollout_copy(model, _format_of(model), model.dtype), out, folder)
+    return Exported(out, _format_of(model), _weight_bytes(out), _weight_bytes(source))
 
 
 def _learner(cfg: RunConfig, saved: Checkpoint) -> tuple[Transformer, assemble.Place]:
@@ -112,10 +172,47 @@ def _learner(cfg: RunConfig, saved: Checkpoint) -> tuple[Transformer, assemble.P
     raise ValueError(f"model: the weights of {cfg.model} are not those that the run began with")
 
 
-def _save_merged(model: Transformer, out: Path, source: Path) -> Transformer:
-    dequantize_base(model)
-    hf.save(lora.merge(model), out, tokenizer_from=source)
-    return model
+def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
+    """The newest rollouts that a run has logged up to a step, as many of them as hold `most` tokens; None when there
+    are none."""
+    files = [path for logged, path in rollout_files(run / "rollouts") if logged <= step]
+    if not files:
+        return None
+    batch, tokens = read_rollouts(files[-1]), 0
+    kept: list[Sample] = []
+    for sample in batch.samples:
+        tokens += len(sample.prompt_ids) + len(sample.rollout.token_ids)
+        kept += [sample] if sample.rollout.token_ids and (tokens <= most or not kept) else []
+    return replace(batch, samples=kept) if kept else None
+
+
+def _scores(model: Transformer, batch: Batch) -> Tensor:
+    """Log-probs of the responses under a model's dense forward, without noise."""
+    sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
+    with aligned.suspended(model), noise.muted(model):
+        return torch.cat(score(model, sequences, [len(sample.prompt_ids) for sample in batch.samples],
+                               batch.temperature)).cpu()
+
+
+def _gap(learner: Tensor, policy: Tensor) -> Gap:
+    found = mismatch(learner=policy[None], behavior=learner[None], mask=torch.ones_like(learner[None]))
+    return Gap(len(learner), found["mismatch/logp_diff_mean"], found["mismatch/kl_k3"])
+
+
+def _has_room(model: Transformer) -> bool:
+    """Whether the device has room for a second, dense model and its forward."""
+    if model.device.type != "cuda":
+        return True
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return free > 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
+
+
+def _save_merged(model: Transformer, out: Path, source: Path, batch: Batch | None = None) -> Gap | None:
+    """The learner as one dense model; how far it is from the learner, whose sums are rounded to the model's dtype."""
+    before = None if batch is None else _scores(model, batch)
+    hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
+    return None if batch is None or before is None else _gap(before, _scores(model, batch))
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> None:

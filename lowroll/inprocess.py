@@ -31,9 +31,10 @@ from lowroll import assemble
 from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig, load
+from lowroll.export import newest_batch, publish_adapter
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, Recorder, read, write_about
-from lowroll.model import hf, lora
+from lowroll.model import hf
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.evaluate import evaluate
 from lowroll.orchestrator.loop import Orchestrator
@@ -253,8 +254,8 @@ class Session:
         if final.exists():
             shutil.rmtree(final)
         if self.cfg.train.lora:
-            lora.save(self.model, final, base=self.cfg.model, tokenizer_from=source,
-                      input_scale=self.cfg.train.uaq_scale or 1.0)
+            self.engine.release()
+            publish_adapter(self.cfg, self.model, final, newest_batch(self.folder, step))
         else:
             hf.save(self.model, final, tokenizer_from=source)
 

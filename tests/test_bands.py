@@ -27,7 +27,7 @@ from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sampl
 from lowroll.weights.aligned import align
 from lowroll.weights.noise import Noise, share
 from lowroll.weights.publish import quantize_base
-from lowroll.weights.scaling import scale
+from lowroll.model.scaling import scale
 
 VOCAB = 96
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96,

@@ -14,10 +14,9 @@ import lowroll
 from lowroll import demo, inprocess
 from lowroll.checkpoint.store import Store
 from lowroll.metrics.record import reproducible
-from lowroll.model import hf
+from lowroll.model import hf, scaling
 from lowroll.quant.formats import get_format
 from lowroll.transport.rollout_log import read_rollouts
-from lowroll.weights import scaling
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import rollout_copy
 

@@ -10,13 +10,12 @@ from tiny import FAMILIES, hf_folder
 from torch import Tensor
 
 import lowroll
-from lowroll.model import hf, lora
+from lowroll.model import hf, lora, scaling
 from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.trainer import state as states
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.weights import scaling
 from lowroll.weights.publish import quantize_base, rollout_copy
 from lowroll.weights.watch import AdapterWatch, WeightWatch, num_flipped
 

@@ -24,14 +24,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--k", type=int, metavar="K", help="rollouts an example (eval.rollouts_per_example)")
     p.add_argument("--temperature", type=float, help="0 is greedy (eval.temperature)")
     p.add_argument("--max-tokens", type=int, help="longest response (rollout.max_tokens)")
-    p.add_argument("--weights", metavar="FORMAT,...", help="formats to compare (default: dense and rollout.weights)")
+    p.add_argument("--weights", metavar="FORMAT,...", help="formats to compare (default: dense and rollout.weights, or "
+                                                           "where that is not set the model's own low-bit format)")
     return p
 
 
 def run(arguments: argparse.Namespace) -> int:
     cfg = settings(arguments)
-    formats = arguments.weights.split(",") if arguments.weights else ["dense", cfg.rollout.weights]
     from lowroll.evaluate import evaluate
+    from lowroll.model import hf
+    own = None if "weights" in cfg.rollout.model_fields_set else hf.low_bit_format(hf.resolve(cfg.model))
+    formats = arguments.weights.split(",") if arguments.weights else ["dense", own or cfg.rollout.weights]
     rows = evaluate(cfg, list(dict.fromkeys(formats)))
     show(rows)
     return 0

@@ -105,17 +105,17 @@ def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
 
     The linear layers of a low-bit folder are the QTensors that it holds; such a model is frozen. weights: the format
     in which the layers of a dense folder are kept, frozen too; each is quantised when it arrives, so that no more than
-    a few of them are ever dense. A PEFT adapter folder gives the base that its adapter_config.json names, with the
-    adapter on top.
+    a few of them are ever dense. A PEFT adapter folder gives the base that it states (`lowroll.model.base`), or else
+    the one that its adapter_config.json names, with the adapter on top.
 
     ValueError names the file, tensors or key for: an unsupported config, missing, extra or mis-shaped tensors,
     non-finite values, wrong dtypes, damaged files, `.bin`/`.pt` weights, and repositories with their own code.
     """
     folder = resolve(source)
     if (folder / "adapter_config.json").is_file():
-        from lowroll.model import lora
+        from lowroll.model import base
 
-        return lora.load(load(lora.base_of(folder), device, dtype, weights), folder).eval()
+        return base.load(folder, device, dtype, weights)
     spec, layout = read_spec(folder), read_folder_layout(folder)
     files = _weight_files(folder)
     _check_headers(folder, spec, files, layout)
@@ -155,10 +155,14 @@ def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
 
 
 def low_bit_format(folder: Path) -> str | None:
-    """The format of a folder's linear layers (of its base, when it is an adapter folder); None when they are dense."""
+    """The format of a folder's linear layers (of the base that it states, when it is an adapter folder); None when they
+    are dense."""
     if (folder / "adapter_config.json").is_file():
-        from lowroll.model import lora
+        from lowroll.model import base, lora
 
+        stated = base.read(folder)
+        if stated is not None and stated.weights is not None:
+            return stated.weights if stated.low_bit else None
         folder = resolve(lora.base_of(folder))
     layout = read_folder_layout(folder)
     return None if layout is None else layout.format

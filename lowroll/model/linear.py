@@ -59,6 +59,19 @@ class Linear(nn.Module):
         del self.weight
         self.weight, self.aligned = weight, None
 
+    def quantized(self, format: str) -> QTensor:
+        """The weight in `format`: the very tensor that the learner multiplies with, when it has one."""
+        weight = self.weight
+        if self.aligned is not None and self.aligned.format == format:
+            return self.aligned
+        if isinstance(weight, QTensor):
+            if weight.format == format:
+                return weight
+            if (same := weight.seen_as(format)) is not None:
+                return same.clone()
+            weight = nn.Parameter(weight.dequantize(), requires_grad=False)
+        return get_format(format).quantize(weight)
+
     @property
     def reads(self) -> str | None:
         """The codes that the layer wants its input in, where whoever makes it can quantise it: CUDA, low-bit."""

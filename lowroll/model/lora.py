@@ -2,7 +2,8 @@
 
 On disk an adapter is what PEFT writes and reads: `adapter_model.safetensors` with
 `base_model.model.<module>.lora_A.weight` [r, in] and `lora_B.weight` [out, r], and `adapter_config.json`. Inside, the
-adapters of a fused matrix (q, k, v; gate, up) stay separate, one pair a part.
+adapters of a fused matrix (q, k, v; gate, up) stay separate, one pair a part. Beside them lie what the adapter stands
+on (`lowroll.model.base`) and a card that says so.
 """
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def disabled(model: Transformer) -> Iterator[Transformer]:
 
 
 def merge(model: Transformer) -> Transformer:
-    """Add the adapters into dense weights and drop them. ValueError when the base is quantised."""
+    """Add the adapters into dense weights, rounding each sum once, and drop them. ValueError when the base is
+    quantised."""
     for name, linear in model.linears():
         if linear.adapter is None:
             continue
@@ -89,7 +91,7 @@ def merge(model: Transformer) -> Transformer:
         with torch.no_grad():
             for part in linear.adapter.a:
                 update = linear.adapter.b[part] @ linear.adapter.a[part] * linear.adapter.scaling
-                linear.weight[linear.rows(part)] += update.to(linear.weight.dtype)
+                linear.weight[linear.rows(part)] = linear.weight[linear.rows(part)].float() + update
         linear.adapter = None
     return model
 
@@ -97,7 +99,7 @@ def merge(model: Transformer) -> Transformer:
 def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
     """The adapter's tensors under PEFT's names.
 
-    input_scale: the s of a base whose norms were scaled (`weights.scaling`): the adapters behind a norm read s x
+    input_scale: the s of a base whose norms were scaled (`model.scaling`): the adapters behind a norm read s x
     there, so s goes into their A, and what comes out fits the base as it was."""
     return {name: p.detach() * input_scale if input_scale != 1 and name.endswith(_BEHIND_A_NORM) else p.detach()
             for name, p in _named(model)}
@@ -130,8 +132,10 @@ def save(model: Transformer, folder: str | Path, base: str = "", tokenizer_from:
 
 def write(model: Transformer, target: Path, base: str, tokenizer_from: str | Path | None = None,
           input_scale: float = 1.0) -> None:
-    """Write the model's adapter into an existing folder."""
-    from lowroll.model.hf import copy_tokenizer
+    """Write the model's adapter into an existing folder, with what it stands on and a card for people."""
+    from lowroll.model import base as bases
+    from lowroll.model import card
+    from lowroll.model.hf import copy_tokenizer, low_bit_format
 
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
     if base and Path(base).is_dir():          # a relative path would mean another folder, or a hub id, elsewhere
@@ -142,6 +146,9 @@ def write(model: Transformer, target: Path, base: str, tokenizer_from: str | Pat
               "target_modules": [part for part in TARGETS if part in parts], "base_model_name_or_path": base}
     (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(state(model, input_scale), target / "adapter_model.safetensors", metadata={"format": "pt"})
+    stands_on = bases.of(model, input_scale)
+    bases.write(stands_on, target)
+    card.write(target, base, stands_on, low_bit_format(Path(base)) if (Path(base) / "config.json").is_file() else None)
     copy_tokenizer(tokenizer_from, target)
 
 
@@ -159,11 +166,12 @@ def base_of(folder: Path) -> str:
     return base
 
 
-def load(model: Transformer, folder: str | Path) -> Transformer:
-    """Attach the adapter of a PEFT folder. The model is changed only when everything fits.
+def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Transformer:
+    """Attach the adapter of a PEFT folder to a model of its sizes. The model is changed only when everything fits.
 
-    ValueError names the file, and the key or the tensors that are damaged, missing, misshapen or ask for a variant of
-    LoRA that this one is not.
+    The base that it learned on is what `hf.load` of the folder makes. input_scale: the s that the model carries, for an
+    adapter that was saved to fit the base as it was (`state`). ValueError names the file, and the key or the tensors
+    that are damaged, missing, misshapen or ask for a variant of LoRA that this one is not.
     """
     folder = Path(folder)
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -181,7 +189,7 @@ def load(model: Transformer, folder: str | Path) -> Transformer:
     attach(model, rank, alpha, targets)
     with torch.no_grad():
         for name, p in _named(model):
-            p.copy_(tensors[name])
+            p.copy_(tensors[name] / input_scale if name.endswith(_BEHIND_A_NORM) else tensors[name])
     return model
 
 

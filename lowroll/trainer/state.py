@@ -6,7 +6,7 @@
     state["optimizer"]     training steps, updates applied, updates refused in a row
     state["version"]       policy version that the learner holds
     state["last_step"]     the last batch consumed: an older one is refused
-    state["uaq_scale"]     the scale that the weights carry (`weights.scaling`): they are never scaled twice
+    state["uaq_scale"]     the scale that the weights carry (`model.scaling`): they are never scaled twice
 
 The learning rate is a pure function of the step count, and the learner draws no random numbers, so there is no
 scheduler and no generator to save. The rollouts' own noise is seeded per request and needs no state either.
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowroll.model import scaling
 from lowroll.model.transformer import Transformer
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
-from lowroll.weights import aligned, scaling
+from lowroll.weights import aligned
 
 Tensors = dict[str, dict[str, Tensor]]
 

@@ -5,7 +5,7 @@
 in the input and post-attention norms (not in the final norm, nor in those of queries and keys). Behind a norm the noise
 multiplies the columns of q, k, v, gate and up by 1 + z / w, at no cost and in every weight format. The engine keeps
 these norms in float32: in bfloat16 a sigma below 5e-4 would change no weight of size 1 at all. Norms that carry an s of
-update-aware scaling (`weights.scaling`) get s z: sigma is that of the weights before, and the noisy policy is the same.
+update-aware scaling (`model.scaling`) get s z: sigma is that of the weights before, and the noisy policy is the same.
 
 sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p = i / (n - 1):
 
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from lowroll.model.transformer import Block, RMSNorm, Transformer
-from lowroll.weights import scaling
+from lowroll.model import scaling
 
 
 @dataclass(frozen=True)

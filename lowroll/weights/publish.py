@@ -40,9 +40,6 @@ def quantize_base(model: Transformer, format: str) -> Transformer:
 @torch.no_grad()
 def dequantize_base(model: Transformer) -> Transformer:
     """Replace the QTensors of a low-bit model by the matrices that they stand for: masters that can learn."""
-    if model.weight_format is not None:
-        log.warning("the model's weights are %s: their dequantised values are the weights that learn",
-                    model.weight_format)
     for _, linear in model.linears():
         if isinstance(linear.weight, QTensor):
             linear.set_weight(nn.Parameter(linear.weight.dequantize(model.dtype)))
@@ -196,18 +193,8 @@ _LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "o", "gate_up", "do
 
 
 def _quantize(name: str, linear: Linear, format: str) -> QTensor:
-    """The layer's weight in `format`: the very tensor that the learner multiplies with, when it has one."""
-    weight = linear.weight
-    if linear.aligned is not None and linear.aligned.format == format:
-        return linear.aligned
-    if isinstance(weight, QTensor):
-        if weight.format == format:
-            return weight
-        if (same := weight.seen_as(format)) is not None:
-            return same.clone()
-        weight = nn.Parameter(weight.dequantize(), requires_grad=False)
     try:
-        return get_format(format).quantize(weight)
+        return linear.quantized(format)
     except ValueError as error:
         raise ValueError(f"{name}.weight: {error}") from None
 

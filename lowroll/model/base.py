@@ -1,0 +1,99 @@
+"""The base that an adapter learned on: stated in the adapter's folder, and made again from it.
+
+An adapter learns on the weights that the rollouts multiply with: quantised, and scaled before that (`model.scaling`)
+when the run asked for it. `adapter_base.json`, beside the two files of PEFT, says which these were:
+
+    weights      the format of the linear weights; null: as the named model holds them
+    dtype        in which the named model was read before it was quantised, and what was not quantised stayed
+    uaq_scale    the s that the model was scaled by before it was quantised; null: not at all
+
+The model's name is in adapter_config.json, where every tool looks for it. PEFT and vLLM do not read this file: they put
+the adapter on that model as it is, which is another policy. A folder without the file is an adapter on that model.
+"""
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from lowroll.model import hf, lora, scaling
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import formats, get_format
+
+FILE = "adapter_base.json"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PLAIN = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the file says."""
+
+    weights: str | None
+    dtype: str
+    uaq_scale: float | None
+
+    @property
+    def low_bit(self) -> bool:
+        return self.weights is not None and not get_format(self.weights).dense
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the linear weights are other numbers than those that were read."""
+        return self.low_bit or self.weights not in (None, _PLAIN.get(self.dtype))
+
+
+def of(model: Transformer, uaq_scale: float = 1.0) -> Base:
+    """The base under a model's adapter. uaq_scale: the s that it carries."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Base(model.weight_format, dtype, None if uaq_scale == 1 else uaq_scale)
+
+
+def write(base: Base, folder: Path) -> None:
+    (folder / FILE).write_text(json.dumps(asdict(base), indent=2) + "\n")
+
+
+def read(folder: Path) -> Base | None:
+    """What an adapter folder states, if it does. ValueError names the file, and the key that has no such value."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:               # not UTF-8, or not JSON
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    known = [field.name for field in fields(Base)]
+    if not isinstance(found, dict) or found.keys() != set(known):
+        raise ValueError(f"{path}: expected an object with the keys {', '.join(known)}")
+    weights, dtype, s = found["weights"], found["dtype"], found["uaq_scale"]
+    if weights is not None and (not isinstance(weights, str) or weights not in formats()):
+        raise ValueError(f"{path}: weights: {weights!r} is none of {', '.join(formats())}")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ValueError(f"{path}: dtype: {dtype!r} is none of {', '.join(_DTYPES)}")
+    if s is not None and (isinstance(s, bool) or not isinstance(s, int | float) or not 0 < s < math.inf):
+        raise ValueError(f"{path}: uaq_scale: expected a positive number or null, got {s!r}")
+    return Base(weights, dtype, s)
+
+
+def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
+         weights: str | None = None) -> Transformer:
+    """The base that a folder's adapter learned on, made again as the run made it, with the adapter on top.
+
+    dtype: of what is not quantised, as in `hf.load`. weights: a format to keep dense layers in, where the base has none
+    of its own. ValueError as `read`, `hf.load` and `lora.load` say.
+    """
+    base, named = read(folder), lora.base_of(folder)
+    if base is None:
+        return lora.load(hf.load(named, device, dtype, weights), folder).eval()
+    early = base.weights if base.rounds else weights
+    model = hf.load(named, device, _DTYPES[base.dtype], early if base.uaq_scale is None else None)
+    if base.uaq_scale is not None:
+        scaling.scale(model, base.uaq_scale)
+    if base.weights is not None and (base.rounds or model.weight_format not in (None, early)):
+        for _, linear in model.linears():
+            linear.set_weight(linear.quantized(base.weights))
+    model.to(dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32))
+    return lora.load(model, folder, base.uaq_scale or 1.0).eval()
