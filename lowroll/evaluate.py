@@ -12,12 +12,14 @@ from lowroll.model import hf
 from lowroll.orchestrator.evaluate import evaluate as evaluate_env
 
 
-def evaluate(cfg: RunConfig, weights: Sequence[str]) -> list[dict[str, Any]]:
+def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]]:
     """One row an environment and format: reward, pass@1, avg@k, pass@k, mean length, tokens a second.
 
-    `weights` are formats; "dense" is the run's own dtype. The formats see the same prompts and the same seeds.
+    `weights` are formats; "dense" is the run's own dtype. Without any they are dense and rollout.weights or, where that
+    is not set, the low-bit format that the model holds. The formats see the same prompts and the same seeds.
     A run with stages is evaluated at the lengths of its last one.
     """
+    weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
     cfg = cfg.resolved().at(cfg.train.max_steps)
     where, chat = assemble.place(cfg), assemble.tokenizer(cfg.model)
     model = hf.load(cfg.model, where.device, where.dtype)
@@ -38,3 +40,9 @@ def evaluate(cfg: RunConfig, weights: Sequence[str]) -> list[dict[str, Any]]:
                 rows.append({"env": env.name, "weights": assemble.rollout_format(cfg, where, name), **short,
                              "seconds": time.monotonic() - began})
     return rows
+
+
+def _rollouts(cfg: RunConfig) -> str:
+    """The format of the rollouts."""
+    own = None if "weights" in cfg.rollout.model_fields_set else hf.low_bit_format(hf.resolve(cfg.model))
+    return own or cfg.rollout.weights

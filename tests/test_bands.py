@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowroll.model import logprobs, lora
+from lowroll.model.scaling import scale
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.objectives import ALGORITHMS, CORRECTIONS, Objective, select
@@ -27,7 +28,6 @@ from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sampl
 from lowroll.weights.aligned import align
 from lowroll.weights.noise import Noise, share
 from lowroll.weights.publish import quantize_base
-from lowroll.model.scaling import scale
 
 VOCAB = 96
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96,

@@ -22,7 +22,7 @@ from tiny import hf_folder
 from torch import Tensor
 
 import lowroll
-from lowroll import export
+from lowroll import assemble, export
 from lowroll.cli.main import main
 from lowroll.export import export_run, quantize_folder
 from lowroll.model import base, hf, lora
@@ -286,12 +286,20 @@ def test_a_bfloat16_merge_rounds_each_sum_once(tmp_path: Path) -> None:
 def test_evaluation_takes_the_format_that_the_model_stands_on(run_model: Path, tmp_path: Path,  # noqa: F811
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = finished(run_model, tmp_path / "run", "nf4")
-    asked = []
-    monkeypatch.setattr("lowroll.evaluate.evaluate", lambda cfg, formats: asked.append(formats) or [])
+    asked: list[str] = []
+    engine = assemble.engine
+
+    def watched(*args: Any) -> lowroll.Engine:
+        made = engine(*args)
+        asked.append(made.behavior.weights)
+        return made
+
+    monkeypatch.setattr(assemble, "engine", watched)
+    few = ["--n", "1", "--k", "1", "--max-tokens", "2"]
     for words in (["--model", str(run / "final"), "--env", "reverse-text"],
                   [str(run / "config.yaml"), "--model", str(run / "final")],
                   ["--model", str(run / "final"), "--env", "reverse-text", "rollout.weights=int4"],
-                  ["--model", str(run_model), "--env", "reverse-text", "--max-tokens", "4"],
+                  ["--model", str(run_model), "--env", "reverse-text"],
                   ["--model", str(run / "final"), "--env", "reverse-text", "--weights", "fp8"]):
-        assert main(["eval", *words]) == 0
-    assert asked == [["dense", "nf4"], ["dense", "nf4"], ["dense", "int4"], ["dense", "int8"], ["fp8"]]
+        assert main(["eval", *words, *few]) == 0
+    assert asked == ["fp32", "nf4", "fp32", "nf4", "fp32", "int4", "fp32", "int8", "fp8"]

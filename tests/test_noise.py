@@ -15,10 +15,10 @@ import lowroll
 from lowroll import Engine, Request
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
+from lowroll.model.scaling import scale
 from lowroll.model.transformer import Transformer
 from lowroll.weights.noise import Noise, NoiseSchedule, muted, noisy_norms, share
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
-from lowroll.model.scaling import scale
 
 IDS = torch.randint(0, 67, (31,), generator=torch.Generator().manual_seed(0))
 REQUEST = Request(IDS[:9].tolist(), n=3, max_tokens=12, seed=5, ignore_eos=True)

@@ -29,6 +29,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.types import Batch, Score
+from lowroll.weights.publish import dequantize_base
 
 DATA = Path(os.environ.get("LOWROLL_DATA", Path(__file__).parents[2] / "shared" / "data"))
 TINY = {**demo.CONFIG, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
@@ -236,7 +237,7 @@ def test_lora_shares_one_base_and_publishes_an_adapter(model: Path, tmp_path: Pa
     adapter = load_file(result.folder / "final" / "adapter_model.safetensors")
     assert any(t.abs().max() > 0 for name, t in adapter.items() if "lora_B" in name)
     assert result.records[-1]["policy/kl_reference"] >= 0
-    merged = lora.merge(lora.load(hf.load(model), result.folder / "final"))
+    merged = lora.merge(dequantize_base(hf.load(result.folder / "final")))
     torch.testing.assert_close(lowroll.score(result.folder / "final", [[6, 7, 8]], [1])[0],     # an adapter folder
                                lowroll.score(merged, [[6, 7, 8]], [1])[0], rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="adapter folder"):

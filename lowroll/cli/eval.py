@@ -32,10 +32,7 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     cfg = settings(arguments)
     from lowroll.evaluate import evaluate
-    from lowroll.model import hf
-    own = None if "weights" in cfg.rollout.model_fields_set else hf.low_bit_format(hf.resolve(cfg.model))
-    formats = arguments.weights.split(",") if arguments.weights else ["dense", own or cfg.rollout.weights]
-    rows = evaluate(cfg, list(dict.fromkeys(formats)))
+    rows = evaluate(cfg, list(dict.fromkeys(arguments.weights.split(",") if arguments.weights else ())))
     show(rows)
     return 0
 

@@ -32,8 +32,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from lowroll.model.transformer import Block, RMSNorm, Transformer
 from lowroll.model import scaling
+from lowroll.model.transformer import Block, RMSNorm, Transformer
 
 
 @dataclass(frozen=True)
