@@ -133,10 +133,11 @@ def publish_adapter(cfg: RunConfig, model: Transformer, out: Path, batch: Batch 
     """
     scale, source, gap = cfg.train.uaq_scale or 1.0, hf.resolve(cfg.model), None
     stands_on, holds = base.of(model, scale), hf.low_bit_format(source)
+    revision = source.name if source.parent.name == "snapshots" else None          # of the hub's cache
 
     def write(target: Path) -> None:
         nonlocal gap
-        lora.write(model, target, cfg.model, source, scale)
+        lora.write(model, target, cfg.model, source, scale, revision)
         if batch and stands_on.rounds and layout(str(stands_on.weights)) != holds and _has_room(model):
             plain = lora.load(hf.load(source, model.device, model.dtype), target)
             gap = _gap(_scores(model, batch), _scores(plain, batch))

@@ -146,6 +146,19 @@ def test_the_folder_says_what_it_stands_on_and_peft_reads_it(run_model: Path, tm
         assert (tmp_path / "adapter" / name).read_bytes() == (final / name).read_bytes()
 
 
+def test_a_model_of_the_hub_is_named_with_its_commit(run_model: Path, tmp_path: Path,  # noqa: F811
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "0a1b2c"
+    shutil.copytree(run_model, snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(snapshot))
+    tree = {**settings(run_model, tmp_path / "run", rollout={"weights": "int8"}, train=LORA), "model": "some/model"}
+    final = train(tree).folder / "final"
+    config = json.loads((final / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("some/model", "0a1b2c")
+    assert "base_model: some/model\n" in (final / "README.md").read_text()
+    assert logp(final).isfinite().all()
+
+
 def test_a_card_is_one_of_the_hub(tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 

@@ -86,6 +86,30 @@ def test_disabled_is_the_base_bitwise_and_ends_with_the_block(folders: dict[str,
     assert torch.equal(logits(model), on)
 
 
+def test_a_fresh_adapter_is_drawn_as_pefts_is(folders: dict[str, Path]) -> None:
+    """A uniform within 1 / sqrt(in), a function of the seed (0 by default), any rank from 1 on; every layer another."""
+    first, again, other = (lora.attach(hf.load(folders["qwen3"]), 1, 4.0, **seed).trainable_parameters()
+                           for seed in ({}, {"seed": 0}, {"seed": 1}))
+    drawn = {name: p for name, p in first.items() if ".a." in name}
+    assert all(torch.equal(p, again[name]) for name, p in first.items())
+    assert not any(torch.equal(p, other[name]) for name, p in drawn.items())
+    assert len({tuple(p.flatten()[:20].tolist()) for p in drawn.values()}) == len(drawn) == 14
+    for p in drawn.values():
+        assert p.shape[0] == 1 and p.dtype == torch.float32
+        assert 0.8 < float(p.abs().max()) * p.shape[1] ** 0.5 <= 1 and -0.5 < float(p.mean()) * p.shape[1] ** 0.5 < 0.5
+    theirs = peft.get_peft_model(hf_model("qwen3"), peft.LoraConfig(r=64, target_modules=["q_proj"])).state_dict()
+    bound, = {round(float(p.abs().max()), 2) for name, p in theirs.items() if "lora_A" in name}
+    assert bound == round(32 ** -0.5, 2)
+
+
+def test_the_switch_passes_layers_without_an_adapter(folders: dict[str, Path]) -> None:
+    base, model = logits(hf.load(folders["qwen3"])), adapted(folders["qwen3"], SUBSET)
+    model.blocks[0].qkv.adapter.enabled = False                   # off before, and so after
+    with lora.disabled(model):
+        assert torch.equal(logits(model), base)
+    assert [linear.adapter.enabled for _, linear in model.linears() if linear.adapter] == [False, True, True, True]
+
+
 @pytest.mark.parametrize("targets", TARGETS)
 def test_merged_weights_are_the_adapter(folders: dict[str, Path], targets: str, tmp_path: Path) -> None:
     model = adapted(folders["qwen3"], TARGETS[targets])
@@ -126,6 +150,21 @@ def test_peft_loads_our_adapter(folders: dict[str, Path], family: str, targets: 
     for (name, p), (other, q) in zip(lora.state(model).items(), lora.state(again).items(), strict=True):
         assert name == other and torch.equal(p, q)
     assert again.trainable_parameters().keys() == model.trainable_parameters().keys()
+
+
+def test_what_is_written_for_peft(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = adapted(folders["qwen3"], ("down_proj", "q_proj"))
+    lora.save(model, tmp_path / "adapter", base="Qwen/Qwen3-0.6B", tokenizer_from=tmp_path)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 7.0, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True, "target_modules": ["q_proj", "down_proj"],
+        "base_model_name_or_path": "Qwen/Qwen3-0.6B"}
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "by hand").mkdir()
+    lora.write(model, tmp_path / "by hand", "Qwen/Qwen3-0.6B")
+    unscaled = load_file(tmp_path / "by hand" / "adapter_model.safetensors")
+    assert stored.keys() == unscaled.keys() == lora.state(model).keys() and len(stored) == 2 * 2 * 2
+    assert all(torch.equal(t, stored[name]) and torch.equal(t, unscaled[name]) for name, t in lora.state(model).items())
 
 
 def peft_adapter(path: Path, family: str = "qwen3", targets: Sequence[str] = SUBSET, **options: Any) -> Tensor:
@@ -211,8 +250,9 @@ def test_training_an_adapter_moves_nothing_else(folders: dict[str, Path]) -> Non
 
 def test_attach_refusals_leave_the_model_alone(folders: dict[str, Path]) -> None:
     model = hf.load(folders["qwen3"])
-    for options, words in (({"targets": ["q_proj", "lm_head"]}, "lora_target_modules: .*lm_head"),
-                           ({"targets": []}, "lora_target_modules"), ({"targets": "q_proj"}, "lora_target_modules"),
+    for options, words in (({"targets": ["q_proj", "lm_head"]}, r"lora_target_modules: .*got \['lm_head'\]"),
+                           ({"targets": []}, r"lora_target_modules: .*got \[\]"),
+                           ({"targets": "q_proj"}, r"lora_target_modules: .*got \['q_proj'\]"),
                            ({"rank": 0}, "lora_rank"), ({"alpha": float("nan")}, "lora_alpha")):
         with pytest.raises(ValueError, match=words):
             lora.attach(model, **{"rank": 2, "alpha": 4.0, **options})
@@ -238,6 +278,10 @@ BAD_KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "no rank": ({"r": None}, "r: "),
     "rank in words": ({"r": "three"}, "r: "),
     "no alpha": ({"lora_alpha": None}, "lora_alpha"),
+    "rank 0": ({"r": 0}, "r: "),
+    "a rank that is true": ({"r": True}, "r: "),
+    "alpha that is true": ({"lora_alpha": True}, "lora_alpha"),
+    "alpha without end": ({"lora_alpha": float("inf")}, "lora_alpha"),
     "PiSSA": ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     "other rank": ({"r": 4}, "wrong shape"),
     "other targets": ({"target_modules": ["q_proj", "v_proj", "up_proj"]}, "missing tensors.*up_proj"),
@@ -312,3 +356,57 @@ def test_a_relative_base_is_found_from_any_folder(tmp_path: Path, monkeypatch: p
     lora.save(lora.attach(hf.load("models/base"), 2, 4.0), "adapter", base="models/base")
     monkeypatch.chdir(tmp_path / "models")
     assert lora.base_of(tmp_path / "adapter") == str(tmp_path / "models" / "base")
+
+
+def test_an_adapter_of_rank_1_is_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    want = peft_adapter(tmp_path / "one", r=1, init_lora_weights=False)
+    assert (logits(lora.load(hf.load(folders["qwen3"]), tmp_path / "one")) - want).abs().max() < 1e-4
+    config = json.loads((tmp_path / "one" / "adapter_config.json").read_text())
+    for harmless in (False, True, None, "gaussian", "orthogonal"):                 # how A and B were drawn, once
+        (tmp_path / "one" / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": harmless}))
+        assert (logits(lora.load(hf.load(folders["qwen3"]), tmp_path / "one")) - want).abs().max() < 1e-4
+
+
+def test_the_base_of_an_adapter_folder(adapter: Path) -> None:
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text())
+    for odd in (None, "", 5, ["Qwen/Qwen3-0.6B"]):
+        path.write_text(json.dumps({**config, "base_model_name_or_path": odd}))
+        with pytest.raises(ValueError, match="base_model_name_or_path: expected the base model's folder or hub id"):
+            lora.base_of(adapter)
+    path.write_text(json.dumps({**config, "base_model_name_or_path": "Qwen/Qwen3-0.6B"}))
+    assert lora.base_of(adapter) == "Qwen/Qwen3-0.6B"
+    (adapter / "base").mkdir()
+    assert lora.base_of(adapter) == str(adapter / "base")
+
+
+def test_a_revision_of_the_base_is_that_revision(folders: dict[str, Path], adapter: Path, tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest commit may be another model."""
+    commits, asked = {None: "other", "0a1b": "qwen3"}, []
+    hf_folder(tmp_path / "other", "qwen3", seed=5)
+
+    def download(name: str, revision: str | None = None, **_: Any) -> str:
+        asked.append((name, revision))
+        return str({**folders, "other": tmp_path / "other"}[commits[revision]])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    path = adapter / "adapter_config.json"
+    config = {**json.loads(path.read_text()), "base_model_name_or_path": "some/model"}
+    for revision, family in ((None, tmp_path / "other"), ("0a1b", folders["qwen3"])):
+        path.write_text(json.dumps({**config, "revision": revision}))
+        assert hf.low_bit_format(adapter) is None
+        assert torch.equal(logits(hf.load(adapter)), logits(lora.load(hf.load(family), adapter)))
+    assert set(asked) == {("some/model", None), ("some/model", "0a1b")}
+    path.write_text(json.dumps({**config, "revision": 7}))
+    with pytest.raises(ValueError, match="revision: expected a commit, branch or tag of the base model, got 7"):
+        lora.base_of(adapter)
+
+
+def test_a_refusal_names_five_tensors_and_counts_the_rest(folders: dict[str, Path], adapter: Path) -> None:
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    names = sorted(tensors)
+    for left_out, rest in ((5, ""), (6, " and 1 more"), (8, " and 3 more")):
+        save_file({name: tensors[name] for name in names[left_out:]}, path)
+        refused(folders["qwen3"], adapter, rf"missing tensors: (\S+, ){{4}}\S+{rest}$")

@@ -115,9 +115,13 @@ def test_an_adapter_is_folded_for_the_base_as_it_was(tmp_path: Path) -> None:
     lora.save(model, tmp_path / "unfolded", base=str(folder))
     wrong = lora.load(hf.load(folder), tmp_path / "unfolded")
     assert (logits(wrong) - logits(model)).abs().max() > 1e-3
-    for name, t in lora.state(model, 1.5).items():
-        factor = 1.5 if "lora_A" in name and any(part in name for part in ("q_p", "k_p", "v_p", "gate", "up_p")) else 1
-        assert torch.equal(t, lora.state(model)[name] * factor), name
+    for s in (1.5, 2.0):
+        for name, t in lora.state(model, s).items():
+            reads_a_norm = any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+            factor = s if "lora_A" in name and reads_a_norm else 1
+            assert torch.equal(t, lora.state(model)[name] * factor), name
+    back = lora.load(scaling.scale(hf.load(folder), 1.5), tmp_path / "adapter", input_scale=1.5)
+    torch.testing.assert_close(lora.state(back), lora.state(model), rtol=2e-7, atol=0)
 
 
 # -- what it is good for ----------------------------------------------------------------------------------------------

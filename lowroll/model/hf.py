@@ -33,8 +33,9 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def resolve(source: str | Path) -> Path:
-    """A local model folder, downloading a hub id when the path does not exist. ValueError says what was tried."""
+def resolve(source: str | Path, revision: str | None = None) -> Path:
+    """A local model folder, downloading a hub id (its newest commit, or the revision) when the path does not exist.
+    ValueError says what was tried."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -44,7 +45,8 @@ def resolve(source: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "merges.txt"]))
+        return Path(snapshot_download(name, revision=revision,
+                                      allow_patterns=["*.safetensors", "*.json", "*.jinja", "merges.txt"]))
     except Exception as error:   # the hub's errors are many; the user needs one line
         raise ValueError(f"model: {name!r} is no local folder, and the hub could not deliver it "
                          f"({type(error).__name__}: {str(error).splitlines()[0]})") from error

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lowroll.model.adapter import Adapter
+from lowroll.model.hf import copy_tokenizer, low_bit_format, resolve
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, all_finite
 
@@ -131,11 +132,11 @@ def save(model: Transformer, folder: str | Path, base: str = "", tokenizer_from:
 
 
 def write(model: Transformer, target: Path, base: str, tokenizer_from: str | Path | None = None,
-          input_scale: float = 1.0) -> None:
-    """Write the model's adapter into an existing folder, with what it stands on and a card for people."""
+          input_scale: float = 1.0, revision: str | None = None) -> None:
+    """Write the model's adapter into an existing folder, with what it stands on and a card for people. revision: the
+    commit of a base on the hub."""
     from lowroll.model import base as bases
     from lowroll.model import card
-    from lowroll.model.hf import copy_tokenizer, low_bit_format
 
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
     if base and Path(base).is_dir():          # a relative path would mean another folder, or a hub id, elsewhere
@@ -144,6 +145,7 @@ def write(model: Transformer, target: Path, base: str, tokenizer_from: str | Pat
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": adapters[0].rank, "lora_alpha": adapters[0].alpha,
               "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
               "target_modules": [part for part in TARGETS if part in parts], "base_model_name_or_path": base}
+    config |= {} if revision is None else {"revision": revision}
     (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(state(model, input_scale), target / "adapter_model.safetensors", metadata={"format": "pt"})
     stands_on = bases.of(model, input_scale)
@@ -153,17 +155,21 @@ def write(model: Transformer, target: Path, base: str, tokenizer_from: str | Pat
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter folder belongs to: a `base` inside it, else what its adapter_config.json names.
+    """The model that an adapter folder belongs to: a `base` inside it, else what its adapter_config.json names; of a
+    revision on the hub, the folder that it was downloaded to.
 
     ValueError when neither is there.
     """
     if (folder / "base").is_dir():
         return str(folder / "base")
     path = folder / "adapter_config.json"
-    base = _read_json(path).get("base_model_name_or_path")
+    config = _read_json(path)
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
         raise ValueError(f"{path}: base_model_name_or_path: expected the base model's folder or hub id, got {base!r}")
-    return base
+    if revision is not None and not isinstance(revision, str):
+        raise ValueError(f"{path}: revision: expected a commit, branch or tag of the base model, got {revision!r}")
+    return base if revision is None else str(resolve(base, revision))
 
 
 def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Transformer:
