@@ -42,7 +42,8 @@ from reach import Reach, Survey  # noqa: E402
 ROOMS = ["engine", "kv", "trainer", "weights", "orchestrator", "envs", "checkpoint"]
 WARM = ["torch", "transformers", "safetensors.torch", "math_verify", "peft", "matplotlib.figure"]
 COPIED = ["lowroll", "tests", "bench", "docs", "recipes", "examples", "pyproject.toml", "README.md", "Makefile"]
-OPTIONS = ["-p", "no:terminal", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not gpu and not interpreted"]
+OPTIONS = ["-s", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-o", "addopts=",
+           "-m", "not gpu and not interpreted"]
 START_SECONDS = 300            # to collect
 SURVEY_SECONDS = 1800          # of one test file
 FILES_AT_IMPORT = 8            # test files that a fork may collect
@@ -66,6 +67,9 @@ def attempt(action: Callable[[Tell], int | None], seconds: dict[str, float], pat
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
         status = 1
         try:
             status = int(action(lambda test: void(os.write(tell, f"{test}\n".encode()))) or 0)
@@ -73,17 +77,19 @@ def attempt(action: Callable[[Tell], int | None], seconds: dict[str, float], pat
             os._exit(status)
     os.close(tell)
     how, test, deadline = "", "", time.monotonic() + patience
-    while not how:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if select.select([told], [], [], 0.02)[0] and (message := os.read(told, 1 << 20).decode()):
-            test = message.split("\n")[-2]
-            deadline = time.monotonic() + 5 + 10 * seconds.get(test, 1.0)
-        if ended:
-            how = "failed" if status else "survived"
-        elif time.monotonic() > deadline:
-            how = "hung"
-    end(child, waiting=how == "hung")
-    os.close(told)
+    try:
+        while not how:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if select.select([told], [], [], 0.02)[0] and (message := os.read(told, 1 << 20).decode()):
+                test = message.split("\n")[-2]
+                deadline = time.monotonic() + 5 + 10 * seconds.get(test, 1.0)
+            if ended:
+                how = "failed" if status else "survived"
+            elif time.monotonic() > deadline:
+                how = "hung"
+    finally:
+        os.close(told)
+        end(child, waiting=how in ("", "hung"))
     return how, test
 
 
@@ -126,6 +132,7 @@ class Trial(Runner):
     def __init__(self, root: Path, reach: Reach, most_seconds: float, until: float) -> None:
         self.root, self.reach, self.most_seconds, self.until = root, reach, most_seconds, until
         self.waiting: list[Mutant] = []
+        self.functions: list[FunctionType] = []
         self.verdicts: list[Verdict] = []
         self.unsound: list[str] = []           # tests that fail on the code as it is
 
@@ -150,6 +157,8 @@ class Trial(Runner):
             self.judge(mutant, lambda tell: pytest.main([*OPTIONS, *files], [Runner(tests, tell)]))
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.functions = [found for found in gc.get_objects() if isinstance(found, FunctionType)]
+        gc.freeze()                            # a collection in a fork would copy every page
         for mutant in self.waiting:
             if time.monotonic() < self.until:
                 self.tests = self.reach.tests(mutant, self.most_seconds)
@@ -162,7 +171,7 @@ class Trial(Runner):
         return True
 
     def run_patched(self, session: pytest.Session, tell: Tell, mutant: Mutant, source: str) -> None:
-        patch(self.root / mutant.file, source, mutant)
+        patch(self.functions, self.root / mutant.file, source, mutant)
         self.run(session, tell)
 
     def run(self, session: pytest.Session, tell: Tell) -> None:
@@ -170,11 +179,11 @@ class Trial(Runner):
         super().pytest_runtestloop(session)
 
 
-def patch(path: Path, source: str, mutant: Mutant) -> None:
+def patch(functions: list[FunctionType], path: Path, source: str, mutant: Mutant) -> None:
     """Give the changed code to every live function that has the old."""
     codes: dict[tuple[str, int], list[CodeType]] = {}
     gather(compile(mutated(source, mutant), str(path), "exec", dont_inherit=True), codes)
-    for function in [found for found in gc.get_objects() if isinstance(found, FunctionType)]:
+    for function in functions:
         code = function.__code__
         same = codes.get((code.co_qualname, code.co_firstlineno), [])
         if code.co_filename == str(path) and len(same) == 1 and outermost(code) == mutant.function:
@@ -253,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("rooms", nargs="*", help="folders of lowroll, or files in them")
     parser.add_argument("--count", type=int, default=50, help="mutants a room")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--seconds", type=float, default=60, help="of tests a mutant, at most")
+    parser.add_argument("--seconds", type=float, default=30, help="of tests a mutant, at most")
     parser.add_argument("--minutes", type=float, default=60, help="in all, at most")
     parser.add_argument("--fresh", action="store_true", help="ask again which tests reach what")
     parser.add_argument("--source", type=Path, default=HERE.parent, help="the tree")
@@ -262,6 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     until, out, work = time.monotonic() + 60 * args.minutes, args.out.resolve(), args.source.resolve() / "build/mutants"
     root = work / "tree"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))        # by way of what ends the forks
     copy(args.source, root)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(root)

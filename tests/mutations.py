@@ -1,8 +1,8 @@
 """What a mutant is: one changed operator, comparison, constant or condition of one file of the package.
 
 Left out, because no test should see them: annotations, strings, what only makes text (raise, f-strings, logs, prints,
-`__repr__`), asserts (they state what is never false), and what runs for a type checker alone. `mutants.toml` names the
-few others, each with its reason.
+`__repr__`), asserts, `strict` and `frozen` (they state what never is otherwise), hints to a device, and what runs for a
+type checker alone. `mutants.toml` names the few others, each with its reason.
 """
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ COMPARISON: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.NotIn: (ast.In,)}
 SAYING = {"print", "warn", "warning", "info", "debug", "error", "exception"}     # calls that only make text
 UNTYPED = {"annotation", "returns", "type_params"}
+STATED = {"strict", "frozen", "non_blocking", "pin_memory"}       # keywords of calls
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 SHOWN = 90             # characters of code shown around a change
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`function` is "" for what runs when the file is imported; the `change`-th change of the tree's `place`-th node."""
+    """The `change`-th change of the tree's `place`-th node; `function` is "" for what runs at import."""
 
     file: str
     function: str
@@ -126,6 +127,8 @@ def _nodes(node: ast.AST, function: str, scope: tuple[str, ...], context: ast.AS
 
 def _silent(node: ast.AST) -> bool:
     match node:
+        case ast.keyword(arg=name):
+            return name in STATED
         case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.FunctionDef(name="__repr__"):
             return True
         case ast.Expr(value=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name))):

@@ -118,6 +118,7 @@ class Reach:
     """The table that `Survey` stored: tests by the function that they reach."""
 
     def __init__(self, root: Path, folder: Path) -> None:
+        self.root = root
         self.seconds: dict[str, float] = {}
         self.by_function: dict[str, set[str]] = defaultdict(set)
         self.missing: list[str] = []            # test files that are new or changed
@@ -132,15 +133,18 @@ class Reach:
                     self.by_function[function].add(test)
 
     def tests(self, mutant: Mutant, most_seconds: float) -> list[str]:
-        """Those that reach the mutant's function, fastest first, up to so many seconds; for what runs at import, or is
-        never reached, those that reach anything of its file, or of its room."""
+        """Those that reach the mutant's function, up to so many seconds: first of the files that import its module,
+        fastest first. For what runs at import, or is never reached, those that reach anything of its file or room."""
         file = mutant.file.removeprefix("lowroll/")
         reaching = self.by_function.get(f"{file}::{mutant.function}", set()) if mutant.function else set()
         for part in (f"{file}::", f"{file.split('/')[0]}/"):
             reaching = reaching or {test for function, tests in self.by_function.items() if function.startswith(part)
                                     for test in tests}
+        module = file.removesuffix(".py").replace("/", ".")
+        near = {name for name in {test.split("::")[0] for test in reaching}
+                if f"lowroll.{module} import" in (self.root / name).read_text()}
         chosen, total = [], 0.0
-        for test in sorted(reaching, key=self.seconds.__getitem__):
+        for test in sorted(reaching, key=lambda test: (test.split("::")[0] not in near, self.seconds[test])):
             total += self.seconds[test]
             if chosen and total > most_seconds:
                 break
@@ -148,4 +152,4 @@ class Reach:
         return chosen
 
     def reaches(self, mutant: Mutant) -> bool:
-        return bool(mutant.function) and f"{mutant.file.removeprefix('lowroll/')}::{mutant.function}" in self.by_function
+        return f"{mutant.file.removeprefix('lowroll/')}::{mutant.function}" in self.by_function
