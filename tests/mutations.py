@@ -66,6 +66,8 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
             yield "value", value + 1
         case ast.Constant(value=float(value)):
             yield "value", 2 * value or 1.0
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=1)):
+            pass                               # the last of two dimensions is also the first from the left
         case ast.UnaryOp(op=ast.USub()):
             yield "op", ast.UAdd()
         case ast.UnaryOp(op=ast.Not(), operand=operand):

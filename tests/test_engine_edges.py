@@ -1,4 +1,4 @@
-"""The engine at its edges: what `score` takes, who ends a sample, what the limits of a request are, what memory holds."""
+"""The engine at its edges: what `score` takes, who ends a sample, the limits of a request, what memory holds."""
 from __future__ import annotations
 
 import json
@@ -20,6 +20,7 @@ from lowroll.kv.cache import KVCache
 from lowroll.kv.pages import OutOfPages
 from lowroll.model import hf
 from lowroll.model.spec import read_spec
+from lowroll.weights.noise import Noise
 
 V, CONTEXT = COMMON["vocab_size"], COMMON["max_position_embeddings"]
 
@@ -50,9 +51,10 @@ def test_score_takes_all_that_fits_and_names_what_does_not(folder: Path) -> None
     plain_got, = engine.score([whole], [1])
     torch.testing.assert_close(plain_got, lowroll.score(hf.load(folder), [whole], [1], temperature=1.0)[0],
                                rtol=1e-4, atol=1e-4)
-    long, outside = "257 tokens with a prompt of 1 cannot be scored in a context of 256", "an id is outside the vocabulary"
+    long, outside = "257 tokens with a prompt of 1 cannot be scored in a context of 256", "an id is outside the voc"
     for bad, prompt_len, says in ((ids(CONTEXT + 1), 1, long), (ids(5), 5, "5 tokens with a prompt of 5"),
-                                  (ids(5), 0, "5 tokens with a prompt of 0"), ([3, V], 1, outside), ([-1, 3], 1, outside)):
+                                  (ids(5), 0, "5 tokens with a prompt of 0"), ([3, V], 1, outside),
+                                  ([-1, 3], 1, outside)):
         with pytest.raises(ValueError, match=rf"^sequences\[1\]: {says}"):
             engine.score([short, bad], [1, prompt_len])
     with pytest.raises(ValueError):
@@ -157,6 +159,15 @@ def test_the_engine_holds_requests_to_its_own_context_and_cache(folder: Path) ->
         engine_of(folder, cache_tokens=3)
 
 
+def test_with_a_second_model_prompts_run_on_it_and_few_rows_on_the_first(folder: Path) -> None:
+    engine = engine_of(folder, weights="int4", bulk="int8")
+    few, many = engine.behavior.policy
+    assert few.digest != many.digest and not engine.runner.decoder.runs_bulk(8) and engine.runner.decoder.runs_bulk(9)
+    group, = engine.generate([Request(ids(5), n=2, max_tokens=6, ignore_eos=True)])
+    for rollout in group.rollouts:
+        assert [(s.start, s.digest) for s in rollout.behavior.policy] == [(0, many.digest), (1, few.digest)]
+
+
 # -- which rows draw by themselves
 
 @pytest.mark.parametrize(("changes", "drawn", "want"), [
@@ -177,7 +188,28 @@ def test_sizes_of_batches_on_a_device_are_those_of_its_graphs() -> None:
     assert [bucket(n) for n in (513, 640, 641)] == [640, 640, 768]
 
 
+def test_the_rows_that_a_batch_lacks_are_dead(folder: Path) -> None:
+    """A batch of a device is filled up to the size of a graph: length 0, so that a row writes and reads nothing."""
+    engine = engine_of(folder)
+    engine.add(Request(ids(5), n=2, max_tokens=4, temperature=0.0, ignore_eos=True))
+    engine.step()
+    rows, decoder = engine.scheduler.plan().decodes, engine.runner.decoder
+    decoder._upload(rows, 4)
+    assert decoder.lengths_B[:4].tolist() == [6, 6, 0, 0]
+    assert decoder.greedy_B[:4].tolist() == [True, True, False, False]
+    ids_B, pos_B, next_B, end_B, _, _ = decoder.state[:, :4].tolist()
+    assert ids_B == [rows[0].last_token, rows[1].last_token, 0, 0]
+    assert (pos_B, next_B, end_B) == ([5, 5, 0, 0], [6, 6, 0, 0], [8, 8, 0, 0])
+
+
 # -- memory
+
+def test_weights_are_int8_unless_the_model_says_otherwise(folder: Path) -> None:
+    for source in (folder, hf.load(folder)):
+        assert Engine(source, device="cpu", cache_tokens=64).behavior.weights == "int8"
+    own = engine_of(folder, weights="int4").model
+    assert Engine(own, device="cpu", cache_tokens=64).behavior.weights == "int4"
+
 
 def test_the_cache_holds_what_bytes_per_token_says(folder: Path) -> None:
     spec = read_spec(folder)
@@ -195,6 +227,16 @@ def test_warming_up_takes_the_memory_back_and_draws_nothing(folder: Path) -> Non
     engine.warm_up()
     assert not engine.runner.cache.released and not engine.has_work
     assert not any(bool(buffer.any()) for buffer in engine.runner.cache.keys)
+
+
+def test_a_rollout_is_tagged_with_the_noise_that_it_was_drawn_under(folder: Path) -> None:
+    engine, master = engine_of(folder, noisy=True), hf.load(folder)
+    noises = [(Noise(5, 1e-2), (5, 1e-2)), (Noise(6, 0.0), (None, 0.0)), (None, (None, 0.0))]
+    for version, (noise, want) in enumerate(noises, 1):
+        tag = engine.adopt(master, version, noise)
+        rollout = engine.generate([Request(ids(4), max_tokens=2)])[0].rollouts[0]
+        for told in (tag, rollout.behavior):
+            assert (told.noise_seed, told.noise_sigma) == want and told.policy[0].version == version
 
 
 def test_pages_are_those_of_the_cache_asked_for(folder: Path) -> None:

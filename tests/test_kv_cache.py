@@ -107,8 +107,9 @@ def test_chunks_of_many_sequences_attend_over_their_pages(device: str, most: int
         torch.testing.assert_close(x, want, **TOLERANCE[device])
 
 
-@pytest.mark.parametrize(("most", "portions"), [(51, [[30, 21], [48]]), (50, [[30], [21], [48]]), (1, [[30], [21], [48]]),
-                                                (98, [[30, 21], [48]]), (99, [[30, 21, 48]])])
+@pytest.mark.parametrize(("most", "portions"), [
+    (51, [[30, 21], [48]]), (50, [[30], [21], [48]]), (98, [[30, 21], [48]]), (99, [[30, 21, 48]]),
+    (1, [[30], [21], [48]])])
 def test_what_is_gathered_at_once_stays_within_its_bound(most: int, portions: list[list[int]],
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of the whole sequences count, not of the chunks; a sequence longer than the bound comes alone."""
