@@ -115,7 +115,7 @@ class Runner:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
-        chosen = [items[test] for test in self.tests if test in items]
+        chosen = [items[test] for test in self.tests]
         for item, following in zip(chosen, [*chosen[1:], None], strict=True):
             self.tell(item.nodeid)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -205,7 +205,8 @@ def population(root: Path, room: str) -> tuple[list[Mutant], int]:
     """All mutants of a room that count, and how many are excused."""
     table = excuses(HERE / "mutants.toml")
     counted, excused = [], 0
-    for path in sorted((root / "lowroll" / room).rglob("*.py")):
+    place = root / "lowroll" / room
+    for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
         source = path.read_text()
         for mutant in mutants(source, path.relative_to(root).as_posix()):
             if any(excuse.covers(mutant, source.split("\n")) for excuse in table):
@@ -292,8 +293,8 @@ def main(argv: list[str] | None = None) -> int:
                 trial.at_import(mutant)
     files = {test.split("::")[0] for mutant in trial.waiting for test in reach.tests(mutant, args.seconds)}
     pytest.main([*OPTIONS, *sorted(files)], [trial])
-    rooms = {room: summary([verdict for verdict in trial.verdicts if f"lowroll/{room}/" in verdict.mutant.file], *size)
-             for room, size in sizes.items()}
+    rooms = {room: summary([verdict for verdict in trial.verdicts if verdict.mutant.file.startswith(f"lowroll/{room}")],
+                           *size) for room, size in sizes.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"seed": args.seed, "rooms": rooms, "unsound": trial.unsound}, indent=1) + "\n")
     print(table(rooms))
