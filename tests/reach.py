@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,9 @@ class Reach:
                     self.by_function[function].add(test)
 
     def tests(self, mutant: Mutant, most_seconds: float) -> list[str]:
-        """Those that reach the mutant's function, fastest first, up to so many seconds; a file that imports its module
-        or room is preferred. For what runs at import, or is never reached, those that reach its file, or its room."""
+        """Those that reach the mutant's function, fastest first, up to so many seconds; one of each test function
+        comes before its other parameters, and a file that imports the module or room counts as faster. For what runs
+        at import, or is never reached, those that reach its file, or its room."""
         file = mutant.file.removeprefix("lowroll/")
         reaching = self.by_function.get(f"{file}::{mutant.function}", set()) if mutant.function else set()
         for part in (f"{file}::", f"{file.split('/')[0]}/"):
@@ -147,8 +148,13 @@ class Reach:
         near = {name for name in {test.split("::")[0] for test in reaching}
                 if any(line in (self.root / name).read_text() for line in imports)}
         cost = {test: self.seconds[test] / (PREFERRED if test.split("::")[0] in near else 1) for test in reaching}
-        chosen, total = [], 0.0
+        seen: Counter[str] = Counter()
+        turns = {}
         for test in sorted(cost, key=lambda test: (cost[test], test)):
+            seen[test.split("[")[0]] += 1
+            turns[test] = seen[test.split("[")[0]], cost[test]
+        chosen, total = [], 0.0
+        for test in sorted(turns, key=turns.__getitem__):
             total += self.seconds[test]
             if chosen and total > most_seconds:
                 break
