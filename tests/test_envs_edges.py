@@ -143,23 +143,28 @@ def test_a_task_is_held_out_by_the_first_byte_of_its_hash() -> None:
 def test_a_generated_task_is_the_first_draw_of_its_split(monkeypatch: pytest.MonkeyPatch) -> None:
     class Env(GeneratedEnvironment):
         def task(self, rng: Random) -> tuple[str, dict]:
-            return texts[min(len(drawn), len(texts) - 1)], {"draw": drawn.append(1) or len(drawn)}
+            self.draws += 1
+            return self.texts[min(self.draws, len(self.texts)) - 1], {"draw": self.draws}
 
         score = gold = perturbed = None                                            # type: ignore[assignment]
+
+    def env(*texts: str) -> Env:
+        made = Env(name="e")
+        made.texts, made.draws = texts, 0
+        return made
 
     train = next(t for t in map(str, range(99)) if split_of(t) == "train")
     test = next(t for t in map(str, range(99)) if split_of(t) == "test")
     monkeypatch.setattr(envs_base, "MAX_DRAWS", 3)
-    for texts, split, draws in (([train], "train", 1), ([train, train, test], "test", 3)):
-        drawn: list[int] = []
-        assert Env(name="e").prompt(0, split).info["draw"] == draws == len(drawn)
-    drawn, texts = [], [train]
+    assert env(train).prompt(0).info["draw"] == 1
+    assert env(train, train, test).prompt(0, "test").info["draw"] == 3
+    poor = env(train)
     with pytest.raises(ValueError, match="no test task in 3 draws"):
-        Env(name="e").prompt(0, "test")
-    assert len(drawn) == 3
+        poor.prompt(0, "test")
+    assert poor.draws == 3
     for split, index in (("dev", 0), ("train", -1)):
         with pytest.raises(ValueError, match="split must be|index must be >= 0"):
-            Env(name="e").prompt(index, split)
+            env(train).prompt(index, split)
 
 
 def test_a_system_message_is_there_when_there_is_one() -> None:
