@@ -115,6 +115,10 @@ def _nodes(node: ast.AST, function: str, scope: tuple[str, ...], context: ast.AS
     small = isinstance(node, ast.expr | ast.stmt | ast.comprehension) and len(_text(node)) <= SHOWN
     shown = context or (node if small else None)
     yield node, function, shown or node
+    if isinstance(node, ast.arguments):
+        for name, default in _defaults(node):
+            yield from _nodes(default, function, scope, ast.keyword(name, default))
+        return
     for field, value in ast.iter_fields(node):
         if field in UNTYPED:
             continue
@@ -125,6 +129,14 @@ def _nodes(node: ast.AST, function: str, scope: tuple[str, ...], context: ast.AS
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
                 yield from _nodes(child, inner, names, None if isinstance(child, ast.stmt) else shown)
+
+
+def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
+    known = [*arguments.posonlyargs, *arguments.args]
+    for arg, default in (*zip(known[len(known) - len(arguments.defaults):], arguments.defaults, strict=True),
+                         *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)):
+        if default is not None:
+            yield arg.arg, default
 
 
 def _silent(node: ast.AST) -> bool:

@@ -15,6 +15,7 @@ from lowroll.envs.base import Environment, GeneratedEnvironment, Validation, bou
 from lowroll.envs.reasoning_gym import ReasoningGym
 from lowroll.envs.reverse_text import ReverseText
 from lowroll.envs.rows import Rows, read_jsonl
+from lowroll.envs.table import construct
 from lowroll.types import Prompt, Score
 
 
@@ -55,6 +56,12 @@ def test_the_sizes_of_generated_texts_are_those_asked_for() -> None:
     assert set(steps) == {2, 3, 4}
     operands = [value for i in range(300) for value in _leaves(Arithmetic(name="a", min_steps=1, max_steps=1), i)]
     assert (min(operands), max(operands)) == (1, 20)
+
+
+@pytest.mark.parametrize("id", ["arithmetic", "reverse-text"])
+def test_the_seed_is_0_unless_it_is_said(id: str) -> None:
+    assert make(id).prompt(3) == make(id, seed=0).prompt(3) == construct(id).prompt(3) != make(id, seed=1).prompt(3)
+    assert type(make(id))(name=id).prompt(3) == make(id).prompt(3)
 
 
 def _leaves(env: Arithmetic, index: int) -> list[int]:

@@ -103,7 +103,7 @@ def test_a_sample_is_its_seeds_and_stays_when_other_code_changes(toy: Path) -> N
     ("x += y", ["x -= y"]), ("y = x is None", ["y = x is not None"]), ("if x:\n    pass", ["if not x"]),
     ("raise ValueError(1 + x)", []), ("assert x > 1", []), ("x = f'{1 + y}'", []), ("log.warning(1 + x)", []),
     ("if TYPE_CHECKING:\n    x = 1", []), ("x = 'text'", []), ("y = zip(a, b, strict=True)", []),
-    ("def f(x: 1) -> 2: ...", [])])
+    ("def f(a, b=1, *, c, d=-2):\n    return a", ["b=2", "d=+2", "d=-3"]), ("def f(x: 1) -> 2: ...", [])])
 def test_what_is_changed(code: str, changed: list[str]) -> None:
     assert [mutant.after for mutant in mutants(code, "file.py")] == changed
 
