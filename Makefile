@@ -2,7 +2,7 @@ PY := .venv/bin/python
 STAMP := .venv/.lowroll-installed
 VLLM := .venv-vllm
 
-.PHONY: setup demo test test-vllm fuzz lint bench bench-gpu
+.PHONY: setup demo test test-vllm fuzz lint mutants bench bench-gpu
 setup: $(STAMP)
 
 # torch first and alone: the build that is pinned here is the one that everything after it finds installed.
@@ -39,6 +39,10 @@ $(VLLM)/.installed:
 lint: $(STAMP)
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+
+# Would a test notice a changed operator, comparison, constant or condition? tests/mutants.py says how it asks.
+mutants: $(STAMP)
+	$(PY) -m tests.mutants $(ROOMS) --count $(or $(COUNT),50) --seed $(or $(SEED),0)
 
 bench: $(STAMP)
 	$(PY) -m bench.engine

@@ -107,6 +107,17 @@ def test_chunks_of_many_sequences_attend_over_their_pages(device: str, most: int
         torch.testing.assert_close(x, want, **TOLERANCE[device])
 
 
+@pytest.mark.parametrize(("most", "portions"), [
+    (51, [[30, 21], [48]]), (50, [[30], [21], [48]]), (98, [[30, 21], [48]]), (99, [[30, 21, 48]]),
+    (1, [[30], [21], [48]])])
+def test_what_is_gathered_at_once_stays_within_its_bound(most: int, portions: list[list[int]],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of the whole sequences count, not of the chunks; a sequence longer than the bound comes alone."""
+    monkeypatch.setattr(kv_cache, "MOST_GATHERED", most)
+    chunks = [Chunk(stop - 2, stop, []) for stop in (30, 21, 48)]
+    assert [[c.stop for c in some] for some in kv_cache._portions(chunks)] == portions
+
+
 def test_device_memory_that_fails_half_way_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver of paper: whichever call fails, what was made before it is undone, and a later try succeeds."""
     calls: list[str] = []

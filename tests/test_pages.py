@@ -31,6 +31,13 @@ def test_allocate_share_free_by_hand():
         pool.share([2])
 
 
+@pytest.mark.parametrize("sizes", [(0, 16), (4, 0), (-1, 16)])
+def test_a_pool_has_a_page_and_a_page_has_a_slot(sizes):
+    with pytest.raises(ValueError, match=f"at least 1, got {sizes[0]} and {sizes[1]}"):
+        PagePool(*sizes)
+    assert PagePool(1, 1).allocate(1) == [0]
+
+
 def test_keys_chain_over_salt_and_all_earlier_tokens():
     root = blake2b(b"v1", digest_size=16).digest()
     first = blake2b(root + pack("<2q", 7, 8), digest_size=16).digest()

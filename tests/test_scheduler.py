@@ -176,6 +176,23 @@ def test_a_group_by_hand():
         replace(tag(), sampler=sampler, seed=7, request_id="q", sample=i) for i in range(3)]
 
 
+@pytest.mark.parametrize(("drawn", "kept", "ended"), [
+    ([3, 4, 5], [3, 4, 5], None), ([3, EOS, 5], [3, EOS], ("stop", EOS)), ([EOS, 4, 5], [EOS], ("stop", EOS)),
+    ([3, 4, EOS], [3, 4, EOS], ("stop", EOS)), ([3, 4, 5, 6], [3, 4, 5, 6], ("length", None)),
+    ([3, 4, 5, 6, 7], [3, 4, 5, 6], ("length", None)), ([3, 7, 5], [3, 7], ("stop", 7))])
+def test_a_run_of_tokens_ends_with_the_one_that_stops(drawn, kept, ended):
+    scheduler, _ = make(lookahead=8)
+    scheduler.add(Request(prompt_ids=[1, 2, 3, 4, 5], max_tokens=5, stop_ids=(7,)))
+    (sequence,) = scheduler.plan().prefills[0].samples
+    scheduler.commit_run(sequence, [9], [-0.5])
+    (row,) = scheduler.plan().decodes
+    scheduler.commit_run(row, drawn, [-float(i) for i in range(len(drawn))])
+    assert row.token_ids == [9, *kept] and row.logprobs == [-0.5, *(-float(i) for i in range(len(kept)))]
+    assert (row.finish_reason and (row.finish_reason, row.stop_reason)) == ended
+    if ended is None:
+        assert row.num_cached == 5 + 1 + len(kept) - 1             # all but the last, which nobody has run yet
+
+
 def test_a_sibling_takes_over_the_tail_of_a_leader_that_ended_at_once():
     """Were it copied instead, the tail would be freed and given to the next group's copy within the same plan."""
     pairs = (Request(prompt_ids=[1, 2, 3, 4, 5], n=2, max_tokens=6, seed=seed) for seed in range(999))

@@ -106,7 +106,7 @@ def encode_manifest(files: dict[str, dict[str, Any]], meta: dict[str, Any]) -> b
     try:
         text = json.dumps(body, sort_keys=True, allow_nan=False)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        return (json.dumps({**body, "sha256": digest}, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+        return (json.dumps({**body, "sha256": digest}, sort_keys=True, indent=1) + "\n").encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"meta: not JSON data: {error}") from error
 

@@ -105,8 +105,8 @@ def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
 
 
 def _check_float(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not -1e300 < value < 1e300:       # false for NaN too
-        raise ValueError(f"{name}: expected a finite number, got {_show(value)}")
+    if type(value) not in (int, float):         # a bool is no number; the range that follows refuses NaN
+        raise ValueError(f"{name}: expected a number, got {_show(value)}")
     return value
 
 

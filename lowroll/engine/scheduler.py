@@ -173,7 +173,7 @@ class Scheduler:
     def commit_run(self, sequence: Sequence, token_ids: list[int], logprobs: list[float]) -> None:
         """`commit` of several tokens; those behind the end of the sample are dropped."""
         group = sequence.group
-        may_end = (not sequence.token_ids or sequence.finish_reason is not None or group.request.stop_strings
+        may_end = (sequence.finish_reason is not None or group.request.stop_strings
                    or len(token_ids) >= sequence.num_left or not set(token_ids).isdisjoint(group.stop_ids))
         self.commit(sequence, token_ids[0], logprobs[0])
         if may_end:

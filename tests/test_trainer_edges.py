@@ -1,0 +1,124 @@
+"""The trainer at its edges: every bound of its settings from both sides, the schedule's corners, what may be packed."""
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from test_packing import sample
+from torch import nn
+
+from lowroll.trainer.critic import CriticSettings
+from lowroll.trainer.muon import Muon
+from lowroll.trainer.optim import Optimizer, OptimSettings, learning_rate
+from lowroll.trainer.packing import check, collate, first_fit, num_fed, pack
+
+
+@pytest.mark.parametrize(("field", "good", "bad"), [
+    ("learning_rate", (0, 0.0, 1e3), (-1e-9, math.inf, math.nan)), ("warmup_steps", (0, 5), (-1,)),
+    ("total_steps", (0, 1), (-1,)), ("min_lr_ratio", (0.0, 1.0), (-0.1, math.nan)),
+    ("weight_decay", (0.0, 0.1), (-1e-9, math.inf)), ("eps", (0.0, 1e-8), (-1e-9, math.nan)),
+    ("betas", ((0.0, 0.0), (0.999, 0.5)), ((1.0, 0.5), (0.5, 1.0), (-0.1, 0.5), (0.5, -0.1))),
+    ("max_grad_norm", (None, 1e-9), (0.0, -1.0, math.inf, math.nan)), ("optimizer", ("adamw8bit", "muon"), ("sgd",)),
+    ("lr_scheduler_type", ("linear", "cosine"), ("step",))])
+def test_every_setting_of_the_optimiser_from_both_sides(field: str, good: tuple, bad: tuple) -> None:
+    for value in good:
+        OptimSettings(**{field: value})
+    for value in bad:
+        with pytest.raises(ValueError, match=f"^{field}"):
+            OptimSettings(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "good", "bad"), [
+    ("gamma", (0, 0.0, 1, 1.0), (-0.001, 1.001)), ("lam", (0, 1), (-0.001, 1.001)),
+    ("value_clip", (None, 1e-9), (0.0, -1.0)), ("warmup_steps", (0,), (-1,)), ("tokens_per_microbatch", (1,), (0,))])
+def test_every_setting_of_the_critic_from_both_sides(field: str, good: tuple, bad: tuple) -> None:
+    for value in good:
+        CriticSettings(**{field: value})
+    for value in bad:
+        with pytest.raises(ValueError, match=field):
+            CriticSettings(**{field: value})
+
+
+def test_what_is_not_said_is_what_the_pages_say() -> None:
+    assert CriticSettings() == CriticSettings(1.0, 1.0, True, 0.5, 0, 8192)
+    assert OptimSettings() == OptimSettings(1e-5, "constant", 0, 100, 0.0, 0.01, (0.9, 0.999), 1e-8, 1.0, "adamw")
+
+
+def test_the_corners_of_the_schedule() -> None:
+    """Full at the end of the warm-up, the floor from the end of the run on."""
+    settings = OptimSettings(1.0, "linear", warmup_steps=2, total_steps=6, min_lr_ratio=0.2)
+    assert [learning_rate(settings, step) for step in (0, 1, 2, 4, 6, 9)] == pytest.approx([0.5, 1, 1, 0.6, 0.2, 0.2])
+    assert learning_rate(replace(settings, lr_scheduler_type="cosine"), 4) == pytest.approx(0.6)
+    assert learning_rate(replace(settings, lr_scheduler_type="constant"), 9) == 1.0
+    assert learning_rate(replace(settings, total_steps=2), 2) == 1.0
+    assert learning_rate(replace(settings, total_steps=2), 3) == pytest.approx(0.2)
+    assert learning_rate(replace(settings, warmup_steps=0), 0) == 1.0
+
+
+@pytest.mark.parametrize(("most", "scale"), [(None, 1.0), (5.0, 1.0), (2.5, 0.5), (9.0, 1.0)])
+def test_gradients_are_clipped_above_the_bound_and_reported_as_they_were(most: float | None, scale: float) -> None:
+    """One step of AdamW with eps above all: w moves by rate g / eps nearly, so the clip shows in w itself."""
+    w = nn.Parameter(torch.zeros(1, 2))
+    optimizer = Optimizer({"w": w}, OptimSettings(1.0, weight_decay=0.0, eps=1e6, max_grad_norm=most))
+    w.grad = torch.tensor([[3.0, 4.0]])
+    optimizer.begin_step()
+    metrics = optimizer.update()
+    assert metrics["optim/grad_norm"] == pytest.approx(5.0) and metrics["optim/skipped"] == 0.0
+    torch.testing.assert_close(w.detach(), torch.tensor([[-3e-6, -4e-6]]) * scale, rtol=1e-4, atol=0)
+    assert metrics["optim/update_norm"] == pytest.approx(5e-6 * scale, rel=1e-4)
+    assert (optimizer.num_steps, optimizer.num_updates, optimizer.refused_in_a_row) == (1, 1, 0) and w.grad is None
+
+
+def test_refusals_are_counted_in_a_row_and_forgotten_by_a_good_update() -> None:
+    w = nn.Parameter(torch.ones(2))
+    optimizer = Optimizer({"w": w}, OptimSettings())
+    for refused in (1, 2):
+        w.grad = torch.ones(2)
+        assert optimizer.update(refuse=True)["optim/skipped"] == 1.0 and optimizer.refused_in_a_row == refused
+    assert torch.equal(w.detach(), torch.ones(2)) and optimizer.num_updates == 0
+    assert optimizer.update()["optim/skipped"] == 0.0 and optimizer.refused_in_a_row == 0
+    with pytest.raises(ValueError, match="params: nothing to train"):
+        Optimizer({}, OptimSettings())
+
+
+def test_muon_refuses_what_is_no_stack_of_matrices() -> None:
+    for shape, rows in (((4,), (4,)), ((4, 2), (3,)), ((4, 2), (3, 2)), ((2, 2, 2), (2,))):
+        with pytest.raises(ValueError, match="is no stack of matrices"):
+            Muon({"w": torch.zeros(shape)}, {"w": rows}, 0.0)
+    Muon({"w": torch.zeros(4, 2)}, {"w": (3, 1)}, 0.0)
+
+
+# -- packing
+
+def test_a_sample_may_fill_the_context_and_use_the_whole_vocabulary() -> None:
+    full = sample([0, 63, 5, 6], [63, 0, 5, 6, 7])
+    assert num_fed(full) == 8
+    check([full], 64, 8)
+    for bad, words in ((sample([0] * 5, [1] * 5), "9 tokens to read"), (sample([64], [1]), "prompt_ids leaves"),
+                       (sample([-1], [1]), "prompt_ids leaves"), (sample([1], [64]), "token_ids leaves"),
+                       (sample([1], [-1]), "token_ids leaves")):
+        with pytest.raises(ValueError, match=f"sample 1 .*{words}"):
+            check([full, bad], 64, 8)
+
+
+def test_first_fit_at_its_capacity() -> None:
+    assert [(p.indices, p.num_tokens) for p in first_fit([3, 2], 5)] == [((0, 1), 5)]
+    assert [(p.indices, p.num_tokens) for p in first_fit([3, 2], 4)] == [((0,), 3), ((1,), 2)]
+    assert [p.indices for p in first_fit([1, 1], 1)] == [(0,), (1,)]
+    with pytest.raises(ValueError, match="tokens_per_microbatch: must be at least 1, is 0"):
+        first_fit([1], 0)
+
+
+def test_portions_are_packed_by_themselves() -> None:
+    samples = [sample([1] * length, [2]) for length in (3, 4, 2, 1)]
+    assert pack(samples, [[0, 2], [3, 1]], 5) == [[0, 2], [1, 3]]
+    assert pack(samples, [[2, 3, 0]], 5) == [[0, 2], [3]] and pack(samples, [], 5) == []
+
+
+def test_a_packed_batch_on_the_cpu_keeps_types_and_large_ids() -> None:
+    packed = collate([sample([2**40, 3], [7], [-1e-8], [1], advantage=0.1)], [0])
+    assert packed.ids_T.tolist() == [2**40, 3] and packed.targets_N.dtype == torch.int64
+    assert packed.behavior_N.dtype == packed.advantages_N.dtype == torch.float32
+    assert packed.behavior_N.tolist() == pytest.approx([-1e-8]) and packed.mask_N.dtype == torch.bool
