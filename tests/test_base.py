@@ -62,7 +62,7 @@ def test_final_is_the_policy_that_learned(case: str, run_model: Path, tmp_path: 
     tree = settings(run_model, tmp_path / "run", rollout={"weights": weights}, train={**LORA, **changes}, **more)
     with ExitStack() as stack:
         session = run_session(tree, stack)
-        session.finish()
+        session.finish(2)
         where, learner = session.where, session.model
         with aligned.suspended(learner), export.noise.muted(learner):
             wanted = logp(learner)
@@ -92,7 +92,7 @@ def finished(model: Path, out: Path, weights: str, **changes: Any) -> tuple[Path
     train_section = {**LORA, **changes.pop("train", {})}
     with ExitStack() as stack:
         session = run_session(settings(model, out, rollout={"weights": weights}, train=train_section, **changes), stack)
-        session.finish()
+        session.finish(2)
         return out, logp(session.model)
 
 

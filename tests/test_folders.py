@@ -375,7 +375,7 @@ def test_lora_keeps_the_tensors_of_the_folder(run_model: Path, tmp_path: Path,  
         for (_, learner), (_, engine), (_, file) in zip(session.model.linears(), session.engine.model.linears(),
                                                         stored.linears(), strict=True):
             assert learner.weight is engine.weight and same_tensors(learner.weight, file.weight)
-        session.finish()
+        session.finish(2)
     assert not [r for r in caplog.records if "dequantised" in r.getMessage()]
     engine = lowroll.Engine(tmp_path / "run" / "final", device="cpu", cache_tokens=64)
     assert engine.behavior.weights == "nvfp4"
@@ -437,7 +437,7 @@ def test_exports_of_a_lora_run(run_model: Path, tmp_path: Path,  # noqa: F811
                     train={"max_steps": 1, "warmup_steps": 0, "lora": True, "lora_rank": 4})
     with ExitStack() as stack:
         session = run_session(tree, stack, 1)
-        session.finish()
+        session.finish(1)
         learner = logits(session.model)
     run = str(tmp_path / "run")
     assert main(["export", run, str(tmp_path / "merged"), "--as", "merged"]) == 0
