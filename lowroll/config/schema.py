@@ -11,26 +11,17 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.algorithms import ALGORITHMS, DENSE, bounds
 from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
 from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
+from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
 from lowroll.config.guard import GuardConfig
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
-from lowroll.config.section import (
-    Count,
-    NotNegative,
-    Positive,
-    Probability,
-    Problem,
-    Schedule,
-    Section,
-    Text,
-    as_list,
-)
+from lowroll.config.section import Count, NotNegative, Positive, Probability, Problem, Schedule, Section, Text
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 
 
@@ -44,18 +35,6 @@ def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(items)) != len(items):
         raise PydanticCustomError("duplicates", "the same entry stands twice")
     return items
-
-
-class EnvConfig(Section):
-    """One environment. `name` labels its metrics (default: its id); `weight` is its share of the prompts."""
-
-    id: Text
-    name: Text | None = None
-    args: dict[str, JsonValue] = {}
-    weight: Positive = 1.0
-
-
-Environments = Annotated[tuple[EnvConfig, ...], Strict(False), BeforeValidator(as_list), Field(min_length=1)]
 
 
 class TemperatureConfig(Section):
@@ -86,7 +65,7 @@ class RolloutConfig(Section):
     bulk: Literal["int8", "fp8", "bf16"] | None = None     # a second format, used while many rows decode
     keep_dense: bool = False                               # 4 bits on CUDA: dense weights beside, for many rows
     release_cache: bool = False                            # give the cache's memory to the learner between rollouts
-    cache_tokens: Count | None = None                      # tokens that the KV cache holds; null: from the memory
+    cache_tokens: Count | None = None                      # tokens that the KV cache holds; null: what the run uses
     prefill_chunk: Count | None = None                     # prompt tokens a sequence prefills in one step; null: all
 
 
@@ -167,16 +146,6 @@ class CkptConfig(Section):
     interval: Count = 50
     keep_last: Count | None = 3
     keep_interval: Count | None = None
-
-
-class EvalConfig(Section):
-    """Evaluation on the test split every `interval` steps (null: only when asked). `env` null: the training ones."""
-
-    interval: Count | None = None
-    num_examples: Count = 64
-    rollouts_per_example: Count = 1
-    temperature: NotNegative = 0.0                         # 0 is greedy
-    env: Environments | None = None
 
 
 class SftConfig(Section):
@@ -283,8 +252,8 @@ class RunConfig(Section):
             "correction": correction,
             "loss": self.loss.model_copy(update=loss),
             "dapo": self.dapo.model_copy(update={"dynamic_sampling": sampling}),
-            "env": tuple(_named(env) for env in self.env),
-            "eval": self.eval.model_copy(update={"env": self.eval.env and tuple(map(_named, self.eval.env))}),
+            "env": tuple(named(env) for env in self.env),
+            "eval": self.eval.model_copy(update={"env": self.eval.env and tuple(map(named, self.eval.env))}),
         })
         copy._chosen = self._chosen or tuple(chosen)
         because = (f"correction: {correction}, because {reason}",) if reason else ()
@@ -298,11 +267,14 @@ class RunConfig(Section):
 
 def _rollouts(cfg: RunConfig) -> Rollouts:
     """What `auto` looks at."""
-    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    cut = {name: getattr(cfg.rollout, name) for name in off if getattr(cfg.rollout, name) != off[name]}
-    return Rollouts(cfg.rollout.weights, truncated=tuple(f"{name} {value}" for name, value in cut.items()),
+    rollout = cfg.rollout
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+    cut = {name: getattr(rollout, name) for name in off if getattr(rollout, name) != off[name]}
+    two = rollout.bulk not in (None, rollout.weights, *DENSE)     # the learner shares the first format, if any
+    return Rollouts(f"{rollout.weights}+{rollout.bulk}" if two else rollout.weights,
+                    truncated=tuple(f"{name} {value}" for name, value in cut.items()),
                     noisy=cfg.noise is not None and cfg.noise.learner == "clean",
-                    aligned=cfg.train.forward == "aligned", lora=cfg.train.lora)
+                    aligned=cfg.train.forward == "aligned" and not two, lora=cfg.train.lora and not two)
 
 
 def _correction(cfg: RunConfig) -> tuple[str, str]:
@@ -319,10 +291,6 @@ def _thresholds(cfg: RunConfig) -> dict[str, float]:
         return {}
     written = getattr(cfg.loss, row.correction).model_fields_set
     return {name: value for name, value in row.sets.items() if name not in written}
-
-
-def _named(env: EnvConfig) -> EnvConfig:
-    return env if env.name is not None else env.model_copy(update={"name": env.id})
 
 
 def _enter(cfg: RunConfig, stage: StageConfig) -> RunConfig:
@@ -357,17 +325,15 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
         if section.warmup_steps > steps:
             yield (((key, "warmup_steps"), (key, "max_steps" if key == "train" else "steps")),
                    f"{key}.warmup_steps ({section.warmup_steps}) is more than the {steps} steps of the run")
-    for path, envs in ((("env",), cfg.env), (("eval", "env"), cfg.eval.env or ())):
-        seen: set[str] = set()
-        for index, env in enumerate(envs):
-            name = env.name or env.id
-            if name in seen:
-                yield (((*path, index, "name"), (*path, index, "id")),
-                       f"two environments are called {name!r}; give one another name")
-            seen.add(name)
+    yield from env_problems(cfg.env, cfg.eval)
 
 
 def _batch_problems(cfg: RunConfig) -> Iterator[Problem]:
+    advantage = cfg.advantage or ALGORITHMS[cfg.algorithm].advantage
+    if cfg.rollouts_per_example == 1 and advantage != "gae":
+        yield ((("rollouts_per_example",), ("algorithm",)),
+               f"one rollout has no group that {advantage} could compare it with; write 2 or more, or algorithm: ppo, "
+               "whose critic needs no group")
     if cfg.batch_size % cfg.rollouts_per_example:
         yield ((("batch_size",), ("rollouts_per_example",)),
                f"batch_size ({cfg.batch_size}) is not a multiple of rollouts_per_example ({cfg.rollouts_per_example})")
@@ -436,14 +402,12 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
     faithful = not (price.low_bit or price.truncated or price.noisy)
     if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
-    if cfg.rollouts_per_example == 1 and cfg.algorithm != "ppo":
-        yield ("warning: rollouts_per_example 1: a group of one has no baseline, every advantage is 0 and nothing is "
-               "learnt")
     if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
         yield (f"train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; "
                f"{cfg.correction} then acts as a capped weight")
     if cfg.train.teacher is not None and not (cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau):
         yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
+    yield from eval_notes(cfg.eval)
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from stage_notes(cfg.stages, cfg.train.max_steps)
     yield from critic_notes(cfg.algorithm, cfg.critic)
