@@ -200,8 +200,10 @@ def _requests(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, prompts: 
 def _notes(cfg: RunConfig) -> list[str]:
     """What the run does and this batch does not."""
     rollout, notes = cfg.rollout, []
-    if (rollout.top_k, rollout.top_p, rollout.min_p, rollout.repetition_penalty) != (0, 1.0, 0.0, 1.0):
-        notes.append("drawn without the run's top_k, top_p, min_p and repetition_penalty; their part is not shown")
+    if (rollout.top_k, rollout.top_p, rollout.min_p, rollout.repetition_penalty, rollout.min_tokens) != (
+            0, 1.0, 0.0, 1.0, 0):
+        notes.append("drawn without the run's top_k, top_p, min_p, repetition_penalty and min_tokens; their part is "
+                     "not shown")
     if cfg.noise is not None:
         notes.append("drawn from clean norms; the part of the run's noise is not shown")
     if cfg.train.forward == "aligned":

@@ -83,7 +83,7 @@ class BehaviorTag:
     kv_budget: int | None = None
     noise_seed: int | None = None
     noise_sigma: float = 0.0
-    sampler: dict[str, float] = field(default_factory=dict)   # temperature, top_k, top_p, min_p, repetition_penalty
+    sampler: dict[str, float] = field(default_factory=dict)   # temperature, top_k, top_p, ...
     seed: int | None = None            # with request_id and sample: the noise that the tokens were drawn with
     request_id: str = ""
     sample: int = 0

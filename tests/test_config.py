@@ -322,6 +322,7 @@ def test_the_table_of_auto_is_what_auto_does(row: Row) -> None:
     (Rollouts("int4", noisy=True, aligned=True), "tbpo"), (Rollouts("int4", lora=True, aligned=True), "tbpo"),
     (Rollouts("fp8", lora=True), "tis"), (Rollouts("fp8"), "acr"),
     (Rollouts("dense", ("top_k 5",)), "reweight"), (Rollouts("int8", ("min_p 0.1",), True, True, True), "reweight"),
+    (Rollouts("dense+int8"), "acr"),
 ])
 def test_the_first_row_that_applies(rollouts: Rollouts, expected: str) -> None:
     assert choose_correction("dapo", rollouts)[0] == expected

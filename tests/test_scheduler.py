@@ -171,7 +171,7 @@ def test_a_group_by_hand():
     assert not scheduler.has_work and scheduler.pool.num_free == 16
     ((_, group),) = scheduler.finished()
     assert [len(r.token_ids) for r in group.rollouts] == [4, 4, 4] and scheduler.finished() == []
-    sampler = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    sampler = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
     assert [r.behavior for r in group.rollouts] == [
         replace(tag(), sampler=sampler, seed=7, request_id="q", sample=i) for i in range(3)]
 

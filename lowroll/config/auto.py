@@ -9,6 +9,9 @@ reason is printed at the start of a run. `COLLAPSES` are combinations that a pap
     Sparse-RL  a sampler that cannot reach every token    rejection and reweighting (sec. 3)
     QeRL       LoRA on the rollouts' own low-bit base     trains without a correction; tis costs nothing and is safe
 
+A sampler is truncated by whatever keeps it from the learner's distribution: a penalty reshapes it, and `min_tokens`
+bans the ids that stop until then. A second format (`rollout.bulk`) is low-bit rollouts that no learner shares.
+
 GSPO's ratio is a sequence's, so acr and reweight have no form under it; tbpo is its mended form.
 """
 from __future__ import annotations
@@ -24,7 +27,7 @@ from lowroll.config.algorithms import DENSE
 class Rollouts:
     """All that `auto` looks at: how the rollouts are made cheap, and what the learner shares with them."""
 
-    weights: str
+    weights: str                           # two formats are "nvfp4+fp8"
     truncated: tuple[str, ...] = ()        # settings that keep tokens from being drawn, such as "top_p 0.9"
     noisy: bool = False                    # by noise that the learner does not share
     aligned: bool = False                  # the learner multiplies in the rollouts' arithmetic
@@ -60,7 +63,7 @@ class Row:
 
 
 AUTO: tuple[Row, ...] = (
-    Row("truncated sampler (top_p, top_k, min_p, repetition_penalty)", "any", "reweight", "tbpo",
+    Row("truncated sampler (top_p, top_k, min_p, repetition_penalty, min_tokens)", "any", "reweight", "tbpo",
         "so tokens are missing from them: capped weights, and a response that the learner finds impossible is rejected",
         "Sparse-RL sec. 3", lambda r: bool(r.truncated), {"rollout": {"weights": "int8", "top_p": 0.9}},
         {"veto": 1e-4}),

@@ -298,11 +298,14 @@ class RunConfig(Section):
 
 def _rollouts(cfg: RunConfig) -> Rollouts:
     """What `auto` looks at."""
-    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    cut = {name: getattr(cfg.rollout, name) for name in off if getattr(cfg.rollout, name) != off[name]}
-    return Rollouts(cfg.rollout.weights, truncated=tuple(f"{name} {value}" for name, value in cut.items()),
+    rollout = cfg.rollout
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+    cut = {name: getattr(rollout, name) for name in off if getattr(rollout, name) != off[name]}
+    two = rollout.bulk not in (None, rollout.weights, *DENSE)     # the learner shares the first format, if any
+    return Rollouts(f"{rollout.weights}+{rollout.bulk}" if two else rollout.weights,
+                    truncated=tuple(f"{name} {value}" for name, value in cut.items()),
                     noisy=cfg.noise is not None and cfg.noise.learner == "clean",
-                    aligned=cfg.train.forward == "aligned", lora=cfg.train.lora)
+                    aligned=cfg.train.forward == "aligned" and not two, lora=cfg.train.lora and not two)
 
 
 def _correction(cfg: RunConfig) -> tuple[str, str]:

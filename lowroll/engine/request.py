@@ -68,7 +68,7 @@ def noise_key(request: Request, sample: int) -> int:
 
 def sampler_settings(request: Request) -> dict[str, float]:
     """What a BehaviorTag records of the sampler."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens")
     return {name: float(getattr(request, name)) for name in names}
 
 
