@@ -151,6 +151,12 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
      ["run.yaml:2: batch_size: batch_size (60) is not a multiple of rollouts_per_example (8)"]),
     ("model: m\nrollouts_per_example: 7\n", [],
      ["run.yaml:2: rollouts_per_example: batch_size (64) is not a multiple of rollouts_per_example (7)"]),
+    ("model: m\nrollouts_per_example: 1\n", [],
+     ["run.yaml:2: rollouts_per_example: one rollout has no group that grpo could compare it with; write 2 or more, or "
+      "algorithm: ppo, whose critic needs no group"]),
+    ("model: m\nalgorithm: rloo\nadvantage: length_weighted\nstages:\n- {step: 2, rollouts_per_example: 1}\n", [],
+     ["run.yaml:5: stages[0].rollouts_per_example: from stages[0] on: one rollout has no group that length_weighted "
+      "could compare it with; write 2 or more, or algorithm: ppo, whose critic needs no group"]),
     ("model: m\ntrain:\n  minibatches: 3\n", [],
      ["run.yaml:3: train.minibatches: the 8 groups of a batch (batch_size / rollouts_per_example) cannot be split "
       "into 3 equal minibatches"]),
@@ -361,7 +367,6 @@ def test_warnings_for_what_rarely_is_meant() -> None:
     assert "nothing caps the weights" in warnings(correction="decoupled")[0]
     assert "saw it drift and collapse" in warnings(algorithm="gspo", correction="tis")[0]
     assert warnings(algorithm="gspo") == []
-    assert "nothing is learnt" in warnings(rollouts_per_example=1)[0]
 
 
 def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:
@@ -381,6 +386,26 @@ def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:
             length = cfg.rollout.max_tokens if algorithm == "dr_grpo" else None
             for name, value in cfg.objective_options.items():
                 assert value == (length if name == "max_length" else options[name]), (algorithm, correction, name)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("advantage", [None, "grpo", "grpo_no_std", "rloo", "length_weighted", "gae"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_loads_is_what_the_orchestrator_takes(algorithm: str, advantage: str | None, n: int) -> None:
+    """A plan that prints is a run that starts, whatever credits a group."""
+    from lowroll.orchestrator.settings import Settings
+    tree = {"model": "m", "algorithm": algorithm, "advantage": advantage, "rollouts_per_example": n}
+    estimator = advantage or ALGORITHMS[algorithm].advantage
+    if (algorithm == "ppo") != (estimator == "gae"):
+        return                                                 # refused for another reason (test_critic)
+    try:
+        Settings(64, n, advantage=estimator)
+    except ValueError:
+        assert n == 1 and algorithm != "ppo"
+        with pytest.raises(ConfigError, match=rf"rollouts_per_example: one rollout has no group that {estimator} "):
+            from_mapping(tree)
+    else:
+        assert from_mapping(tree).advantage == estimator
 
 
 def test_the_choices_are_those_of_the_objectives() -> None:

@@ -189,20 +189,29 @@ def test_the_examples_in_three_files_load() -> None:
 def test_every_key_is_accepted_at_its_default(three: Callable[..., RunConfig], file: str, key: str, value: Any) -> None:
     files = {name: repr(nested([(key, value)] if name == file else [], least)).replace("None", "null")
              .replace("True", "true").replace("False", "false") for name, least in LEAST.items()}
-    assert three(**files).train.learning_rate == 2e-4
+    assert three(**files, overrides=["rollouts_per_example=8"]).train.learning_rate == 2e-4
+
+
+def test_a_group_of_one_is_refused(three: Callable[..., RunConfig]) -> None:
+    """The documented default has no baseline."""
+    for text, place in (("env: [{id: reverse-text}]", "orch.yaml: rollouts_per_example (default)"),
+                        ("env: [{id: reverse-text}]\nrollouts_per_example: 1", "orch.yaml:2: rollouts_per_example")):
+        with pytest.raises(ConfigError) as error:
+            three(orch=text)
+        assert str(error.value).startswith(f"{place}: one rollout has no group that grpo_no_std could compare it with")
 
 
 def test_all_keys_together(three: Callable[..., RunConfig]) -> None:
     files = {name: repr(nested(table, LEAST[name])).replace("None", "null").replace("True", "true")
              .replace("False", "false") for name, table in TABLES.items()}
-    cfg = three(**files)
-    assert (cfg.batch_size, cfg.rollouts_per_example, cfg.seed, cfg.train.max_steps) == (128, 1, 42, 100)
+    cfg = three(**files, overrides=["rollouts_per_example=8"])
+    assert (cfg.batch_size, cfg.rollouts_per_example, cfg.seed, cfg.train.max_steps) == (128, 8, 42, 100)
     assert (cfg.train.tokens_per_microbatch, cfg.rollout.max_tokens) == (4096, 1024)
     assert cfg.rollout.temp_scheduler is not None and cfg.rollout.temp_scheduler.end_temperature == 0.6
     assert [(rule.type, rule.window) for rule in cfg.filters] == [("gibberish", 3000), ("repetition", 3000)]
     assert (cfg.eval.interval, cfg.eval.num_examples, cfg.eval.env and cfg.eval.env[0].id) == (100, 64, "reverse-text")
     told = "\n".join(cfg.notes)
-    for expected in ("no max_steps in either file", "sampling.max_tokens is not set: 1024", "nothing is learnt",
+    for expected in ("no max_steps in either file", "sampling.max_tokens is not set: 1024",
                      "ckpt.interval is not set: 50"):
         assert expected in told
     assert cfg.train.optimizer == "adamw8bit"

@@ -5,7 +5,7 @@
 What the files mean here:
 1. Where a file is silent its documented default holds, except that checkpoints are made (every 50 steps), that
    max_steps is 100 when neither file bounds the run, and that AdamW's moments are in 8 bits only where the file says
-   so (they need the extra `bnb`).
+   so (they need the extra `bnb`). The default of rollouts_per_example, 1, is refused: one rollout has no group.
 2. The three processes are one process, on policy (async level 0, which every `max_async_level` allows): hosts, ports,
    transports and memory splits have no effect; `notes` names those that were written.
 3. The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the batch: the same

@@ -371,6 +371,11 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def _batch_problems(cfg: RunConfig) -> Iterator[Problem]:
+    advantage = cfg.advantage or ALGORITHMS[cfg.algorithm].advantage
+    if cfg.rollouts_per_example == 1 and advantage != "gae":
+        yield ((("rollouts_per_example",), ("algorithm",)),
+               f"one rollout has no group that {advantage} could compare it with; write 2 or more, or algorithm: ppo, "
+               "whose critic needs no group")
     if cfg.batch_size % cfg.rollouts_per_example:
         yield ((("batch_size",), ("rollouts_per_example",)),
                f"batch_size ({cfg.batch_size}) is not a multiple of rollouts_per_example ({cfg.rollouts_per_example})")
@@ -439,9 +444,6 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
     faithful = not (price.low_bit or price.truncated or price.noisy)
     if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
-    if cfg.rollouts_per_example == 1 and cfg.algorithm != "ppo":
-        yield ("warning: rollouts_per_example 1: a group of one has no baseline, every advantage is 0 and nothing is "
-               "learnt")
     if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
         yield (f"train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; "
                f"{cfg.correction} then acts as a capped weight")
