@@ -123,12 +123,19 @@ def scorer(cfg: RunConfig, envs: tuple[EnvConfig, ...]) -> ScorerPool:
     return ScorerPool(specs, cfg.score.workers, cfg.score.time_limit, cfg.score.memory_limit_mb)
 
 
-def sampling(cfg: RunConfig, temperature: float | None = None) -> Sampling:
+def sampling(cfg: RunConfig) -> Sampling:
+    """How rollouts are drawn."""
     rollout = cfg.rollout
-    return Sampling(max_tokens=rollout.max_tokens, min_tokens=rollout.min_tokens,
-                    temperature=rollout.temperature if temperature is None else temperature,
+    return Sampling(max_tokens=rollout.max_tokens, min_tokens=rollout.min_tokens, temperature=rollout.temperature,
                     top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p,
                     repetition_penalty=rollout.repetition_penalty, stop_strings=rollout.stop)
+
+
+def eval_sampling(cfg: RunConfig) -> Sampling:
+    """How evaluation draws: by a sampler of its own, up to the length and the stops of the rollouts."""
+    mine = cfg.eval
+    return Sampling(max_tokens=cfg.rollout.max_tokens, temperature=mine.temperature, top_k=mine.top_k, top_p=mine.top_p,
+                    min_p=mine.min_p, repetition_penalty=mine.repetition_penalty, stop_strings=cfg.rollout.stop)
 
 
 def longest_prompt(cfg: RunConfig, model: Transformer) -> int:

@@ -14,6 +14,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,10 @@ def held_out(cfg: RunConfig, model: Path, weights: str, temperature: float = 1.0
     where, chat = assemble.place(cfg), assemble.tokenizer(model)
     master = hf.load(model, where.device, where.dtype)
     env, = assemble.environments(cfg.env, cfg.seed).values()
+    sampling = replace(assemble.eval_sampling(cfg), temperature=temperature)
     with assemble.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
         metrics = evaluate(env, assemble.engine(cfg, where, master, chat, weights), scorer, chat,
-                           num_examples=num_examples, sampling=assemble.sampling(cfg, temperature), seed=cfg.seed,
-                           on_phase=on_phase)
+                           num_examples=num_examples, sampling=sampling, seed=cfg.seed, on_phase=on_phase)
     return metrics[f"eval/{env.name}/reward"]
 
 

@@ -34,7 +34,7 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
                 metrics = evaluate_env(
                     env, engine, scorer, chat, num_examples=cfg.eval.num_examples,
                     rollouts_per_example=cfg.eval.rollouts_per_example,
-                    sampling=assemble.sampling(cfg, cfg.eval.temperature), seed=cfg.seed,
+                    sampling=assemble.eval_sampling(cfg), seed=cfg.seed,
                     max_prompt_tokens=assemble.longest_prompt(cfg, model), on_phase=on_phase)
                 short = {key.rsplit("/", 1)[1]: value for key, value in metrics.items()}
                 rows.append({"env": env.name, "weights": assemble.rollout_format(cfg, where, name), **short,

@@ -223,7 +223,7 @@ class Session:
         for env in self.eval_envs.values():
             metrics |= evaluate(env, self.engine, self.eval_scorer, self.chat, num_examples=cfg.num_examples,
                                 rollouts_per_example=cfg.rollouts_per_example,
-                                sampling=assemble.sampling(self.stage, cfg.temperature), seed=self.cfg.seed,
+                                sampling=assemble.eval_sampling(self.stage), seed=self.cfg.seed,
                                 max_prompt_tokens=self.orchestrator.settings.max_prompt_tokens)
         self.engine.forget_prompts()            # a resumed run has none of their pages
         if noisy:

@@ -367,6 +367,9 @@ def test_warnings_for_what_rarely_is_meant() -> None:
     assert "nothing caps the weights" in warnings(correction="decoupled")[0]
     assert "saw it drift and collapse" in warnings(algorithm="gspo", correction="tis")[0]
     assert warnings(algorithm="gspo") == []
+    told = [{name: any("greedy" in note for note in from_mapping({"model": "m", "eval": {name: value, **warm}}).notes)
+             for name, value in (("top_p", .9), ("top_k", 5), ("min_p", .1))} for warm in ({}, {"temperature": 0.6})]
+    assert set(told[0].values()) == {True} and set(told[1].values()) == {False}
 
 
 def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:

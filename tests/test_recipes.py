@@ -76,7 +76,8 @@ def test_it_holds_the_published_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", [path.stem for path in RECIPES if path.stem.startswith("qerl")])
 def test_qerl(name: str) -> None:
     cfg = recipe(name)
-    assert (cfg.loss.eps_low, cfg.loss.eps_high, cfg.rollout.temperature, cfg.eval.temperature) == (0.2, 0.28, 1.0, 0.6)
+    assert (cfg.loss.eps_low, cfg.loss.eps_high, cfg.rollout.temperature) == (0.2, 0.28, 1.0)
+    assert (cfg.eval.temperature, cfg.eval.top_p) == (0.6, 0.95)
     assert cfg.train.lora and cfg.train.lora_rank == 32 and cfg.train.optimizer == "adamw8bit"
     assert cfg.algorithm == ("dapo" if "bigmath" in name else "grpo") and 500 <= cfg.train.max_steps <= 1000
     if "nvfp4" in name:
@@ -98,6 +99,8 @@ def test_qurl() -> None:
     ppo = recipe("qurl_gsm8k_ppo_int8")
     assert (ppo.algorithm, ppo.critic.learning_rate, ppo.critic.value_clip, ppo.critic.gamma, ppo.critic.lam,
             ppo.critic.model) == ("ppo", 1e-5, 0.5, 1.0, 1.0, None)
+    for name in ("qurl_dapo_int8", "dapo_aime"):
+        assert (recipe(name).eval.temperature, recipe(name).eval.top_p, recipe(name).rollout.top_p) == (1.0, 0.7, 1.0)
     cfg = recipe("qurl_deepscaler_int8")
     assert [(now.rollout.max_tokens, now.rollouts_per_example, now.num_groups) for now in map(
         cfg.at, (1, 800, 801, 1200, 1201, 1600))] == [(8192, 8, 256)] * 2 + [(16384, 16, 256)] * 2 + [

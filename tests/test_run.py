@@ -20,7 +20,9 @@ import lowroll
 from lowroll import assemble, demo
 from lowroll.checkpoint.store import Store
 from lowroll.cli.main import main
+from lowroll.config import from_mapping
 from lowroll.envs.rewards import ScorerPool
+from lowroll.evaluate import evaluate
 from lowroll.inprocess import RunResult
 from lowroll.metrics.record import read, reproducible
 from lowroll.model import hf, initialize, lora
@@ -57,7 +59,6 @@ def settings(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
 
 
 def train(tree: dict[str, Any], resume: bool = False) -> RunResult:
-    from lowroll.config import from_mapping
     return lowroll.run(from_mapping(tree), resume=resume)
 
 
@@ -183,6 +184,31 @@ def test_evaluation_may_score_otherwise_than_training_under_the_same_name(model:
         patch.setattr(assemble, "ScorerPool", watched)
         train(tree)
     assert session_specs == [{"arithmetic": 0.0}, {"arithmetic": 0.5}]
+
+
+def test_evaluation_has_a_sampler_of_its_own(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run and in `lowroll eval`: nothing of the rollouts' sampler reaches it."""
+    asked: list[dict[str, Any]] = []
+    generate = lowroll.Engine.generate
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_strings", "max_tokens")
+
+    def watched(engine: lowroll.Engine, requests: list[lowroll.Request], **options: Any) -> Any:
+        asked.extend({name: getattr(request, name) for name in names} for request in requests
+                     if request.id.startswith("test/"))
+        return generate(engine, requests, **options)
+
+    monkeypatch.setattr(lowroll.Engine, "generate", watched)
+    rollout = {"temperature": 0.8, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2,
+               "stop": ["a"]}
+    plain = dict(zip(names, (0.0, 1.0, 0, 0.0, 1.0, 0, ("a",), 6), strict=True))
+    for own in ({}, {"temperature": 0.6, "top_p": 0.95, "top_k": 9, "min_p": 0.05, "repetition_penalty": 1.1}):
+        tree = settings(model, tmp_path / f"run{len(own)}", rollout=rollout, train={"max_steps": 1, "warmup_steps": 0},
+                        eval={"interval": 1, "num_examples": 2, **own})
+        train(tree)
+        in_a_run = list(asked)
+        evaluate(from_mapping(tree), ["fp32"])
+        assert asked == [plain | own] * 4 and in_a_run == asked[:2]
+        asked.clear()
 
 
 def test_a_run_can_be_lengthened_when_nothing_is_scheduled_over_its_length(model: Path, tmp_path: Path) -> None:

@@ -170,12 +170,19 @@ class CkptConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation on the test split every `interval` steps (null: only when asked). `env` null: the training ones."""
+    """Evaluation on the test split every `interval` steps (null: only when asked). `env` null: the training ones.
+
+    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches it.
+    """
 
     interval: Count | None = None
     num_examples: Count = 64
     rollouts_per_example: Count = 1
     temperature: NotNegative = 0.0                         # 0 is greedy
+    top_p: Probability = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0                 # 0 is off
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    repetition_penalty: Positive = 1.0
     env: Environments | None = None
 
 
@@ -449,6 +456,8 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
                f"{cfg.correction} then acts as a capped weight")
     if cfg.train.teacher is not None and not (cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau):
         yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
+    if cfg.eval.temperature == 0 and (cfg.eval.top_p, cfg.eval.top_k, cfg.eval.min_p) != (1.0, 0, 0.0):
+        yield "eval.top_p, top_k, min_p: no effect at eval.temperature 0, which is greedy"
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from stage_notes(cfg.stages, cfg.train.max_steps)
     yield from critic_notes(cfg.algorithm, cfg.critic)
