@@ -7,14 +7,15 @@ that would learn from them:
     prefill   the engine again, its own weights and pages, a whole sequence at a time
     aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned`)
     dense     the learner's forward on its own weights
-    newest    the same with the run's last checkpoint, when the others are those of the one before
 
 and every step of the way has one cause:
 
     decode -> prefill    kernels; under a KV policy, what the cache has thrown away
     prefill -> aligned   kernels
     aligned -> dense     weights
-    dense -> newest      staleness
+
+A run is synchronous: it draws every batch from the version that learns from it, so `staleness` is 0, and the newest
+checkpoint is what engine and learner both hold.
 
 In kl_k1, mean(from - to), the causes add up to the whole exactly, with signs; a cause's share is its mean |from - to|
 over the sum of all, which has no signs to cancel. The tokens are those of `decode`, so k3 estimates a KL divergence for
@@ -43,13 +44,12 @@ from lowroll.trainer.state import restore_weights
 from lowroll.types import Request
 from lowroll.weights import aligned
 
-POINTS = ("decode", "prefill", "aligned", "dense", "newest")
+POINTS = ("decode", "prefill", "aligned", "dense")
 CAUSES = ("weights", "kernels", "kv", "staleness")
 ADVICE = {
     "weights": "correction auto pays for it (acr, or tis for LoRA on its base); train.forward aligned makes it vanish",
     "kernels": "the arithmetic of engine and learner differs (dtype, order of sums); correction tis is enough",
-    "kv": "the cache forgets what the learner sees; correction sparse pays for it",
-    "staleness": "the learner has moved on since the engine's weights; publish more often, or cap the weights"}
+    "kv": "the cache forgets what the learner sees; correction sparse pays for it"}
 NEGLIGIBLE = 1e-4          # nats: below it, for the worst token, there is nothing to look for
 _NUMBERS = ("kl_k1", "kl_k3", "logp_diff_mean", "logp_diff_max", "ess")
 
@@ -99,29 +99,23 @@ class Diagnosis:
         return asdict(self) | {"shares": {cause: self.share(cause) for cause in CAUSES}, "reading": self.reading}
 
 
-def attribute(log_probs: Mapping[str, Tensor], segments: Tensor, kv_policy: str = "dense",
-              newest: str = "newest") -> tuple[tuple[Part, ...], Part]:
-    """The parts and the whole from the log-probs [N] at every point of POINTS (`newest` may be absent).
+def attribute(log_probs: Mapping[str, Tensor], segments: Tensor,
+              kv_policy: str = "dense") -> tuple[tuple[Part, ...], Part]:
+    """The parts and the whole from the log-probs [N] at every point of POINTS.
 
-    segments: the sequence of every token. kv_policy: the engine's; `dense` forgets nothing, so its part is 0. newest:
-    what to call the last point.
+    segments: the sequence of every token. kv_policy: the engine's; `dense` forgets nothing, so its part is 0.
     """
     first = "kernels" if kv_policy == "dense" else "kv"
     legs = [("weights", "aligned", "dense"), ("kernels", "prefill", "aligned"), (first, "decode", "prefill")]
-    if "newest" in log_probs:
-        legs.append(("staleness", "dense", "newest"))
     values = [_compare(log_probs[start], log_probs[stop], segments) for _, start, stop in legs]
     total = sum(value["logp_diff_mean"] for value in values)
-    names = {"newest": newest}
-    parts = [Part(cause, start, names.get(stop, stop), share=value["logp_diff_mean"] / total if total else 0.0, **value)
+    parts = [Part(cause, start, stop, share=value["logp_diff_mean"] / total if total else 0.0, **value)
              for (cause, start, stop), value in zip(legs, values, strict=True)]
     if kv_policy == "dense":
         parts.append(Part("kv", "", "", remark="the cache is dense and forgets nothing"))
-    if "newest" not in log_probs:
-        parts.append(Part("staleness", "", "", remark="engine and learner hold the same version"))
-    last = "newest" if "newest" in log_probs else "dense"
-    whole = Part("all", "decode", names.get(last, last), share=float(total > 0),
-                 **_compare(log_probs["decode"], log_probs[last], segments))
+    parts.append(Part("staleness", "", "", remark="engine and learner hold the same version"))
+    whole = Part("all", "decode", "dense", share=float(total > 0),
+                 **_compare(log_probs["decode"], log_probs["dense"], segments))
     return tuple(sorted(parts, key=lambda part: CAUSES.index(part.cause))), whole
 
 
@@ -134,19 +128,18 @@ def diagnose(cfg: RunConfig, run: Path | None = None, prompts: Sequence[str] = (
              n: int = 4) -> Diagnosis:
     """Draw one batch and score it at every point.
 
-    cfg: of the run, or of a model with rollout.weights. run: a run folder; the engine then holds the last checkpoint
-    but one, and `newest` is the last. prompts: what the user says; none takes `num_prompts` of the environments. n:
-    responses a prompt. ValueError when nothing was drawn or the run cannot be read.
+    cfg: of the run, or of a model with rollout.weights. run: a run folder, whose newest checkpoint is taken. prompts:
+    what the user says; none takes `num_prompts` of the environments. n: responses a prompt. ValueError when nothing was
+    drawn or the run cannot be read.
     """
     cfg = cfg.resolved()
     where, chat = assemble.place(cfg), assemble.tokenizer(cfg.model)
     format = assemble.rollout_format(cfg, where)
     model, notes = assemble.learner(cfg, where), list(_notes(cfg))
-    held, newest = _checkpoints(run)
+    held = _checkpoint(run)
     if held is not None:
         restore_weights(model, held.tensors["model"], held.state["trainer"])
-        notes.append(f"weights of step {held.step}" + (
-            f"; newest: step {newest.step} (a synchronous run is never that far behind)" if newest else ""))
+        notes.append(f"weights of step {held.step}")
     elif run is not None:
         notes.append("the run has no checkpoint yet: these are the weights that it starts from")
     engine = assemble.engine(cfg, where, model, chat)
@@ -167,22 +160,16 @@ def diagnose(cfg: RunConfig, run: Path | None = None, prompts: Sequence[str] = (
     points["aligned"] = learner()
     with aligned.suspended(model):
         points["dense"] = learner()
-    if newest is not None:
-        restore_weights(model, newest.tensors["model"], newest.state["trainer"])
-        with aligned.suspended(model):
-            points["newest"] = learner()
     sizes = torch.tensor([len(rollout.token_ids) for _, rollout in rows])
-    parts, whole = attribute(points, torch.arange(len(rows)).repeat_interleave(sizes), engine.behavior.kv_policy,
-                             f"step {newest.step}" if newest else "newest")
+    parts, whole = attribute(points, torch.arange(len(rows)).repeat_interleave(sizes), engine.behavior.kv_policy)
     return Diagnosis(str(run or cfg.model), format, int(sizes.sum()), parts, whole, tuple(notes))
 
 
-def _checkpoints(run: Path | None) -> tuple[Checkpoint | None, Checkpoint | None]:
-    """The checkpoint whose weights the engine holds, and a newer one: the last two, or the last and None."""
+def _checkpoint(run: Path | None) -> Checkpoint | None:
+    """The newest checkpoint of a run; None when it has none yet."""
     store = Store((run or Path()) / "checkpoints")
     steps = store.steps() if run is not None else []
-    saved = [store.load(step, only=("model",)) for step in steps[-2:]]
-    return (saved[0] if saved else None), (saved[1] if len(saved) > 1 else None)
+    return store.load(steps[-1], only=("model",)) if steps else None
 
 
 def _requests(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, prompts: Sequence[str], num_prompts: int,

@@ -17,7 +17,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="lowroll diagnose", description=(
         "Draw one batch and take the log-probs of its tokens four ways (engine decode, engine prefill, learner "
         "aligned, learner dense); print how much of the mismatch comes from weights, kernels, KV and staleness. Of a "
-        "run, the last two checkpoints are compared."))
+        "run, the newest checkpoint is taken."))
     p.add_argument("source", nargs="+", metavar="RUN | MODEL | key=value",
                    help="a run folder, or a model's folder or hub id; then dotted overrides such as rollout.kv=null")
     p.add_argument("--format", metavar="F", help="format of the rollout's weights (rollout.weights)")
@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
 def settings(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     """The settings with the command's options laid over them, and the run folder when the source is one."""
     from lowroll.config import ConfigError, from_mapping, load
-    options: dict[str, object] = {"rollout.weights": arguments.format, "rollout.max_tokens": arguments.max_tokens,
+    options: dict[str, object] = {"force": True,             # nothing is learnt here that could collapse
+                                  "rollout.weights": arguments.format, "rollout.max_tokens": arguments.max_tokens,
                                   "env": [{"id": env} for env in arguments.env] if arguments.env else None}
     sources, overrides = split(arguments.source)
     overrides = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None] + overrides
