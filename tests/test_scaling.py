@@ -16,8 +16,8 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.trainer import state as states
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.weights.publish import quantize_base, rollout_copy
-from lowroll.weights.watch import AdapterWatch, WeightWatch, num_flipped
+from lowroll.weights.publish import publish, quantize_base, rollout_copy
+from lowroll.weights.watch import AdapterWatch, WeightWatch, _codes, num_flipped
 
 IDS = torch.randint(0, 67, (31,), generator=torch.Generator().manual_seed(0))
 
@@ -138,6 +138,29 @@ def test_a_sign_update_flips_s_times_as_many_codes(rate: float, flipped: list[fl
         shares.append(num_flipped(before.tensors["codes"], after.tensors["codes"], 8) / weight.numel())
     assert shares == pytest.approx(flipped, rel=0.2)       # a code's step follows the width of the rows
     assert rate < 1e-5 or [share / shares[0] for share in shares] == pytest.approx([1.0, 1.5, 2.0], rel=0.03)
+
+
+@pytest.mark.parametrize(("format", "grows"), [("int8", 1.5), ("fp8", 1.4)])
+def test_of_all_codes_fewer_flip_than_s_times_as_many(tmp_path: Path, format: str, grows: float) -> None:
+    """What `weights/codes_flipped_fraction` shows: o and down are not scaled, and stay."""
+    folder, found = hf_folder(tmp_path / "m", "qwen3", hidden_size=128, intermediate_size=320, head_dim=32), []
+    for s in (1.0, 1.5):
+        model = scaling.scale(hf.load(folder), s)
+        engine = rollout_copy(model, format, torch.float32)
+        before = {name: _codes(linear.weight).clone() for name, linear in engine.linears()}
+        watch, generator = WeightWatch(model, engine), torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for _, linear in model.linears():
+                linear.weight.sub_(1e-3 * torch.sign(torch.randn(linear.weight.shape, generator=generator)))
+        publish(model, engine)
+        flips = {name: num_flipped(before[name], _codes(linear.weight), 8) for name, linear in engine.linears()}
+        found.append((flips, watch.measure()["weights/codes_flipped_fraction"]))
+    (one, plain), (scaled, more) = found
+    kinds = {kind: [sum(count for name, count in flips.items() if name.endswith(kind)) for flips in (one, scaled)]
+             for kind in (".qkv", ".gate_up", ".o", ".down")}
+    assert all(kinds[kind][1] / kinds[kind][0] == pytest.approx(grows, rel=.06) for kind in (".qkv", ".gate_up"))
+    assert all(kinds[kind][1] == kinds[kind][0] > 0 for kind in (".o", ".down"))
+    assert 1.15 < more / plain < 1.35 and more / plain == pytest.approx(sum(scaled.values()) / sum(one.values()))
 
 
 def test_formats_with_scales_from_the_largest_weight_keep_their_codes() -> None:
