@@ -11,26 +11,17 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.algorithms import ALGORITHMS, DENSE, bounds
 from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
 from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
+from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
 from lowroll.config.guard import GuardConfig
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
-from lowroll.config.section import (
-    Count,
-    NotNegative,
-    Positive,
-    Probability,
-    Problem,
-    Schedule,
-    Section,
-    Text,
-    as_list,
-)
+from lowroll.config.section import Count, NotNegative, Positive, Probability, Problem, Schedule, Section, Text
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 
 
@@ -44,18 +35,6 @@ def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(items)) != len(items):
         raise PydanticCustomError("duplicates", "the same entry stands twice")
     return items
-
-
-class EnvConfig(Section):
-    """One environment. `name` labels its metrics (default: its id); `weight` is its share of the prompts."""
-
-    id: Text
-    name: Text | None = None
-    args: dict[str, JsonValue] = {}
-    weight: Positive = 1.0
-
-
-Environments = Annotated[tuple[EnvConfig, ...], Strict(False), BeforeValidator(as_list), Field(min_length=1)]
 
 
 class TemperatureConfig(Section):
@@ -169,23 +148,6 @@ class CkptConfig(Section):
     keep_interval: Count | None = None
 
 
-class EvalConfig(Section):
-    """Evaluation on the test split every `interval` steps (null: only when asked). `env` null: the training ones.
-
-    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches it.
-    """
-
-    interval: Count | None = None
-    num_examples: Count = 64
-    rollouts_per_example: Count = 1
-    temperature: NotNegative = 0.0                         # 0 is greedy
-    top_p: Probability = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0                 # 0 is off
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Positive = 1.0
-    env: Environments | None = None
-
-
 class SftConfig(Section):
     """`lowroll sft`: supervised warm start. Everything that is not here (LoRA, decay, packing, ...) is `train`'s."""
 
@@ -290,8 +252,8 @@ class RunConfig(Section):
             "correction": correction,
             "loss": self.loss.model_copy(update=loss),
             "dapo": self.dapo.model_copy(update={"dynamic_sampling": sampling}),
-            "env": tuple(_named(env) for env in self.env),
-            "eval": self.eval.model_copy(update={"env": self.eval.env and tuple(map(_named, self.eval.env))}),
+            "env": tuple(named(env) for env in self.env),
+            "eval": self.eval.model_copy(update={"env": self.eval.env and tuple(map(named, self.eval.env))}),
         })
         copy._chosen = self._chosen or tuple(chosen)
         because = (f"correction: {correction}, because {reason}",) if reason else ()
@@ -331,10 +293,6 @@ def _thresholds(cfg: RunConfig) -> dict[str, float]:
     return {name: value for name, value in row.sets.items() if name not in written}
 
 
-def _named(env: EnvConfig) -> EnvConfig:
-    return env if env.name is not None else env.model_copy(update={"name": env.id})
-
-
 def _enter(cfg: RunConfig, stage: StageConfig) -> RunConfig:
     update: dict[str, Any] = {}
     for section, values in stage.changes().items():
@@ -367,14 +325,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
         if section.warmup_steps > steps:
             yield (((key, "warmup_steps"), (key, "max_steps" if key == "train" else "steps")),
                    f"{key}.warmup_steps ({section.warmup_steps}) is more than the {steps} steps of the run")
-    for path, envs in ((("env",), cfg.env), (("eval", "env"), cfg.eval.env or ())):
-        seen: set[str] = set()
-        for index, env in enumerate(envs):
-            name = env.name or env.id
-            if name in seen:
-                yield (((*path, index, "name"), (*path, index, "id")),
-                       f"two environments are called {name!r}; give one another name")
-            seen.add(name)
+    yield from env_problems(cfg.env, cfg.eval)
 
 
 def _batch_problems(cfg: RunConfig) -> Iterator[Problem]:
@@ -456,8 +407,7 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
                f"{cfg.correction} then acts as a capped weight")
     if cfg.train.teacher is not None and not (cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau):
         yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
-    if cfg.eval.temperature == 0 and (cfg.eval.top_p, cfg.eval.top_k, cfg.eval.min_p) != (1.0, 0, 0.0):
-        yield "eval.top_p, top_k, min_p: no effect at eval.temperature 0, which is greedy"
+    yield from eval_notes(cfg.eval)
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from stage_notes(cfg.stages, cfg.train.max_steps)
     yield from critic_notes(cfg.algorithm, cfg.critic)

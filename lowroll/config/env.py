@@ -1,0 +1,63 @@
+"""The `env:` and `eval:` sections: where prompts come from, and how a policy is measured on those held out."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, JsonValue, Strict
+
+from lowroll.config.document import Path
+from lowroll.config.section import Count, NotNegative, Positive, Probability, Problem, Section, Text, as_list
+
+
+class EnvConfig(Section):
+    """One environment. `name` labels its metrics (default: its id); `weight` is its share of the prompts."""
+
+    id: Text
+    name: Text | None = None
+    args: dict[str, JsonValue] = {}
+    weight: Positive = 1.0
+
+
+Environments = Annotated[tuple[EnvConfig, ...], Strict(False), BeforeValidator(as_list), Field(min_length=1)]
+
+
+class EvalConfig(Section):
+    """Evaluation on the test split every `interval` steps (null: only when asked). `env` null: the training ones.
+
+    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches it.
+    """
+
+    interval: Count | None = None
+    num_examples: Count = 64
+    rollouts_per_example: Count = 1
+    temperature: NotNegative = 0.0                         # 0 is greedy
+    top_p: Probability = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0                 # 0 is off
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    repetition_penalty: Positive = 1.0
+    env: Environments | None = None
+
+
+def named(env: EnvConfig) -> EnvConfig:
+    """The environment with its default name filled in."""
+    return env if env.name is not None else env.model_copy(update={"name": env.id})
+
+
+def env_problems(env: tuple[EnvConfig, ...], held_out: EvalConfig) -> Iterator[Problem]:
+    """Two environments of one name."""
+    places: tuple[tuple[Path, tuple[EnvConfig, ...]], ...] = ((("env",), env), (("eval", "env"), held_out.env or ()))
+    for path, envs in places:
+        seen: set[str] = set()
+        for index, one in enumerate(envs):
+            name = one.name or one.id
+            if name in seen:
+                yield (((*path, index, "name"), (*path, index, "id")),
+                       f"two environments are called {name!r}; give one another name")
+            seen.add(name)
+
+
+def eval_notes(held_out: EvalConfig) -> Iterator[str]:
+    """Filters that a greedy evaluation does not ask."""
+    if held_out.temperature == 0 and (held_out.top_p, held_out.top_k, held_out.min_p) != (1.0, 0, 0.0):
+        yield "eval.top_p, top_k, min_p: no effect at eval.temperature 0, which is greedy"
