@@ -5,7 +5,7 @@ Only this file, `lowroll.inprocess` and the commands know both the configuration
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from lowroll.config import EnvConfig, RunConfig
 from lowroll.engine.engine import Engine, pick_device
 from lowroll.envs import Environment, make
 from lowroll.envs.rewards import ScorerPool
+from lowroll.kv.capacity import Load
 from lowroll.model import hf, lora, scaling
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
@@ -34,6 +35,7 @@ from lowroll.weights.publish import dequantize_base, quantize_base
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LOOKED_AT = 128                    # prompts of an environment whose lengths size the KV cache
 _DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -99,13 +101,51 @@ def tokenizer(source: str | Path) -> ChatTokenizer:
     return ChatTokenizer(load_tokenizer(hf.resolve(source)))
 
 
-def engine(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer, weights: str | None = None) -> Engine:
-    """A rollout engine over `model`, in `weights` or the run's own rollout format."""
+def engine(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer, weights: str | None = None,
+           loads: Sequence[Load] = ()) -> Engine:
+    """A rollout engine over `model`, in `weights` or the run's own rollout format, with a cache for `loads`."""
     rollout, name = cfg.rollout, rollout_format(cfg, where, weights)
     return Engine(model, weights=name, dtype=None if get_format(name).dense else where.dtype, tokenizer=chat.tokenizer,
-                  page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, max_batch=rollout.max_batch,
-                  prefill_chunk=rollout.prefill_chunk, noisy=cfg.noise is not None, bulk=rollout.bulk,
-                  keep_dense=rollout.keep_dense)
+                  page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, loads=loads,
+                  max_batch=rollout.max_batch, prefill_chunk=rollout.prefill_chunk, noisy=cfg.noise is not None,
+                  bulk=rollout.bulk, keep_dense=rollout.keep_dense)
+
+
+def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:
+    """The same settings with a cache of this size."""
+    return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})})
+
+
+def loads(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping[str, Environment],
+          held_out: Mapping[str, Environment]) -> list[Load]:
+    """What a run has in its engine together: the batch of each stage and, if it evaluates, the examples. None when the
+    cache has a size already.
+
+    The longest of an environment's first prompts stands for all; a rare longer one finds room, and others may wait.
+    """
+    if cfg.rollout.cache_tokens is not None:
+        return []
+    found, train = [], [n for env in envs.values() for n in _prompt_lengths(env, "train", LOOKED_AT, chat)]
+    for now in (cfg, *(cfg.at(stage.step) for stage in cfg.stages)):
+        most, response = longest_prompt(now, model), now.rollout.max_tokens
+        prompt = max((length for length in train if length <= most), default=most)
+        found.append(Load(now.num_groups, now.rollouts_per_example, prompt, response, most + response))
+        if cfg.eval.interval:
+            found.append(eval_load(now, model, chat, held_out))
+    return found
+
+
+def eval_load(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping[str, Environment]) -> Load:
+    """What an evaluation has in the engine together."""
+    most, examples, response = longest_prompt(cfg, model), cfg.eval.num_examples, cfg.rollout.max_tokens
+    lengths = [n for env in envs.values() for n in _prompt_lengths(env, "test", min(examples, LOOKED_AT), chat)]
+    prompt = max((length for length in lengths if length <= most), default=most)
+    return Load(examples, cfg.eval.rollouts_per_example, prompt, response, most + response)
+
+
+def _prompt_lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> list[int]:
+    size = env.size(split)
+    return [len(chat.encode_chat(env.prompt(i, split).messages)) for i in range(min(count, size or count))]
 
 
 def environments(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
@@ -140,14 +180,14 @@ def eval_sampling(cfg: RunConfig) -> Sampling:
 
 def longest_prompt(cfg: RunConfig, model: Transformer) -> int:
     """Prompt tokens that leave room for a whole response. ValueError when there are none."""
-    room = model.spec.max_position - cfg.rollout.max_tokens
-    room = min(room, cfg.train.tokens_per_microbatch - cfg.rollout.max_tokens)
+    limits = {"the model's context": model.spec.max_position, "a micro-batch": cfg.train.tokens_per_microbatch}
     if cfg.rollout.cache_tokens is not None:
-        room = min(room, cfg.rollout.cache_tokens - cfg.rollout.max_tokens)
-    if room < 1:
-        raise ValueError(f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in the context of "
-                         f"{model.spec.max_position} tokens")
-    return room
+        limits["the KV cache"] = cfg.rollout.cache_tokens
+    owner, least = min(limits.items(), key=lambda limit: limit[1])
+    if least <= cfg.rollout.max_tokens:
+        raise ValueError(f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in {owner} of "
+                         f"{least} tokens")
+    return least - cfg.rollout.max_tokens
 
 
 def check_stages(cfg: RunConfig, model: Transformer) -> None:
@@ -256,6 +296,7 @@ def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]
     noise = "" if cfg.noise is None else (f", noise {cfg.noise.sigma_start:g} to {cfg.noise.sigma_end:g} "
                                           f"({cfg.noise.schedule}, learner {cfg.noise.learner})")
     stages = "".join(f", {cfg.at(stage.step).rollout.max_tokens} from step {stage.step}" for stage in cfg.stages)
+    cache = "" if cfg.rollout.cache_tokens is None else f", a KV cache of {cfg.rollout.cache_tokens:,} tokens"
     critic = "" if cfg.algorithm != "ppo" else (
         f"; critic {cfg.critic.model or 'of the same model'}, learning rate {cfg.critic.learning_rate:g}")
     return {"title": Path(cfg.output_dir).name,
@@ -264,7 +305,7 @@ def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]
                         f"learning rate {cfg.train.learning_rate:g}{critic}",
             "env": ", ".join(env.name or env.id for env in cfg.env),
             "rollout": f"{rollout_format(cfg, where)} weights, {cfg.rollouts_per_example} samples a prompt, "
-                       f"at most {cfg.rollout.max_tokens} tokens{stages}{noise}",
+                       f"at most {cfg.rollout.max_tokens} tokens{stages}{noise}{cache}",
             "correction": next((note.removeprefix("correction: ") for note in cfg.notes
                                 if note.startswith("correction: ")), cfg.correction),
             "device": f"{where.device}, {str(where.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"}

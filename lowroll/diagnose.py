@@ -35,6 +35,7 @@ from torch import Tensor
 from lowroll import assemble
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig
+from lowroll.kv.capacity import Load
 from lowroll.model.scoring import score
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
@@ -142,8 +143,9 @@ def diagnose(cfg: RunConfig, run: Path | None = None, prompts: Sequence[str] = (
         notes.append(f"weights of step {held.step}")
     elif run is not None:
         notes.append("the run has no checkpoint yet: these are the weights that it starts from")
-    engine = assemble.engine(cfg, where, model, chat)
     requests = _requests(cfg, model, chat, prompts, num_prompts, n)
+    longest = max((len(request.prompt_ids) for request in requests), default=1)
+    engine = assemble.engine(cfg, where, model, chat, loads=[Load(len(requests), n, longest, cfg.rollout.max_tokens)])
     rows = [(group.request.prompt_ids, rollout) for group in engine.generate(requests) for rollout in group.rollouts
             if rollout.token_ids]
     if not rows:

@@ -25,17 +25,18 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
     model = hf.load(cfg.model, where.device, where.dtype)
     chosen = cfg.eval.env or cfg.env
     envs = assemble.environments(chosen, cfg.seed)
-    rows = []
+    rows, load = [], assemble.eval_load(cfg, model, chat, envs)
     with assemble.scorer(cfg, chosen) as scorer, phases() as on_phase:
         for name in weights:
-            engine = assemble.engine(cfg, where, model, chat, name)
+            engine = assemble.engine(cfg, where, model, chat, name, [load])
+            most = assemble.longest_prompt(assemble.with_cache(cfg, engine.cache_tokens), model)
             for env in envs.values():
                 began = time.monotonic()
                 metrics = evaluate_env(
                     env, engine, scorer, chat, num_examples=cfg.eval.num_examples,
                     rollouts_per_example=cfg.eval.rollouts_per_example,
                     sampling=assemble.eval_sampling(cfg), seed=cfg.seed,
-                    max_prompt_tokens=assemble.longest_prompt(cfg, model), on_phase=on_phase)
+                    max_prompt_tokens=most, on_phase=on_phase)
                 short = {key.rsplit("/", 1)[1]: value for key, value in metrics.items()}
                 rows.append({"env": env.name, "weights": assemble.rollout_format(cfg, where, name), **short,
                              "seconds": time.monotonic() - began})

@@ -27,10 +27,11 @@ from typing import Any
 import torch
 import yaml
 
-from lowroll import assemble
+from lowroll import assemble, identity
 from lowroll.checkpoint.lock import RunLock
-from lowroll.checkpoint.store import Store
+from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
+from lowroll.engine.engine import Engine
 from lowroll.export import newest_batch, publish_adapter
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, Recorder, read, write_about
@@ -52,12 +53,6 @@ from lowroll.weights.publish import digest
 from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
-
-# Settings that may differ between a run and its resumption: they do not change what is computed in a step (the guard
-# decides after one, about those that follow, and `no_signal` about a step that cannot be made).
-MAY_CHANGE = ("output_dir", "ckpt", "score", "eval", "guard", "force", "rollout.max_batch", "rollout.cache_tokens",
-              "rollout.release_cache", "dapo.no_signal")
-FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")      # too, after a run that ended because it found none
 
 MOST_SILENT = 0.5                  # share of tokens, or of sequences, that an objective may silence before any update
 MAX_WIDENED = 4
@@ -89,7 +84,7 @@ def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None =
         lock = stack.enter_context(RunLock(folder))
         _refuse_used(folder, resume)
         stack.enter_context(_log_file(folder, lock.attempt))
-        session = Session(cfg, stack)
+        session = Session(cfg, stack, resume)
         first = session.resume() if resume else session.begin()
         view = stack.enter_context(LiveView(cfg.train.max_steps, f"{folder}: {cfg.algorithm}, {cfg.correction}"))
         session.watch(view)
@@ -108,19 +103,22 @@ def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None =
 
 
 class Session:
-    """The parts of one run, joined."""
+    """The parts of one run, joined. With `resume`, ValueError when the newest checkpoint is another run's."""
 
-    def __init__(self, cfg: RunConfig, stack: ExitStack) -> None:
-        self.cfg, self.folder = cfg, Path(cfg.output_dir)
-        self.stage = cfg                  # the settings of the current step
+    def __init__(self, cfg: RunConfig, stack: ExitStack, resume: bool = False) -> None:
+        self.given, self.folder = cfg, Path(cfg.output_dir)
+        self.store = Store(self.folder / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
+        self.saved = self._find() if resume else None
         self.where = assemble.place(cfg)
         self.model = assemble.learner(cfg, self.where)
         self.base_digest = digest(self.model)
         assemble.check_stages(cfg, self.model)
         self.chat = assemble.tokenizer(cfg.model)
-        self.engine = assemble.engine(cfg, self.where, self.model, self.chat)
         self.envs = assemble.environments(cfg.env, cfg.seed)
         self.eval_envs = assemble.environments(cfg.eval.env, cfg.seed) if cfg.eval.env else self.envs
+        self.engine = self._first_engine()
+        self.cfg = cfg = assemble.with_cache(cfg, self.engine.cache_tokens)
+        self.stage = cfg                  # the settings of the current step
         self.scorer = stack.enter_context(assemble.scorer(cfg, cfg.env))
         self.eval_scorer = (stack.enter_context(assemble.scorer(cfg, cfg.eval.env))
                             if cfg.eval.env and cfg.eval.interval else self.scorer)
@@ -136,7 +134,9 @@ class Session:
             reference=assemble.reference(cfg, self.where), critic=assemble.critic(cfg, self.where, self.chat),
             teacher=assemble.teacher(cfg, self.where, self.chat),
             save_offending=self._save_offending, before_first=self._first_look, deadline_s=60.0)
-        self.store = Store(self.folder / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
+        self.read = identity.read_by(cfg)
+        if self.trainer.teacher is not None:
+            self.read["train.teacher: weights"] = digest(self.trainer.teacher)
         self.recorder = Recorder(self.folder)
         self.watch_weights = self._weight_watch()
         self.guard = assemble.guard(cfg)
@@ -151,7 +151,7 @@ class Session:
 
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""
-        (self.folder / "config.yaml").write_text(self.cfg.dump())
+        (self.folder / "config.yaml").write_text(self.given.dump())
         write_about(self.folder, assemble.about(self.cfg, self.where, self.model))
         return 1
 
@@ -160,15 +160,12 @@ class Session:
 
         A run that ended before its first checkpoint begins again.
         """
-        try:
-            saved = self.store.load()
-        except FileNotFoundError:
+        saved, self.saved = self.saved, None
+        if saved is None:
             return self._begin_again()
-        before = yaml.safe_load(saved.meta["config"])
-        ended = (self.folder / "final").exists() and saved.step < before["train"]["max_steps"]
-        _refuse_changes(before, self.cfg, FOR_SIGNAL if ended else ())
         if saved.meta["base"] != self.base_digest:
             raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
+        identity.refuse_other_files(saved.meta.get("read"), self.read)
         self.trainer.restore(saved.tensors, saved.state["trainer"])
         self._enter(saved.step)
         self.orchestrator.restore(saved.state["orchestrator"])
@@ -182,8 +179,32 @@ class Session:
         log.info("resumed after step %d", saved.step)
         return saved.step + 1
 
+    def _find(self) -> Checkpoint | None:
+        """The newest checkpoint, if there is one and it is this run's."""
+        try:
+            saved = self.store.load()
+        except FileNotFoundError:
+            identity.refuse_other_settings(yaml.safe_load((self.folder / "config.yaml").read_text()), self.given)
+            return None
+        before = yaml.safe_load(saved.meta["config"])
+        ended = (self.folder / "final").exists() and saved.step < before["train"]["max_steps"]
+        identity.refuse_other_settings(before, self.given, identity.FOR_SIGNAL if ended else ())
+        if self.given.train.max_steps < saved.step:
+            raise ValueError(f"train.max_steps: {self.given.train.max_steps}, and the run has made {saved.step} steps")
+        return saved
+
+    def _first_engine(self) -> Engine:
+        """The engine, with a cache for what the run will ask of it; a resumed run's has the size that it began with."""
+        if self.saved is None:
+            loads = assemble.loads(self.given, self.model, self.chat, self.envs, self.eval_envs)
+            return assemble.engine(self.given, self.where, self.model, self.chat, loads=loads)
+        cfg = assemble.with_cache(self.given, self.saved.meta.get("cache_tokens"))
+        try:
+            return assemble.engine(cfg, self.where, self.model, self.chat)
+        except ValueError as error:
+            raise ValueError(f"resume: a run keeps the KV cache that it began with: rollout.{error}") from None
+
     def _begin_again(self) -> int:
-        _refuse_changes(yaml.safe_load((self.folder / "config.yaml").read_text()), self.cfg)
         self.recorder.truncate(0)
         truncate_rollouts(self.folder / "rollouts", 0)
         log.warning("the run ended before its first checkpoint; it begins again with step 1")
@@ -238,7 +259,8 @@ class Session:
         tensors, trainer = self.trainer.state()
         self.store.save(step, tensors, {"trainer": trainer, "orchestrator": self.orchestrator.state(),
                                          "guard": self.guard and self.guard.state(), "widened": self.widened},
-                        {"config": self.cfg.dump(), "base": self.base_digest})
+                        {"config": self.given.dump(), "base": self.base_digest, "read": self.read,
+                         "cache_tokens": self.cfg.rollout.cache_tokens})
         self._saved_at, self._saving_s = step, {"time/checkpoint": time.monotonic() - began}
 
     def end(self, step: int, reason: NoSignal) -> None:
@@ -372,27 +394,6 @@ def _refuse_used(folder: Path, resume: bool) -> None:
         raise ValueError(f"output_dir: {folder} already holds a run; continue it with --resume, or name another folder")
     if resume and not used:
         raise ValueError(f"output_dir: {folder} holds no run to resume")
-
-
-def _refuse_changes(saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = ()) -> None:
-    """A run may be lengthened when nothing is scheduled over its length; what is computed in a step may not change,
-    but for settings of `more`."""
-    before, after = _flatten(saved), _flatten(yaml.safe_load(cfg.dump()))
-    unscheduled = (cfg.train.lr_scheduler_type == "constant" and cfg.rollout.temp_scheduler is None
-                   and cfg.noise is None)
-    free = (*MAY_CHANGE, *more, *(["train.max_steps"] if unscheduled else []))
-    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
-                     and not any(key == name or key.startswith(f"{name}.") for name in free))
-    if changed:
-        words = "; ".join(f"{key} was {before.get(key)!r} and is {after.get(key)!r}" for key in changed[:5])
-        raise ValueError(f"resume: the configuration is not that of the checkpoint: {words}")
-
-
-def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {key: value for name, branch in tree.items()
-            for key, value in _flatten(branch, f"{prefix}.{name}" if prefix else str(name)).items()}
 
 
 @contextmanager

@@ -38,10 +38,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
                  "types"}, {"torch", "bitsandbytes"}),
 }
 # no room knows them
-COMPOSITION = {"assemble", "calibration", "inprocess", "evaluate", "diagnose", "supervised", "demo", "export", "cli"}
-TORCH_FREE = ("engine/scheduler.py", "engine/sequence.py", "engine/request.py", "kv/pages.py")
+COMPOSITION = {"assemble", "calibration", "inprocess", "identity", "evaluate", "diagnose", "supervised", "demo",
+               "export", "cli"}
+TORCH_FREE = ("engine/scheduler.py", "engine/sequence.py", "engine/request.py", "kv/pages.py", "kv/capacity.py")
 LIGHT = ("types", "config", "advantages", "envs", "transport", "metrics", "orchestrator", "cli.main",
-         "engine.scheduler", "engine.request", "kv.pages")
+         "engine.scheduler", "engine.request", "kv.pages", "kv.capacity")
 
 
 def room_of(file: str) -> str:

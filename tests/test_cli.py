@@ -175,9 +175,9 @@ class FakeEngine:
 
     requests: list[Request] = []
 
-    def __init__(self, model: str, *, weights: str, device: str) -> None:
+    def __init__(self, model: str, *, weights: str, device: str, max_batch: int) -> None:
         self.tokenizer = self
-        self.loaded = (model, weights, device)
+        self.loaded = (model, weights, device, max_batch)
         self.format = get_format("int8")
         self.spec = types.SimpleNamespace(max_position=300)
 
@@ -249,3 +249,21 @@ def test_the_demo_deletes_no_folder_but_its_own(tmp_path: Path, monkeypatch: pyt
                                          "num_hidden_layers": 1, "head_dim": 8})
     for _ in range(2):                           # the second replaces the first; an interrupted run measures nothing
         assert demo.main(str(tmp_path / "demo")) == 130
+
+
+def test_the_plan_shows_the_cache(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: m\nbatch_size: 8\nrollouts_per_example: 4\nrollout: {max_tokens: 16}\n"
+                                       "train: {tokens_per_microbatch: 48}\n")
+
+    def line(*overrides: str) -> str:
+        assert main(["grpo", str(tmp_path / "run.yaml"), *overrides, "--dry-run"]) == 0
+        found, = (text for text in capsys.readouterr().out.splitlines() if "KV cache" in text)
+        return found
+
+    # 2 x 2 prompts of 32 tokens on 2 pages, 8 samples with 2 more, and a tail
+    assert line() == ("# KV cache as the first prompts of the environments need it: at most 400 tokens (rows of 48), "
+                      "and 1/4 of the free memory")
+    assert "at most 208 tokens" in line("rollout.max_batch=2")
+    assert "at most 4,624 tokens" in line("eval.interval=1", "eval.num_examples=36", "eval.rollouts_per_example=2")
+    assert "at most 592 tokens" in line("stages=[{step: 2, batch_size: 12}]")
+    assert line("rollout.cache_tokens=1234") == "# KV cache of 1,234 tokens"

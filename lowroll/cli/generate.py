@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     import lowroll
-    engine = lowroll.Engine(arguments.model, weights=arguments.weights, device=arguments.device)
+    engine = lowroll.Engine(arguments.model, weights=arguments.weights, device=arguments.device, max_batch=arguments.n)
     if arguments.prompt is not None:
         answer(engine, arguments, arguments.prompt)
         return 0

@@ -65,7 +65,7 @@ class RolloutConfig(Section):
     bulk: Literal["int8", "fp8", "bf16"] | None = None     # a second format, used while many rows decode
     keep_dense: bool = False                               # 4 bits on CUDA: dense weights beside, for many rows
     release_cache: bool = False                            # give the cache's memory to the learner between rollouts
-    cache_tokens: Count | None = None                      # tokens that the KV cache holds; null: from the memory
+    cache_tokens: Count | None = None                      # tokens that the KV cache holds; null: what the run uses
     prefill_chunk: Count | None = None                     # prompt tokens a sequence prefills in one step; null: all
 
 

@@ -40,7 +40,7 @@ def make(id: str, *, name: str | None = None, args: dict[str, Any] | None = None
     ValueError names an unknown id or argument with the nearest known one, a missing file, a bad row by file and line,
     or a missing optional package.
     """
-    file, _ = _split_file(id)
+    file, _ = split_file(id)
     if file is not None:
         logger.warning("environment %s runs the code of %s", name or id, file)
     env = construct(id, name=name, args=args, seed=seed)
@@ -51,7 +51,7 @@ def make(id: str, *, name: str | None = None, args: dict[str, Any] | None = None
 def construct(id: str, *, name: str | None = None, args: dict[str, Any] | None = None, seed: int = 0) -> Environment:
     """Like `make`, but data is read only when a prompt is asked for: what a scoring worker needs."""
     name, args = name or id, dict(args or {})
-    file, class_name = _split_file(id)
+    file, class_name = split_file(id)
     if file is not None:
         cls = _class_in_file(file, class_name)
     elif id.startswith(REASONING_GYM):
@@ -66,7 +66,7 @@ def construct(id: str, *, name: str | None = None, args: dict[str, Any] | None =
     return cls(name=name, seed=seed, **args)
 
 
-def _split_file(id: str) -> tuple[Path | None, str | None]:
+def split_file(id: str) -> tuple[Path | None, str | None]:
     """("path/to/file.py:Class") -> (absolute path, "Class"); (None, None) for an id that names no file."""
     path, colon, class_name = id.partition(".py:")
     if colon:

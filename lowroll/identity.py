@@ -1,0 +1,112 @@
+"""Which run a checkpoint belongs to: its settings, and what it reads beside them. A resumed run must have the same.
+
+    model                        what config.json says, key by key, and the files of its tokenizer and chat template
+    train.teacher, critic.model  what their config.json says
+    env                          the Python file that an environment is, and every file that one of its arguments names
+
+are recorded by their values and SHA-256 digests; weights have digests of their own (`weights.publish`). Not seen are
+modules that an environment's file imports, data sets of the hub, and the versions of packages.
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lowroll.config import EnvConfig, RunConfig
+from lowroll.envs.table import split_file
+from lowroll.model import hf
+from lowroll.model.spec import read_config, read_spec
+
+# Settings that may differ between a run and its resumption, because no step computes anything else under them. The
+# guard decides after a step, about those that follow, and `no_signal` about a step that cannot be made: they do what
+# the new settings say from then on.
+MAY_CHANGE = ("output_dir", "ckpt", "score.workers", "score.max_error_rate", "eval", "guard", "force",
+              "rollout.release_cache", "dapo.no_signal")
+FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")      # too, after a run that ended because it found none
+IDLE_FILES = ("generation_config.json",)                       # copied along, and never read
+
+
+def read_by(cfg: RunConfig) -> dict[str, str]:
+    """What the run reads beside its settings and weights: name -> value or digest."""
+    found = {f"model: config.json: {key}": value for key, value in _meaning(cfg.model).items()}
+    folder = hf.resolve(cfg.model)
+    found |= {f"model: {name}": _digest(folder / name) for name in hf.TOKENIZER_FILES
+              if name not in IDLE_FILES and (folder / name).is_file()}
+    beside = {"train.teacher": cfg.train.teacher, "critic.model": cfg.critic.model if cfg.algorithm == "ppo" else None}
+    for key, source in beside.items():
+        if source is not None:
+            found |= {f"{key}: config.json: {name}": value for name, value in _meaning(source).items()}
+    for env in cfg.env:
+        found |= {f"env {env.name or env.id}: {name}": _digest(path) for name, path in _files(env)}
+    return found
+
+
+def _meaning(source: str | Path) -> dict[str, str]:
+    """What config.json says to the model and to the tokenizer's loader; its other keys mean nothing here."""
+    folder = hf.resolve(source)
+    spec = read_spec(folder)
+    return {field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare} | {
+        "model_type": repr(read_config(folder).get("model_type"))}
+
+
+def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
+    code, _ = split_file(env.id)
+    if code is not None:
+        yield "its code", code
+    for key, value in env.args.items():
+        if isinstance(value, str) and Path(value).is_file():
+            yield key, Path(value)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
+    """ValueError naming what the run read when it began and would read otherwise now. saved: as the checkpoint holds
+    it, None from before they held it."""
+    if saved is None:
+        raise ValueError("resume: the checkpoint is of an older lowroll and does not say what the run reads "
+                         "(tokenizer, data): continue it there, or begin a run with the model that it exports")
+    _refuse("the run does not read what it began with", saved, now)
+
+
+def refuse_other_settings(saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = ()) -> None:
+    """ValueError naming the settings that differ and may not.
+
+    What is computed in a step may not change, but for settings of `more`. A run may be lengthened when nothing is
+    scheduled over its length.
+    """
+    before, after = _flatten(saved), _flatten(yaml.safe_load(cfg.dump()))
+    unscheduled = (cfg.train.lr_scheduler_type == "constant" and cfg.rollout.temp_scheduler is None
+                   and cfg.noise is None)
+    free = (*MAY_CHANGE, *more, *(["train.max_steps"] if unscheduled else []))
+    held = {key for key in before.keys() | after.keys()
+            if not any(key == name or key.startswith(f"{name}.") for name in free)}
+    _refuse("the configuration is not that of the checkpoint", {key: before[key] for key in held & before.keys()},
+            {key: after[key] for key in held & after.keys()})
+
+
+def _refuse(what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    if changed:
+        words = "; ".join(f"{key} was {_show(before.get(key))} and is {_show(after.get(key))}" for key in changed[:5])
+        raise ValueError(f"resume: {what}: {words}")
+
+
+def _show(value: Any) -> str:
+    """A value as Python writes it; the text of a value as it stands, and of a digest the beginning."""
+    return repr(value) if not isinstance(value, str) or len(value) != 64 else f"{value[:12]}..."
+
+
+def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {key: value for name, branch in tree.items()
+            for key, value in _flatten(branch, f"{prefix}.{name}" if prefix else str(name)).items()}
