@@ -1,19 +1,28 @@
 """The trainer at its edges: every bound of its settings from both sides, the schedule's corners, what may be packed."""
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from test_packing import sample
+from test_trainer import make_batch, settings, tiny_model
 from torch import nn
 
+from lowroll.trainer import loop as trainer_loop
 from lowroll.trainer.critic import CriticSettings
 from lowroll.trainer.guard import Guard, GuardSettings
+from lowroll.trainer.loop import Trainer
 from lowroll.trainer.muon import Muon
 from lowroll.trainer.optim import Optimizer, OptimSettings, learning_rate
 from lowroll.trainer.packing import check, collate, first_fit, num_fed, pack
+from lowroll.trainer.sft import epochs
+from lowroll.trainer.step import learn
+from lowroll.transport.memory import MemoryRolloutChannel
+from lowroll.weights.aligned import align, refresh
+from lowroll.weights.publish import digest
 
 
 @pytest.mark.parametrize(("field", "good", "bad"), [
@@ -175,3 +184,42 @@ def test_the_bounds_are_tightened_three_times() -> None:
     assert [lines[-1] for lines in told[1::2]] == [
         "tightened the objective's bounds (power 0.5)", "tightened the objective's bounds (power 0.25)",
         "tightened the objective's bounds (power 0.125)", "tightened 3 times already: the bounds stay"]
+
+
+# -- a step
+
+def test_after_a_step_an_aligned_learner_runs_on_the_codes_of_its_new_weights() -> None:
+    model = align(tiny_model(), "int8")
+    batch, before = make_batch(model), digest(model)
+    learn(model, batch, Optimizer(model.trainable_parameters(), OptimSettings(1e-2)), settings())
+    codes = digest(model)
+    assert codes != before
+    refresh(model)
+    assert digest(model) == codes
+
+
+def test_the_times_and_the_order_of_a_trainers_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, channel, told = tiny_model(), MemoryRolloutChannel(), []
+    trainer = Trainer(model, Optimizer(model.trainable_parameters(), OptimSettings()), settings(), channel,
+                      lambda version: told.append(version) or {"weights/x": 1.0})
+    clock = itertools.chain((10.0, 12.5, 13.0), itertools.repeat(0.0))
+    monkeypatch.setattr(trainer_loop.time, "monotonic", lambda: next(clock))
+    batch = make_batch(model, step=4)
+    channel.send(batch)
+    metrics = trainer.step()
+    assert (metrics["time/learn"], metrics["time/publish"], metrics["weights/x"]) == (2.5, 0.5, 1.0)
+    assert metrics["perf/learn_tokens_per_second"] == pytest.approx(sum(map(num_fed, batch.samples)) / 2.5)
+    assert (told, trainer.version, trainer.last_step) == ([1], 1, 4)
+    for step in (3, 4):
+        channel.send(replace(batch, step=step))
+        with pytest.raises(ValueError, match=f"batch of step {step}: step 4 was already learned from"):
+            trainer.step()
+    channel.send(replace(batch, step=5))
+    trainer.step()
+    assert (told, trainer.version, trainer.last_step) == ([1, 2], 2, 5)
+
+
+def test_epochs_of_one_demonstration_and_of_none() -> None:
+    assert list(itertools.islice(epochs(1, seed=0), 3)) == [0, 0, 0]
+    with pytest.raises(ValueError, match="no demonstration to learn from"):
+        next(epochs(0, seed=0))
