@@ -135,9 +135,9 @@ class Reach:
                     self.by_function[function].add(test)
 
     def tests(self, mutant: Mutant, most_seconds: float) -> list[str]:
-        """Those that reach the mutant's function, fastest first, up to so many seconds; one of each test function
-        comes before its other parameters, and a file that imports the module or room counts as faster. For what runs
-        at import, or is never reached, those that reach its file, or its room."""
+        """Those that reach the mutant's function, fastest first, up to so many seconds; a file that imports the module
+        or room counts as faster, the k-th set of parameters of a test as k times slower. For what runs at import, or
+        is never reached, those that reach its file, or its room."""
         file = mutant.file.removeprefix("lowroll/")
         reaching = self.by_function.get(f"{file}::{mutant.function}", set()) if mutant.function else set()
         for part in (f"{file}::", f"{file.split('/')[0]}/"):
@@ -152,7 +152,7 @@ class Reach:
         turns = {}
         for test in sorted(cost, key=lambda test: (cost[test], test)):
             seen[test.split("[")[0]] += 1
-            turns[test] = seen[test.split("[")[0]], cost[test]
+            turns[test] = seen[test.split("[")[0]] * cost[test]
         chosen, total = [], 0.0
         for test in sorted(turns, key=turns.__getitem__):
             total += self.seconds[test]

@@ -168,6 +168,31 @@ def test_with_a_second_model_prompts_run_on_it_and_few_rows_on_the_first(folder:
         assert [(s.start, s.digest) for s in rollout.behavior.policy] == [(0, many.digest), (1, few.digest)]
 
 
+def test_many_rows_run_on_the_second_model(folder: Path) -> None:
+    request = Request(ids(5), n=12, max_tokens=4, seed=2, ignore_eos=True)
+    engine, alone = engine_of(folder, weights="int4", bulk="int8"), engine_of(folder, weights="int8")
+    both, one = engine.generate([request])[0], alone.generate([request])[0]
+    for ours, theirs in zip(both.rollouts, one.rollouts, strict=True):
+        assert [s.digest for s in ours.behavior.policy] == [engine.behavior.policy[-1].digest]
+        assert ours.token_ids == theirs.token_ids and ours.logprobs == theirs.logprobs
+
+
+def test_a_model_of_one_layer_is_a_model(tmp_path: Path) -> None:
+    engine = engine_of(hf_folder(tmp_path / "one", num_hidden_layers=1), prefill_chunk=3)
+    rollout = engine.generate([Request(ids(8), max_tokens=4, ignore_eos=True)])[0].rollouts[0]
+    again, = engine.score([ids(8) + rollout.token_ids], [8])
+    torch.testing.assert_close(torch.tensor(rollout.logprobs), again, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
+def test_a_loaded_model_stays_where_it_is(folder: Path) -> None:
+    model = hf.load(folder)
+    for device in ("auto", "cpu", torch.device("cpu")):
+        assert engine_of(model, device=device).model.device == model.device
+    with pytest.raises(ValueError, match="device: cuda was asked for, and torch sees no CUDA device"):
+        engine_of(model, device="cuda")
+
+
 # -- which rows draw by themselves
 
 @pytest.mark.parametrize(("changes", "drawn", "want"), [
@@ -202,6 +227,17 @@ def test_the_rows_that_a_batch_lacks_are_dead(folder: Path) -> None:
     assert (pos_B, next_B, end_B) == ([5, 5, 0, 0], [6, 6, 0, 0], [8, 8, 0, 0])
 
 
+def test_page_tables_follow_rows_that_change_places(folder: Path) -> None:
+    engine = engine_of(folder)
+    engine.add(Request(ids(6), n=2, max_tokens=9, ignore_eos=True))
+    engine.step()
+    (a, b), decoder = engine.scheduler.plan().decodes, engine.runner.decoder
+    for rows in ([a, b], [b, a], [a], [b], [a, b]):                # the numbers of pages are the same in each
+        decoder._upload_pages(rows, len(rows))
+        assert [decoder.table_BP[i, :len(row.pages)].tolist() for i, row in enumerate(rows)] == [r.pages for r in rows]
+    assert a.pages != b.pages and len(a.pages) == len(b.pages)
+
+
 # -- memory
 
 def test_weights_are_int8_unless_the_model_says_otherwise(folder: Path) -> None:
@@ -218,7 +254,7 @@ def test_the_cache_holds_what_bytes_per_token_says(folder: Path) -> None:
         held = sum(buffer.nbytes for buffer in (*cache.keys, *cache.values))
         assert held == 12 * KVCache.bytes_per_token(spec, dtype)
         assert KVCache.bytes_per_token(spec, dtype) == 2 * 2 * 2 * spec.head_dim * dtype.itemsize
-    assert cache.arena_bytes == 0
+    assert cache.arena_bytes == 0 and cache.released is False
 
 
 def test_warming_up_takes_the_memory_back_and_draws_nothing(folder: Path) -> None:

@@ -174,6 +174,14 @@ def test_a_generated_task_is_the_first_draw_of_its_split(monkeypatch: pytest.Mon
             env(train).prompt(index, split)
 
 
+def test_an_environments_own_seed_is_0() -> None:
+    class Own(Environment):
+        prompt = score = gold = perturbed = None                                   # type: ignore[assignment]
+
+    draws = [Own(name="o", **seed).rng("train", 3).random() for seed in ({}, {"seed": 0}, {"seed": 1})]
+    assert draws[0] == draws[1] != draws[2]
+
+
 def test_a_system_message_is_there_when_there_is_one() -> None:
     assert [m["role"] for m in ReverseText(name="r").prompt(0).messages] == ["user"]
     assert [m["role"] for m in ReverseText(name="r", system="S").prompt(0).messages] == ["system", "user"]

@@ -48,8 +48,11 @@ def test_every_setting_from_both_sides(field: str, good: list[dict], bad: list[d
 
 def test_what_is_not_said_is_the_plain_case() -> None:
     plain = Settings(8, 4)
-    assert plain == Settings(8, 4, Sampling(64, 0, 1.0, 0, 1.0, 0.0, 1.0, (), ()), None, 0, {}, "grpo", None, False, 8,
-                             None, None, (), 0.05, 50, 20, 0)
+    assert plain == Settings(
+        batch_size=8, rollouts_per_example=4, sampling=Sampling(64, 0, 1.0, 0, 1.0, 0.0, 1.0, (), ()), seed=0,
+        temperature_schedule=None, env_weights={}, advantage="grpo", max_prompt_tokens=None, dynamic_sampling=False,
+        max_rounds=8, overlong_max=None, overlong_cache=None, filters=(), max_error_rate=0.05, error_window=50,
+        canary_interval=20, max_staleness=0)
     request = Request([1], **vars(Sampling()))
     assert request == Request([1], max_tokens=64)               # nothing filters, nothing is banned, nothing stops
     assert (plain.num_groups, plain.temperature(1), plain.temperature(9)) == (2, 1.0, 1.0)

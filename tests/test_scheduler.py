@@ -193,6 +193,19 @@ def test_a_run_of_tokens_ends_with_the_one_that_stops(drawn, kept, ended):
         assert row.num_cached == 5 + 1 + len(kept) - 1             # all but the last, which nobody has run yet
 
 
+def test_rows_take_one_step_while_a_prompt_runs_and_several_when_none_does():
+    scheduler, runner = make(lookahead=4)
+    scheduler.add(Request(prompt_ids=[1, 2, 3], max_tokens=9, ignore_eos=True))
+    steps = []
+    for _ in range(3):
+        plan = scheduler.plan()
+        steps.append((len(plan.prefills), len(plan.decodes), plan.steps))
+        commit_all(scheduler, runner.run(plan))
+        if len(steps) == 1:
+            scheduler.add(Request(prompt_ids=[4, 5], max_tokens=2, ignore_eos=True))
+    assert steps == [(1, 0, 1), (1, 1, 1), (0, 2, 4)]
+
+
 def test_a_sibling_takes_over_the_tail_of_a_leader_that_ended_at_once():
     """Were it copied instead, the tail would be freed and given to the next group's copy within the same plan."""
     pairs = (Request(prompt_ids=[1, 2, 3, 4, 5], n=2, max_tokens=6, seed=seed) for seed in range(999))

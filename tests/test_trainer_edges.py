@@ -1,18 +1,28 @@
 """The trainer at its edges: every bound of its settings from both sides, the schedule's corners, what may be packed."""
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from test_packing import sample
+from test_trainer import make_batch, settings, tiny_model
 from torch import nn
 
+from lowroll.trainer import loop as trainer_loop
 from lowroll.trainer.critic import CriticSettings
+from lowroll.trainer.guard import Guard, GuardSettings
+from lowroll.trainer.loop import Trainer
 from lowroll.trainer.muon import Muon
 from lowroll.trainer.optim import Optimizer, OptimSettings, learning_rate
 from lowroll.trainer.packing import check, collate, first_fit, num_fed, pack
+from lowroll.trainer.sft import epochs
+from lowroll.trainer.step import learn
+from lowroll.transport.memory import MemoryRolloutChannel
+from lowroll.weights.aligned import align, refresh
+from lowroll.weights.publish import digest
 
 
 @pytest.mark.parametrize(("field", "good", "bad"), [
@@ -122,3 +132,94 @@ def test_a_packed_batch_on_the_cpu_keeps_types_and_large_ids() -> None:
     assert packed.ids_T.tolist() == [2**40, 3] and packed.targets_N.dtype == torch.int64
     assert packed.behavior_N.dtype == packed.advantages_N.dtype == torch.float32
     assert packed.behavior_N.tolist() == pytest.approx([-1e-8]) and packed.mask_N.dtype == torch.bool
+
+
+# -- the guard
+
+LOOKED_AT = {"ess": ("mismatch/ess", 0.3, -1), "ratio": ("mismatch/weight_max", 1e3, 1),
+             "rejected": ("correction/rejected_fraction", 0.5, 1)}
+
+
+@pytest.mark.parametrize(("alarm", "name", "limit", "worse"), [(alarm, *row) for alarm, row in LOOKED_AT.items()])
+def test_an_alarm_is_beyond_its_limit_and_never_without_the_number(alarm: str, name: str, limit: float,
+                                                                   worse: int) -> None:
+    def rings(metrics: dict[str, float], **settings: object) -> bool:
+        return bool(Guard(GuardSettings(**settings), "int8").look(metrics)[0][f"guard/{alarm}"])
+
+    assert not rings({}) and not rings({name: limit}) and rings({name: limit * (1 + worse * 1e-6)})
+    off = {"ess": "ess_below", "ratio": "ratio_above", "rejected": "rejected_above"}[alarm]
+    assert not rings({name: limit * (1 + worse * 0.5)}, **{off: None})
+
+
+def test_only_what_is_there_can_be_no_number() -> None:
+    def odd(metrics: dict[str, float], **settings: object) -> float:
+        return Guard(GuardSettings(**settings), "int8").look(metrics)[0]["guard/nonfinite"]
+
+    assert odd({}) == odd({"optim/skipped": 0.0, "mismatch/ess": 1.0}) == 0.0
+    for bad in ({"optim/skipped": 1.0}, {"mismatch/ess": math.nan}, {"mismatch/weight_max": math.inf}):
+        assert odd(bad) == 1.0 and odd(bad, nonfinite=False) == 0.0
+
+
+def test_the_trend_of_the_kl_by_hand() -> None:
+    """Five steps make the baseline, their mean 0.01; then the average moves by a tenth: to 0.1, ten times it."""
+    for last, rings in ((0.91, False), (0.9101, True)):
+        guard = Guard(GuardSettings(patience=9), "int8")
+        for kl in (0.0, 0.02, 0.01, 0.015, 0.005):
+            assert guard.look({"mismatch/kl_k3": kl})[0]["guard/kl"] == 0.0
+        assert guard.baseline == pytest.approx(0.01) and guard.num_seen == 5
+        guard.baseline = guard.average = 0.01                                     # without the rounding of the mean
+        assert guard.look({"mismatch/kl_k3": last})[0]["guard/kl"] == rings
+        assert guard.average == pytest.approx(0.01 + (last - 0.01) / 10)
+    guard = Guard(GuardSettings(kl_floor=2e-3), "int8")                            # a small KL may grow as it likes
+    for kl in (1e-5,) * 5:
+        guard.look({"mismatch/kl_k3": kl})
+    assert guard.look({"mismatch/kl_k3": 1.9e-2})[0]["guard/kl"] == 0.0
+    assert guard.look({"mismatch/kl_k3": 9e-2})[0]["guard/kl"] == 1.0
+
+
+def test_the_bounds_are_tightened_three_times() -> None:
+    guard = Guard(GuardSettings(action="tighten", patience=2), "int8")
+    told = [guard.look({"mismatch/ess": 0.1})[1] for _ in range(8)]
+    assert [len(lines) for lines in told] == [1, 2] * 4
+    assert [lines[-1] for lines in told[1::2]] == [
+        "tightened the objective's bounds (power 0.5)", "tightened the objective's bounds (power 0.25)",
+        "tightened the objective's bounds (power 0.125)", "tightened 3 times already: the bounds stay"]
+
+
+# -- a step
+
+def test_after_a_step_an_aligned_learner_runs_on_the_codes_of_its_new_weights() -> None:
+    model = align(tiny_model(), "int8")
+    batch, before = make_batch(model), digest(model)
+    learn(model, batch, Optimizer(model.trainable_parameters(), OptimSettings(1e-2)), settings())
+    codes = digest(model)
+    assert codes != before
+    refresh(model)
+    assert digest(model) == codes
+
+
+def test_the_times_and_the_order_of_a_trainers_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, channel, told = tiny_model(), MemoryRolloutChannel(), []
+    trainer = Trainer(model, Optimizer(model.trainable_parameters(), OptimSettings()), settings(), channel,
+                      lambda version: told.append(version) or {"weights/x": 1.0})
+    clock = itertools.chain((10.0, 12.5, 13.0), itertools.repeat(0.0))
+    monkeypatch.setattr(trainer_loop.time, "monotonic", lambda: next(clock))
+    batch = make_batch(model, step=4)
+    channel.send(batch)
+    metrics = trainer.step()
+    assert (metrics["time/learn"], metrics["time/publish"], metrics["weights/x"]) == (2.5, 0.5, 1.0)
+    assert metrics["perf/learn_tokens_per_second"] == pytest.approx(sum(map(num_fed, batch.samples)) / 2.5)
+    assert (told, trainer.version, trainer.last_step) == ([1], 1, 4)
+    for step in (3, 4):
+        channel.send(replace(batch, step=step))
+        with pytest.raises(ValueError, match=f"batch of step {step}: step 4 was already learned from"):
+            trainer.step()
+    channel.send(replace(batch, step=5))
+    trainer.step()
+    assert (told, trainer.version, trainer.last_step) == ([1, 2], 2, 5)
+
+
+def test_epochs_of_one_demonstration_and_of_none() -> None:
+    assert list(itertools.islice(epochs(1, seed=0), 3)) == [0, 0, 0]
+    with pytest.raises(ValueError, match="no demonstration to learn from"):
+        next(epochs(0, seed=0))
