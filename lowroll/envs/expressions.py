@@ -35,7 +35,6 @@ POINTS = 3
 CONFIG = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 GAMMA = re.compile(r"\\(gamma(?![A-Za-z])|Gamma(?![A-Za-z])(?!\s*\())")     # the parser reads the variable as a function
 FACTOR = re.compile(r"(?<![A-Za-z\\])([A-Za-z]\s*\^\s*(?:\{[^{}-]*\}|\w))\s*\(")        # x^2(y+1) is no function of y+1
-POWER = re.compile(r"(?<![A-Za-z\\\d.])(\d*\.?\d+)[eE]([+-]?\d+)(?![\d.A-Za-z(\\^])")
 DECIMAL = re.compile(r"-?\d*\.\d+")
 MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)")
 
@@ -111,7 +110,7 @@ def _tree(text: str, fold: bool) -> Any:
     refuse_text(text)
     text = GAMMA.sub(lambda found: rf"\mbox{{{found[1][0]}amma variable}}", text)
     text = MIXED.sub(r"(\1+\\frac{\2}{\3})", repeating(text).replace("%", r"\%"))
-    text = POWER.sub(r"(\1\\cdot 10^{\2})", FACTOR.sub(r"\1\\cdot (", text))
+    text = FACTOR.sub(r"\1\\cdot (", text)
     return latex2sympy(normalize_latex(text, CONFIG), is_real=True, convert_degrees=False, normalization_config=None,
                        conversion_config=ConversionConfig(lowercase_symbols=fold))
 

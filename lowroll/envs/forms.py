@@ -10,13 +10,14 @@ import re
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
+from itertools import product
 
 from lowroll.envs.notation import (
-    ambiguous,
     choice,
     clock,
     numeral,
     quantity,
+    readings,
     scaled,
     squeezed,
     tidy,
@@ -29,7 +30,7 @@ TOKEN = re.compile(r"\\begin|\\end|\\[{}]|\\[A-Za-z]+|.", re.DOTALL)
 COMMA = re.compile(r"[,;]")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 CUP = re.compile(r"\\cup(?![A-Za-z])")
-BAR = re.compile(r"\||\\mid(?![A-Za-z])|:")
+BAR = re.compile(r"[|:]")
 RELATION = re.compile(r"\\(?:leq|geq|neq|approx|in)(?![A-Za-z])|[=<>]")
 FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 BELOW = ("<", r"\leq")
@@ -111,7 +112,7 @@ def _bracketed(brackets: str, inside: str) -> Form | None:
 
 def _listed(text: str, braces: bool = False) -> list[str]:
     """The parts of a list. A comma between digits belongs to a number where other commas have spaces behind them."""
-    if not braces and quantity(without_unit(text)) is not None:
+    if not braces and quantity(without_unit(text)[0]) is not None:
         return [text]
     spaced = re.search(r",\s", text) is not None
     held = THOUSANDS.sub("\0", text) if spaced else text
@@ -265,10 +266,12 @@ def same_leaf(gold: str, answer: str) -> bool:
     numerals = numeral(gold), numeral(answer)
     if numerals[0] is not None and numerals[1] is not None:
         return numerals[0] == numerals[1]
-    gold, answer = (number[0] if number is not None else without_unit(text)
-                    for number, text in zip(numerals, (gold, answer), strict=True))
+    (gold, power), (answer, other) = ((number[0], "") if number is not None else without_unit(text)
+                                      for number, text in zip(numerals, (gold, answer), strict=True))
+    if power and other and power != other:
+        return False
     (gold, up), (answer, also_up) = scaled(gold), scaled(answer)
-    gold, answer = without_unit(gold), without_unit(answer)
+    gold, answer = without_unit(gold)[0], without_unit(answer)[0]
     return same_value(gold, answer) or up != also_up and same_value(gold, answer, up - also_up)
 
 
@@ -280,10 +283,9 @@ def same_value(gold: str, answer: str, shift: int = 0) -> bool:
         assert isinstance(digits.exponent, int)
         if Decimal(digits._replace(exponent=digits.exponent + shift)) == other:
             return True
-        if not ambiguous(gold) and not ambiguous(answer):
+        if len(readings(gold)) == len(readings(answer)) == 1:
             return False
-    if shift:
-        gold = rf"({gold}) \cdot 10^{{{shift}}}"
     from lowroll.envs import expressions     # imports sympy: only environments that compare formulas pay for it
 
-    return expressions.equal(gold, answer)
+    golds = [rf"({reading}) \cdot 10^{{{shift}}}" if shift else reading for reading in readings(gold)]
+    return any(expressions.equal(*pair) for pair in product(golds, readings(answer)))

@@ -17,6 +17,7 @@ SIGNS = str.maketrans({
     "’": "'", "£": "", "€": "", "¥": "", "\n": " ", "\t": " "})
 SI = "m|s|g|h|L|N|J|W|V|A|K"
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|exp|sqrt"
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SPACE = r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])"
 SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (r"(?<!\\)\\[()\[\]]|\\?\$", ""),                                          # the delimiters of formulas, dollars
@@ -32,7 +33,7 @@ SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (SPACE, " "),
     (r"\\(?:[dtc]|s)?frac(?![A-Za-z])", r"\\frac"), (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
     (r"\\(?:leqslant|le)(?![A-Za-z])", r"\\leq"), (r"\\(?:geqslant|ge)(?![A-Za-z])", r"\\geq"), (r"<=", r"\\leq "),
-    (r">=", r"\\geq "), (r"\\ne(?![A-Za-z])|!=", r"\\neq "), (r"\\lt(?![A-Za-z])", "<"), (r"\\gt(?![A-Za-z])", ">"),
+    (r">=", r"\\geq "), (r"\\ne(?![A-Za-z])|!=|\\not\s*=", r"\\neq "), (r"\\mid(?![A-Za-z])", "|"), (r"\\lt(?![A-Za-z])", "<"), (r"\\gt(?![A-Za-z])", ">"),
     (r"\\lbrace(?![A-Za-z])", r"\\{"), (r"\\rbrace(?![A-Za-z])", r"\\}"),
     (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"),
     (r"\\infin(?![A-Za-z])|(?<![A-Za-z\\])(?:inf|infinity|oo)(?![A-Za-z])", r"\\infty"), (r"\+\s*\\infty", r"\\infty"),
@@ -42,26 +43,27 @@ SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (r"\\%", "%"), (r"(?<=[\d}\s])(?:\\text\{\s*)?(?:per ?cent|percentage|pct)\s*\}?\s*\.?$", "%"),
     (r"\\text\{([^{}]*\d[^{}]*)\}", r" \1 "),                                  # \text{0.75}
     (r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*", ", "),
+    (rf"\\text\{{\s*((?:{'|'.join(SCALES)})s?)\b\s*([^{{}}]*)\}}", r" \1 \\text{\2}"),
     (r"\\text\{\s*\}", ""),
     (r"(?<![A-Za-z])(?:np|math)\.", ""),
     (rf"(?<![A-Za-z\\])({FUNCTIONS})(?![A-Za-z])", r"\\\1"),
-    (r"(?<=\d)\.(?=[^\d.]|$)", ""),                                            # 1./3
+    (r"(?<=\d)\.(?=[^\d.\\]|$)", ""),                                            # 1./3
     (r"(?<=[A-Za-z)}])('+)", lambda found: "^{" + r"\prime" * len(found[1]) + "}"),
     (r"^[\s=:\"']+|[\s.,;:\"'\\]+$", ""))]
 
-CHOICE = re.compile(r"\(?\s*(?:\\text\{\s*)?\(?\s*([A-Z])\s*\)?\s*\}?\s*\)?(?![A-Za-z])\s*(.*)", re.DOTALL)
+CHOICE = re.compile(r"(?:\\text\{)?+\s*+\(?+\s*+([A-Z])\s*+\)?+\s*+\}?+\s*+\)?+(?![A-Za-z_^])(.*)", re.DOTALL)
 NUMBER = re.compile(r"([+-]?)\s*((?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+)"
                     r"\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d+)\s*\}?)?")
 TEN = re.compile(r"([+-]?)10\s*\^\s*\{?\s*([+-]?\d+)\s*\}?")
-EULER = re.compile(r"[+-]?\d+e[+-]\d")           # 2e-3 may be a power of ten, and twice Euler's number less three
+EULER = re.compile(r"[+-]?(?!1e)\d+e[+-]\d")
+POWER = re.compile(r"(?<![A-Za-z\\\d.])(\d*\.?\d+)[eE]([+-]?\d+)(?![\d.A-Za-z(\\^])")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 CLOCK = re.compile(r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*(?:([ap])\s*\.?\s*m\s*\.?)?\s*\}?", re.IGNORECASE)
 NUMERAL = re.compile(r"(-?[0-9A-Za-z]+)\s*_\s*(?:\{\s*(?:\\text\{)?\s*(\w+)\s*\}?\s*\}|(\d+))")
-SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SCALE = re.compile(rf"(?<=[\d}})])\s*(?:\\text\{{)?\s*({'|'.join(SCALES)})s?\s*\}}?$", re.IGNORECASE)
 LABEL = r"\\text\{(?![^{}]*\b(?:and|or|not)\b)[^{}\d,]*\}"
 SHORT = "cm|mm|km|dm|nm|kg|mg|ml|mL|ft|yd|mi|lb|oz|hr|am|pm|Hz|sq|cu|kW|eV|Pa"
-WORD = rf"(?:{SHORT}|(?!(?:{FUNCTIONS}|and|not|but)\b)(?:(?<=\s)[A-Za-z]{{3,}}|[A-Za-z]{{5,}}))\b\.?"
+WORD = rf"(?:{SHORT}|(?!(?:{FUNCTIONS}|and|not|but|(?:{'|'.join(SCALES)})s?)\b)(?:(?<=\s)(?:[A-Za-z]{{3,}}|[ck]?m/[sh])|[A-Za-z]{{5,}}))\b\.?"
 UNIT = re.compile(rf"(?:(?<=[\d}}\)%\s])|(?<=\\pi))\s*(?:\^\\circ\s*[CF]?|(?:(?:(?<![A-Za-z\\])/\s*)?(?:{LABEL}|"
                   rf"(?<![A-Za-z\\]){WORD})\s*(?:\^\s*\{{?-?\d\}}?)?\s*)+)\s*$")
 OPERATOR = re.compile(r"[-+*/=<>^_(,\\]$|\\(?:cdot|times|div|pm|mp|in|leq|geq|neq|approx|cup|cap)$")
@@ -105,9 +107,10 @@ def quantity(text: str) -> Decimal | None:
     return Decimal(f"{sign}{digits}e{exponent}") if len(exponent) < 10 else None
 
 
-def ambiguous(text: str) -> bool:
-    """Whether `2e-3` could also mean a difference with Euler's number."""
-    return EULER.fullmatch(text) is not None
+def readings(text: str) -> list[str]:
+    """The formulas that a text may mean: `2e-3` is a power of ten, or twice Euler's number less three."""
+    power = POWER.sub(r"(\1\\cdot 10^{\2})", text)
+    return [power, re.sub("([eE])", r"\1 ", text)] if EULER.fullmatch(text) else [power]
 
 
 def repeating(text: str) -> str:
@@ -130,12 +133,14 @@ def scaled(text: str) -> tuple[str, int]:
     return text, 0
 
 
-def without_unit(text: str) -> str:
-    r"""The text without what stands behind a quantity: `\text{ cm}^2`, `dollars`, `^\circ`. Units are not judged."""
-    if SCALE.search(text):
-        return text
-    rest = UNIT.sub("", text).strip()
-    return rest if rest and OPERATOR.search(rest) is None else text
+def without_unit(text: str) -> tuple[str, str]:
+    r"""(quantity, powers) of a text such as `3\text{ cm}^2`, `10 dollars`, `90^\circ`: units are not judged, but 2 is
+    not 3."""
+    found = UNIT.search(text) if not SCALE.search(text) else None
+    rest = text[:found.start()].strip() if found is not None else ""
+    if found is None or not rest or OPERATOR.search(rest):
+        return text, ""
+    return rest, "".join(re.findall(r"\d", found[0]))
 
 
 def clock(text: str) -> tuple[int, int, str] | None:
