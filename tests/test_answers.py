@@ -230,7 +230,7 @@ WRONG = {
         2t | 2 | t | 2s | 2t^2
         20 $cm^{2}$ | 20 cm^3 | 21 cm^2 | 20^2
         864 \mbox{ inches}^2 | 864 \text{ inches}^3 | 865
-        \text{(B)} | C | (A) | \textbf{(C)}\ 12 | A, B | (A) or (B) | B and C | (B)x | b | AB | 12 | \text{Because} | (B) or (C) | (B)(C)
+        \text{(B)} | C | (A) | \textbf{(C)}\ 12 | A, B | (A) or (B) | B and C | (B)x | B1 | b | AB | 12 | \text{Because} | (B) or (C) | (B)(C)
         B | C. | \textbf{(A)}\ 12 | A B | B C | BC | B=C | Bob
         \text{east} | west | \text{seat} | seat | eas | easter | teas | \text{north east}
         Quadrant I | Quadrant II | Quadrant | Quadrant IV
@@ -256,3 +256,137 @@ def test_right_answers_in_other_forms(kind):
 def test_wrong_answers_are_wrong_and_no_errors(kind):
     assert len(WRONG[kind]) >= 20
     assert [pair for pair in WRONG[kind] if judge(*pair)] == []
+
+
+def test_order_counts_where_it_is_asked_for():
+    assert equal("1,2,3", "2,3,1") and not equal("1,2,3", "2,3,1", ordered=True)
+    assert equal("1,2,3", "1, 2, 3", ordered=True) and equal("1,2,3", "1, 2 and 3", ordered=True)
+    assert not equal("1,2,3", "(3,2,1)", ordered=True) and equal("1,2,3", "(1,2,3)", ordered=True)
+    assert equal(r"\{1,2,3\}", r"\{3,2,1\}", ordered=True)                   # a set has no order
+
+
+@pytest.mark.parametrize("text, answer", [
+    (r"-\boxed{256}", "-256"), (r"$x = -\boxed{256}$", "-256"), (r"so \(-\boxed{\frac{1}{2}}\)", r"-\frac{1}{2}"),
+    (r"= - \boxed{x+1}", "-(x+1)"), (r"5 -\boxed{3}", "3"), ("\n- \\boxed{3}", "3"), (r"a-\boxed{3}", "3"),
+    (r"(5)-\boxed{3}", "3"), (r"$2$ -\boxed{3}", "-3"),
+    (r"\boxed{3} and \boxed{4}", "3, 4"), (r"$\boxed{3}$, $\boxed{4}$ and $\boxed{5}$", "3, 4, 5"),
+    (r"\boxed{3}\text{ or }\boxed{4}", "3, 4"), (r"$x=\boxed{3}$ and $y = -\boxed{4}$", "3, -4"),
+    (r"\boxed{3}. Then \boxed{4}", "4"), (r"\boxed{3}, so it is \boxed{4}", "4"), (r"\boxed{3} \boxed{4}", "4"),
+    (r"\boxed{3} and then, after long and careful thought about it and more, \boxed{4}", "4"),
+])
+def test_what_belongs_to_a_box(text, answer):
+    assert boxed_answer(text) == answer
+
+
+@pytest.mark.parametrize("text, answer", [
+    ("#### **18**", "18"), (r"#### \$18", "18"), ("#### $18$", "18"), ("#### -$18", "-18"), ("#### **-1,018.50** dollars",
+     "-1,018.50"), ("#### __18__.", "18"), ("#### $-18", "-18"), ("#### 5-3", None), ("#### --5", None), ("#### **5** or 6", None),
+])
+def test_what_may_stand_about_a_number(text, answer):
+    assert hash_answer(text) == answer
+
+
+def test_gold_fields_in_dollars():
+    assert [final_answer(text) for text in ("$5$", "$5$.", " $x^2$. ", "$2$ or $3$", "5.")] == [
+        "5", "5", "x^2", "$2$ or $3$", "5."]
+
+
+# ---- costs
+
+def matrix(kind: str, size: int) -> str:
+    rows = ("&".join(str((7 * i + 3 * j) % 11) for j in range(size)) for i in range(size))
+    return rf"\begin{{{kind}matrix}}" + r"\\".join(rows) + rf"\end{{{kind}matrix}}"
+
+
+BOMBS = table(r"""
+    3 | 2^{10\cdot10^9} | 2^{\sqrt{10^{30}}} | \binom{10000000}{5000000} | \Gamma(10^6) | 9^{9^{9^9}} | (10^9)! | 10**10**10
+    3 | 2^{-10^{9}} | 99999! | 20!!! | \left(9^9\right)^{(9^9)} | \binom{999\cdot999}{500000} | \Gamma(999\cdot 999) | x^{10^6}
+    3 | \gcd(9^{9^9},6) | \operatorname{eye}(10000) | e^{e^{e^{e^{e}}}} | \sum_{k=1}^{10^9} k | \int_0^1 e^{x^2} dx
+    3 | 9^{9^{9}x}|_{x=1} | \lfloor 10^{10^{10}} \rfloor | 0\cdot 10^{10^{10}} | (x+y+z)^{10^{10}}
+    """) + [("3", text) for text in (
+        matrix("v", 8), r"\det" + matrix("p", 8), matrix("p", 9), matrix("p", 4) + "^{1000000}",
+        r"\frac{" * 60 + "1" + "}{2}" * 60, "|x|" * 100, "-" * 500 + "1", "1e" + "9" * 500)]
+HEAVY = [("3", text) for text in (                       # allowed, or seen to be wrong at once, and cheap
+    r"(1+i)^{5000}", "(" * 200 + "x" + ")" * 200, "1000!", "7000!", ",".join(map(str, range(250))), r"\cup".join(f"({i},{i}.5)" for i in range(60)),
+    "1e999999999", r"2^{2^{16}}", "(-1)^{10^{10}}", r"\binom{2000}{1000}", matrix("v", 4), r"\sin(10^{10000})", "x=1=" * 200 + "2")]
+
+
+@pytest.mark.parametrize("bombs, judged", [(BOMBS, False), (HEAVY, True)])
+def test_bombs_cost_nothing(bombs, judged):
+    equal("x+1", "1+x")                                  # imports
+    slow = []
+    for gold, answer in bombs:
+        start = time.process_time()
+        if judged:
+            assert not equal(gold, answer)
+        else:
+            with pytest.raises(Unjudged):
+                equal(gold, answer)
+        if time.process_time() - start > 1.0:
+            slow.append(answer[:60])
+    assert not slow and equal(bombs[0][1], bombs[0][1])
+
+
+@pytest.mark.parametrize("gold, same, other", [
+    (r"\frac{1}{2004!}", r"1/2004!", r"\frac{1}{2005!}"), ("10^{10^{10}}", "10^{(10^{10})}", "10^{10^{11}}"),
+    ("2^{2^{2005}}", r"{2}^{2^{2005}}", "2^{2^{2006}}"), (r"\binom{100}{50}", r"\frac{100!}{50!50!}", r"\binom{100}{49}"),
+    (r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}", r"\frac{n(n-1)}{2}"),
+])
+def test_large_and_unfinished_golds_are_judged(gold, same, other):
+    assert equal(gold, same) and not judge(gold, other) and not judge(gold, "3")
+
+
+def test_time_for_an_answer_is_bounded_and_then_it_is_wrong(monkeypatch):
+    from lowroll.envs import answers, expressions
+
+    monkeypatch.setattr(answers, "MAX_SECONDS", 0.1)
+
+    def spin(*_):
+        while True:
+            try:
+                while True:
+                    re.match("a", "b")
+            except Exception:                            # what is swallowed on the way must not save it
+                continue
+
+    monkeypatch.setattr(expressions, "compare", spin)
+    start = time.process_time()
+    with pytest.raises(Unjudged, match="Overtime"):
+        equal("x+1", "x+2")
+    assert time.process_time() - start < 1.0
+    monkeypatch.setattr(expressions._Reader, "parse", spin)
+    with pytest.raises(expressions.GoldError, match="takes too long to read: 'x\\+77'"):
+        equal("x+77", "x+2")                             # a gold answer that fails is an error
+
+
+def test_a_thousand_ordinary_scorings():
+    code = r"""
+import random, time
+from lowroll.envs.answers import equal, Unjudged
+start, rng = time.process_time(), random.Random(0)
+kinds = [lambda: f"{rng.randrange(9999)}", lambda: f"{rng.randrange(99)}.{rng.randrange(99)}",
+         lambda: r"\frac{%d}{%d}" % (rng.randrange(99), rng.randrange(2, 99)), lambda: r"%d\sqrt{%d}" % (
+         rng.randrange(99), rng.randrange(99)), lambda: f"({rng.randrange(9)},{rng.randrange(9)})",
+         lambda: f"x^2+{rng.randrange(99)}x-{rng.randrange(99)}", lambda: f"{rng.randrange(9)}, {rng.randrange(9)}"]
+for i in range(1000):
+    kind = kinds[0] if i % 2 else rng.choice(kinds)
+    equal(kind(), kind())
+print(time.process_time() - start)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=100)
+    assert float(done.stdout) < 10
+
+
+def test_no_text_of_an_answer_is_evaluated_as_python(tmp_path, monkeypatch):
+    import builtins
+
+    canary = tmp_path / "canary"
+    payloads = [f"__import__('os').system('touch {canary}')", f"open('{canary}','w')", rf"\text{{open('{canary}','w')}}",
+                "exec(chr(120))", r"\operatorname{eval}(1)", "x.__class__", "lambda: 1", "1;import os", "0x10", "1_0"]
+    seen = []
+    run = builtins.eval
+    monkeypatch.setattr(builtins, "eval", lambda code, *scope: seen.append(code) or run(code, *scope))
+    for gold in ("3", "x+1", r"\frac{1}{2}", "(1,2)", "x^2=4", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"):
+        for payload in [*payloads, "3+0.5x", r"\gcd(4,6)", r"\frac{d}{dx} x^2", "f(7)", r"\{7, 8\}", r"\sqrt[3]{7}"]:
+            judge(gold, payload)
+    assert not canary.exists() and [code for code in seen if isinstance(code, str)] == []

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from lowroll.envs import make
-from lowroll.envs.answers import boxed_answer, equal, hash_answer, last_answer, refuse_costly, same_number
+from lowroll.envs.answers import boxed_answer, equal, hash_answer, last_answer, same_number
 from lowroll.envs.base import split_of
 from lowroll.envs.problems import perturb, problem_of
 from lowroll.envs.reverse_text import lcs_length, lcs_ratio
@@ -188,20 +188,6 @@ def test_same_number():
 ])
 def test_equal(gold, answer, same):
     assert equal(gold, answer) is same
-
-
-@pytest.mark.parametrize("bomb", ["9^{9^{9^9}}", "(10^9)!", "10^{10^{10}}", "10**10**10", "2^{-10^{9}}", "99999!",
-                                  "20!!!", r"\left(9^9\right)^{(9^9)}"])
-def test_costly_answers_are_refused_not_wrong(bomb):
-    with pytest.raises(ValueError, match="too costly"):
-        equal("5", bomb)
-    assert equal(bomb, bomb)
-
-
-@pytest.mark.parametrize("cheap", ["2^{10}", "x^2+y^2", "2^{2^{3}}", "10^{100}", "5!", "2*5!", "e^{x^2}",
-                                   r"\frac{3^4}{2^{50}}", "2^{10}3^{500}4^{99}", "(2^9)(3^9)"])
-def test_ordinary_powers_are_not_refused(cheap):
-    refuse_costly(cheap)
 
 
 # ---- gsm8k and math

@@ -21,7 +21,7 @@ HASH = re.compile(r"####[ \t]*(?:\*\*|__)?[ \t]*(-?)[ \t]*(?:\\?\$[ \t]*(-?))?([
 BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 BARE = re.compile(r"[^\s$\\{}]+")
 MINUS = re.compile(r"(?:(?:^|(?<![\d)}])\s|[$=(:{]|\\[(\[])-|[$=]\s*-\s*)$")      # not of a difference, nor of a list
-JOINED = re.compile(r"(?:[\s$,;&}]|\\[()]|\\text\s*\{|\\quad|\band\b|\bor\b|\b[A-Za-z]\s*=)*")
+JOINED = re.compile(r"(?:[-\s$,;&}]|\\[()]|\\text\s*\{|\\quad|\band\b|\bor\b|\b[A-Za-z]\s*=)*")
 JOINT = re.compile(r"[,;]|\band\b|\bor\b")
 
 
@@ -31,16 +31,17 @@ def hash_answer(text: str) -> str | None:
     return "".join(found[-1]) if found else None
 
 
-def boxed_answer(text: str) -> str | None:
+def boxed_answer(text: str, joined: bool = True) -> str | None:
     r"""The content of the last `\boxed{...}` or `\boxed x`; None when there is none or its braces never close.
 
-    A minus sign in front of the box belongs to it, and so do the boxes that "and", "or" or a comma join to it.
+    A minus sign in front of the box belongs to it, and where `joined`, so do the boxes that "and", "or" or a comma join
+    to it.
     """
     boxes = list(BOX.finditer(text))
     if not boxes or (last := _content(text, boxes[-1])) is None:
         return None
     contents, start = [last[0]], boxes[-1].start()
-    for box in reversed(boxes[:-1]):
+    for box in reversed(boxes[:-1] if joined else []):
         found = _content(text, box)
         between = text[found[1]:start] if found is not None and start - found[1] < 60 else ""
         if found is None or JOINT.search(between) is None or JOINED.fullmatch(between) is None:
@@ -80,9 +81,9 @@ def _braced(text: str, start: int) -> tuple[str, int] | None:
     return None
 
 
-def last_answer(text: str) -> str | None:
+def last_answer(text: str, joined: bool = True) -> str | None:
     """The answer under whichever of the two conventions comes last in the text."""
-    number, box = hash_answer(text), boxed_answer(text)
+    number, box = hash_answer(text), boxed_answer(text, joined)
     if number is None or box is None:
         return number if box is None else box
     last_hash = [match.start() for match in HASH.finditer(text)][-1]

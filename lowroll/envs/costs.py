@@ -1,6 +1,6 @@
 r"""What an answer may cost: sizes that are refused before anything is evaluated.
 
-`refuse_text` looks at the text, for what the parser itself evaluates (binomials, determinants, gcd) or follows too deep.
+`refuse_text` looks at the text, for what the parser itself evaluates (binomials, determinants) or follows too deep.
 `refuse_tree` looks at the unevaluated tree: the logarithm of every number in it, and what no final answer consists of.
 """
 from __future__ import annotations
@@ -16,12 +16,14 @@ import sympy
 
 MAX_BITS = 100_000         # of a number
 MAX_ARGUMENT = 10_000      # of a function that the parser evaluates
-MAX_DEPTH = 40             # of braces and brackets
+MAX_DEPTH = 20             # of braces and brackets
+MAX_BARS = 16              # of absolute values, which the parser guesses at
 MAX_ROWS, MAX_ENTRIES = 4, 64          # of a determinant, of a matrix
 
 EAGER = re.compile(r"\\(binom|Gamma|gcd|lcm|operatorname)(?![A-Za-z])")
 ARGUMENT = re.compile(r"\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|\(([^()]*)\)|(\S))")
-OPERATIONS = re.compile(r"\\operatorname\*?\{\s*(?!a?r?c?(?:sin|cos|tan)h?\b|gcd\b|lcm\b|floor\b|ceil\b|log\b|ln\b|max\b|min\b)")
+ORDINARY = r"a?r?c?(?:sin|cos|tan)h?|gcd|lcm|floor|ceil|log|ln|max|min"
+OPERATIONS = re.compile(rf"\\operatorname\*?\{{\s*(?!(?:{ORDINARY})\b)")
 MATRIX = re.compile(r"\\begin\{(\w*)matrix\}(.*?)\\end\{", re.DOTALL)
 SUBSTITUTION = re.compile(r"\|\s*_")
 UNFINISHED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
@@ -62,6 +64,8 @@ def refuse_text(text: str) -> None:
         depth += (sign in "([{") - (sign in ")]}")
         if depth > MAX_DEPTH:
             raise Costly(f"more than {MAX_DEPTH} brackets deep")
+    if text.count("|") > MAX_BARS:
+        raise Costly(f"more than {MAX_BARS} bars")
     for found in EAGER.finditer(text):
         first = ARGUMENT.match(text, found.end())
         second = ARGUMENT.match(text, first.end()) if first is not None else None
@@ -93,14 +97,14 @@ def refuse_tree(tree: object, unfinished: bool = False) -> None:
 def _bits(tree: object) -> float:
     """An upper bound, roughly, of |log2| of the numbers that the evaluation of a tree meets."""
     if isinstance(tree, sympy.Rational):
-        return int(tree.p).bit_length() + int(tree.q).bit_length()
+        return log2(max(abs(int(tree.p)), 1)) + log2(int(tree.q))
     if isinstance(tree, sympy.Float):
         return abs(float(sympy.log(abs(tree), 2).evalf(5))) + 1 if tree else 1
     if not isinstance(tree, (sympy.Basic, sympy.MatrixBase)) or not getattr(tree, "args", ()):
         return 2                       # symbols stand for small numbers
     bits = [_bits(part) for part in tree.args]
     if isinstance(tree, (sympy.Pow, sympy.MatPow)):
-        return bits[0] * max(1, _bound(tree.args[1], bits[1]))
+        return max(bits[1], bits[0] * max(1, _bound(tree.args[1], bits[1])) if bits[0] else 0)
     if isinstance(tree, sympy.exp):
         return 2 * _bound(tree.args[0], bits[0])
     if isinstance(tree, (sympy.factorial, sympy.factorial2, sympy.gamma)):

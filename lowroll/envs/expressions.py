@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 import sympy
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
 from math_verify import verify
 from sympy.core.function import AppliedUndef
@@ -33,8 +33,10 @@ AGREE = 2 / 3              # of the digits: two equal values differ in the last 
 ROUNDED = 6                # significant digits of a decimal that may stand for a number that no decimal is
 POINTS = 3
 CONFIG = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
-GAMMA = re.compile(r"\\(gamma(?![A-Za-z])|Gamma(?![A-Za-z])(?!\s*\())")     # the parser reads the variable as a function
-FACTOR = re.compile(r"(?<![A-Za-z\\])([A-Za-z]\s*\^\s*(?:\{[^{}-]*\}|\w))\s*\(")        # x^2(y+1) is no function of y+1
+GAMMA = re.compile(r"\\(gamma(?![A-Za-z])|Gamma(?![A-Za-z])(?!\s*\())")     # the parser takes it for a function
+ENERGY = re.compile(r"(?<![A-Za-z\\])E(?=\s*_)")          # E_1 is no number of Euler's
+FACTOR = re.compile(r"((?<![A-Za-z\\])[A-Za-z]\s*\^\s*(?:\{[^{}-]*\}|\w)|"       # x^2(y+1) is no function of y+1,
+                    r"(?<![_^\d.])\d+(?:\.\d+)?)\s*\(")                             # and 3(\frac12) no mixed number
 DECIMAL = re.compile(r"-?\d*\.\d+")
 MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)")
 
@@ -109,10 +111,20 @@ def _gold_tree(text: str, fold: bool) -> Any:
 def _tree(text: str, fold: bool) -> Any:
     refuse_text(text)
     text = GAMMA.sub(lambda found: rf"\mbox{{{found[1][0]}amma variable}}", text)
+    text = ENERGY.sub(r"\\mbox{E variable}", text).replace(r"\odot", "odot")
     text = MIXED.sub(r"(\1+\\frac{\2}{\3})", repeating(text).replace("%", r"\%"))
     text = FACTOR.sub(r"\1\\cdot (", text)
-    return latex2sympy(normalize_latex(text, CONFIG), is_real=True, convert_degrees=False, normalization_config=None,
-                       conversion_config=ConversionConfig(lowercase_symbols=fold))
+    reader = _Reader(is_real=True, config=ConversionConfig(lowercase_symbols=fold))
+    return reader.parse(normalize_latex(text, CONFIG))
+
+
+class _Reader(_Latex2Sympy):
+    """latex2sympy, whose own way from digits to numbers is sympy's `sympify`, and that an `eval`."""
+
+    def parse_number(self, text: str) -> Any:
+        """An integer, or a decimal as a Float. ValueError for anything else."""
+        text = text.replace(",", "")
+        return sympy.Integer(int(text)) if text.isascii() and text.isdigit() else sympy.Float(text)
 
 
 def _unfinished(tree: Any) -> bool:
@@ -162,7 +174,7 @@ def compare(a: Any, b: Any) -> bool | None:
     if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
         verdicts = [compare(x, y) for x, y in zip(a, b, strict=True)] if a.shape == b.shape else [False]
         return False if False in verdicts else None if None in verdicts else True
-    if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr):
+    if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr) or _unfinished(a) or _unfinished(b):
         return None
     x, y = exact(a), exact(b)
     if x is not None and y is not None:

@@ -34,8 +34,9 @@ BAR = re.compile(r"[|:]")
 RELATION = re.compile(r"\\(?:leq|geq|neq|approx|in)(?![A-Za-z])|[=<>]")
 FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 BELOW = ("<", r"\leq")
-NAME = re.compile(r"(?:[A-Za-z]|[A-Z]{2,}|[A-Za-z][A-Za-z ]{3,}|\\text\{[^{}]*\}|\\[A-Za-z]+(?![A-Za-z\s]*\{)(?:\s*[A-Z]+)?|"
-                  r"\\overline\{[^{}]*\})\s*(?:_\s*(?:\w|\{[^{}]*\}))?\s*(?:\^\{(?:\\prime)+\})?\s*(?:\([A-Za-z,\s]*\))?")
+NAME = re.compile(r"(?:[A-Za-z]|[A-Z]{2,}|[A-Za-z][A-Za-z ]{3,}|\\text\{[^{}]*\}|\\overline\{[^{}]*\}|"
+                  r"\\[A-Za-z]+(?![A-Za-z\s]*\{)(?:\s*[A-Z]+)?)"
+                  r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?\s*(?:\^\{(?:\\prime)+\})?\s*(?:\([A-Za-z,\s]*\))?")
 CONSTANT = re.compile(r"(?:[\d\s.,+\-*/^(){}%!e]|\\(?:frac|sqrt|pi|infty|cdot|times|ln|log|sin|cos|tan)(?![A-Za-z]))+")
 
 
@@ -124,8 +125,8 @@ def _signs(text: str) -> list[str]:
     r"""Both values of a text with `\pm`."""
     if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
         return [text]
-    return [re.sub(r"\\(pm|mp)(?![A-Za-z])", lambda found: signs[found[1] == "mp"], text).strip().removeprefix("+")
-            for signs in ("+-", "-+")]
+    return [re.sub(r"\\pm(?![A-Za-z])", pm, re.sub(r"\\mp(?![A-Za-z])", mp, text)).strip().removeprefix("+")
+            for pm, mp in ("+-", "-+")]
 
 
 def _relation(text: str) -> Form | None:
@@ -196,6 +197,8 @@ def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
         return (_pairwise if ordered and gold.kind == "list" else _unordered)(gold.parts, answer.parts)
     if "relation" in (gold.kind, answer.kind):
         return _same_relation(gold, answer)
+    if gold.kind == "leaf" and answer.kind == "list":      # one value in several forms
+        return all(matches(gold.parts[0], part) for part in answer.parts)
     return gold.kind == answer.kind == "leaf" and same_leaf(gold.parts[0], answer.parts[0])
 
 
@@ -279,9 +282,9 @@ def same_value(gold: str, answer: str, shift: int = 0) -> bool:
     """Whether `gold` times 10^shift is `answer`."""
     number, other = quantity(gold), quantity(answer)
     if number is not None and other is not None:
-        digits = number.as_tuple()
-        assert isinstance(digits.exponent, int)
-        if Decimal(digits._replace(exponent=digits.exponent + shift)) == other:
+        sign, digits, exponent = number.as_tuple()
+        assert isinstance(exponent, int)
+        if Decimal((sign, digits, exponent + shift)) == other:
             return True
         if len(readings(gold)) == len(readings(answer)) == 1:
             return False

@@ -14,12 +14,17 @@ SIGNS = str.maketrans({
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "°": r"^\circ ", "π": r"\pi ", "√": r"\sqrt ",
     "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ",
     "∈": r"\in ", "±": r"\pm ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "\u00a0": " ",
-    "’": "'", "£": "", "€": "", "¥": "", "\n": " ", "\t": " "})
+    "’": "'", "£": "", "€": "", "¥": "",})
 SI = "m|s|g|h|L|N|J|W|V|A|K"
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|exp|sqrt"
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-SPACE = r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])"
+SPACE = r"(?<!\\)\\[,;:!> ]|\\q?quad(?![A-Za-z])"
+COMMANDS = {"dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "dbinom": r"\binom", "tbinom": r"\binom",
+            "leqslant": r"\leq", "le": r"\leq", "geqslant": r"\geq", "ge": r"\geq", "ne": r"\neq", "lt": "<", "gt": ">",
+            "mid": "|", "lbrace": r"\{", "rbrace": r"\}", "langle": "(", "rangle": ")", "infin": r"\infty",
+            "varnothing": r"\emptyset", "backslash": r"\setminus"}
 SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
+    (r"(?:\s|~)+", " "),
     (r"(?<!\\)\\[()\[\]]|\\?\$", ""),                                          # the delimiters of formulas, dollars
     (r"^\s*\*\*(.*)\*\*\s*$", r"\1"),                                          # bold in Markdown
     (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
@@ -29,16 +34,12 @@ SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (r"\\(?:text(?:bf|it|rm|normal|sf)?|[mh]box|mathrm)\s*\{", r"\\text{"),
     (r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm)\s*\{", "{"),
     (r"\\text\{\s*([eidI])\s*\}", r"\1"),
-    (rf"(?<=[\d}}i])\s*(?:{SPACE})+\s*({SI})(\^\{{?\d\}}?)?\s*$", r"\\text{\1}\2"),      # 576\pi\;m^{2}
-    (SPACE, " "),
-    (r"\\(?:[dtc]|s)?frac(?![A-Za-z])", r"\\frac"), (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-    (r"\\(?:leqslant|le)(?![A-Za-z])", r"\\leq"), (r"\\(?:geqslant|ge)(?![A-Za-z])", r"\\geq"), (r"<=", r"\\leq "),
-    (r">=", r"\\geq "), (r"\\ne(?![A-Za-z])|!=|\\not\s*=", r"\\neq "), (r"\\mid(?![A-Za-z])", "|"), (r"\\lt(?![A-Za-z])", "<"), (r"\\gt(?![A-Za-z])", ">"),
-    (r"\\lbrace(?![A-Za-z])", r"\\{"), (r"\\rbrace(?![A-Za-z])", r"\\}"),
-    (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"),
-    (r"\\infin(?![A-Za-z])|(?<![A-Za-z\\])(?:inf|infinity|oo)(?![A-Za-z])", r"\\infty"), (r"\+\s*\\infty", r"\\infty"),
+    (rf"(?<=[\d}}i])\s*(?:{SPACE})+\s*({SI})(\^\{{?\d\}}?)?\s*$", r"\\text{\1}\2"),       # 576\pi\;m^{2}
+    (rf"(?:{SPACE}|\s)+", " "),
+    (rf"\\({'|'.join(COMMANDS)})(?![A-Za-z])", lambda found: COMMANDS[found[1]]),
+    (r"<=", r"\\leq "), (r">=", r"\\geq "), (r"!=|\\not\s*=", r"\\neq "),
+    (r"(?<![A-Za-z\\])(?:inf|infinity|oo)(?![A-Za-z])", r"\\infty"), (r"\+\s*\\infty", r"\\infty"),
     (r"\\(?:mathbb\s*\{?\s*R\s*\}?|R(?![A-Za-z]))", r"(-\\infty,\\infty)"),
-    (r"\\varnothing", r"\\emptyset"), (r"\\setminus|\\backslash", r"\\setminus"),
     (r"\^\s*\{?\s*(?:\\circ|\\degree)\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
     (r"\\%", "%"), (r"(?<=[\d}\s])(?:\\text\{\s*)?(?:per ?cent|percentage|pct)\s*\}?\s*\.?$", "%"),
     (r"\\text\{([^{}]*\d[^{}]*)\}", r" \1 "),                                  # \text{0.75}
@@ -51,7 +52,7 @@ SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (r"(?<=[A-Za-z)}])('+)", lambda found: "^{" + r"\prime" * len(found[1]) + "}"),
     (r"^[\s=:\"']+|[\s.,;:\"'\\]+$", ""))]
 
-CHOICE = re.compile(r"(?:\\text\{)?+\s*+\(?+\s*+([A-Z])\s*+\)?+\s*+\}?+\s*+\)?+(?![A-Za-z_^])(.*)", re.DOTALL)
+CHOICE = re.compile(r"(?:\\text\{)?+\s*+\(?+\s*+([A-Z])(?![\d_^])\s*+\)?+\s*+\}?+\s*+\)?+(?![A-Za-z_^])(.*)", re.DOTALL)
 NUMBER = re.compile(r"([+-]?)\s*((?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+)"
                     r"\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d+)\s*\}?)?")
 TEN = re.compile(r"([+-]?)10\s*\^\s*\{?\s*([+-]?\d+)\s*\}?")
@@ -63,9 +64,10 @@ NUMERAL = re.compile(r"(-?[0-9A-Za-z]+)\s*_\s*(?:\{\s*(?:\\text\{)?\s*(\w+)\s*\}
 SCALE = re.compile(rf"(?<=[\d}})])\s*(?:\\text\{{)?\s*({'|'.join(SCALES)})s?\s*\}}?$", re.IGNORECASE)
 LABEL = r"\\text\{(?![^{}]*\b(?:and|or|not)\b)[^{}\d,]*\}"
 SHORT = "cm|mm|km|dm|nm|kg|mg|ml|mL|ft|yd|mi|lb|oz|hr|am|pm|Hz|sq|cu|kW|eV|Pa"
-WORD = rf"(?:{SHORT}|(?!(?:{FUNCTIONS}|and|not|but|(?:{'|'.join(SCALES)})s?)\b)(?:(?<=\s)(?:[A-Za-z]{{3,}}|[ck]?m/[sh])|[A-Za-z]{{5,}}))\b\.?"
-UNIT = re.compile(rf"(?:(?<=[\d}}\)%\s])|(?<=\\pi))\s*(?:\^\\circ\s*[CF]?|(?:(?:(?<![A-Za-z\\])/\s*)?(?:{LABEL}|"
-                  rf"(?<![A-Za-z\\]){WORD})\s*(?:\^\s*\{{?-?\d\}}?)?\s*)+)\s*$")
+COUNTED = rf"(?<=\s)(?:[A-Za-z]{{3,}}+|[ck]?m/[sh])|[A-Za-z]{{5,}}+"      # a word that stands apart, or a long one
+WORD = rf"(?<![A-Za-z\\])(?:{SHORT}|(?!(?:{FUNCTIONS}|and|not|but|(?:{'|'.join(SCALES)})s?)\b)(?:{COUNTED}))\b\.?"
+UNIT = re.compile(rf"(?:(?<=[\d}}\)%\s])|(?<=\\pi))\s*(?:\^\\circ\s*[CF]?|"
+                  rf"(?>(?:(?<![A-Za-z\\])/\s*+)?(?:{LABEL}|{WORD})(?:\s*+\^\s*+\{{?-?\d\}}?)?\s*+)+)\s*$")
 OPERATOR = re.compile(r"[-+*/=<>^_(,\\]$|\\(?:cdot|times|div|pm|mp|in|leq|geq|neq|approx|cup|cap)$")
 WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 
@@ -109,6 +111,8 @@ def quantity(text: str) -> Decimal | None:
 
 def readings(text: str) -> list[str]:
     """The formulas that a text may mean: `2e-3` is a power of ten, or twice Euler's number less three."""
+    if NUMBER.fullmatch(text):
+        text = re.sub(r"(?<=\d)[, ](?=\d{3})", "", text)
     power = POWER.sub(r"(\1\\cdot 10^{\2})", text)
     return [power, re.sub("([eE])", r"\1 ", text)] if EULER.fullmatch(text) else [power]
 

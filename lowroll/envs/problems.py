@@ -109,7 +109,7 @@ def problem_of(row: dict[str, Any], where: str) -> Problem | None:
     if key is None:
         raise ValueError(f"{where}: none of the fields {', '.join(ANSWER_FIELDS)}")
     raw = _as_text(row[key], f"{where}: field {key!r}")
-    answer = final_answer(raw) if key != "solution" else (last_answer(raw) or "")
+    answer = final_answer(raw) if key != "solution" else (last_answer(raw, joined=False) or "")
     solution = raw if "####" in raw or key == "solution" else row.get("solution")
     solution = CALCULATOR.sub("", solution) if isinstance(solution, str) else ""
     return Problem(question.strip(), answer, solution.strip()) if answer else None
@@ -120,7 +120,7 @@ def final_answer(raw: str) -> str:
     if "####" in raw:
         return GROUPED.sub("", raw.rpartition("####")[2].strip())
     if "\\boxed" in raw:
-        return boxed_answer(raw) or ""
+        return boxed_answer(raw, joined=False) or ""
     raw = raw.strip()
     found = DOLLARS.fullmatch(raw)
     return found[1].strip() if found is not None else raw

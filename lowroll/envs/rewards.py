@@ -51,7 +51,7 @@ Spec = tuple[str, dict[str, Any], int]
 
 @dataclass
 class _Job:
-    """One call of `score`: items as (environment, JSON), their results so far, and the indices that no worker holds."""
+    """One call of `score`: items as (environment, JSON), their results so far, the indices that no worker holds."""
 
     items: list[tuple[str, bytes]]
     results: list[Score | ScoreError | None]
@@ -70,7 +70,7 @@ class _Job:
 
 
 class _Worker:
-    """One child process, and the items, as (index, id), that it holds. It is starting until it says that it is ready."""
+    """One child process, and the items, as (index, id), that it holds. It starts until it says that it is ready."""
 
     def __init__(self, setup: bytes) -> None:
         self.stderr = tempfile.TemporaryFile()

@@ -1,6 +1,6 @@
 """The scoring worker: a child process that scores and answers in JSON lines. `ScorerPool` starts and kills it.
 
-Protocol, one JSON object a line. In: first {"specs", "memory_limit_mb"}, then {"items": [{"id", "prompt", "text"}, ...]}.
+Protocol, one JSON object a line. In: first {"specs", "memory_limit_mb"}, then {"items": [{"id", "prompt", "text"}]}.
 Out: {"ready": true, "overtaxed": scores by environment} or {"failed": why}, then one line an item, in order: {"id",
 "reward", "metrics"} or {"id", "error", "message"}. Replies leave through a private file descriptor, so a scorer that
 prints does not disturb them. The id is a secret of the pool and this loop: who writes to that descriptor without it is
