@@ -1,6 +1,7 @@
 r"""Equality of final answers: right and wrong ones of every kind that a comparison is prone to get wrong."""
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from bench import scoring
 from lowroll.envs.answers import Unjudged, boxed_answer, equal, hash_answer
 from lowroll.envs.problems import final_answer
 
 ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(os.environ.get("LOWROLL_DATA", ROOT.parent / "shared" / "data"))
 
 
 def judge(gold: str, answer: str, ordered: bool = False) -> bool:
@@ -31,7 +34,8 @@ def table(text: str) -> list[tuple[str, str]]:
 
 RIGHT = {
     "scientific notation": table(r"""
-        4.5e33 | 4.5 \times 10^{33} | 4.5 \cdot 10^{33} | 4.5\times10^33 | 4.5E33 | 4.5e+33 | 45e32 | 0.45 \times 10^{34}
+        4.5e33 | 4.5 \times 10^{33} | 4.5 \cdot 10^{33} | 4.5\times10^33 | 4.5E33 | 4.5e+33 | 45e32
+        4.5e33 | 0.45 \times 10^{34}
         3e8 | 300000000 | 300,000,000 | 3 \times 10^8 | 3.0e8 | 3\times 10^{8} \text{ m/s} | $3 \times 10^{8}$ m/s
         1e-5 | 0.00001 | 10^{-5} | 1 \times 10^{-5} | .00001
         6.5e-2 | 0.065 | 6.5\times 10^{-2} | 6.5%
@@ -60,7 +64,8 @@ RIGHT = {
         0.75 | \text{0.75} | .75 | 0.750 | \mathrm{0.75} | \frac{3}{4} | 3/4 | \text{0.75}.
         11,\! 111,\! 111,\! 100 | 11111111100 | 11,111,111,100 | 11\,111\,111\,100
         \$32,\!348 | 32348 | \$32,348 | 32,348.00 | 32348 \text{ dollars} | $32348$
-        \frac{1}{2} | \dfrac{1}{2} | \tfrac12 | 1/2 | 0.5 | \frac{1}{2}. | \left(\frac{1}{2}\right) | \displaystyle\frac12
+        \frac{1}{2} | \dfrac{1}{2} | \tfrac12 | 1/2 | 0.5 | \frac{1}{2}. | \left(\frac{1}{2}\right)
+        \frac{1}{2} | \displaystyle\frac12
         x^2 | x^{2} | {x}^{2} | \,x^2\, | x^2 .
         \frac{3}{2} | 1 1/2 | 1\frac{1}{2} | 1\frac12 | 1 \frac{1}{2} | 1.5
         137 \frac{1}{2} | 137.5 | \frac{275}{2} | 137 1/2
@@ -112,7 +117,8 @@ RIGHT = {
         (-\infty, 0] | x \le 0 | 0 \ge x | (-\infty,0]
         x \in [-2,7] | [-2,7] | -2 \le x \le 7 | 7 \geq x \geq -2 | \{x : -2 \le x \le 7\}
         \{x|-2\leq x < 1\} | [-2,1) | -2 \le x < 1 | x \in [-2, 1)
-        (-\infty, 2) \cup (3, \infty) | (3,\infty)\cup(-\infty,2) | x < 2 \text{ or } x > 3 | x<2 or x>3 | x \in (-\infty,2)\cup(3,\infty)
+        (-\infty, 2) \cup (3, \infty) | (3,\infty)\cup(-\infty,2) | x < 2 \text{ or } x > 3 | x<2 or x>3
+        (-\infty, 2) \cup (3, \infty) | x \in (-\infty,2)\cup(3,\infty)
         \left(\frac{3}{5},\frac{8}{3}\right] | (0.6, 8/3] | \frac35 < x \le \frac83
         (-\infty,\infty) | \mathbb{R} | x \in \mathbb{R}
         (3,4] | 3 < x \leq 4 | \left(3, 4\right]
@@ -140,7 +146,8 @@ RIGHT = {
         9c+6 | 6+9c | 3(3c+2) | 9c + 6
         2t | t+t | 2 t
         6r^2-4r-24 | 2(3r^2-2r-12) | 6r^{2} - 4r - 24
-        m_{p} c^{2}\left(\gamma^{2}-1\right) \sin ^{2} \theta | m_p c^2 (\gamma^2-1)\sin^2\theta | m_p c^2 (\gamma^2-1)(1-\cos^2\theta)
+        m_{p} c^{2}\left(\gamma^{2}-1\right) \sin ^{2} \theta | m_p c^2 (\gamma^2-1)\sin^2\theta
+        m_{p} c^{2}\left(\gamma^{2}-1\right) \sin ^{2} \theta | m_p c^2 (\gamma^2-1)(1-\cos^2\theta)
         \frac{1}{2^{98}} | 2^{-98} | \frac{2}{2^{99}}
         \frac{1}{2004!} | 1/2004! | \frac{2005}{2005!} | (2004!)^{-1}
         (5/6)^{300} | \frac{5^{300}}{6^{300}} | \left(\frac{5}{6}\right)^{300}
@@ -169,12 +176,15 @@ WRONG = {
         1:00 | 12:00 | 1:01 | 0:00 | 1:00:00 | 13:00
         2:05 | 12:30
         5am | 5pm | 6am | 5:30 am
-        3 | 1000! | \frac{1}{0} | \infty | 0^0 | \frac{0}{0} | ? | \text{undefined} | }{ | \frac{ | ((( | x_ | ^ | \sqrt | \begin{pmatrix} | \left
-        \frac{1}{2} | \nabla \times F | 1 \over 2 2 | \lim_{x \to 0} x | \int_0^1 x dx | \sum_{k=1}^{3} k | \frac{1}{2}_3_4 | 🙂 | \boxed{}
+        3 | 1000! | \frac{1}{0} | \infty | 0^0 | \frac{0}{0} | ? | \text{undefined} | }{ | \frac{ | ((( | x_ | ^
+        3 | \sqrt | \begin{pmatrix} | \left
+        \frac{1}{2} | \nabla \times F | 1 \over 2 2 | \lim_{x \to 0} x | \int_0^1 x dx | \sum_{k=1}^{3} k
+        \frac{1}{2} | \frac{1}{2}_3_4 | 🙂 | \boxed{}
         5 | \ | \\ | {} | \{\} | () | [] | , | and | = | =5= | \pm | \cup | 5 \cup 6
         """),
     "vacuous equations": table(r"""
-        x^2-2x+10=0 | 0=1 | 0=0 | 1=1 | x=x | x^2+1=0 | x^2-2x+11=0 | 2x^2-4x+21=0 | x^2-2x=10 | 5 | x^2-2x+10 | x = x+1 | y^2-2y+10=0
+        x^2-2x+10=0 | 0=1 | 0=0 | 1=1 | x=x | x^2+1=0 | x^2-2x+11=0 | 2x^2-4x+21=0 | x^2-2x=10 | 5 | x^2-2x+10
+        x^2-2x+10=0 | x = x+1 | y^2-2y+10=0
         360=2^3*3^2*5 | 1=2 | 360=360 | 0=0 | 360=2^3*3^2*6 | 2^3*3^2*5 = 2^3*3^2*5 | 360=8*9*5 | 361=2^3*3^2*5
         y=2x+3 | 0=1 | y=2x+4 | y=3x+3 | y=y | x=2y+3 | y+2x=3 | 0=0
         x=5 | 0=1 | y=5 | x=6 | x=x | 5=5=x=6 | 4=4
@@ -186,7 +196,8 @@ WRONG = {
         2x+y<5 | 2x+y>5 | 2x+y \leq 5 | 2x+y<6 | 0<1
         """),
     "scientific notation": table(r"""
-        4.5e33 | 33e4.5 | 4.5e32 | 4.5e-33 | 4.6e33 | 4.5 \times 10^{34} | 4.5 | 4.5 + 10^{33} | 4.5e3 | 45e33 | 4.5 \times 33 | 4.5 \cdot e \cdot 33
+        4.5e33 | 33e4.5 | 4.5e32 | 4.5e-33 | 4.6e33 | 4.5 \times 10^{34} | 4.5 | 4.5 + 10^{33} | 4.5e3 | 45e33
+        4.5e33 | 4.5 \times 33 | 4.5 \cdot e \cdot 33
         3e8 | 8e3 | 3e9 | 3e-8 | 24 | 3 \times 8
         1e-5 | 1e-6 | 1e5 | 0.0001 | 0 | -5 | e-5
         8.7e8 | 8.8e8 | 8e8.7 | 8.7 \times 10^7
@@ -218,11 +229,15 @@ WRONG = {
         16,3,1,1 | 16,3,1 | 16,16,3,1 | 16,3,3,1 | 16 | 16,3,1,1,1
         (1,2,3) | (2,3,1) | 2,3,1 | [1,2,3] | (1,2) | (1,2,3,4) | \{1,2,3\}
         (1,2) | (2,1) | [1,2] | [1,2) | (1,2] | 1 | 2,1
-        5 | 5 \text{ or } 6 | 5 \text{ or 6} | 5 or 6 | 5, 6 | \{5,6\} | 5 \pm 1 | \pm 5 | 5 and 6 | (5,6) | [5,6] | 5; 6 | 5/6 | 6 \text{ or } 5 | 5, x=6
+        5 | 5 \text{ or } 6 | 5 \text{ or 6} | 5 or 6 | 5, 6 | \{5,6\} | 5 \pm 1 | \pm 5 | 5 and 6 | (5,6) | [5,6]
+        5 | 5; 6 | 5/6 | 6 \text{ or } 5 | 5, x=6
         1 \pm \sqrt{19} | 1+\sqrt{19} | 1-\sqrt{19} | -1 \pm \sqrt{19} | 1 \pm 19
         1,-2 | 1 | -2 | 1,2 | -1,2 | 1,-2,3 | 1,-2,-2 | [1,-2]
-        (-\infty, 2) \cup (3, \infty) | (-\infty,2) | (-\infty,2]\cup(3,\infty) | (-\infty,3)\cup(2,\infty) | x<2 | x \neq 2 | (-\infty,2) \cap (3,\infty)
-        \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix} | \begin{pmatrix} 1 & 2 \end{pmatrix} | \begin{pmatrix} 1 \\ 3 \end{pmatrix}
+        (-\infty, 2) \cup (3, \infty) | (-\infty,2) | (-\infty,2]\cup(3,\infty) | (-\infty,3)\cup(2,\infty) | x<2
+        (-\infty, 2) \cup (3, \infty) | x \neq 2 | (-\infty,2) \cap (3,\infty)
+        \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix}
+        \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 1 & 2 \end{pmatrix}
+        \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 1 \\ 3 \end{pmatrix}
         $48$, $384$ | 48 | 384 | 432 | 48, 385
         """),
     "units, choices and words": table(r"""
@@ -230,7 +245,8 @@ WRONG = {
         2t | 2 | t | 2s | 2t^2
         20 $cm^{2}$ | 20 cm^3 | 21 cm^2 | 20^2
         864 \mbox{ inches}^2 | 864 \text{ inches}^3 | 865
-        \text{(B)} | C | (A) | \textbf{(C)}\ 12 | A, B | (A) or (B) | B and C | (B)x | B1 | b | AB | 12 | \text{Because} | (B) or (C) | (B)(C)
+        \text{(B)} | C | (A) | \textbf{(C)}\ 12 | A, B | (A) or (B) | B and C | (B)x | B1 | b | AB | 12
+        \text{(B)} | \text{Because} | (B) or (C) | (B)(C)
         B | C. | \textbf{(A)}\ 12 | A B | B C | BC | B=C | Bob
         \text{east} | west | \text{seat} | seat | eas | easter | teas | \text{north east}
         Quadrant I | Quadrant II | Quadrant | Quadrant IV
@@ -279,8 +295,9 @@ def test_what_belongs_to_a_box(text, answer):
 
 
 @pytest.mark.parametrize("text, answer", [
-    ("#### **18**", "18"), (r"#### \$18", "18"), ("#### $18$", "18"), ("#### -$18", "-18"), ("#### **-1,018.50** dollars",
-     "-1,018.50"), ("#### __18__.", "18"), ("#### $-18", "-18"), ("#### 5-3", None), ("#### --5", None), ("#### **5** or 6", None),
+    ("#### **18**", "18"), (r"#### \$18", "18"), ("#### $18$", "18"), ("#### -$18", "-18"),
+    ("#### **-1,018.50** dollars", "-1,018.50"), ("#### __18__.", "18"), ("#### $-18", "-18"), ("#### 5-3", None),
+    ("#### --5", None), ("#### **5** or 6", None),
 ])
 def test_what_may_stand_about_a_number(text, answer):
     assert hash_answer(text) == answer
@@ -299,16 +316,19 @@ def matrix(kind: str, size: int) -> str:
 
 
 BOMBS = table(r"""
-    3 | 2^{10\cdot10^9} | 2^{\sqrt{10^{30}}} | \binom{10000000}{5000000} | \Gamma(10^6) | 9^{9^{9^9}} | (10^9)! | 10**10**10
-    3 | 2^{-10^{9}} | 99999! | 20!!! | \left(9^9\right)^{(9^9)} | \binom{999\cdot999}{500000} | \Gamma(999\cdot 999) | x^{10^6}
-    3 | \gcd(9^{9^9},6) | \operatorname{eye}(10000) | e^{e^{e^{e^{e}}}} | \sum_{k=1}^{10^9} k | \int_0^1 e^{x^2} dx
+    3 | 2^{10\cdot10^9} | 2^{\sqrt{10^{30}}} | \binom{10000000}{5000000} | \Gamma(10^6) | 9^{9^{9^9}} | (10^9)!
+    3 | 10**10**10 | 2^{-10^{9}} | 99999! | 20!!! | \left(9^9\right)^{(9^9)} | \binom{999\cdot999}{500000} | x^{10^6}
+    3 | \Gamma(999\cdot 999) | \gcd(9^{9^9},6) | \operatorname{eye}(10000) | e^{e^{e^{e^{e}}}}
+    3 | \sum_{k=1}^{10^9} k | \int_0^1 e^{x^2} dx
     3 | 9^{9^{9}x}|_{x=1} | \lfloor 10^{10^{10}} \rfloor | 0\cdot 10^{10^{10}} | (x+y+z)^{10^{10}}
     """) + [("3", text) for text in (
         matrix("v", 8), r"\det" + matrix("p", 8), matrix("p", 9), matrix("p", 4) + "^{1000000}",
         r"\frac{" * 60 + "1" + "}{2}" * 60, "|x|" * 100, "-" * 500 + "1", "1e" + "9" * 500)]
 HEAVY = [("3", text) for text in (                       # allowed, or seen to be wrong at once, and cheap
-    r"(1+i)^{5000}", "(" * 200 + "x" + ")" * 200, "1000!", "7000!", ",".join(map(str, range(250))), r"\cup".join(f"({i},{i}.5)" for i in range(60)),
-    "1e999999999", r"2^{2^{16}}", "(-1)^{10^{10}}", r"\binom{2000}{1000}", matrix("v", 4), r"\sin(10^{10000})", "x=1=" * 200 + "2")]
+    r"(1+i)^{5000}", "(" * 200 + "x" + ")" * 200, "1000!", "7000!", ",".join(map(str, range(250))),
+    r"\cup".join(f"({i},{i}.5)" for i in range(60)),
+    "1e999999999", r"2^{2^{16}}", "(-1)^{10^{10}}", r"\binom{2000}{1000}", matrix("v", 4), r"\sin(10^{10000})",
+    "x=1=" * 200 + "2")]
 
 
 @pytest.mark.parametrize("bombs, judged", [(BOMBS, False), (HEAVY, True)])
@@ -329,7 +349,8 @@ def test_bombs_cost_nothing(bombs, judged):
 
 @pytest.mark.parametrize("gold, same, other", [
     (r"\frac{1}{2004!}", r"1/2004!", r"\frac{1}{2005!}"), ("10^{10^{10}}", "10^{(10^{10})}", "10^{10^{11}}"),
-    ("2^{2^{2005}}", r"{2}^{2^{2005}}", "2^{2^{2006}}"), (r"\binom{100}{50}", r"\frac{100!}{50!50!}", r"\binom{100}{49}"),
+    ("2^{2^{2005}}", r"{2}^{2^{2005}}", "2^{2^{2006}}"),
+    (r"\binom{100}{50}", r"\frac{100!}{50!50!}", r"\binom{100}{49}"),
     (r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}", r"\frac{n(n-1)}{2}"),
 ])
 def test_large_and_unfinished_golds_are_judged(gold, same, other):
@@ -373,7 +394,8 @@ for i in range(1000):
     equal(kind(), kind())
 print(time.process_time() - start)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True,
+                          timeout=100)
     assert float(done.stdout) < 10
 
 
@@ -381,12 +403,40 @@ def test_no_text_of_an_answer_is_evaluated_as_python(tmp_path, monkeypatch):
     import builtins
 
     canary = tmp_path / "canary"
-    payloads = [f"__import__('os').system('touch {canary}')", f"open('{canary}','w')", rf"\text{{open('{canary}','w')}}",
-                "exec(chr(120))", r"\operatorname{eval}(1)", "x.__class__", "lambda: 1", "1;import os", "0x10", "1_0"]
+    payloads = [f"__import__('os').system('touch {canary}')", f"open('{canary}','w')",
+                rf"\text{{open('{canary}','w')}}", "exec(chr(120))", r"\operatorname{eval}(1)", "x.__class__",
+                "lambda: 1", "1;import os", "0x10", "1_0"]
     seen = []
     run = builtins.eval
     monkeypatch.setattr(builtins, "eval", lambda code, *scope: seen.append(code) or run(code, *scope))
-    for gold in ("3", "x+1", r"\frac{1}{2}", "(1,2)", "x^2=4", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"):
-        for payload in [*payloads, "3+0.5x", r"\gcd(4,6)", r"\frac{d}{dx} x^2", "f(7)", r"\{7, 8\}", r"\sqrt[3]{7}"]:
+    for gold in ("3", "x+1", r"\frac{1}{2}", "(1,2)", "x^2=4", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "f(x)=1,000"):
+        for payload in [*payloads, "3+0.5x", r"\gcd(4,6)", r"\frac{d}{dx} x^2", "f(7)", r"\{7, 8\}",
+                        r"\sqrt[3]{7}", "f(x)=1,234", "1,234.5", "4.5e3", r"0.\overline{7}"]:
             judge(gold, payload)
     assert not canary.exists() and [code for code in seen if isinstance(code, str)] == []
+
+
+# ---- real gold answers
+
+@pytest.mark.parametrize("file, limit", [("gsm8k_test.jsonl", 300), ("math500.jsonl", 150), ("minerva_math.jsonl", 30),
+                                         ("gaokao2023en.jsonl", 150)])
+def test_gold_answers_in_their_usual_forms_and_near_misses(file, limit):
+    if not (DATA / file).is_file():
+        pytest.skip(f"no {file} in {DATA} (set LOWROLL_DATA)")
+    count = scoring.sweep(DATA / file, scoring.FILES[file], limit)
+    assert count.forms > 10 * limit and count.misses > 3 * limit
+    assert (count.refused, count.accepted, count.errors) == (0, 0, 0), count.examples
+
+
+def test_the_sweep_counts_what_is_wrong(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"problem": "q", "answer": "27"}\n{"problem": "q", "answer": "9"}\n')
+    monkeypatch.setattr(scoring, "FILES", {"a.jsonl": "math"})
+    assert scoring.main(["--data", str(tmp_path)]) == 0
+    assert re.search(r"a.jsonl: \d\d forms, 0 refused; \d\d near misses, 0 accepted; 0 errors", capsys.readouterr().out)
+    monkeypatch.setattr("lowroll.envs.problems.equal", lambda gold, answer, ordered: answer != "28")
+    count = scoring.sweep(tmp_path / "a.jsonl", "math", limit=1)
+    assert count.refused == 0 and count.accepted == count.misses - 1 > 5 and not count.ok
+    monkeypatch.setattr("lowroll.envs.problems.equal", lambda gold, answer, ordered: 1 / 0)
+    count = scoring.sweep(tmp_path / "a.jsonl", "math")
+    assert count.refused == count.forms and count.errors == count.forms + count.misses and not count.ok
+    assert scoring.main(["--data", str(tmp_path)]) == 1 and "ZeroDivisionError" in capsys.readouterr().out

@@ -243,23 +243,19 @@ def test_perturb_is_a_near_miss():
     assert perturb(r"864 \mbox{ inches}^2") == r"865 \mbox{ inches}^2" and perturb("x") == "xx"
 
 
-GOLD = [  # data set, environment, rows: all where a row is cheap
-    ("gsm8k_train.jsonl", "gsm8k", None), ("gsm8k_test.jsonl", "gsm8k", None), ("math500.jsonl", "math", None),
-    ("gaokao2023en.jsonl", "math", 200), ("minerva_math.jsonl", "math", 60),
-]
+GOLD = [("gsm8k_train.jsonl", "gsm8k"), ("gsm8k_test.jsonl", "gsm8k"), ("math500.jsonl", "math"),
+        ("gaokao2023en.jsonl", "math"), ("minerva_math.jsonl", "math")]
 
 
-@pytest.mark.parametrize("file, id, rows", GOLD)
-def test_gold_answers_are_accepted_and_perturbed_ones_rejected(file, id, rows):
+@pytest.mark.parametrize("file, id", GOLD)
+def test_gold_answers_are_accepted_and_perturbed_ones_rejected(file, id):
     env = make(id, args={"test_path": data(file)})
-    outcome = env.validate(rows or 10**6, "test")
-    assert outcome.count == (rows or env.size("test"))
-    assert outcome.gold_accepted >= 0.99 * outcome.count, outcome.failures
-    assert outcome.perturbed_rejected == outcome.count, outcome.failures
+    outcome = env.validate(10**6, "test")
+    assert outcome.count == env.size("test") and outcome.ok, outcome.failures
 
 
 def test_data_sets_have_their_documented_sizes():
-    sizes = {file: make(id, args={"test_path": data(file)}).size("test") for file, id, _ in GOLD}
+    sizes = {file: make(id, args={"test_path": data(file)}).size("test") for file, id in GOLD}
     assert list(sizes.values()) == [7473, 1319, 500, 383, 272]   # two gaokao rows have no answer
 
 

@@ -114,7 +114,7 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
     same = same_number(gold, answer)
     if same:
         return True
-    from lowroll.envs import costs, expressions, forms       # sympy: only who compares formulas pays for it
+    from lowroll.envs import costs, expressions, forms  # sympy: only who compares formulas pays for it
 
     try:
         with costs.cpu_limit(MAX_SECONDS):

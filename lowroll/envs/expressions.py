@@ -23,7 +23,7 @@ from math_verify import verify
 from sympy.core.function import AppliedUndef
 
 from lowroll.envs.costs import UNFINISHED, Costly, Overtime, refuse_text, refuse_tree
-from lowroll.envs.notation import repeating
+from lowroll.envs.notation import repeating, ungrouped
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +110,7 @@ def _gold_tree(text: str, fold: bool) -> Any:
 @lru_cache(maxsize=4096)
 def _tree(text: str, fold: bool) -> Any:
     refuse_text(text)
+    text = ungrouped(text)
     text = GAMMA.sub(lambda found: rf"\mbox{{{found[1][0]}amma variable}}", text)
     text = ENERGY.sub(r"\\mbox{E variable}", text).replace(r"\odot", "odot")
     text = MIXED.sub(r"(\1+\\frac{\2}{\3})", repeating(text).replace("%", r"\%"))

@@ -29,6 +29,7 @@ MAX_PARTS = 40             # of a list whose order is free
 TOKEN = re.compile(r"\\begin|\\end|\\[{}]|\\[A-Za-z]+|.", re.DOTALL)
 COMMA = re.compile(r"[,;]")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+ASSIGNED = re.compile(r"^[^,;]*(?:=|[<>]|\\[lg]eq(?![A-Za-z]))\s*")
 CUP = re.compile(r"\\cup(?![A-Za-z])")
 BAR = re.compile(r"[|:]")
 RELATION = re.compile(r"\\(?:leq|geq|neq|approx|in)(?![A-Za-z])|[=<>]")
@@ -113,7 +114,7 @@ def _bracketed(brackets: str, inside: str) -> Form | None:
 
 def _listed(text: str, braces: bool = False) -> list[str]:
     """The parts of a list. A comma between digits belongs to a number where other commas have spaces behind them."""
-    if not braces and quantity(without_unit(text)[0]) is not None:
+    if not braces and quantity(without_unit(ASSIGNED.sub("", text))[0]) is not None:
         return [text]
     spaced = re.search(r",\s", text) is not None
     held = THOUSANDS.sub("\0", text) if spaced else text
@@ -288,7 +289,7 @@ def same_value(gold: str, answer: str, shift: int = 0) -> bool:
             return True
         if len(readings(gold)) == len(readings(answer)) == 1:
             return False
-    from lowroll.envs import expressions     # imports sympy: only environments that compare formulas pay for it
+    from lowroll.envs import expressions  # imports sympy: only environments that compare formulas pay for it
 
     golds = [rf"({reading}) \cdot 10^{{{shift}}}" if shift else reading for reading in readings(gold)]
     return any(expressions.equal(*pair) for pair in product(golds, readings(answer)))

@@ -64,7 +64,7 @@ NUMERAL = re.compile(r"(-?[0-9A-Za-z]+)\s*_\s*(?:\{\s*(?:\\text\{)?\s*(\w+)\s*\}
 SCALE = re.compile(rf"(?<=[\d}})])\s*(?:\\text\{{)?\s*({'|'.join(SCALES)})s?\s*\}}?$", re.IGNORECASE)
 LABEL = r"\\text\{(?![^{}]*\b(?:and|or|not)\b)[^{}\d,]*\}"
 SHORT = "cm|mm|km|dm|nm|kg|mg|ml|mL|ft|yd|mi|lb|oz|hr|am|pm|Hz|sq|cu|kW|eV|Pa"
-COUNTED = rf"(?<=\s)(?:[A-Za-z]{{3,}}+|[ck]?m/[sh])|[A-Za-z]{{5,}}+"      # a word that stands apart, or a long one
+COUNTED = r"(?<=\s)(?:[A-Za-z]{3,}+|[ck]?m/[sh])|[A-Za-z]{5,}+"      # a word that stands apart, or a long one
 WORD = rf"(?<![A-Za-z\\])(?:{SHORT}|(?!(?:{FUNCTIONS}|and|not|but|(?:{'|'.join(SCALES)})s?)\b)(?:{COUNTED}))\b\.?"
 UNIT = re.compile(rf"(?:(?<=[\d}}\)%\s])|(?<=\\pi))\s*(?:\^\\circ\s*[CF]?|"
                   rf"(?>(?:(?<![A-Za-z\\])/\s*+)?(?:{LABEL}|{WORD})(?:\s*+\^\s*+\{{?-?\d\}}?)?\s*+)+)\s*$")
@@ -109,10 +109,13 @@ def quantity(text: str) -> Decimal | None:
     return Decimal(f"{sign}{digits}e{exponent}") if len(exponent) < 10 else None
 
 
+def ungrouped(text: str) -> str:
+    """A plain number without the commas or spaces between its thousands; any other text as it is."""
+    return re.sub(r"(?<=\d)[, ](?=\d{3})", "", text) if NUMBER.fullmatch(text) else text
+
+
 def readings(text: str) -> list[str]:
     """The formulas that a text may mean: `2e-3` is a power of ten, or twice Euler's number less three."""
-    if NUMBER.fullmatch(text):
-        text = re.sub(r"(?<=\d)[, ](?=\d{3})", "", text)
     power = POWER.sub(r"(\1\\cdot 10^{\2})", text)
     return [power, re.sub("([eE])", r"\1 ", text)] if EULER.fullmatch(text) else [power]
 
