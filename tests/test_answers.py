@@ -90,6 +90,8 @@ RIGHT = {
         """),
     "choices and words": table(r"""
         \text{(B)} | B | (B) | B. | \textbf{(B)}\ 12 | \textbf{(B) } 12 | \text{B} | (B) 12 | \textbf{B} | \mathrm{(B)}
+        \textbf{(B)}\ 12 | B | (B) | 12 | \textbf{(B)}\ 12 | (B) 12 | \text{(B)}
+        \textbf{(B)}\ \frac{1}{2} | B | 0.5 | \textbf{(B)}\ \frac12
         B | B. | (B) | \text{(B)} | \textbf{(B)}\ 12 | \textbf{(B)}\ \frac{1}{2} | B) 12 | B: 12 | $B$
         C | \textbf{(C)}\ 3\sqrt{2} | C. | (C)
         \text{east} | east | East | \text{East} | \textbf{east} | \mathrm{east}
@@ -247,6 +249,7 @@ WRONG = {
         864 \mbox{ inches}^2 | 864 \text{ inches}^3 | 865
         \text{(B)} | C | (A) | \textbf{(C)}\ 12 | A, B | (A) or (B) | B and C | (B)x | B1 | b | AB | 12
         \text{(B)} | \text{Because} | (B) or (C) | (B)(C)
+        \textbf{(B)}\ 12 | C | 13 | \textbf{(C)}\ 12 | (B) or (C) | A
         B | C. | \textbf{(A)}\ 12 | A B | B C | BC | B=C | Bob
         \text{east} | west | \text{seat} | seat | eas | easter | teas | \text{north east}
         Quadrant I | Quadrant II | Quadrant | Quadrant IV

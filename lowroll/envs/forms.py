@@ -175,10 +175,11 @@ def matches(gold: str, answer: str, ordered: bool = False) -> bool:
     gold, answer = tidy(gold), tidy(answer)
     if squeezed(gold) == squeezed(answer):
         return True
-    if choice(gold) is not None and re.search(r"[a-z\d]", re.sub(r"\\text", "", gold)) is None:
-        return choice(answer) == choice(gold)
     if not answer:
         return False
+    if (asked := choice(gold)) is not None and (not asked[1] or ")" in gold):
+        said = choice(answer)
+        return said is not None and said[0] == asked[0] or asked[1] != "" and matches(asked[1], answer)
     return _same_form(form(gold), form(answer), ordered)
 
 

@@ -90,12 +90,12 @@ def squeezed(text: str) -> str:
     return re.sub(r"(?<!\\)\{(\w)\}", r"\1", text)
 
 
-def choice(text: str) -> str | None:
-    """The letter of a multiple choice, `(B)`, `B.`, `\\text{B} 12`; None when it is not one, or more than one."""
+def choice(text: str) -> tuple[str, str] | None:
+    r"""(letter, what it stands for or "") of `(B)`, `B.`, `\text{(B)} 12`; None for no choice, or more than one."""
     found = CHOICE.fullmatch(text)
     if found is None or re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|,|\\neq|[=<>+^]", found[2]):
         return None
-    return found[1]
+    return found[1], found[2].lstrip(" .:)}").rstrip(" .")
 
 
 def quantity(text: str) -> Decimal | None:
