@@ -253,6 +253,7 @@ WRONG = {
         B | C. | \textbf{(A)}\ 12 | A B | B C | BC | B=C | Bob
         \text{east} | west | \text{seat} | seat | eas | easter | teas | \text{north east}
         Quadrant I | Quadrant II | Quadrant | Quadrant IV
+        I(0) | I(1) | I | 0
         \text{even} | odd | \text{not even} | neve
         52_8 | 52_9 | 53_8 | 42 | 52_{16}
         4210_{5} | 4210_{6} | 4211_5 | 555

@@ -35,6 +35,7 @@ BAR = re.compile(r"[|:]")
 RELATION = re.compile(r"\\(?:leq|geq|neq|approx|in)(?![A-Za-z])|[=<>]")
 FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 BELOW = ("<", r"\leq")
+LETTERED = re.compile(r"(?:\\text\{)?\s*\(\s*[A-Z]\s*\)")      # (B) 12
 NAME = re.compile(r"(?:[A-Za-z]|[A-Z]{2,}|[A-Za-z][A-Za-z ]{3,}|\\text\{[^{}]*\}|\\overline\{[^{}]*\}|"
                   r"\\[A-Za-z]+(?![A-Za-z\s]*\{)(?:\s*[A-Z]+)?)"
                   r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?\s*(?:\^\{(?:\\prime)+\})?\s*(?:\([A-Za-z,\s]*\))?")
@@ -177,7 +178,7 @@ def matches(gold: str, answer: str, ordered: bool = False) -> bool:
         return True
     if not answer:
         return False
-    if (asked := choice(gold)) is not None and (not asked[1] or ")" in gold):
+    if (asked := choice(gold)) is not None and (not asked[1] or LETTERED.match(gold)):
         said = choice(answer)
         return said is not None and said[0] == asked[0] or asked[1] != "" and matches(asked[1], answer)
     return _same_form(form(gold), form(answer), ordered)
