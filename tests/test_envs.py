@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from lowroll.envs import make
-from lowroll.envs.answers import boxed_answer, equal, hash_answer, last_answer, refuse_costly, same_number
+from lowroll.envs.answers import boxed_answer, equal, hash_answer, last_answer, same_number
 from lowroll.envs.base import split_of
 from lowroll.envs.problems import perturb, problem_of
 from lowroll.envs.reverse_text import lcs_length, lcs_ratio
@@ -190,20 +190,6 @@ def test_equal(gold, answer, same):
     assert equal(gold, answer) is same
 
 
-@pytest.mark.parametrize("bomb", ["9^{9^{9^9}}", "(10^9)!", "10^{10^{10}}", "10**10**10", "2^{-10^{9}}", "99999!",
-                                  "20!!!", r"\left(9^9\right)^{(9^9)}"])
-def test_costly_answers_are_refused_not_wrong(bomb):
-    with pytest.raises(ValueError, match="too costly"):
-        equal("5", bomb)
-    assert equal(bomb, bomb)
-
-
-@pytest.mark.parametrize("cheap", ["2^{10}", "x^2+y^2", "2^{2^{3}}", "10^{100}", "5!", "2*5!", "e^{x^2}",
-                                   r"\frac{3^4}{2^{50}}", "2^{10}3^{500}4^{99}", "(2^9)(3^9)"])
-def test_ordinary_powers_are_not_refused(cheap):
-    refuse_costly(cheap)
-
-
 # ---- gsm8k and math
 
 def test_problem_rows_of_every_dialect():
@@ -257,23 +243,19 @@ def test_perturb_is_a_near_miss():
     assert perturb(r"864 \mbox{ inches}^2") == r"865 \mbox{ inches}^2" and perturb("x") == "xx"
 
 
-GOLD = [  # data set, environment, rows: all where a row is cheap
-    ("gsm8k_train.jsonl", "gsm8k", None), ("gsm8k_test.jsonl", "gsm8k", None), ("math500.jsonl", "math", None),
-    ("gaokao2023en.jsonl", "math", 200), ("minerva_math.jsonl", "math", 60),
-]
+GOLD = [("gsm8k_train.jsonl", "gsm8k"), ("gsm8k_test.jsonl", "gsm8k"), ("math500.jsonl", "math"),
+        ("gaokao2023en.jsonl", "math"), ("minerva_math.jsonl", "math")]
 
 
-@pytest.mark.parametrize("file, id, rows", GOLD)
-def test_gold_answers_are_accepted_and_perturbed_ones_rejected(file, id, rows):
+@pytest.mark.parametrize("file, id", GOLD)
+def test_gold_answers_are_accepted_and_perturbed_ones_rejected(file, id):
     env = make(id, args={"test_path": data(file)})
-    outcome = env.validate(rows or 10**6, "test")
-    assert outcome.count == (rows or env.size("test"))
-    assert outcome.gold_accepted >= 0.99 * outcome.count, outcome.failures
-    assert outcome.perturbed_rejected == outcome.count, outcome.failures
+    outcome = env.validate(10**6, "test")
+    assert outcome.count == env.size("test") and outcome.ok, outcome.failures
 
 
 def test_data_sets_have_their_documented_sizes():
-    sizes = {file: make(id, args={"test_path": data(file)}).size("test") for file, id, _ in GOLD}
+    sizes = {file: make(id, args={"test_path": data(file)}).size("test") for file, id in GOLD}
     assert list(sizes.values()) == [7473, 1319, 500, 383, 272]   # two gaokao rows have no answer
 
 

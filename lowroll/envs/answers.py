@@ -3,49 +3,68 @@ r"""Final answers: where they stand in a response, and when two of them are equa
 Conventions: the number on the last valid `#### 72` line (GSM8K), or the content of the last `\boxed{...}` with balanced
 braces (MATH). There is no fallback to "the last number in the text": under RL a lenient extractor is a loophole.
 
-Equality: the same string, else the same number when both are plain numbers, else math-verify (symbolic, through sympy)
-on the extracted answers alone, both parsed under the same strict configuration. math-verify's own time limits rest on
-SIGALRM, which works in main threads only and cannot interrupt big-integer arithmetic; they are off. The worker pool
-kills what takes too long, and `refuse_costly` stops the common number bombs before sympy sees them.
+Equality: the same number or the same text in one spelling (`notation`), else part by part (`forms`), and at last as
+expressions (`expressions`), which `costs` refuses by their size before anything is evaluated. What is left takes
+`MAX_SECONDS` of CPU time at most.
 """
 from __future__ import annotations
 
 import logging
 import re
-from fractions import Fraction
-from functools import lru_cache
-from math import log2
-from typing import Any
+
+from lowroll.envs.notation import quantity, tidy
 
 MAX_ANSWER = 1000          # characters: a longer "final answer" is wrong by rule
-MAX_BITS = 100_000         # of a number that an answer may spell as a power
+MAX_SECONDS = 2.0          # of CPU time for one answer
 
-HASH = re.compile(r"####[ \t]*\$?(-?[\d,.]*\d)[^\d\n]*$", re.MULTILINE)
+HASH = re.compile(r"####[ \t]*(?:\*\*|__)?[ \t]*(-?)[ \t]*(?:\\?\$[ \t]*(-?))?([\d,.]*\d)[^\d\n]*$", re.MULTILINE)
 BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-BASE = re.compile(r"\d_\{?(\d+)\}?$")
 BARE = re.compile(r"[^\s$\\{}]+")
-PLAIN = re.compile(r"(-?)\s*(?:\\?\$)?\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)\.?")
-FLATTEN = [(re.compile(pattern), by) for pattern, by in (    # brackets out, such that 9^{9^{9}} becomes 9^9^9,,
-    (r"\\left|\\right|\s", ""), (r"[)}\]]+(?=\^|\*\*|!)", ""), (r"[)}\]]|(?<=\d)[({\[]", ","), (r"[({\[]", ""))]
-TOWER = re.compile(r"\d+(?:(?:\^|\*\*)[-+]?\d+)+")
-FACTORIAL = re.compile(r"\d{4,}!|\d{2,}!!|(?:\^|\*\*)\d+!")
+MINUS = re.compile(r"(?:(?:^|(?<![\d)}])\s|[$=(:{]|\\[(\[])-|[$=]\s*-\s*)$")      # not of a difference, nor of a list
+JOINED = re.compile(r"(?:[-\s$,;&}]|\\[()]|\\text\s*\{|\\quad|\band\b|\bor\b|\b[A-Za-z]\s*=)*")
+JOINT = re.compile(r"[,;]|\band\b|\bor\b")
 
 
 def hash_answer(text: str) -> str | None:
     """The number of the last line `#### number` (a unit may follow, another number may not); None if there is none."""
     found = HASH.findall(text)
-    return found[-1] if found else None
+    return "".join(found[-1]) if found else None
 
 
-def boxed_answer(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` or `\boxed x`; None when there is none or its braces never close."""
+def boxed_answer(text: str, joined: bool = True) -> str | None:
+    r"""The content of the last `\boxed{...}` or `\boxed x`; None when there is none or its braces never close.
+
+    A minus sign in front of the box belongs to it, and where `joined`, so do the boxes that "and", "or" or a comma join
+    to it.
+    """
     boxes = list(BOX.finditer(text))
-    if not boxes:
+    if not boxes or (last := _content(text, boxes[-1])) is None:
         return None
-    start = boxes[-1].end()
-    if text[start:start + 1] != "{":
-        bare = BARE.match(text, start)
-        return bare[0].rstrip(".,") if bare and text[start - 1].isspace() else None
+    contents, start = [last[0]], boxes[-1].start()
+    for box in reversed(boxes[:-1] if joined else []):
+        found = _content(text, box)
+        between = text[found[1]:start] if found is not None and start - found[1] < 60 else ""
+        if found is None or JOINT.search(between) is None or JOINED.fullmatch(between) is None:
+            break
+        contents.append(found[0])
+        start = box.start()
+    return ", ".join(reversed(contents))
+
+
+def _content(text: str, box: re.Match[str]) -> tuple[str, int] | None:
+    """(content, end) of a box."""
+    found = _braced(text, box.end()) if text[box.end():box.end() + 1] == "{" else _bare(text, box.end())
+    if found is None or MINUS.search(text, max(0, box.start() - 8), box.start()) is None:
+        return found
+    return f"-{found[0]}" if re.fullmatch(r"[^-+,\s]*", found[0]) else f"-({found[0]})", found[1]
+
+
+def _bare(text: str, start: int) -> tuple[str, int] | None:
+    bare = BARE.match(text, start)
+    return (bare[0].rstrip(".,"), bare.end()) if bare and text[start - 1].isspace() else None
+
+
+def _braced(text: str, start: int) -> tuple[str, int] | None:
     depth, escaped = 0, False
     for i in range(start, len(text)):
         char = text[i]
@@ -58,13 +77,13 @@ def boxed_answer(text: str) -> str | None:
         elif char == "}":
             depth -= 1
             if depth == 0:
-                return text[start + 1:i].strip()
+                return text[start + 1:i].strip(), i + 1
     return None
 
 
-def last_answer(text: str) -> str | None:
+def last_answer(text: str, joined: bool = True) -> str | None:
     """The answer under whichever of the two conventions comes last in the text."""
-    number, box = hash_answer(text), boxed_answer(text)
+    number, box = hash_answer(text), boxed_answer(text, joined)
     if number is None or box is None:
         return number if box is None else box
     last_hash = [match.start() for match in HASH.finditer(text)][-1]
@@ -72,60 +91,38 @@ def last_answer(text: str) -> str | None:
 
 
 def same_number(gold: str, answer: str) -> bool | None:
-    """Exact equality of two plain decimal numbers (`1,234.50`, `$7`, `-3.`); None when one of them is not one."""
-    a, b = PLAIN.fullmatch(gold.strip()), PLAIN.fullmatch(answer.strip())
-    if a is None or b is None:
-        return None
-    return Fraction(a[1] + a[2].replace(",", "")) == Fraction(b[1] + b[2].replace(",", ""))
+    """Exact equality of two plain numbers (`1,234.50`, `$7`, `4.5e33`); None when one of them is not one."""
+    a, b = quantity(tidy(gold)), quantity(tidy(answer))
+    return None if a is None or b is None else a == b
 
 
-def equal(gold: str, answer: str) -> bool:
-    """Whether `answer` (already extracted) is the gold answer. LaTeX or plain on both sides; gold comes first.
+class Unjudged(Exception):
+    """An answer that cannot be judged: no formula, too large to evaluate, or too long on the way. It is wrong."""
 
-    Units and text beside a formula are not judged, and 50\\% is both 50 and 0.5: those are math-verify's rules.
-    Raises what math-verify raises when it cannot compare, and ValueError for an answer too costly to evaluate.
+
+def equal(gold: str, answer: str, ordered: bool = False) -> bool:
+    """Whether `answer` (already extracted) is the gold answer. `ordered`: the order of a list without brackets counts.
+
+    LaTeX or plain on both sides. Units and text beside a formula are not judged, and 50\\% is both 50 and 0.5. Unjudged
+    is the answer's fault; any other exception is the gold answer's, or this program's.
     """
     gold, answer = gold.strip(), answer.strip()
     if gold == answer:
         return True
     if not answer or len(answer) > max(MAX_ANSWER, 2 * len(gold)):
         return False
-    numeric = same_number(gold, answer)
-    if numeric is not None:
-        return numeric
-    bases = BASE.search(gold), BASE.search(answer)
-    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
-        return False                   # math-verify drops the subscript: 52_8 would be 52_9
-    refuse_costly(answer)
-    from math_verify import verify  # imports sympy: only environments that compare formulas pay for it
+    same = same_number(gold, answer)
+    if same:
+        return True
+    from lowroll.envs import costs, expressions, forms  # sympy: only who compares formulas pays for it
 
-    return verify(_parsed(gold), _parsed(answer), timeout_seconds=None, raise_on_error=True)
-
-
-def refuse_costly(answer: str) -> None:
-    """ValueError for power towers and factorials whose value has more than about `MAX_BITS` bits."""
-    flat = answer
-    for pattern, by in FLATTEN:
-        flat = pattern.sub(by, flat)
-    costly = FACTORIAL.search(flat) is not None
-    for tower in TOWER.findall(flat):
-        numbers = [int(digits) for digits in re.findall(r"\d+", tower)]
-        exponent = numbers.pop()
-        while numbers and not costly:
-            base = numbers.pop()
-            costly = base > 1 and exponent * log2(base) > MAX_BITS
-            exponent = 1 if costly else base**exponent
-    if costly:
-        raise ValueError(f"answer too costly to evaluate: {answer[:80]!r}")
-
-
-@lru_cache(maxsize=4096)
-def _parsed(answer: str) -> list[Any]:
-    from math_verify import LatexExtractionConfig, parse
-
-    strict = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
-    return parse(f"\\boxed{{{answer}}}", [strict], extraction_mode="first_match", parsing_timeout=None,
-                 raise_on_error=True)
+    try:
+        with costs.cpu_limit(MAX_SECONDS):
+            return forms.matches(gold, answer, ordered)
+    except expressions.GoldError:
+        raise
+    except (Exception, costs.Overtime) as error:
+        raise Unjudged(f"{type(error).__name__}: {error}"[:200]) from error
 
 
 class _NoTimeoutWarning(logging.Filter):

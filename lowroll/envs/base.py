@@ -59,6 +59,7 @@ class Environment(ABC):
     """Base class. Subclasses take their arguments as keywords beside `name` and `seed`, and refuse bad ones."""
 
     exact = False                      # True: there are no partial rewards, so a perturbed answer must score 0
+    overtaxed: Score | None = None     # of a response that takes longer than the pool's limit; None: that is an error
 
     def __init__(self, *, name: str, seed: int = 0, system: str | None = None, template: str = "{text}") -> None:
         if "{text}" not in template:

@@ -7,20 +7,27 @@ gold answer is skipped and counted.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lowroll.envs.answers import boxed_answer, equal, last_answer, same_number
+from lowroll.envs.answers import Unjudged, boxed_answer, equal, last_answer, same_number
 from lowroll.envs.base import Environment, bounded
 from lowroll.envs.rows import Rows
 from lowroll.types import Prompt, Score
+
+log = logging.getLogger(__name__)
 
 QUESTION_FIELDS = ("question", "problem", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
 CALCULATOR = re.compile(r"<<[^<>]*>>")     # GSM8K's annotations, <<48/2=24>>, are not meant to be imitated
 UNIT = re.compile(r"\\(?:text|mbox|mathrm)\b")
+DOLLARS = re.compile(r"\$([^$]*)\$[.,;]?")
 GROUPED = re.compile(r"(?<=\d),(?=\d{3}\b)")
+ORDER = re.compile(r"\b(?:(?:in|de)creasing|ascending|descending|alphabetical|numerical|that|this|same) order\b|"
+                   r"\b(?:least|smallest|lowest|largest|greatest|highest) to \b|\brespectively\W*$|\?.*\?",
+                   re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -33,9 +40,13 @@ class Problem:
 
 
 class Problems(Environment):
-    """Reward 1 when the response's final answer equals the gold answer, else 0."""
+    """Reward 1 when the response's final answer equals the gold answer, else 0.
+
+    Its numbers: `has_answer`, and `unjudged` where there is a final answer that cannot be judged, which is wrong.
+    """
 
     exact = True
+    overtaxed = Score(0.0, {"has_answer": 1.0, "unjudged": 1.0})
     hashes: ClassVar[bool]             # whether `#### number` counts beside \boxed{}
     default_template: ClassVar[str]
 
@@ -55,14 +66,22 @@ class Problems(Environment):
         self.rng(split, index)         # checks both
         row = self.rows.at(split, index)
         problem = self.rows[split][row]
-        return self.ask(problem.question, index, split, {"answer": problem.answer, "row": row, "split": split})
+        return self.ask(problem.question, index, split, {
+            "answer": problem.answer, "ordered": ORDER.search(problem.question) is not None, "row": row,
+            "split": split})
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """1 or 0. A comparison that fails raises; a response without a final answer is wrong."""
+        """1 or 0. A response without a final answer is wrong, and so is one that cannot be judged."""
         text = bounded(text)
         answer = last_answer(text) if self.hashes else boxed_answer(text)
-        right = answer is not None and equal(prompt.info["answer"], answer)
-        return Score(float(right), {"has_answer": float(answer is not None)})
+        right = unjudged = False
+        if answer is not None:
+            try:
+                right = equal(prompt.info["answer"], answer, prompt.info.get("ordered", False))
+            except Unjudged as reason:
+                unjudged = True
+                log.debug("%s: %r cannot be judged: %s", prompt.id, answer[:80], reason)
+        return Score(float(right), {"has_answer": float(answer is not None), "unjudged": float(unjudged)})
 
     def gold(self, prompt: Prompt) -> str:
         """The data set's worked solution when it ends in the gold answer, else the answer alone."""
@@ -90,7 +109,7 @@ def problem_of(row: dict[str, Any], where: str) -> Problem | None:
     if key is None:
         raise ValueError(f"{where}: none of the fields {', '.join(ANSWER_FIELDS)}")
     raw = _as_text(row[key], f"{where}: field {key!r}")
-    answer = final_answer(raw) if key != "solution" else (last_answer(raw) or "")
+    answer = final_answer(raw) if key != "solution" else (last_answer(raw, joined=False) or "")
     solution = raw if "####" in raw or key == "solution" else row.get("solution")
     solution = CALCULATOR.sub("", solution) if isinstance(solution, str) else ""
     return Problem(question.strip(), answer, solution.strip()) if answer else None
@@ -101,11 +120,10 @@ def final_answer(raw: str) -> str:
     if "####" in raw:
         return GROUPED.sub("", raw.rpartition("####")[2].strip())
     if "\\boxed" in raw:
-        return boxed_answer(raw) or ""
+        return boxed_answer(raw, joined=False) or ""
     raw = raw.strip()
-    if len(raw) > 1 and raw[0] == raw[-1] == "$" and "$" not in raw[1:-1]:
-        raw = raw[1:-1].strip()
-    return raw
+    found = DOLLARS.fullmatch(raw)
+    return found[1].strip() if found is not None else raw
 
 
 def perturb(answer: str) -> str:

@@ -1,6 +1,7 @@
 """The scorer pool: persistent worker processes that are killed and replaced when a scorer hangs, bloats or crashes.
 
-A reward is computed or it is an error, never a 0 that stands for "could not score":
+A reward is computed or it is an error, never a 0 that stands for "could not score", unless the environment says so
+(`overtaxed`: the score of a response that is too much work to judge):
 
     kind       what happened to the item                          the worker
     exception  the scorer raised                                  goes on
@@ -16,11 +17,15 @@ Concurrency. `score` is one loop over the workers' pipes (`select`): it sends a 
 the next reply or the next deadline, whichever comes first. A worker holds one chunk at a time and answers item by
 item, so the clock starts anew with each item. Callers in several threads are served one after the other. Messages are
 JSON; nothing that a worker says can run code here. Workers see no environment variables beyond `child.KEEP_ENV`.
+
+An item goes out with a random id, and its reply must carry it. Another line on that pipe, as of a scorer that writes to
+all descriptors, ends the worker; it is never somebody's reward.
 """
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import selectors
 import signal
 import subprocess
@@ -46,9 +51,9 @@ Spec = tuple[str, dict[str, Any], int]
 
 @dataclass
 class _Job:
-    """One call of `score`: encoded items, their results so far, and the indices that no worker holds."""
+    """One call of `score`: items as (environment, JSON), their results so far, the indices that no worker holds."""
 
-    items: list[bytes]
+    items: list[tuple[str, bytes]]
     results: list[Score | ScoreError | None]
     pending: deque[int]
     done: int = 0
@@ -58,14 +63,14 @@ class _Job:
         self.results[index] = result
         self.done += 1
 
-    def take_back(self, held: deque[int]) -> None:
+    def take_back(self, held: deque[tuple[int, str]]) -> None:
         """Items that their worker will not score go first in line."""
-        self.pending.extendleft(reversed(held))
+        self.pending.extendleft(index for index, _ in reversed(held))
         held.clear()
 
 
 class _Worker:
-    """One child process, and the items (by index) that it holds. It is starting until it has said that it is ready."""
+    """One child process, and the items, as (index, id), that it holds. It starts until it says that it is ready."""
 
     def __init__(self, setup: bytes) -> None:
         self.stderr = tempfile.TemporaryFile()
@@ -74,7 +79,8 @@ class _Worker:
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         os.set_blocking(self.stdin.fileno(), False)
         os.set_blocking(self.stdout.fileno(), False)
-        self.held: deque[int] = deque()
+        self.held: deque[tuple[int, str]] = deque()
+        self.overtaxed: dict[str, Score] = {}
         self.ready = self.ended = self.killed = False
         self.outbox, self.inbox = setup, b""
         self.deadline = time.monotonic() + START_LIMIT
@@ -84,10 +90,13 @@ class _Worker:
         """Whether it owes an answer, its readiness or a score, and the time for it is over."""
         return (not self.ready or bool(self.held)) and time.monotonic() > self.deadline
 
-    def hand(self, chunk: list[int], message: bytes, time_limit: float) -> None:
-        """Give it items."""
-        self.held.extend(chunk)
-        self.outbox += message
+    def hand(self, chunk: dict[int, bytes], time_limit: float) -> None:
+        """Give it items, by index."""
+        lines = []
+        for index, item in chunk.items():
+            self.held.append((index, secrets.token_hex(8)))
+            lines.append(b'{"id": "%s", %s' % (self.held[-1][1].encode(), item[1:]))
+        self.outbox += b'{"items": [' + b", ".join(lines) + b"]}\n"
         self.deadline = time.monotonic() + time_limit
 
     def write(self) -> None:
@@ -182,7 +191,7 @@ class ScorerPool:
         ValueError, before anything is scored, for a prompt of an environment that the pool does not have, or whose
         `info` is not JSON. Of each response the last `base.MAX_TEXT` characters are looked at.
         """
-        encoded = [self._encode(prompt, text) for prompt, text in items]
+        encoded = [(prompt.env, self._encode(prompt, text)) for prompt, text in items]
         with self._lock:
             if not self._workers:
                 raise RuntimeError("the scorer pool is closed")
@@ -214,12 +223,12 @@ class ScorerPool:
             if worker.ready and not worker.held and job.pending and not worker.read() and not worker.ended:
                 size = min(MAX_CHUNK, max(1, len(job.pending) // (2 * len(self._workers))))
                 chunk = [job.pending.popleft() for _ in range(size)]
-                message = b'{"items": [' + b", ".join(job.items[j] for j in chunk) + b"]}\n"
-                worker.hand(chunk, message, self.time_limit)
+                worker.hand({index: job.items[index][1] for index in chunk}, self.time_limit)
         self._wait()
         for i, worker in enumerate(self._workers):
             for line in [] if worker.ended else worker.read():
-                self._take(worker, line, job)
+                if not self._take(worker, line, job):
+                    break
             if worker.ended or worker.late:
                 self._give_up(worker, job)
                 self._replace(i)
@@ -238,23 +247,25 @@ class ScorerPool:
                 if key.data is not None:
                     key.data.write()
 
-    def _take(self, worker: _Worker, line: bytes, job: _Job) -> None:
-        """Take one reply line."""
+    def _take(self, worker: _Worker, line: bytes, job: _Job) -> bool:
+        """Take one reply line; False when it is the last that counts."""
         reply = _decode(line)
         if not worker.ready:
             if reply.get("ready") is not True:
                 raise RuntimeError(f"a scoring worker could not start: {reply.get('failed') or worker.kill()}")
             worker.ready = True
-            return
+            worker.overtaxed = {env: Score(**score) for env, score in reply["overtaxed"].items()}
+            return True
         result = _result(reply)
-        if result is None or not worker.held:
+        if result is None or not worker.held or reply.get("id") != worker.held[0][1]:
             worker.ended = True        # it does not speak the protocol: treated as a crash
-            return
-        job.settle(worker.held.popleft(), result)
+            return False
+        job.settle(worker.held.popleft()[0], result)
         worker.deadline = time.monotonic() + self.time_limit
         if isinstance(result, ScoreError) and result.kind == "memory":
             job.take_back(worker.held)
             worker.ended = True
+        return True
 
     def _give_up(self, worker: _Worker, job: _Job) -> None:
         """Kill a worker that has ended or is late: the item in hand is an error, the others go back."""
@@ -264,8 +275,10 @@ class ScorerPool:
             raise RuntimeError("a scoring worker could not start: "
                                + (f"not ready after {START_LIMIT:g} s ({how})" if late else how))
         if worker.held:
-            job.settle(worker.held.popleft(), ScoreError("timeout", f"no score after {self.time_limit:g} s") if late
-                       else ScoreError("crash", f"the scorer's process ended: {how}"))
+            index, _ = worker.held.popleft()
+            slow = worker.overtaxed.get(job.items[index][0]) or ScoreError(
+                "timeout", f"no score after {self.time_limit:g} s")
+            job.settle(index, slow if late else ScoreError("crash", f"the scorer's process ended: {how}"))
         job.take_back(worker.held)
 
     def _start(self) -> _Worker:

@@ -1,8 +1,10 @@
 """The scoring worker: a child process that scores and answers in JSON lines. `ScorerPool` starts and kills it.
 
-Protocol, one JSON object a line. In: first {"specs", "memory_limit_mb"}, then {"items": [{"prompt", "text"}, ...]}.
-Out: {"ready": true} or {"failed": why}, then one line an item, in order: {"reward", "metrics"} or {"error", "message"}.
-Replies leave through a private file descriptor, so a scorer that prints does not disturb them.
+Protocol, one JSON object a line. In: first {"specs", "memory_limit_mb"}, then {"items": [{"id", "prompt", "text"}]}.
+Out: {"ready": true, "overtaxed": scores by environment} or {"failed": why}, then one line an item, in order: {"id",
+"reward", "metrics"} or {"id", "error", "message"}. Replies leave through a private file descriptor, so a scorer that
+prints does not disturb them. The id is a secret of the pool and this loop: who writes to that descriptor without it is
+not heard. A copy of this process that a scorer forked and let go on ends here.
 
 The worker dies with the process that started it: the kernel kills it (Linux), or it reads the end of its input.
 """
@@ -86,12 +88,15 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
     except Exception as error:         # reported to the pool, which raises it
         reply({"failed": f"{type(error).__name__}: {error}"})
         return 1
-    reply({"ready": True})
+    reply({"ready": True, "overtaxed": {name: vars(env.overtaxed) for name, env in envs.items() if env.overtaxed}})
+    process = os.getpid()
     for line in requests:
         for item in json.loads(line)["items"]:
             prompt = Prompt(**item["prompt"])
             answer = score_item(envs[prompt.env], prompt, item["text"])
-            reply(answer)
+            if os.getpid() != process:
+                os._exit(0)
+            reply({"id": item["id"]} | answer)
             if answer.get("error") == "memory":
                 return 1               # what is left of this process is not to be trusted
     return 0

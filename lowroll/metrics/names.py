@@ -57,6 +57,8 @@ METRICS: tuple[Metric, ...] = (
     _M("reward/error_rate", "fraction", "rollouts whose score could not be computed; they leave their group",
        "0; above the limit the run stops"),
     _M("reward/canary_failures", "answers", "known answers, right and wrong, that the scorer judged wrongly", "0"),
+    _M("reward/<env>/unjudged", "fraction", "mathematics: responses whose answer cannot be judged (no formula, too "
+       "large or too slow to evaluate); they are wrong", "small; a rise deserves a look at the responses"),
     _M("reward/<env>/<metric>", "reward", "one environment: its mean raw score (reward/<env>/mean) and the means "
        "of its scorer's own numbers"),
 

@@ -1,0 +1,122 @@
+r"""What an answer may cost: sizes that are refused before anything is evaluated.
+
+`refuse_text` looks at the text, for what the parser itself evaluates (binomials, determinants) or follows too deep.
+`refuse_tree` looks at the unevaluated tree: the logarithm of every number in it, and what no final answer consists of.
+"""
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf, log2, prod
+
+import sympy
+
+MAX_BITS = 100_000         # of a number
+MAX_ARGUMENT = 10_000      # of a function that the parser evaluates
+MAX_DEPTH = 20             # of braces and brackets
+MAX_BARS = 16              # of absolute values, which the parser guesses at
+MAX_ROWS, MAX_ENTRIES = 4, 64          # of a determinant, of a matrix
+
+EAGER = re.compile(r"\\(binom|Gamma|gcd|lcm|operatorname)(?![A-Za-z])")
+ARGUMENT = re.compile(r"\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|\(([^()]*)\)|(\S))")
+ORDINARY = r"a?r?c?(?:sin|cos|tan)h?|gcd|lcm|floor|ceil|log|ln|max|min"
+OPERATIONS = re.compile(rf"\\operatorname\*?\{{\s*(?!(?:{ORDINARY})\b)")
+MATRIX = re.compile(r"\\begin\{(\w*)matrix\}(.*?)\\end\{", re.DOTALL)
+SUBSTITUTION = re.compile(r"\|\s*_")
+UNFINISHED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
+
+
+class Costly(ValueError):
+    """An answer that is refused for its size."""
+
+
+class Overtime(BaseException):
+    """The CPU time for an answer is over. No Exception: what is judged in between must not swallow it."""
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Overtime after so much CPU time of this process, and again each such time. In the main thread alone: others
+    cannot be interrupted, nor can one long operation of C code."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise Overtime
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def refuse_text(text: str) -> None:
+    """Costly for a text that the parser had better not see."""
+    depth = 0
+    for sign in text:
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth > MAX_DEPTH:
+            raise Costly(f"more than {MAX_DEPTH} brackets deep")
+    if text.count("|") > MAX_BARS:
+        raise Costly(f"more than {MAX_BARS} bars")
+    for found in EAGER.finditer(text):
+        first = ARGUMENT.match(text, found.end())
+        second = ARGUMENT.match(text, first.end()) if first is not None else None
+        for argument in (first, second if found[1] == "binom" else None):
+            inside = "".join(filter(None, argument.groups())) if argument is not None else ""
+            if re.search(r"[\^!\\]", inside.replace(r"\cdot", "").replace(r"\times", "")) or prod(
+                    int(digits[:9]) + 1 for digits in re.findall(r"\d+", inside)) > MAX_ARGUMENT:
+                raise Costly(rf"the argument of \{found[1]} is too large")
+    if OPERATIONS.search(text) or SUBSTITUTION.search(text):
+        raise Costly("an operation that is no final answer")
+    for kind, body in MATRIX.findall(text):
+        rows = body.count(r"\\") + 1
+        if rows > MAX_ROWS and (kind == "v" or r"\det" in text) or body.count("&") + rows > MAX_ENTRIES:
+            raise Costly("a matrix of this size")
+
+
+def refuse_tree(tree: object, unfinished: bool = False) -> None:
+    """Costly for a tree with a number too large, or with a sum, an integral or a limit, unless `unfinished`."""
+    if isinstance(tree, sympy.MatrixBase):
+        for entry in tree:
+            refuse_tree(entry, unfinished)
+    elif isinstance(tree, sympy.Basic):
+        if not unfinished and tree.has(*UNFINISHED):
+            raise Costly("a sum, an integral or a limit that is left to do")
+        if _bits(tree) > MAX_BITS:
+            raise Costly(f"a number of more than {MAX_BITS} bits")
+
+
+def _bits(tree: object) -> float:
+    """An upper bound, roughly, of |log2| of the numbers that the evaluation of a tree meets."""
+    if isinstance(tree, sympy.Rational):
+        return log2(max(abs(int(tree.p)), 1)) + log2(int(tree.q))
+    if isinstance(tree, sympy.Float):
+        return abs(float(sympy.log(abs(tree), 2).evalf(5))) + 1 if tree else 1
+    if not isinstance(tree, (sympy.Basic, sympy.MatrixBase)) or not getattr(tree, "args", ()):
+        return 2                       # symbols stand for small numbers
+    bits = [_bits(part) for part in tree.args]
+    if isinstance(tree, (sympy.Pow, sympy.MatPow)):
+        return max(bits[1], bits[0] * max(1, _bound(tree.args[1], bits[1])) if bits[0] else 0)
+    if isinstance(tree, sympy.exp):
+        return 2 * _bound(tree.args[0], bits[0])
+    if isinstance(tree, (sympy.factorial, sympy.factorial2, sympy.gamma)):
+        value = _bound(tree.args[0], bits[0])
+        return value * log2(value + 2)
+    if isinstance(tree, sympy.binomial):
+        return _bound(tree.args[0], bits[0])
+    return sum(bits)
+
+
+def _bound(tree: object, bits: float) -> float:
+    """An upper bound of a tree's absolute value."""
+    if isinstance(tree, sympy.Rational):
+        return abs(int(tree.p)) / int(tree.q) if bits < 1000 else inf
+    return 2.0**bits if bits < 1000 else inf

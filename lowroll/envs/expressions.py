@@ -1,0 +1,279 @@
+r"""Expressions: from LaTeX to trees (latex2sympy), and when two trees are equal.
+
+Rational numbers are compared exactly. Other expressions are evaluated to `DIGITS` digits at points that hang on the
+names of their variables alone: two of them that agree at all points, positive and negative, are equal (J. Schwartz,
+"Fast probabilistic algorithms for verification of polynomial identities", 1980). Nothing is simplified, which is what
+takes long. What cannot be evaluated so (sets, logic) goes to math-verify.
+"""
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from math import factorial
+from random import Random
+from typing import Any
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
+from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
+from math_verify import verify
+from sympy.core.function import AppliedUndef
+
+from lowroll.envs.costs import UNFINISHED, Costly, Overtime, refuse_text, refuse_tree
+from lowroll.envs.notation import repeating, ungrouped
+
+log = logging.getLogger(__name__)
+
+DIGITS = 60                # of a value at a point
+DIGITS_ALONE = 240         # of a value without variables, which has no other point
+AGREE = 2 / 3              # of the digits: two equal values differ in the last ones alone
+ROUNDED = 6                # significant digits of a decimal that may stand for a number that no decimal is
+POINTS = 3
+CONFIG = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+GAMMA = re.compile(r"\\(gamma(?![A-Za-z])|Gamma(?![A-Za-z])(?!\s*\())")     # the parser takes it for a function
+ENERGY = re.compile(r"(?<![A-Za-z\\])E(?=\s*_)")          # E_1 is no number of Euler's
+FACTOR = re.compile(r"((?<![A-Za-z\\])[A-Za-z]\s*\^\s*(?:\{[^{}-]*\}|\w)|"       # x^2(y+1) is no function of y+1,
+                    r"(?<![_^\d.])\d+(?:\.\d+)?)\s*\(")                             # and 3(\frac12) no mixed number
+DECIMAL = re.compile(r"-?\d*\.\d+")
+MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)")
+
+
+class GoldError(Exception):
+    """A gold answer that cannot be read in the time for it."""
+
+
+def equal(gold: str, answer: str) -> bool:
+    """Whether two formulas are equal.
+
+    A gold answer that is no formula, or too large to evaluate, is equal to what is written alike. Raises what the
+    parser raises for an answer that is no formula, and Costly for one that is too large.
+    """
+    fold = _fold(gold, answer)
+    tree = _gold_tree(gold, fold)
+    if tree is None:
+        return False
+    try:
+        refuse_tree(tree, unfinished=True)
+    except Costly:
+        return same_tree(tree, _tree(answer, fold))
+    answered = _tree(answer, fold)
+    refuse_tree(answered, unfinished=_unfinished(tree))
+    same = compare(tree, answered)
+    if same is None:
+        return verified(tree, answered)
+    return same or rounds_to(answer, tree) or rounds_to(gold, answered)
+
+
+def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
+    """The sign of the constant by which two equations, as (left, right), or inequalities differ; None if none does.
+
+    An equation of numbers alone, `12 = 2^2 \\cdot 3`, is one that is written alike.
+    """
+    fold = _fold(" ".join(gold), " ".join(answer))
+    golds = [_gold_tree(side, fold) for side in gold]
+    if not all(isinstance(tree, sympy.Expr) for tree in golds):
+        return None
+    answers = [_tree(side, fold) for side in answer]
+    for tree in (*golds, *answers):
+        refuse_tree(tree)
+    if not any(tree.free_symbols or tree.has(AppliedUndef) for tree in golds):
+        alike = any(all(map(same_tree, golds, sides)) for sides in (answers, answers[::-1]))
+        return 1.0 if alike else None
+    a, b = (sympy.Add(left, sympy.Mul(-1, right, evaluate=False), evaluate=False) for left, right in (golds, answers))
+    factor = _ratio(a, b)
+    return factor if factor is not None else _ratio(*(sympy.fraction(sympy.together(tree))[0] for tree in (a, b)))
+
+
+def _fold(gold: str, answer: str) -> bool:
+    """Whether the case of letters means nothing: neither text has a letter in both cases, as in R - r."""
+    for text in (gold, answer):
+        letters = set(re.sub(r"\\[A-Za-z]+", "", text)) - set("eEiI")
+        if any(letter.isupper() and letter.lower() in letters for letter in letters):
+            return False
+    return True
+
+
+def _gold_tree(text: str, fold: bool) -> Any:
+    """The tree of a gold answer; None when it is no formula. GoldError when it takes too long to find out."""
+    try:
+        return _tree(text, fold)
+    except Overtime as error:
+        raise GoldError(f"the gold answer takes too long to read: {text[:80]!r}") from error
+    except Exception as error:         # the parser has no class of its own for texts that it cannot read
+        log.debug("gold answer %r is compared as text: %s", text, error)
+        return None
+
+
+@lru_cache(maxsize=4096)
+def _tree(text: str, fold: bool) -> Any:
+    refuse_text(text)
+    text = ungrouped(text)
+    text = GAMMA.sub(lambda found: rf"\mbox{{{found[1][0]}amma variable}}", text)
+    text = ENERGY.sub(r"\\mbox{E variable}", text).replace(r"\odot", "odot")
+    text = MIXED.sub(r"(\1+\\frac{\2}{\3})", repeating(text).replace("%", r"\%"))
+    text = FACTOR.sub(r"\1\\cdot (", text)
+    reader = _Reader(is_real=True, config=ConversionConfig(lowercase_symbols=fold))
+    return reader.parse(normalize_latex(text, CONFIG))
+
+
+class _Reader(_Latex2Sympy):
+    """latex2sympy, whose own way from digits to numbers is sympy's `sympify`, and that an `eval`."""
+
+    def parse_number(self, text: str) -> Any:
+        """An integer, or a decimal as a Float. ValueError for anything else."""
+        text = text.replace(",", "")
+        return sympy.Integer(int(text)) if text.isascii() and text.isdigit() else sympy.Float(text)
+
+
+def _unfinished(tree: Any) -> bool:
+    """Whether a tree holds a sum, a product, an integral or a limit."""
+    return isinstance(tree, sympy.Basic) and tree.has(*UNFINISHED)
+
+
+def exact(tree: Any) -> Fraction | None:
+    """The value of a tree of rational numbers; None for any other tree."""
+    if isinstance(tree, sympy.Rational):
+        return Fraction(int(tree.p), int(tree.q))
+    if isinstance(tree, sympy.Float):
+        return Fraction(str(tree))
+    if isinstance(tree, sympy.factorial):
+        value = exact(tree.args[0])
+        return Fraction(factorial(int(value))) if value is not None and value.denominator == 1 and value >= 0 else None
+    if not isinstance(tree, (sympy.Add, sympy.Mul, sympy.Pow, sympy.UnevaluatedExpr)):
+        return None
+    values = []
+    for part in tree.args:
+        if (value := exact(part)) is None:
+            return None
+        values.append(value)
+    if isinstance(tree, sympy.Pow):
+        base, power = values
+        return base ** int(power) if power.denominator == 1 and (base or power > 0) else None
+    total = Fraction(isinstance(tree, sympy.Mul))
+    for value in values:
+        total = total * value if isinstance(tree, sympy.Mul) else total + value
+    return total if not isinstance(tree, sympy.UnevaluatedExpr) else values[0]
+
+
+def same_tree(a: Any, b: Any) -> bool:
+    """Whether two trees are written alike, up to the order of summands and factors."""
+    return a == b or _ordered(a) == _ordered(b)
+
+
+def _ordered(tree: Any) -> Any:
+    parts = [_ordered(part) for part in getattr(tree, "args", ())]
+    if isinstance(tree, (sympy.Add, sympy.Mul)):
+        parts.sort(key=repr)
+    return (type(tree).__name__, *parts) if parts else (type(tree).__name__, str(tree))
+
+
+def compare(a: Any, b: Any) -> bool | None:
+    """Whether two trees are equal; None when numbers cannot tell."""
+    if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
+        verdicts = [compare(x, y) for x, y in zip(a, b, strict=True)] if a.shape == b.shape else [False]
+        return False if False in verdicts else None if None in verdicts else True
+    if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr) or _unfinished(a) or _unfinished(b):
+        return None
+    x, y = exact(a), exact(b)
+    if x is not None and y is not None:
+        return x == y
+    values = _values(a, b)
+    digits = DIGITS if len(values) > 1 else DIGITS_ALONE
+    verdicts = [_agree(u, v, digits) for u, v in values if u is not None and v is not None]
+    return False if False in verdicts else True if len(verdicts) > len(values) // 2 else None
+
+
+def _ratio(a: Any, b: Any) -> float | None:
+    """The sign of the constant, not 0, by which `a` is a multiple of `b`; None when it is none."""
+    ratios = []
+    for u, v in _values(a, b):
+        if u is None or v is None:
+            continue
+        if _zero(u) or _zero(v):
+            return None                # an equation that always holds says nothing
+        ratios.append(u / v)
+    if len(ratios) < 2 or any(_agree(ratio, ratios[0]) is not True for ratio in ratios[1:]):
+        return None
+    return float(sympy.sign(sympy.re(ratios[0])))
+
+
+def rounds_to(text: str, tree: Any) -> bool:
+    """Whether a decimal is a number, of those that no decimal is, correctly rounded: 0.333333 for 1/3."""
+    if DECIMAL.fullmatch(text) is None or len(text.replace(".", "").lstrip("-0")) < ROUNDED:
+        return False
+    value = exact(tree)
+    if value is not None:
+        if _is_decimal(value):
+            return False
+    elif isinstance(tree, sympy.Expr) and not tree.free_symbols:
+        number = _value(_evaluable(tree), {}, DIGITS)
+        if number is None or not number.is_real:
+            return False
+        value = Fraction(str(number))
+    return value is not None and abs(Fraction(text) - value) * 2 * 10 ** len(text.partition(".")[2]) <= 1
+
+
+def _is_decimal(value: Fraction) -> bool:
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest == 1
+
+
+def verified(gold: Any, answer: Any) -> bool:
+    """math-verify's word, for what numbers cannot tell."""
+    if any(isinstance(tree, sympy.Basic) and tree.has(sympy.nan, sympy.zoo) for tree in (gold, answer)):
+        return False
+    return bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True))
+
+
+def _values(a: Any, b: Any) -> list[tuple[Any, Any]]:
+    """The values of two trees at each point; None where there is none."""
+    a, b = _evaluable(a), _evaluable(b)
+    names = sorted({symbol.name for tree in (a, b) for symbol in tree.free_symbols} - {"i"})
+    if not names:
+        return [tuple(_value(tree, {}, DIGITS_ALONE) for tree in (a, b))]
+    found = []
+    for point in range(POINTS):
+        values = {name: _coordinate(name, point) for name in names}
+        found.append((_value(a, values, DIGITS), _value(b, values, DIGITS)))
+    return found
+
+
+def _coordinate(name: str, point: int) -> Any:
+    """A rational between 1/4 and 4 in absolute value, positive at the first point."""
+    rng = Random(f"{name}/{point}")
+    value = sympy.Rational(rng.randrange(25_000, 400_000), 100_003)
+    return -value if point and rng.random() < 0.5 else value
+
+
+def _evaluable(tree: Any) -> Any:
+    """The tree with decimals as fractions, and with functions without a meaning, and derivatives, as variables."""
+    unknown = {part: sympy.Symbol(str(part)) for part in tree.atoms(AppliedUndef, sympy.Derivative)}
+    decimals = {part: sympy.Rational(str(part)) for part in tree.atoms(sympy.Float)}
+    return tree.xreplace(unknown | decimals) if unknown or decimals else tree
+
+
+def _value(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
+    """The number that a tree is at a point, a complex one included; None when it is none, or not finite."""
+    at = {symbol: sympy.I if symbol.name == "i" else point[symbol.name] for symbol in tree.free_symbols}
+    value = tree.evalf(digits, subs=at, maxn=4 * digits)
+    return value if value.is_number and value.is_finite and all(part.is_Float or part.is_Integer or part.is_Rational
+                                                                for part in value.as_real_imag()) else None
+
+
+def _zero(value: Any) -> bool:
+    """Whether a value is 0, or has lost all its digits in the attempt to find one."""
+    return all(part == 0 or part.is_Float and part._prec < 60 for part in value.as_real_imag())
+
+
+def _agree(u: Any, v: Any, digits: int = DIGITS) -> bool:
+    if _zero(u) or _zero(v):
+        return _zero(u) and _zero(v)
+    (a, b), (c, d) = u.as_real_imag(), v.as_real_imag()
+    largest = max(abs(a), abs(b), abs(c), abs(d))
+    return bool(max(abs(a - c), abs(b - d)) < largest * sympy.Rational(1, 10 ** int(AGREE * digits)))
