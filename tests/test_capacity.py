@@ -13,7 +13,7 @@ from tiny import hf_folder
 import lowroll
 from lowroll.engine import engine as engine_module
 from lowroll.engine.scheduler import Scheduler
-from lowroll.kv.capacity import SHARE, UNKNOWN_BYTES, UNKNOWN_ROW, Load, capacity
+from lowroll.kv.capacity import SHARE, Load, capacity
 from lowroll.kv.pages import PagePool
 from lowroll.types import Request
 
@@ -33,11 +33,11 @@ def test_loads_by_hand() -> None:
 def test_capacity_by_hand() -> None:
     plenty: dict[str, Any] = {"page_size": 4, "max_batch": 8, "bytes_per_token": 100, "free": 10**9}
     assert capacity([Load(2, 3, 20, 13), Load(1, 1, 3, 1)], context=512, **plenty) == 4 * 45
-    assert capacity([Load(2, 3, 20, 13)], context=512, **plenty | {"free": 60_000}) == 60_000 // SHARE // 100
+    assert capacity([Load(2, 3, 20, 13)], context=512, **plenty | {"free": 60_000}) == 60_000 // 4 // 100
     assert capacity([], context=512, **plenty) == 8 * 512
     assert capacity([], context=10**5, **plenty) == 10**5
-    assert capacity([], context=10**5, **plenty | {"max_batch": 64, "free": 10**12}) == 64 * UNKNOWN_ROW
-    assert capacity([], context=10**5, **plenty | {"max_batch": 10**6, "free": 10**12}) == UNKNOWN_BYTES // 100
+    assert capacity([], context=10**5, **plenty | {"max_batch": 64, "free": 10**12}) == 64 * 4096
+    assert capacity([], context=10**5, **plenty | {"max_batch": 10**6, "free": 10**12}) == 2**34 // 100
     assert capacity([], context=10**5, **plenty | {"free": 4000}) == 10
 
 
@@ -92,5 +92,9 @@ def test_an_engine_takes_what_its_loads_can_use(tmp_path: Path, monkeypatch: pyt
         cache_tokens(SHARE * 15 * each)
 
 
-def test_free_memory_is_a_number_of_bytes() -> None:
-    assert 1 << 20 < engine_module.free_memory(torch.device("cpu")) < 1 << 50
+def test_the_free_memory_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes; 4 GiB where the system does not say."""
+    for text, expected in (("MemTotal: 9 kB\nMemAvailable:    100 kB\n", 102_400), ("MemTotal: 9 kB\n", 4 << 30),
+                           ("MemAvailable: much kB\n", 4 << 30)):
+        monkeypatch.setattr(Path, "read_text", lambda path, text=text: text)
+        assert engine_module.free_memory(torch.device("cpu")) == expected
