@@ -103,12 +103,14 @@ def tokenizer(source: str | Path) -> ChatTokenizer:
 
 def engine(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer, weights: str | None = None,
            loads: Sequence[Load] = ()) -> Engine:
-    """A rollout engine over `model`, in `weights` or the run's own rollout format, with a cache for `loads`."""
+    """A rollout engine over `model`, in `weights` or the run's own rollout format, with a cache for `loads`. The second
+    format (`rollout.bulk`) belongs to the run's own: any other is asked for to be that format and nothing else."""
     rollout, name = cfg.rollout, rollout_format(cfg, where, weights)
+    bulk = rollout.bulk if name == rollout_format(cfg, where) else None
     return Engine(model, weights=name, dtype=None if get_format(name).dense else where.dtype, tokenizer=chat.tokenizer,
                   page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, loads=loads,
                   max_batch=rollout.max_batch, prefill_chunk=rollout.prefill_chunk, noisy=cfg.noise is not None,
-                  bulk=rollout.bulk, keep_dense=rollout.keep_dense)
+                  bulk=bulk, keep_dense=rollout.keep_dense)
 
 
 def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:

@@ -248,6 +248,30 @@ def test_without_a_statement_it_is_the_model_that_is_named(adapter: Path, tmp_pa
     assert hf.low_bit_format(adapter) == hf.load(adapter).weight_format == "nf4"
 
 
+def test_layers_are_quantised_as_they_arrive(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense base is never in memory whole: neither where the adapter says the format, nor where its reader does."""
+    plain = lora.attach(hf.load(lora.base_of(adapter)), 2, 4.0)
+    lora.save(plain, tmp_path / "plain", base=lora.base_of(adapter))
+    load, asked = hf.load, []
+
+    def watched(source: Any, *args: Any) -> Any:
+        asked.append((str(source), args[2]))
+        return load(source, *args)
+
+    monkeypatch.setattr(hf, "load", watched)
+    for folder, weights in ((adapter, None), (adapter, "fp8"), (tmp_path / "plain", "fp8"), (tmp_path / "plain", None)):
+        load(folder, "cpu", torch.float32, weights)
+    assert asked == [(lora.base_of(adapter), early) for early in ("nf4", "nf4", "fp8", None)]
+
+
+def test_a_model_that_is_low_bit_by_now_is_taken_as_it_is(adapter: Path, tmp_path: Path) -> None:
+    """An adapter on the linear weights "as they are"."""
+    quantize_folder(lora.base_of(adapter), tmp_path / "low", "int8")
+    lora.save(lora.attach(hf.load(lora.base_of(adapter)), 2, 4.0), tmp_path / "a", base=str(tmp_path / "low"))
+    assert base.read(tmp_path / "a").weights is None and hf.low_bit_format(tmp_path / "a") == "int8"
+    assert hf.load(tmp_path / "a").weight_format == "int8"
+
+
 @pytest.mark.parametrize("made_in", [torch.float32, torch.bfloat16])
 def test_the_base_does_not_depend_on_the_readers_dtype(made_in: torch.dtype, tmp_path: Path) -> None:
     """Codes are made of what the run read; activations, norms and embeddings are the reader's."""

@@ -264,7 +264,8 @@ def test_blocks_over_two_experts_are_refused(folder: Path) -> None:
 
 def test_adapters_ride_on_attention_alone(folder: Path, tmp_path: Path) -> None:
     model = hf.load(folder)
-    with pytest.raises(ValueError, match="lora_target_modules: down_proj, gate_proj, up_proj are experts' matrices"):
+    with pytest.raises(ValueError, match="lora_target_modules: down_proj, gate_proj, up_proj are experts' matrices.*; "
+                                         "choose out of q_proj, k_proj, v_proj, o_proj$"):
         lora.attach(model, 2, 4.0)
     lora.attach(quantize_base(model, "nvfp4"), 2, 4.0, ("q_proj", "o_proj"), seed=1)
     forward(model, SEQUENCES).square().sum().backward()

@@ -14,10 +14,12 @@ import torch
 from rich.console import Console
 from test_run import TINY, copy_stopped_after, fingerprint, settings, train
 
-from lowroll import demo
+import lowroll
+from lowroll import assemble, demo
 from lowroll.config import from_mapping
 from lowroll.config.auto import AUTO
 from lowroll.config.guard import GuardConfig
+from lowroll.evaluate import evaluate
 from lowroll.metrics import read, reproducible
 from lowroll.metrics.live import LiveView, guard_words
 from lowroll.metrics.report import write_report
@@ -285,6 +287,34 @@ def test_noise_that_was_asked_for_is_no_reason_to_fall_back(model: Path, tmp_pat
             shutil.rmtree(tmp_path / f"cut{step}" / "checkpoints" / f"step_{later:06d}")
         resumed = train({**tree, "output_dir": str(tmp_path / f"cut{step}")}, resume=True)
         assert fingerprint(resumed.folder) == fingerprint(tmp_path / "whole")
+
+
+def test_a_second_format_goes_with_the_first(model: Path, tmp_path: Path) -> None:
+    """What falls back from int4 must not go on in int8 for prompts and many rows."""
+    tree = settings(model, tmp_path / "run", rollout={"weights": "int4", "bulk": "int8"},
+                    guard={"action": "fallback", **ALWAYS}, train={"max_steps": 5, **STEADY})
+    result = train(tree)
+    formats = [read_rollouts(path).samples[0].rollout.behavior.weights
+               for path in sorted((result.folder / "rollouts").iterdir())]
+    assert formats == ["int4+int8", "int4+int8", "fp8", "fp8", "fp32"]
+    assert result.records[-1]["mismatch/kl_k3"] < 1e-9 < 1e-6 < result.records[0]["mismatch/kl_k3"]
+
+
+def test_an_evaluation_compares_formats_and_not_their_bulk(model: Path, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    engine = assemble.engine
+
+    def watched(*args: Any, **options: Any) -> lowroll.Engine:
+        made = engine(*args, **options)
+        asked.append(made.behavior.weights)
+        return made
+
+    monkeypatch.setattr(assemble, "engine", watched)
+    cfg = from_mapping(settings(model, tmp_path / "run", rollout={"weights": "int4", "bulk": "int8"},
+                                eval={"num_examples": 1}))
+    evaluate(cfg)
+    assert asked == ["fp32", "int4+int8"]
 
 
 def test_lora_falls_back_to_the_learners_own_function(model: Path, tmp_path: Path) -> None:

@@ -354,8 +354,12 @@ def test_a_relative_base_is_found_from_any_folder(tmp_path: Path, monkeypatch: p
     hf_folder(tmp_path / "models" / "base")
     monkeypatch.chdir(tmp_path)
     lora.save(lora.attach(hf.load("models/base"), 2, 4.0), "adapter", base="models/base")
+    monkeypatch.setenv("HOME", str(tmp_path / "models"))
+    lora.save(lora.attach(hf.load("~/base"), 2, 4.0), "home", base="~/base")       # it looks like a hub id
     monkeypatch.chdir(tmp_path / "models")
-    assert lora.base_of(tmp_path / "adapter") == str(tmp_path / "models" / "base")
+    for adapter in ("adapter", "home"):
+        assert lora.base_of(tmp_path / adapter) == str(tmp_path / "models" / "base")
+        assert "base_model" not in (tmp_path / adapter / "README.md").read_text()
 
 
 def test_an_adapter_of_rank_1_is_read(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Base:
         return self.low_bit or self.weights not in (None, _PLAIN.get(self.dtype))
 
 
-def of(model: Transformer, uaq_scale: float = 1.0) -> Base:
+def of(model: Transformer, uaq_scale: float) -> Base:
     """The base under a model's adapter. uaq_scale: the s that it carries."""
     dtype = str(model.dtype).removeprefix("torch.")
     return Base(model.weight_format, dtype, None if uaq_scale == 1 else uaq_scale)

@@ -139,8 +139,8 @@ def write(model: Transformer, target: Path, base: str, tokenizer_from: str | Pat
     from lowroll.model import card
 
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
-    if base and Path(base).is_dir():          # a relative path would mean another folder, or a hub id, elsewhere
-        base = str(Path(base).resolve())
+    if base and Path(base).expanduser().is_dir():  # a relative path would mean another folder, or a hub id, elsewhere
+        base = str(Path(base).expanduser().resolve())
     parts = {part for adapter in adapters for part in adapter.a}
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": adapters[0].rank, "lora_alpha": adapters[0].alpha,
               "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
