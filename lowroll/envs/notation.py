@@ -124,8 +124,6 @@ def repeating(text: str) -> str:
     r"""Repeating decimals, `0.1\overline{6}`, as fractions."""
     def fraction(found: re.Match[str]) -> str:
         whole, head, period = found[1] or "0", found[2], found[3]
-        if len(head + period) > 50:
-            return found[0]
         value = Fraction(int(whole + head + period) - int(whole + head), 10 ** len(head) * (10 ** len(period) - 1))
         return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
     return REPEATING.sub(fraction, text)
