@@ -16,7 +16,7 @@ from lowroll.config import EnvConfig, RunConfig
 from lowroll.engine.engine import Engine, pick_device
 from lowroll.envs import Environment, make
 from lowroll.envs.rewards import ScorerPool
-from lowroll.kv.capacity import Load
+from lowroll.kv.capacity import Workload
 from lowroll.model import hf, lora, scaling
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
@@ -102,13 +102,14 @@ def tokenizer(source: str | Path) -> ChatTokenizer:
 
 
 def engine(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer, weights: str | None = None,
-           loads: Sequence[Load] = ()) -> Engine:
-    """A rollout engine over `model`, in `weights` or the run's own rollout format, with a cache for `loads`. The second
-    format (`rollout.bulk`) belongs to the run's own: any other is asked for to be that format and nothing else."""
+           workloads: Sequence[Workload] = ()) -> Engine:
+    """A rollout engine over `model`, in `weights` or the run's own rollout format, with a cache for `workloads`. The
+    second format (`rollout.bulk`) belongs to the run's own: any other is asked for to be that format and nothing else.
+    """
     rollout, name = cfg.rollout, rollout_format(cfg, where, weights)
     bulk = rollout.bulk if name == rollout_format(cfg, where) else None
     return Engine(model, weights=name, dtype=None if get_format(name).dense else where.dtype, tokenizer=chat.tokenizer,
-                  page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, loads=loads,
+                  page_size=rollout.page_size, cache_tokens=rollout.cache_tokens, workloads=workloads,
                   max_batch=rollout.max_batch, prefill_chunk=rollout.prefill_chunk, noisy=cfg.noise is not None,
                   bulk=bulk, keep_dense=rollout.keep_dense)
 
@@ -118,9 +119,9 @@ def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:
     return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})})
 
 
-def loads(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping[str, Environment],
-          held_out: Mapping[str, Environment]) -> list[Load]:
-    """What a run has in its engine together: the batch of each stage and, if it evaluates, the examples. None when the
+def workloads(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping[str, Environment],
+          held_out: Mapping[str, Environment]) -> list[Workload]:
+    """What a run has in its engine together: the batch of each stage and, if it evaluates, the examples. Empty when the
     cache has a size already.
 
     The longest of an environment's first prompts stands for all; a rare longer one finds room, and others may wait.
@@ -131,18 +132,18 @@ def loads(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping
     for now in (cfg, *(cfg.at(stage.step) for stage in cfg.stages)):
         most, response = longest_prompt(now, model), now.rollout.max_tokens
         prompt = max((length for length in train if length <= most), default=most)
-        found.append(Load(now.num_groups, now.rollouts_per_example, prompt, response, most + response))
+        found.append(Workload(now.num_groups, now.rollouts_per_example, prompt, response, most + response))
         if cfg.eval.interval:
-            found.append(eval_load(now, model, chat, held_out))
+            found.append(eval_workload(now, model, chat, held_out))
     return found
 
 
-def eval_load(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping[str, Environment]) -> Load:
+def eval_workload(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping[str, Environment]) -> Workload:
     """What an evaluation has in the engine together."""
     most, examples, response = longest_prompt(cfg, model), cfg.eval.num_examples, cfg.rollout.max_tokens
     lengths = [n for env in envs.values() for n in _prompt_lengths(env, "test", min(examples, LOOKED_AT), chat)]
     prompt = max((length for length in lengths if length <= most), default=most)
-    return Load(examples, cfg.eval.rollouts_per_example, prompt, response, most + response)
+    return Workload(examples, cfg.eval.rollouts_per_example, prompt, response, most + response)
 
 
 def _prompt_lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> list[int]:

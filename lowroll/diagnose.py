@@ -35,7 +35,7 @@ from torch import Tensor
 from lowroll import assemble
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig
-from lowroll.kv.capacity import Load
+from lowroll.kv.capacity import Workload
 from lowroll.model.scoring import score
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
@@ -145,7 +145,8 @@ def diagnose(cfg: RunConfig, run: Path | None = None, prompts: Sequence[str] = (
         notes.append("the run has no checkpoint yet: these are the weights that it starts from")
     requests = _requests(cfg, model, chat, prompts, num_prompts, n)
     longest = max((len(request.prompt_ids) for request in requests), default=1)
-    engine = assemble.engine(cfg, where, model, chat, loads=[Load(len(requests), n, longest, cfg.rollout.max_tokens)])
+    work = Workload(len(requests), n, longest, cfg.rollout.max_tokens)
+    engine = assemble.engine(cfg, where, model, chat, workloads=[work])
     rows = [(group.request.prompt_ids, rollout) for group in engine.generate(requests) for rollout in group.rollouts
             if rollout.token_ids]
     if not rows:

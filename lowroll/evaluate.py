@@ -25,11 +25,12 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
     model = hf.load(cfg.model, where.device, where.dtype)
     chosen = cfg.eval.env or cfg.env
     envs = assemble.environments(chosen, cfg.seed)
-    rows, load = [], assemble.eval_load(cfg, model, chat, envs)
+    rows, work = [], [assemble.eval_workload(cfg, model, chat, envs)]
     with assemble.scorer(cfg, chosen) as scorer, phases() as on_phase:
         for name in weights:
-            engine = assemble.engine(cfg, where, model, chat, name, [load])
-            most = assemble.longest_prompt(assemble.with_cache(cfg, engine.cache_tokens), model)
+            engine = assemble.engine(cfg, where, model, chat, name, work)
+            cfg = assemble.with_cache(cfg, engine.cache_tokens)          # the same for all formats
+            most = assemble.longest_prompt(cfg, model)
             for env in envs.values():
                 began = time.monotonic()
                 metrics = evaluate_env(

@@ -14,6 +14,7 @@ An adapter folder may take the place of the run: it states its base (`model.base
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from lowroll import assemble
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
+from lowroll.engine.engine import free_memory
 from lowroll.model import base, card, hf, lora
 from lowroll.model.scoring import score
 from lowroll.model.spec import read_config
@@ -36,6 +38,8 @@ from lowroll.transport.rollout_log import read_rollouts, rollout_files
 from lowroll.types import Batch, Sample
 from lowroll.weights import aligned, noise
 from lowroll.weights.publish import dequantize_base, digest, quantize_base, rollout_copy
+
+log = logging.getLogger(__name__)
 
 KINDS = ("merged", "adapter", "rollout")
 _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -112,7 +116,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     model, where = _learner(cfg, saved)
     source, gap = hf.resolve(cfg.model), None
     if kind == "adapter":
-        gap = publish_adapter(cfg, model, out, newest_batch(run, saved.step))
+        gap = publish_adapter(cfg, model, out, newest_batch(run, saved.step), saved.step)
         form = _format_of(model)
     elif kind == "merged":
         gap = _save_merged(model, out, source, newest_batch(run, saved.step) if cfg.train.lora else None)
@@ -125,8 +129,9 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step, gap)
 
 
-def publish_adapter(cfg: RunConfig, model: Transformer, out: Path, batch: Batch | None) -> Gap | None:
-    """Publish a learner's adapter as the new folder `out`, with its gap on the model that it names in the card.
+def publish_adapter(cfg: RunConfig, model: Transformer, out: Path, batch: Batch | None, step: int) -> Gap | None:
+    """Publish a learner's adapter after `step` as the new folder `out`, with its gap on the model that it names in the
+    card.
 
     batch: what the gap is measured on. None when there is nothing to measure: no batch, a base that is the model as it
     is, or no room on the device for a second model.
@@ -138,13 +143,27 @@ def publish_adapter(cfg: RunConfig, model: Transformer, out: Path, batch: Batch 
     def write(target: Path) -> None:
         nonlocal gap
         lora.write(model, target, cfg.model, source, scale, revision)
-        if batch and stands_on.rounds and layout(str(stands_on.weights)) != holds and _has_room(model):
-            plain = lora.load(hf.load(source, model.device, model.dtype), target)
-            gap = _gap(_scores(model, batch), _scores(plain, batch))
+        if batch and stands_on.rounds and layout(str(stands_on.weights)) != holds:
+            gap = _gap_on(source, target, model, batch)
         card.write(target, cfg.model, stands_on, holds, "" if gap is None else f"Measured: {gap}.")
 
-    publish_folder(out, write, {"kind": "adapter"})
+    publish_folder(out, write, {"kind": "adapter", "step": step})
     return gap
+
+
+def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> Gap | None:
+    """The gap of an adapter folder on a model folder, from the learner. A measurement may not cost the folder: None,
+    with a line in the log, when there is no memory for a second model."""
+    needs, free = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30), free_memory(model.device)
+    try:
+        if free is None or free > needs:
+            plain = lora.load(hf.load(source, model.device, model.dtype), adapter)
+            return _gap(_scores(model, batch), _scores(plain, batch))
+    except (torch.OutOfMemoryError, MemoryError):
+        pass
+    log.warning("how far the adapter is from the learner on %s was not measured: too little memory is free for a "
+                "second model", source)
+    return None
 
 
 def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exported:
@@ -174,16 +193,18 @@ def _learner(cfg: RunConfig, saved: Checkpoint) -> tuple[Transformer, assemble.P
 
 
 def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
-    """The newest rollouts that a run has logged up to a step, as many of them as hold `most` tokens; None when there
-    are none."""
+    """The newest rollouts that a run has logged up to a step, of each group in turn, as many of them as hold `most`
+    tokens; None when there are none."""
     files = [path for logged, path in rollout_files(run / "rollouts") if logged <= step]
     if not files:
         return None
-    batch, tokens = read_rollouts(files[-1]), 0
+    batch, left = read_rollouts(files[-1]), most
     kept: list[Sample] = []
-    for sample in batch.samples:
-        tokens += len(sample.prompt_ids) + len(sample.rollout.token_ids)
-        kept += [sample] if sample.rollout.token_ids and (tokens <= most or not kept) else []
+    for sample in sorted(batch.samples, key=lambda sample: sample.rollout.behavior.sample):
+        tokens = len(sample.prompt_ids) + len(sample.rollout.token_ids)
+        if sample.rollout.token_ids and tokens <= left:
+            kept.append(sample)
+            left -= tokens
     return replace(batch, samples=kept) if kept else None
 
 
@@ -198,15 +219,6 @@ def _scores(model: Transformer, batch: Batch) -> Tensor:
 def _gap(learner: Tensor, policy: Tensor) -> Gap:
     found = mismatch(learner=policy[None], behavior=learner[None], mask=torch.ones_like(learner[None]))
     return Gap(len(learner), found["mismatch/logp_diff_mean"], found["mismatch/kl_k3"])
-
-
-def _has_room(model: Transformer) -> bool:
-    """Whether the device has room for a second, dense model and its forward."""
-    if model.device.type != "cuda":
-        return True
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(model.device)
-    return free > 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
 
 
 def _save_merged(model: Transformer, out: Path, source: Path, batch: Batch | None = None) -> Gap | None:

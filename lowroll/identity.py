@@ -10,7 +10,8 @@ modules that an environment's file imports, data sets of the hub, and the versio
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,19 +29,20 @@ from lowroll.model.spec import read_config, read_spec
 MAY_CHANGE = ("output_dir", "ckpt", "score.workers", "score.max_error_rate", "eval", "guard", "force",
               "rollout.release_cache", "dapo.no_signal")
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")      # too, after a run that ended because it found none
+CONFIG = "config.json: "                                       # of what a key of it says
 IDLE_FILES = ("generation_config.json",)                       # copied along, and never read
 
 
 def read_by(cfg: RunConfig) -> dict[str, str]:
     """What the run reads beside its settings and weights: name -> value or digest."""
-    found = {f"model: config.json: {key}": value for key, value in _meaning(cfg.model).items()}
+    found = {f"model: {CONFIG}{key}": value for key, value in _meaning(cfg.model).items()}
     folder = hf.resolve(cfg.model)
     found |= {f"model: {name}": _digest(folder / name) for name in hf.TOKENIZER_FILES
               if name not in IDLE_FILES and (folder / name).is_file()}
     beside = {"train.teacher": cfg.train.teacher, "critic.model": cfg.critic.model if cfg.algorithm == "ppo" else None}
     for key, source in beside.items():
         if source is not None:
-            found |= {f"{key}: config.json: {name}": value for name, value in _meaning(source).items()}
+            found |= {f"{key}: {CONFIG}{name}": value for name, value in _meaning(source).items()}
     for env in cfg.env:
         found |= {f"env {env.name or env.id}: {name}": _digest(path) for name, path in _files(env)}
     return found
@@ -59,13 +61,14 @@ def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
     if code is not None:
         yield "its code", code
     for key, value in env.args.items():
-        if isinstance(value, str) and Path(value).is_file():
-            yield key, Path(value)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and os.path.isfile(text):        # of a long text Path.is_file raises
+                yield f"{key}: {text}" if isinstance(value, list) else key, Path(text)
 
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
@@ -74,7 +77,8 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
     if saved is None:
         raise ValueError("resume: the checkpoint is of an older lowroll and does not say what the run reads "
                          "(tokenizer, data): continue it there, or begin a run with the model that it exports")
-    _refuse("the run does not read what it began with", saved, now)
+    known = {key: value for key, value in now.items() if key in saved or CONFIG not in key}     # older ones say less
+    _refuse("the run does not read what it began with", saved, known, _text)
 
 
 def refuse_other_settings(saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = ()) -> None:
@@ -90,19 +94,21 @@ def refuse_other_settings(saved: dict[str, Any], cfg: RunConfig, more: tuple[str
     held = {key for key in before.keys() | after.keys()
             if not any(key == name or key.startswith(f"{name}.") for name in free)}
     _refuse("the configuration is not that of the checkpoint", {key: before[key] for key in held & before.keys()},
-            {key: after[key] for key in held & after.keys()})
+            {key: after[key] for key in held & after.keys()}, repr)
 
 
-def _refuse(what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+def _refuse(what: str, before: Mapping[str, Any], after: Mapping[str, Any], show: Callable[[Any], str]) -> None:
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     if changed:
-        words = "; ".join(f"{key} was {_show(before.get(key))} and is {_show(after.get(key))}" for key in changed[:5])
+        words = "; ".join(f"{key} was {show(before.get(key))} and is {show(after.get(key))}" for key in changed[:5])
         raise ValueError(f"resume: {what}: {words}")
 
 
-def _show(value: Any) -> str:
-    """A value as Python writes it; the text of a value as it stands, and of a digest the beginning."""
-    return repr(value) if not isinstance(value, str) or len(value) != 64 else f"{value[:12]}..."
+def _text(value: str | None) -> str:
+    """What was read, of a digest the beginning."""
+    if value is None:
+        return "not there"
+    return f"{value[:19]}..." if value.startswith("sha256:") else value
 
 
 def _flatten(tree: object, prefix: str = "") -> dict[str, object]:

@@ -29,10 +29,12 @@ import yaml
 
 from lowroll import assemble, identity
 from lowroll.checkpoint.lock import RunLock
+from lowroll.checkpoint.publish import read_meta
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
 from lowroll.engine.engine import Engine
 from lowroll.export import newest_batch, publish_adapter
+from lowroll.kv.capacity import NoRoom, Workload
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, Recorder, read, write_about
 from lowroll.model import hf
@@ -54,6 +56,7 @@ from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
 
+TEACHER = "train.teacher: weights"     # read long after all else of `identity.read_by`
 MOST_SILENT = 0.5                  # share of tokens, or of sequences, that an objective may silence before any update
 MAX_WIDENED = 4
 
@@ -107,6 +110,7 @@ class Session:
 
     def __init__(self, cfg: RunConfig, stack: ExitStack, resume: bool = False) -> None:
         self.given, self.folder = cfg, Path(cfg.output_dir)
+        self.inputs = identity.read_by(cfg)
         self.store = Store(self.folder / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.saved = self._find() if resume else None
         self.where = assemble.place(cfg)
@@ -134,9 +138,8 @@ class Session:
             reference=assemble.reference(cfg, self.where), critic=assemble.critic(cfg, self.where, self.chat),
             teacher=assemble.teacher(cfg, self.where, self.chat),
             save_offending=self._save_offending, before_first=self._first_look, deadline_s=60.0)
-        self.read = identity.read_by(cfg)
         if self.trainer.teacher is not None:
-            self.read["train.teacher: weights"] = digest(self.trainer.teacher)
+            self.inputs[TEACHER] = digest(self.trainer.teacher)
         self.recorder = Recorder(self.folder)
         self.watch_weights = self._weight_watch()
         self.guard = assemble.guard(cfg)
@@ -165,7 +168,7 @@ class Session:
             return self._begin_again()
         if saved.meta["base"] != self.base_digest:
             raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
-        identity.refuse_other_files(saved.meta.get("read"), self.read)
+        identity.refuse_other_files(saved.meta["read"], self.inputs)
         self.trainer.restore(saved.tensors, saved.state["trainer"])
         self._enter(saved.step)
         self.orchestrator.restore(saved.state["orchestrator"])
@@ -187,8 +190,11 @@ class Session:
             identity.refuse_other_settings(yaml.safe_load((self.folder / "config.yaml").read_text()), self.given)
             return None
         before = yaml.safe_load(saved.meta["config"])
-        ended = (self.folder / "final").exists() and saved.step < before["train"]["max_steps"]
+        final = read_meta(self.folder / "final") or {}
+        ended = final.get("step") == saved.step < before["train"]["max_steps"]
         identity.refuse_other_settings(before, self.given, identity.FOR_SIGNAL if ended else ())
+        read = saved.meta.get("read")
+        identity.refuse_other_files(read and {key: read[key] for key in read if key != TEACHER}, self.inputs)
         if self.given.train.max_steps < saved.step:
             raise ValueError(f"train.max_steps: {self.given.train.max_steps}, and the run has made {saved.step} steps")
         return saved
@@ -196,13 +202,15 @@ class Session:
     def _first_engine(self) -> Engine:
         """The engine, with a cache for what the run will ask of it; a resumed run's has the size that it began with."""
         if self.saved is None:
-            loads = assemble.loads(self.given, self.model, self.chat, self.envs, self.eval_envs)
-            return assemble.engine(self.given, self.where, self.model, self.chat, loads=loads)
-        cfg = assemble.with_cache(self.given, self.saved.meta.get("cache_tokens"))
+            return assemble.engine(self.given, self.where, self.model, self.chat, workloads=self._workloads())
+        cfg = assemble.with_cache(self.given, self.saved.meta["cache_tokens"])
         try:
             return assemble.engine(cfg, self.where, self.model, self.chat)
-        except ValueError as error:
+        except NoRoom as error:
             raise ValueError(f"resume: a run keeps the KV cache that it began with: rollout.{error}") from None
+
+    def _workloads(self) -> list[Workload]:
+        return assemble.workloads(self.given, self.model, self.chat, self.envs, self.eval_envs)
 
     def _begin_again(self) -> int:
         self.recorder.truncate(0)
@@ -246,7 +254,7 @@ class Session:
                                 rollouts_per_example=cfg.rollouts_per_example,
                                 sampling=assemble.eval_sampling(self.stage), seed=self.cfg.seed,
                                 max_prompt_tokens=self.orchestrator.settings.max_prompt_tokens)
-        self.engine.forget_prompts()            # a resumed run has none of their pages
+        self.engine.reset_prefix_cache()            # a resumed run has none of their pages
         if noisy:
             self._adopt(self.trainer.version)
         return metrics | {"time/eval": time.monotonic() - began}
@@ -259,8 +267,8 @@ class Session:
         tensors, trainer = self.trainer.state()
         self.store.save(step, tensors, {"trainer": trainer, "orchestrator": self.orchestrator.state(),
                                          "guard": self.guard and self.guard.state(), "widened": self.widened},
-                        {"config": self.given.dump(), "base": self.base_digest, "read": self.read,
-                         "cache_tokens": self.cfg.rollout.cache_tokens})
+                        {"config": self.given.dump(), "base": self.base_digest, "read": self.inputs,
+                         "cache_tokens": self.engine.cache_tokens})
         self._saved_at, self._saving_s = step, {"time/checkpoint": time.monotonic() - began}
 
     def end(self, step: int, reason: NoSignal) -> None:
@@ -277,9 +285,9 @@ class Session:
             shutil.rmtree(final)
         if self.cfg.train.lora:
             self.engine.release()
-            publish_adapter(self.cfg, self.model, final, newest_batch(self.folder, step))
+            publish_adapter(self.cfg, self.model, final, newest_batch(self.folder, step), step)
         else:
-            hf.save(self.model, final, tokenizer_from=source)
+            hf.save(self.model, final, source, step)
 
     def _enter(self, step: int) -> dict[str, float]:
         """Go over to the settings of the step's stage; returns its metrics, none in a run without stages."""
@@ -366,7 +374,13 @@ class Session:
             realign(self.model, assemble.rollout_format(self.cfg, self.where, weights))
         del self.engine, self.orchestrator.engine, self.watch_weights
         gc.collect()                        # the engine and its scheduler hold each other
-        self.engine = assemble.engine(self.cfg, self.where, self.model, self.chat, weights)
+        try:
+            self.engine = assemble.engine(self.cfg, self.where, self.model, self.chat, weights)
+        except NoRoom as error:
+            smaller = assemble.with_cache(self.cfg, None)
+            self.engine = assemble.engine(smaller, self.where, self.model, self.chat, weights, self._workloads())
+            log.warning("beside %s weights the KV cache is smaller than before, of %d tokens: %s", weights,
+                        self.engine.cache_tokens, error)
         self.orchestrator.engine = self.engine
         self.watch_weights = self._weight_watch()
 

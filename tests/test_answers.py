@@ -86,6 +86,8 @@ RIGHT = {
         2s | 2\text{ s} | 2 s
         5am | 5 am | 5:00 am | 5 \text{ a.m.} | 5
         1:58 am | 1:58 \text{ AM} | 1:58
+        7000 | 7 thousand | 70 \text{ hundred}
+        3e12 | 3 trillion | 3000 billion
         5000000 | 5 million | 5 \text{ million} | 5 \text{ million dollars}
         """),
     "choices and words": table(r"""
@@ -112,6 +114,9 @@ RIGHT = {
         (12,3,4), (6,5.4,7.6) | (6,5.4,7.6), (12,3,4) | (12, 3, 4) and (6, 5.4, 7.6)
         \{0,2,4,6,8\} | 0,2,4,6,8 | \{8, 6, 4, 2, 0\} | \left\{0,2,4,6,8\right\}
         100,200,300 | 100, 200, 300
+        1000, 2000 | 1,000, 2,000 | 1,000 and 2,000 | 2\,000, 1\,000 | x = 1,000, 2,000
+        (1,2) | x = (1,2) | (x,y) = (1,2) | 1,2
+        \{1,2\} | A = \{1,2\} | A=\{2,1\}
         I,II,III,IV | I, II, III, IV | I, II, III, and IV
         """),
     "intervals and inequalities": table(r"""
@@ -125,6 +130,8 @@ RIGHT = {
         (-\infty,\infty) | \mathbb{R} | x \in \mathbb{R}
         (3,4] | 3 < x \leq 4 | \left(3, 4\right]
         b > a > c | c < a < b | b>a>c
+        x^2 < 4y | 4y > x^2 | 2x^2 < 8y
+        1 < x < y < 5 | 5 > y > x > 1
         x \neq 5 | x \ne 5 | 5 \neq x | x\not= 5
         \{x|x=3k,k\in \mathbb{Z}\} | \{x \mid x=3k, k \in \mathbb{Z}\}
         """),
@@ -136,6 +143,8 @@ RIGHT = {
         5x - 7y + 11z + 4 = 0 | 5x-7y+11z=-4 | -5x+7y-11z-4=0 | 10x-14y+22z+8=0
         \frac{x^{2}}{2} - \frac{y^{2}}{4}=1 | 2x^2-y^2=4 | \frac{x^2}{2}=1+\frac{y^2}{4}
         x=5 | 5 | x = 5.0 | 5 = x
+        3.14 | x \approx 3.14
+        \frac{1}{3} | \frac{1}{3} \approx 0.33 | x = \frac{1}{3} \approx 0.33
         5 | x=5 | 2+3=5 | x = 2+3 = 5 | \text{Area} = 5 | AB = 5
         MR=SRMC | SRMC=MR | MR = SRMC
         f(x)=-\frac25 x + 13 | -\frac{2}{5}x+13 | f(x) = 13-0.4x
@@ -194,6 +203,8 @@ WRONG = {
         5x - 7y + 11z + 4 = 0 | 5x-7y+11z-4=0 | 0=0 | 5x=0 | 5x - 7y + 11z + 4 = 1
         MR=SRMC | MR=SRAC | MR=MR | 0=0
         xy=1 | x=y | xy=2 | 0=1 | x=1
+        1 < x < y < 5 | 1 < x < 5 | 1 < y < x < 5 | 1 < x \leq y < 5
+        \frac{1}{3} | 0.33 \approx \frac{1}{3} | x \approx 0.33
         b > a > c | b > c > a | a > b > c | b < a < c
         2x+y<5 | 2x+y>5 | 2x+y \leq 5 | 2x+y<6 | 0<1
         """),

@@ -13,7 +13,7 @@ from tiny import hf_folder
 import lowroll
 from lowroll.engine import engine as engine_module
 from lowroll.engine.scheduler import Scheduler
-from lowroll.kv.capacity import SHARE, Load, capacity
+from lowroll.kv.capacity import SHARE, Workload, capacity
 from lowroll.kv.pages import PagePool
 from lowroll.types import Request
 
@@ -22,18 +22,18 @@ EOS = 0
 
 def test_loads_by_hand() -> None:
     # 20 prompt tokens are 5 pages of 4; a sample stores 12 more, behind a tail of 3 at most: 4 pages
-    assert Load(2, 3, 20, 13).tokens(4, max_batch=256) == 4 * (2 * 2 * 5 + 6 * 4 + 1)
-    assert Load(2, 3, 20, 13).tokens(4, max_batch=4) == 4 * (2 * 2 * 5 + 4 * 4 + 1)
-    assert Load(9, 3, 20, 13).tokens(4, max_batch=4) == 4 * (2 * 4 * 5 + 4 * 4 + 1)     # rows of four groups
-    assert Load(1, 1, 3, 1).tokens(4, max_batch=1) == 4 * (1 + 1)
-    assert Load(1, 1, 2, 2).tokens(4, max_batch=1) == 4 * (1 + 1)                       # the tail is the prompt itself
-    assert Load(1, 1, 3, 1, longest=41).tokens(4, max_batch=1) == 44
+    assert Workload(2, 3, 20, 13).tokens(4, max_batch=256) == 4 * (2 * 2 * 5 + 6 * 4 + 1)
+    assert Workload(2, 3, 20, 13).tokens(4, max_batch=4) == 4 * (2 * 2 * 5 + 4 * 4 + 1)
+    assert Workload(9, 3, 20, 13).tokens(4, max_batch=4) == 4 * (2 * 4 * 5 + 4 * 4 + 1)     # rows of four groups
+    assert Workload(1, 1, 3, 1).tokens(4, max_batch=1) == 4 * (1 + 1)
+    assert Workload(1, 1, 2, 2).tokens(4, max_batch=1) == 4 * (1 + 1)                       # tail: the whole prompt
+    assert Workload(1, 1, 3, 1, longest=41).tokens(4, max_batch=1) == 44
 
 
 def test_capacity_by_hand() -> None:
     plenty: dict[str, Any] = {"page_size": 4, "max_batch": 8, "bytes_per_token": 100, "free": 10**9}
-    assert capacity([Load(2, 3, 20, 13), Load(1, 1, 3, 1)], context=512, **plenty) == 4 * 45
-    assert capacity([Load(2, 3, 20, 13)], context=512, **plenty | {"free": 60_000}) == 60_000 // 4 // 100
+    assert capacity([Workload(2, 3, 20, 13), Workload(1, 1, 3, 1)], context=512, **plenty) == 4 * 45
+    assert capacity([Workload(2, 3, 20, 13)], context=512, **plenty | {"free": 60_000}) == 60_000 // 4 // 100
     assert capacity([], context=512, **plenty) == 8 * 512
     assert capacity([], context=10**5, **plenty) == 10**5
     assert capacity([], context=10**5, **plenty | {"max_batch": 64, "free": 10**12}) == 64 * 4096
@@ -61,7 +61,7 @@ def serve(requests: list[Request], num_pages: int, page_size: int, **options: An
 def test_nothing_waits_that_would_not_wait_in_a_cache_without_end(seed: int) -> None:
     rng = random.Random(seed)
     page_size, max_batch = rng.choice([1, 3, 4, 16]), rng.choice([1, 2, 5, 16, 64])
-    load = Load(rng.randint(1, 12), rng.choice([1, 2, 4, 8]), rng.randint(1, 40), rng.randint(1, 24))
+    load = Workload(rng.randint(1, 12), rng.choice([1, 2, 4, 8]), rng.randint(1, 40), rng.randint(1, 24))
     head = [rng.randrange(1, 12) for _ in range(rng.randint(0, load.prompt - 1))]
     requests = []
     for i in range(load.groups):
@@ -82,9 +82,9 @@ def test_an_engine_takes_what_its_loads_can_use(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(engine_module, "free_memory", lambda device: free)
         return lowroll.Engine(folder, weights="fp32", device="cpu", **options).cache_tokens
 
-    load = Load(4, 8, 30, 10)
-    assert cache_tokens(10**9, loads=[load]) == load.tokens(16, 256) < 256 * 256 == cache_tokens(10**9)
-    assert cache_tokens(SHARE * 160 * each, loads=[load]) == 160
+    load = Workload(4, 8, 30, 10)
+    assert cache_tokens(10**9, workloads=[load]) == load.tokens(16, 256) < 256 * 256 == cache_tokens(10**9)
+    assert cache_tokens(SHARE * 160 * each, workloads=[load]) == 160
     assert cache_tokens(320 * each, cache_tokens=320) == 320
     with pytest.raises(ValueError, match=r"^cache_tokens: a KV cache of 336 tokens takes 0\.000172 GB, and 0\.000"):
         cache_tokens(320 * each, cache_tokens=336)

@@ -100,6 +100,14 @@ def verify_folder(path: Path) -> dict[str, Any]:
     return meta
 
 
+def read_meta(path: Path) -> dict[str, Any] | None:
+    """The meta of a published folder, unverified; None for a folder that was not published, or was damaged since."""
+    try:
+        return _read_manifest(Path(path) / MANIFEST)[1]
+    except DamagedError:
+        return None
+
+
 def encode_manifest(files: dict[str, dict[str, Any]], meta: dict[str, Any]) -> bytes:
     """Canonical bytes of a manifest, with a digest over its own content. ValueError when `meta` is not JSON data."""
     body = {"format": FORMAT, "files": files, "meta": meta}

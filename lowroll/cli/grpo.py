@@ -32,6 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     if result.interrupted:
         print(f"stopped after step {result.records[-1]['step']}; go on with --resume", file=sys.stderr)
         return 130
+    if result.ended:
+        print(f"the run ended before its last step: {result.ended}")
     print(f"trained weights: {result.folder / 'final'}\nplots: lowroll report {result.folder}")
     return 0
 
@@ -61,7 +63,7 @@ def plan(cfg: RunConfig) -> list[str]:
 
 def _cache(cfg: RunConfig) -> str:
     """The size of the KV cache, or what bounds it: the prompts' lengths are known once they are read."""
-    from lowroll.kv.capacity import SHARE, Load
+    from lowroll.kv.capacity import SHARE, Workload
     rollout, row = cfg.rollout, cfg.train.tokens_per_microbatch
     if rollout.cache_tokens is not None:
         return f"KV cache of {rollout.cache_tokens:,} tokens"
@@ -69,7 +71,7 @@ def _cache(cfg: RunConfig) -> str:
     counts = [(now.num_groups, now.rollouts_per_example, now.rollout.max_tokens) for now in stages]
     if cfg.eval.interval:
         counts += [(cfg.eval.num_examples, cfg.eval.rollouts_per_example, now.rollout.max_tokens) for now in stages]
-    tokens = max(Load(groups, n, row - response, response).tokens(rollout.page_size, rollout.max_batch)
+    tokens = max(Workload(groups, n, row - response, response).tokens(rollout.page_size, rollout.max_batch)
                  for groups, n, response in counts)
     return (f"KV cache as the first prompts of the environments need it: at most {tokens:,} tokens (rows of {row:,}), "
             f"and 1/{SHARE} of the free memory")

@@ -270,11 +270,12 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
     rollout = cfg.rollout
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
     cut = {name: getattr(rollout, name) for name in off if getattr(rollout, name) != off[name]}
-    two = rollout.bulk not in (None, rollout.weights, *DENSE)     # the learner shares the first format, if any
-    return Rollouts(f"{rollout.weights}+{rollout.bulk}" if two else rollout.weights,
+    second = rollout.bulk if rollout.bulk != rollout.weights else None
+    low_bit = second not in (None, *DENSE)                 # a dense second format is that of LoRA's own base
+    return Rollouts(f"{rollout.weights}+{second}" if low_bit else rollout.weights,
                     truncated=tuple(f"{name} {value}" for name, value in cut.items()),
                     noisy=cfg.noise is not None and cfg.noise.learner == "clean",
-                    aligned=cfg.train.forward == "aligned" and not two, lora=cfg.train.lora and not two)
+                    aligned=cfg.train.forward == "aligned" and second is None, lora=cfg.train.lora and not low_bit)
 
 
 def _correction(cfg: RunConfig) -> tuple[str, str]:

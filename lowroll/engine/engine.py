@@ -21,7 +21,7 @@ from lowroll.engine.request import validate
 from lowroll.engine.runner import Runner
 from lowroll.engine.scheduler import Scheduler
 from lowroll.kv.cache import KVCache
-from lowroll.kv.capacity import Load, capacity
+from lowroll.kv.capacity import UNKNOWN_FREE, NoRoom, Workload, capacity
 from lowroll.kv.pages import PagePool
 from lowroll.model import hf
 from lowroll.model.experts import StackedLinear
@@ -59,8 +59,8 @@ class Engine:
     what is in the format already). weights: a name of `lowroll.formats()`; default the model's own low-bit format, or
     int8 for a dense model. kv: the KV policy; None is the dense cache.
     dtype: of activations, norms and KV cache; default float32 on CPU, bfloat16 on CUDA, and what a dense format says.
-    cache_tokens: size of the KV cache; default what `loads`, the requests that will be in it together, can use, and no
-    more than a quarter of the free memory. Without loads: `max_batch` samples of 4,096 tokens, one whole context at
+    cache_tokens: size of the KV cache; default what `workloads`, the requests that will be in it together, can use, and
+    no more than a quarter of the free memory. Without any: `max_batch` samples of 4,096 tokens, one whole context at
     least and 16 GiB at most (`kv.capacity`).
     max_batch: samples decoded at once. max_prefill_tokens: prompt tokens a step. prefill_chunk: longest piece of a
     prompt in one step, None for whole prompts. noisy: `adopt` may put noise on the norms. bulk: a second format, kept
@@ -72,7 +72,8 @@ class Engine:
 
     def __init__(self, model: Transformer | str | Path, weights: str | None = None, kv: None = None,
                  device: str | torch.device = "auto", dtype: torch.dtype | None = None, *, tokenizer: Any = None,
-                 page_size: int = 16, cache_tokens: int | None = None, loads: Sequence[Load] = (), max_batch: int = 256,
+                 page_size: int = 16, cache_tokens: int | None = None, workloads: Sequence[Workload] = (),
+                 max_batch: int = 256,
                  max_prefill_tokens: int = 8192, prefill_chunk: int | None = None, noisy: bool = False,
                  bulk: str | None = None, keep_dense: bool = False) -> None:
         if kv is not None:
@@ -97,7 +98,7 @@ class Engine:
         self.spec = self.model.spec
         if keep_dense:
             self.keep_dense()
-        num_tokens = self._cache_tokens(cache_tokens, loads, page_size, max_batch)
+        num_tokens = self._cache_tokens(cache_tokens, workloads, page_size, max_batch)
         num_pages = num_tokens // page_size
         if num_pages < 1:
             raise ValueError(f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens")
@@ -197,6 +198,11 @@ class Engine:
         return self.scheduler.abort(handle)
 
     @property
+    def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.pool.num_pages * self.pool.page_size
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to return."""
         return self.scheduler.has_work or self.scheduler.has_finished
@@ -210,10 +216,10 @@ class Engine:
         """
         if self.scheduler.has_work:
             raise RuntimeError("release: requests are in flight; finish or abort them first")
-        self.forget_prompts()
+        self.reset_prefix_cache()
         self.runner.release()
 
-    def forget_prompts(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Forget the pages of shared prompts. A prompt behind such pages runs in other pieces, which round otherwise:
         what comes next has the same bits as in a fresh engine."""
         self.pool.clear_prefixes()
@@ -287,24 +293,20 @@ class Engine:
             return fixed
         return dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
-    @property
-    def cache_tokens(self) -> int:
-        """Slots of the KV cache."""
-        return self.pool.num_pages * self.pool.page_size
-
-    def _cache_tokens(self, cache_tokens: int | None, loads: Sequence[Load], page_size: int, max_batch: int) -> int:
+    def _cache_tokens(self, cache_tokens: int | None, workloads: Sequence[Workload], page_size: int,
+                      max_batch: int) -> int:
         each, free = KVCache.bytes_per_token(self.spec, self.model.dtype), free_memory(self.model.device)
         if cache_tokens is None:
-            return capacity(loads, page_size=page_size, max_batch=max_batch, context=self.spec.max_position,
-                            bytes_per_token=each, free=free)
-        if cache_tokens * each > free:
-            raise ValueError(f"cache_tokens: a KV cache of {cache_tokens:,} tokens takes "
+            return capacity(workloads, page_size=page_size, max_batch=max_batch, context=self.spec.max_position,
+                            bytes_per_token=each, free=UNKNOWN_FREE if free is None else free)
+        if free is not None and cache_tokens * each > free:
+            raise NoRoom(f"cache_tokens: a KV cache of {cache_tokens:,} tokens takes "
                              f"{cache_tokens * each / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free")
         return cache_tokens
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that the device (the machine, for a CPU) could give now; 4 GiB where the system does not say."""
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that the device (the machine, for a CPU) could give now; None where the system does not say."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)     # by torch, for later
         return int(torch.cuda.mem_get_info(device)[0]) + kept
@@ -312,4 +314,4 @@ def free_memory(device: torch.device) -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
-        return 4 << 30
+        return None

@@ -79,9 +79,10 @@ class Runner:
             return []
         sequences = [sequence for chunk, _ in through for sequence in chunk.samples]
         rows_P = torch.tensor([row for _, row in through], device=hidden_TD.device)
-        num_samples_P = torch.tensor([len(chunk.samples) for chunk, _ in through], device=hidden_TD.device)
-        logits_PV = self.model.logits(hidden_TD[rows_P])
-        logits_BV = logits_PV.repeat_interleave(num_samples_P, dim=0, output_size=len(sequences))
+        logits_BV = self.model.logits(hidden_TD[rows_P])
+        if len(sequences) > len(through):
+            num_samples_P = torch.tensor([len(chunk.samples) for chunk, _ in through], device=hidden_TD.device)
+            logits_BV = logits_BV.repeat_interleave(num_samples_P, dim=0, output_size=len(sequences))
         tokens_B, logprobs_B = self._draw(logits_BV, sequences)
         logprobs = logprobs_B.tolist()
         require_finite(logprobs)

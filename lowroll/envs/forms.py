@@ -37,6 +37,7 @@ FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 BELOW = ("<", r"\leq")
 LETTERED = re.compile(r"(?:\\text\{)?\s*\(\s*[A-Z]\s*\)")      # (B) 12
 NAME = re.compile(r"(?:[A-Za-z]|[A-Z]{2,}|[A-Za-z][A-Za-z ]{3,}|\\text\{[^{}]*\}|\\overline\{[^{}]*\}|"
+                  r"\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)|"
                   r"\\[A-Za-z]+(?![A-Za-z\s]*\{)(?:\s*[A-Z]+)?)"
                   r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?\s*(?:\^\{(?:\\prime)+\})?\s*(?:\([A-Za-z,\s]*\))?")
 CONSTANT = re.compile(r"(?:[\d\s.,+\-*/^(){}%!e]|\\(?:frac|sqrt|pi|infty|cdot|times|ln|log|sin|cos|tan)(?![A-Za-z]))+")
@@ -144,7 +145,7 @@ def _relation(text: str) -> Form | None:
     name = sides[0] if NAME.fullmatch(sides[0]) else ""
     if operators[0] == r"\in" and name:
         return replace(form(text.partition(r"\in")[2]), name=squeezed(name))
-    if operators[0] == "=" and name and len(sides) > 1:
+    if operators[0] == "=" and name:
         rest = form(sides[-1])
         if set(operators) == {"="} and rest.kind != "leaf":
             return replace(rest, name=squeezed(name))
@@ -156,7 +157,7 @@ def _interval(sides: list[str], operators: list[str]) -> Form | None:
         return None
     if operators[0] not in BELOW:
         sides, operators = sides[::-1], [FLIPPED.get(sign, sign) for sign in operators[::-1]]
-    if any(sign not in BELOW for sign in operators) or not 2 <= len(sides) <= 3:
+    if any(sign not in BELOW for sign in operators):
         return None
     bounds = [CONSTANT.fullmatch(side) is not None for side in sides]
     ends = ["[" if operators[0] == r"\leq" else "(", "]" if operators[-1] == r"\leq" else ")"]
@@ -195,8 +196,6 @@ def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
         free = gold.kind == "list" and not ordered
         return pair.signs == "()" and not pair.name and (_unordered if free else _pairwise)(gold.parts, answer.parts)
     if gold.kind in several and answer.kind in several:
-        if gold.kind == answer.kind == "union" and len(gold.parts) != len(answer.parts):
-            return False
         return (_pairwise if ordered and gold.kind == "list" else _unordered)(gold.parts, answer.parts)
     if "relation" in (gold.kind, answer.kind):
         return _same_relation(gold, answer)

@@ -52,7 +52,8 @@ SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
     (r"(?<=[A-Za-z)}])('+)", lambda found: "^{" + r"\prime" * len(found[1]) + "}"),
     (r"^[\s=:\"']+|[\s.,;:\"'\\]+$", ""))]
 
-CHOICE = re.compile(r"(?:\\text\{)?+\s*+\(?+\s*+([A-Z])(?![\d_^])\s*+\)?+\s*+\}?+\s*+\)?+(?![A-Za-z_^(])(.*)", re.DOTALL)
+CHOICE = re.compile(r"(?:\\text\{)?+\s*+\(?+\s*+([A-Z])(?![\d_^])\s*+\)?+\s*+\}?+\s*+\)?+(?![A-Za-z_^(])(.*)",
+                    re.DOTALL)
 NUMBER = re.compile(r"([+-]?)\s*((?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+)"
                     r"\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d+)\s*\}?)?")
 TEN = re.compile(r"([+-]?)10\s*\^\s*\{?\s*([+-]?\d+)\s*\}?")
@@ -124,8 +125,6 @@ def repeating(text: str) -> str:
     r"""Repeating decimals, `0.1\overline{6}`, as fractions."""
     def fraction(found: re.Match[str]) -> str:
         whole, head, period = found[1] or "0", found[2], found[3]
-        if len(head + period) > 50:
-            return found[0]
         value = Fraction(int(whole + head + period) - int(whole + head), 10 ** len(head) * (10 ** len(period) - 1))
         return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
     return REPEATING.sub(fraction, text)

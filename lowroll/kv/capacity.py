@@ -18,11 +18,16 @@ from dataclasses import dataclass
 
 SHARE = 4                      # of the free memory a cache takes one part in so many, unless it is told its size
 UNKNOWN_ROW = 4096             # tokens of a sample, where nothing is known about the requests,
+UNKNOWN_FREE = 4 << 30         # bytes that are free, where the system does not say
 UNKNOWN_BYTES = 16 << 30       # and the most that is taken for them
 
 
+class NoRoom(ValueError):
+    """A KV cache of the size that was asked for does not fit into the memory that is free."""
+
+
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """Requests that are in the engine together: `groups` prompts of up to `prompt` tokens, `n` samples of each of up to
     `response` tokens. `longest`: tokens of a single request that must fit in, however seldom it comes."""
 
@@ -41,13 +46,13 @@ class Load:
         return max(pages, -(-self.longest // page_size)) * page_size
 
 
-def capacity(loads: Sequence[Load], *, page_size: int, max_batch: int, context: int, bytes_per_token: int,
+def capacity(workloads: Sequence[Workload], *, page_size: int, max_batch: int, context: int, bytes_per_token: int,
              free: int) -> int:
-    """Tokens for a cache that holds these loads one after the other.
+    """Tokens for a cache that holds these workloads one after the other.
 
     None known: `max_batch` samples of moderate length, and one as long as the model's `context` (tokens). free: bytes.
     """
     room = free // SHARE // bytes_per_token
-    if loads:
-        return min(max(load.tokens(page_size, max_batch) for load in loads), room)
+    if workloads:
+        return min(max(work.tokens(page_size, max_batch) for work in workloads), room)
     return min(max(context, max_batch * min(context, UNKNOWN_ROW)), UNKNOWN_BYTES // bytes_per_token, room)

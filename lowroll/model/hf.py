@@ -355,16 +355,19 @@ def copy_tokenizer(source: str | Path | None, target: Path) -> None:
             shutil.copyfile(Path(source) / name, target / name)
 
 
-def save(model: Transformer, folder: str | Path, tokenizer_from: str | Path | None = None) -> Path:
+def save(model: Transformer, folder: str | Path, tokenizer_from: str | Path | None = None,
+         step: int | None = None) -> Path:
     """Publish the model as a Hugging Face folder, with the tokenizer files of another folder beside it.
 
     Linear layers are stored as they are: dense, or in their low-bit format with a `quantization_config`. The folder
-    appears whole or not at all. FileExistsError when it exists already; ValueError as `state` says.
+    appears whole or not at all, and its manifest says of which step of a run it is. FileExistsError when it exists
+    already; ValueError as `state` says.
     """
     from lowroll.checkpoint.publish import publish_folder
 
     files = contents(model)
-    return publish_folder(Path(folder), lambda target: write(files, target, tokenizer_from), {"kind": "model"})
+    return publish_folder(Path(folder), lambda target: write(files, target, tokenizer_from),
+                          {"kind": "model", "step": step})
 
 
 def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -157,13 +157,21 @@ class Minibatch:
 
     samples: list[int]
     heard: list[int]         # those with a token that is learnt from
-    moving: list[int]        # those of them that have a gradient
+    moving: set[int]         # those of them that have a gradient
 
     @property
-    def portions(self) -> list[list[int]]:
+    def portions(self) -> tuple[list[int], list[int]]:
         """What is packed by itself: the samples with a gradient, and those that are only measured."""
-        moving = set(self.moving)
-        return [self.moving, [i for i in self.heard if i not in moving]]
+        return [i for i in self.heard if i in self.moving], [i for i in self.heard if i not in self.moving]
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Log-probs of policies that stay where they are while a batch is learnt from; None of those that nobody reads."""
+
+    proximal: PerToken | None
+    reference: PerToken | None
+    teacher: PerToken | None
 
 
 def _record(device: torch.device) -> torch.cuda.Event | None:
@@ -201,20 +209,9 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
     judged = None if critic is None else critic.judge(samples, heard)
     advantages = None if judged is None else judged.advantages
     learning = None if critic is not None and critic.warming_up else optimizer
-    plan = [Minibatch(minibatch, mine, [] if learning is None else _moving(samples, mine, settings, advantages))
+    plan = [Minibatch(minibatch, mine, set() if learning is None else _moving(samples, mine, settings, advantages))
             for minibatch, mine in zip(minibatches, heard, strict=True)]
-    portions = [portion for minibatch in plan for portion in minibatch.portions]
-
-    anchored = len(plan) > 1 or settings.normalizes
-    proximal = forward.run(portions).log_probs if anchored else None
-    frozen_lp = None
-    if settings.kl_coef:
-        with contextlib.nullcontext(reference) if reference is not None else _base_policy(model) as frozen:
-            frozen_lp = replace(forward, model=frozen).run(portions).log_probs
-
-    teacher_lp = None
-    if settings.has_teacher and teacher is not None:
-        teacher_lp = replace(forward, model=teacher).run(portions).log_probs
+    anchors = _anchors(forward, plan, settings, reference, teacher)
 
     records: list[dict[str, float]] = []
     rate = 0.0 if learning is None else learning.begin_step()
@@ -222,9 +219,10 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
         critic.optimizer.begin_step()
     distances: dict[str, float] = {}
     for minibatch in plan:
-        record, trace = _accumulate(forward, minibatch, settings, proximal, frozen_lp, teacher_lp, advantages)
+        record, trace = _accumulate(forward, minibatch, settings, anchors, advantages)
         if not records:                        # of the policy before its first update, while the device is busy
-            distances = _distances(samples, sum(heard, []), trace.log_probs if proximal is None else proximal)
+            learner = trace.log_probs if anchors.proximal is None else anchors.proximal
+            distances = _distances(samples, [i for mine in heard for i in mine], learner)
         record |= STILL if learning is None else learning.update(refuse=not math.isfinite(record["policy/objective"]))
         if learning is not None:
             aligned.refresh(model)
@@ -236,11 +234,25 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
 
 
 def _moving(samples: Sequence[Sample], heard: Sequence[int], settings: LearnSettings,
-            advantages: PerToken | None) -> list[int]:
+            advantages: PerToken | None) -> set[int]:
     """The samples with a gradient: an advantage, or a term that needs none."""
     if settings.kl_coef or not settings.objective.needs_advantage(**settings.options):
-        return list(heard)
-    return [i for i in heard if (samples[i].advantage != 0 if advantages is None else advantages[i].any())]
+        return set(heard)
+    return {i for i in heard if (samples[i].advantage != 0 if advantages is None else advantages[i].any())}
+
+
+def _anchors(forward: Forward, plan: Sequence[Minibatch], settings: LearnSettings, reference: Transformer | None,
+             teacher: Transformer | None) -> Anchors:
+    """One pass without gradient for each policy that is read, packed as the updates pack."""
+    portions = [portion for minibatch in plan for portion in minibatch.portions]
+    proximal_lp = forward.run(portions).log_probs if len(plan) > 1 or settings.normalizes else None
+    reference_lp = teacher_lp = None
+    if settings.kl_coef:
+        with contextlib.nullcontext(reference) if reference is not None else _base_policy(forward.model) as frozen:
+            reference_lp = replace(forward, model=frozen).run(portions).log_probs
+    if settings.has_teacher and teacher is not None:
+        teacher_lp = replace(forward, model=teacher).run(portions).log_probs
+    return Anchors(proximal_lp, reference_lp, teacher_lp)
 
 
 def _distances(samples: Sequence[Sample], heard: Sequence[int], learner: PerToken) -> dict[str, float]:
@@ -269,12 +281,12 @@ def _base_policy(model: Transformer) -> Iterator[Transformer]:
         yield model
 
 
-def _accumulate(forward: Forward, minibatch: Minibatch, settings: LearnSettings, proximal: PerToken | None,
-                reference: PerToken | None, teacher: PerToken | None,
+def _accumulate(forward: Forward, minibatch: Minibatch, settings: LearnSettings, anchors: Anchors,
                 advantages: PerToken | None) -> tuple[dict[str, float], Trace]:
     """The gradient of a minibatch; returns its statistics and what the learner said.
     `advantages` of the tokens take the place of those of the samples."""
     samples, heard = forward.samples, minibatch.heard
+    proximal, reference, teacher = anchors.proximal, anchors.reference, anchors.teacher
 
     @functools.cache
     def counts() -> Counts:
