@@ -56,7 +56,8 @@ def test_auto_pays_for_what_makes_a_gap_and_for_nothing_else(key: str, model: Pa
 def test_a_second_format_is_not_the_learners_own(model: Path, tmp_path: Path) -> None:
     """Neither a shared base nor an aligned forward is that of the rows that the second format draws."""
     lora = {"lora": True, "lora_rank": 4, "learning_rate": 1e-5}
-    for shared, alone in ((lora, "tis"), ({"forward": "aligned"}, "tbpo")):
-        for bulk, chosen in ((None, alone), ("int8", "acr")):
+    for shared, alone, dense in ((lora, "tis", "tis"), ({"forward": "aligned"}, "tbpo", "acr")):
+        for bulk, chosen in ((None, alone), ("int8", "acr"), ("fp8", "acr"), ("bf16", dense)):
             correction, gap = run_once(model, tmp_path / f"{alone}{bulk}", {"weights": "nvfp4", "bulk": bulk}, **shared)
             assert correction == chosen and (gap > REACHES) == (bulk is not None), (shared, bulk, gap)
+            assert chosen == "acr" or gap < 1e-4       # bf16 beside a shared base rounds what that stands for

@@ -179,19 +179,28 @@ def test_a_card_is_one_of_the_hub(tmp_path: Path) -> None:
     assert cards["dense"].text.strip().endswith("linear weights as they are, float32.")
 
 
+def out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("no memory for a second model")
+
+
 def test_nothing_is_measured_without_tokens_or_room(run_model: Path, tmp_path: Path,  # noqa: F811
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = finished(run_model, tmp_path / "run", "int8")
     first, second = (read_rollouts(run / "rollouts" / f"step_00000{step}.jsonl") for step in (1, 2))
-    assert export.newest_batch(run, 2) == second and export.newest_batch(run, 1) == first
     sizes = [len(sample.prompt_ids) + len(sample.rollout.token_ids) for sample in second.samples]
-    for most, kept in ((sum(sizes[:3]), 3), (sum(sizes[:3]) - 1, 2), (1, 1)):
-        assert export.newest_batch(run, 9, most).samples == second.samples[:kept]
+    order = sorted(range(len(sizes)), key=lambda i: second.samples[i].rollout.behavior.sample)     # a group in turn
+    for most, kept in ((sum(sizes), order), (sizes[order[0]] + sizes[order[1]], order[:2]), (1, [])):
+        found = export.newest_batch(run, 9, most)
+        assert (found.samples if found else []) == [second.samples[i] for i in kept]
     assert export_run(run, tmp_path / "there", "adapter", step=1).gap.tokens == sum(
         len(sample.rollout.token_ids) for sample in first.samples)
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_has_room", lambda model: False)
+        patch.setattr(export, "free_memory", lambda device: 1 << 20)
         assert export_run(run, tmp_path / "small", "adapter").gap is None
+    with monkeypatch.context() as patch:
+        patch.setattr(lora, "load", out_of_memory)
+        assert export_run(run, tmp_path / "full", "adapter").gap is None
+    assert "was not measured here" in (tmp_path / "full" / "README.md").read_text()
     shutil.rmtree(run / "rollouts")
     assert export.newest_batch(run, 2) is None
     assert export_run(run, tmp_path / "away", "adapter").gap is None

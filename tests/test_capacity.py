@@ -78,7 +78,7 @@ def test_an_engine_takes_what_its_loads_can_use(tmp_path: Path, monkeypatch: pyt
     folder = hf_folder(tmp_path / "model")
     each = 2 * 2 * 2 * 16 * 4                              # keys and values, layers, heads, their size, float32
 
-    def cache_tokens(free: int, **options: Any) -> int:
+    def cache_tokens(free: int | None, **options: Any) -> int:
         monkeypatch.setattr(engine_module, "free_memory", lambda device: free)
         return lowroll.Engine(folder, weights="fp32", device="cpu", **options).cache_tokens
 
@@ -86,6 +86,8 @@ def test_an_engine_takes_what_its_loads_can_use(tmp_path: Path, monkeypatch: pyt
     assert cache_tokens(10**9, workloads=[load]) == load.tokens(16, 256) < 256 * 256 == cache_tokens(10**9)
     assert cache_tokens(SHARE * 160 * each, workloads=[load]) == 160
     assert cache_tokens(320 * each, cache_tokens=320) == 320
+    assert cache_tokens(None, cache_tokens=2**15) == 2**15               # what nobody knows refuses nothing
+    assert cache_tokens(None, workloads=[load]) == load.tokens(16, 256)
     with pytest.raises(ValueError, match=r"^cache_tokens: a KV cache of 336 tokens takes 0\.000172 GB, and 0\.000"):
         cache_tokens(320 * each, cache_tokens=336)
     with pytest.raises(ValueError, match=r"^cache_tokens: 15 is less than one page of 16 tokens$"):
@@ -93,8 +95,8 @@ def test_an_engine_takes_what_its_loads_can_use(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_free_memory_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bytes; 4 GiB where the system does not say."""
-    for text, expected in (("MemTotal: 9 kB\nMemAvailable:    100 kB\n", 102_400), ("MemTotal: 9 kB\n", 4 << 30),
-                           ("MemAvailable: much kB\n", 4 << 30)):
+    """In bytes; None where the system does not say."""
+    for text, expected in (("MemTotal: 9 kB\nMemAvailable:    100 kB\n", 102_400), ("MemTotal: 9 kB\n", None),
+                           ("MemAvailable: much kB\n", None)):
         monkeypatch.setattr(Path, "read_text", lambda path, text=text: text)
         assert engine_module.free_memory(torch.device("cpu")) == expected

@@ -41,5 +41,5 @@ def test_final_is_the_policy_that_learned(weights: str, scale: float | None, run
     assert "Measured: " in (final / "README.md").read_text()
     assert export_run(tmp_path / "run", tmp_path / "adapter", "adapter").gap.tokens > 0          # on the CPU
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 80 << 30))
-    assert export.publish_adapter(session.cfg, learner, tmp_path / "full", export.newest_batch(tmp_path / "run", 2)
-                                  ) is None
+    batch = export.newest_batch(tmp_path / "run", 2)
+    assert export.publish_adapter(session.cfg, learner, tmp_path / "full", batch, 2) is None

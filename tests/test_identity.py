@@ -168,17 +168,17 @@ def edit(path: Path, change: Callable[[Any], Any]) -> None:
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "rope_theta": (lambda m: edit(m / "config.json", lambda c: c | {"rope_theta": 5e5}),
-                   r"model: config\.json: rope_theta was '10000\.0' and is '500000\.0'"),
+                   r"model: config\.json: rope_theta was 10000\.0 and is 500000\.0"),
     "norm_eps": (lambda m: edit(m / "config.json", lambda c: c | {"rms_norm_eps": 1e-3}),
-                 r"model: config\.json: norm_eps was '1e-06' and is '0\.001'"),
+                 r"model: config\.json: norm_eps was 1e-06 and is 0\.001"),
     "eos": (lambda m: edit(m / "config.json", lambda c: c | {"eos_token_id": 7}),
-            r"model: config\.json: eos_ids was '\(\d+,\)' and is '\(7,\)'"),
+            r"model: config\.json: eos_ids was \(\d+,\) and is \(7,\)"),
     "tokenizer's eos": (lambda m: edit(m / "tokenizer_config.json", lambda c: c | {"eos_token": "a"}),
-                        r"model: tokenizer_config\.json was \w{12}\.\.\. and is \w{12}\.\.\."),
+                        r"model: tokenizer_config\.json was sha256:\w{12}\.\.\. and is sha256:\w{12}\.\.\."),
     "tokenizer": (lambda m: edit(m / "tokenizer.json", lambda c: c | {"normalizer": {"type": "Lowercase"}}),
-                  r"model: tokenizer\.json was \w{12}\.\.\. and is"),
+                  r"model: tokenizer\.json was sha256:\w{12}\.\.\. and is"),
     "chat template": (lambda m: (m / "chat_template.jinja").write_text(
-        "x" + (m / "chat_template.jinja").read_text()), r"model: chat_template\.jinja was \w{12}\.\.\. and is"),
+        "x" + (m / "chat_template.jinja").read_text()), r"model: chat_template\.jinja was sha256:\w{12}\.\.\. and is"),
 }
 
 
@@ -253,21 +253,40 @@ def test_data_code_and_other_models_are_part_of_a_run(model: Path, tmp_path: Pat
             train(runs[name], resume=True)
 
     (tmp_path / "env.py").write_text(ENV + "    # the same\n")
-    refused("teacher", r"env mine: its code was \w{12}\.\.\. and is \w{12}\.\.\.$")
+    refused("teacher", r"env mine: its code was sha256:\w{12}\.\.\. and is sha256:\w{12}\.\.\.$")
     (tmp_path / "env.py").write_text(ENV)
     (tmp_path / "words.txt").write_text("two\n")
-    refused("teacher", r"env mine: words was \w{12}\.\.\. and is \w{12}\.\.\.$")
+    refused("teacher", r"env mine: words was sha256:\w{12}\.\.\. and is sha256:\w{12}\.\.\.$")
     (tmp_path / "words.txt").write_text("one\n")
     for name, key in (("teacher", r"train\.teacher"), ("critic", r"critic\.model")):
         edit(tmp_path / name / "config.json", lambda c: c | {"rope_theta": 5e5})
-        refused(name, rf"{key}: config\.json: rope_theta was '10000\.0' and is '500000\.0'$")
+        refused(name, rf"{key}: config\.json: rope_theta was 10000\.0 and is 500000\.0$")
     shutil.copyfile(model / "config.json", tmp_path / "teacher" / "config.json")
     other = hf.load(tmp_path / "teacher")
     with torch.no_grad():
         other.norm.weight.mul_(2)
     shutil.rmtree(tmp_path / "teacher")
     hf.save(other, tmp_path / "teacher", tokenizer_from=model)
-    refused("teacher", r"train\.teacher: weights was '\w{32}' and is '\w{32}'$")
+    refused("teacher", r"train\.teacher: weights was \w{32} and is \w{32}$")
+
+
+def test_arguments_that_name_files_are_read_and_other_texts_are_not(tmp_path: Path, model: Path) -> None:
+    """A long system prompt is no path; every file of a list is one."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    env = {"id": "reverse-text", "name": "mine", "args": {"template": "{text}" + "x" * 5000, "files": [
+        str(tmp_path / "a"), str(tmp_path / "b"), 3], "deep": {"path": 1}}}
+    cfg = from_mapping({"model": str(model), "env": [env]})
+    before = identity.read_by(cfg)
+    assert [key for key in before if key.startswith("env")] == [f"env mine: files: {tmp_path / n}" for n in ("a", "b")]
+    (tmp_path / "b").write_text("other")
+    with pytest.raises(ValueError, match=rf"env mine: files: {tmp_path / 'b'} was sha256:\w{{12}}\.\.\. and is sha"):
+        identity.refuse_other_files(before, identity.read_by(cfg))
+    older = {key: value for key, value in identity.read_by(cfg).items() if "rope_theta" not in key}
+    identity.refuse_other_files(older, identity.read_by(cfg))         # of a version that did not know the key
+    (tmp_path / "b").unlink()
+    with pytest.raises(ValueError, match="and is not there$"):
+        identity.refuse_other_files(before, identity.read_by(cfg))
 
 
 def test_a_checkpoint_that_does_not_say_what_was_read_is_refused(model: Path, whole: Path, tmp_path: Path) -> None:

@@ -21,9 +21,11 @@ from lowroll import assemble, demo
 from lowroll.checkpoint.store import Store
 from lowroll.cli.main import main
 from lowroll.config import from_mapping
+from lowroll.engine import engine as engine_module
 from lowroll.envs.rewards import ScorerPool
 from lowroll.evaluate import evaluate
-from lowroll.inprocess import RunResult
+from lowroll.inprocess import RunResult, Session
+from lowroll.kv.cache import KVCache
 from lowroll.metrics.record import read, reproducible
 from lowroll.model import hf, initialize, lora
 from lowroll.model.spec import spec_from_config
@@ -419,8 +421,36 @@ def test_how_a_run_looks_for_signal_may_not_change_while_it_finds_some(model: Pa
     for name, value in (("max_rounds", 9), ("dynamic_sampling", False)):
         with pytest.raises(ValueError, match=rf"dapo\.{name} was"):
             train({**tree, "output_dir": str(tmp_path / "cut"), "dapo": {**tree["dapo"], name: value}}, resume=True)
+    shutil.copytree(tmp_path / "run" / "final", tmp_path / "cut" / "final")       # of step 2, and the run is at step 1
+    with pytest.raises(ValueError, match=r"dapo\.max_rounds was"):
+        train({**tree, "output_dir": str(tmp_path / "cut"), "dapo": {**tree["dapo"], "max_rounds": 9}}, resume=True)
     tree = {**tree, "output_dir": str(tmp_path / "cut"), "dapo": {**tree["dapo"], "no_signal": "go_on"}}
     assert len(train(tree, resume=True).records) == 2
+
+
+def test_a_fallback_with_little_memory_takes_a_smaller_cache_and_is_resumed_with_it(
+        model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format that the guard falls back to needs more memory than the one that the cache was chosen beside."""
+    each = KVCache.bytes_per_token(hf.load(model).spec, torch.float32)
+    free = {"bytes": 1 << 30}
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: free["bytes"])
+    tree = settings(model, tmp_path / "run", train={"max_steps": 4}, dtype="float32", rollout={"cache_tokens": 2048},
+                    guard={"action": "fallback", "ratio_above": 1.0001, "patience": 2})
+    looked = Session._watch_over
+
+    def tight(session: Session, metrics: dict[str, float]) -> dict[str, float]:
+        free["bytes"] = 4 * 496 * each
+        return looked(session, metrics)
+
+    monkeypatch.setattr(Session, "_watch_over", tight)
+    whole = train(tree)
+    assert [r["rollout/weight_bits"] for r in whole.records] == [8, 8, 32, 32]
+    store = Store(whole.folder / "checkpoints")
+    assert [store.load(step).meta["cache_tokens"] for step in (1, 2, 4)] == [2048, 496, 496]
+    copy_stopped_after(whole.folder, 3, tmp_path / "cut")
+    free["bytes"] = 1 << 30
+    resumed = train({**tree, "output_dir": str(tmp_path / "cut")}, resume=True)
+    assert fingerprint(resumed.folder) == fingerprint(whole.folder)
 
 
 def test_gsm8k_through_every_stage(tmp_path: Path) -> None:
