@@ -164,7 +164,7 @@ class Trial(Runner):
                 self.tests = self.reach.tests(mutant, self.most_seconds)
                 source = (self.root / mutant.file).read_text()
                 self.judge(mutant, lambda tell: self.run_patched(session, tell, mutant, source))  # noqa: B023
-        for test in sorted({verdict.test for verdict in self.verdicts if verdict.how != "survived"}):
+        for test in sorted({verdict.test for verdict in self.verdicts if verdict.how != "survived"} - {""}):
             self.tests = [test]
             if attempt(lambda tell: self.run(session, tell), self.reach.seconds)[0] != "survived":
                 self.unsound.append(test)

@@ -227,6 +227,24 @@ def test_the_rows_that_a_batch_lacks_are_dead(folder: Path) -> None:
     assert (pos_B, next_B, end_B) == ([5, 5, 0, 0], [6, 6, 0, 0], [8, 8, 0, 0])
 
 
+def test_a_row_that_loses_its_distribution_while_it_decodes_is_an_error(folder: Path) -> None:
+    engine, sick = engine_of(hf.load(folder)), hf.load(folder)
+    with torch.no_grad():
+        sick.norm.weight[0] = float("nan")
+    engine.add(Request(ids(5), n=2, max_tokens=9, ignore_eos=True))
+    engine.step()
+    engine.step()
+    engine.adopt(sick, 1)
+    with pytest.raises(ValueError, match=r"no distribution to draw from .* in rows \[0, 1\]"):
+        engine.step()
+    assert not engine.scheduler.has_work and engine.pool.num_used == 0
+
+
+def test_a_cpu_holds_the_rows_that_it_was_given_and_no_more(folder: Path) -> None:
+    decoder = engine_of(folder, max_batch=5).runner.decoder
+    assert decoder.state.shape == (6, 5) and decoder.table_BP.shape[0] == 5 and decoder.tokens_SB.shape[1] == 5
+
+
 def test_page_tables_follow_rows_that_change_places(folder: Path) -> None:
     engine = engine_of(folder)
     engine.add(Request(ids(6), n=2, max_tokens=9, ignore_eos=True))

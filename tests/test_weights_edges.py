@@ -74,6 +74,21 @@ def test_the_second_model_multiplies_in_its_own_format(folder: Path) -> None:
     assert not torch.equal(logits(bulk), logits(rollout)) and not bulk.training
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied-bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_made_of_the_head_before_a_publication_is_made_anew(family: str, dtype: torch.dtype,
+                                                                     tmp_path: Path) -> None:
+    """A product's own copy of a matrix that learns, where a processor has one, must not outlive it."""
+    master = hf.load(hf_folder(tmp_path / "m", family), dtype=dtype)
+    rollout = rollout_copy(master, "int8", dtype)
+    before = logits(rollout)
+    with torch.no_grad():
+        master.lm_head_weight.mul_(1.5).add_(0.1)
+    publish(master, rollout)
+    assert torch.equal(logits(rollout), logits(rollout_copy(master, "int8", dtype)))
+    assert not torch.equal(logits(rollout), before)
+
+
 @pytest.mark.parametrize(("noise", "moved"), [(None, False), (Noise(3, 0.0), False), (Noise(3, 1e-3), True)])
 def test_noise_is_on_the_norms_when_there_is_some(folder: Path, noise: Noise | None, moved: bool) -> None:
     master = hf.load(folder)

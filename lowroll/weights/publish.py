@@ -68,7 +68,7 @@ def rollout_copy(master: Transformer, format: str, dtype: torch.dtype, noisy: bo
     mine, shared = dict(master.named_parameters()), set[str]()
     disturbed = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     for name, _ in list(rollout.named_parameters()):
-        if name in mine and not name.endswith(_LINEAR_WEIGHTS):
+        if not name.endswith(_LINEAR_WEIGHTS):
             frozen = owned or not mine[name].requires_grad
             value, share = mine[name].detach(), shares_base and frozen and name not in disturbed
             value = value if share else value.to(dtype, copy=True)
