@@ -14,20 +14,19 @@ import gc
 import logging
 import resource
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import yaml
 
 from lowroll import assemble, identity
+from lowroll.attempt import log_file, polite_stop
 from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.publish import read_meta
 from lowroll.checkpoint.store import Checkpoint, Store
@@ -86,12 +85,12 @@ def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None =
     with ExitStack() as stack:
         lock = stack.enter_context(RunLock(folder))
         _refuse_used(folder, resume)
-        stack.enter_context(_log_file(folder, lock.attempt))
+        stack.enter_context(log_file(folder, lock.attempt))
         session = Session(cfg, stack, resume)
         first = session.resume() if resume else session.begin()
         view = stack.enter_context(LiveView(cfg.train.max_steps, f"{folder}: {cfg.algorithm}, {cfg.correction}"))
         session.watch(view)
-        asked_to_stop = stack.enter_context(_polite_stop())
+        asked_to_stop = stack.enter_context(polite_stop())
         for step in range(first, cfg.train.max_steps + 1):
             try:
                 view.step(session.step(step))
@@ -408,47 +407,3 @@ def _refuse_used(folder: Path, resume: bool) -> None:
         raise ValueError(f"output_dir: {folder} already holds a run; continue it with --resume, or name another folder")
     if resume and not used:
         raise ValueError(f"output_dir: {folder} holds no run to resume")
-
-
-@contextmanager
-def _log_file(folder: Path, attempt: int) -> Iterator[None]:
-    """Everything that is logged in the block goes to logs/attempt_N.log, and warnings to the terminal too."""
-    (folder / "logs").mkdir(exist_ok=True)
-    file, terminal = logging.FileHandler(folder / "logs" / f"attempt_{attempt}.log"), logging.StreamHandler()
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    terminal.setLevel(logging.WARNING)
-    root = logging.getLogger("lowroll")
-    before = root.level
-    root.setLevel(logging.INFO)
-    for handler in (file, terminal):
-        root.addHandler(handler)
-    try:
-        yield
-    finally:
-        root.setLevel(before)
-        for handler in (file, terminal):
-            root.removeHandler(handler)
-            handler.close()
-
-
-@contextmanager
-def _polite_stop() -> Iterator[list[int]]:
-    """The list fills when SIGINT or SIGTERM asks to stop; a second signal has its usual, immediate effect."""
-    asked: list[int] = []
-    before: dict[int, Any] = {}
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
-        log.warning("%s: finishing this step, then stopping; again to stop at once", signal.Signals(number).name)
-        signal.signal(number, before[number])
-
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, ask)
-    except ValueError:                      # not the main thread: signals are somebody else's
-        before.clear()
-    try:
-        yield asked
-    finally:
-        for caught, handler in before.items():
-            signal.signal(caught, handler)
