@@ -247,6 +247,12 @@ def test_a_bad_statement_is_refused_by_its_key(case: str, adapter: Path, tmp_pat
         assert str(caught.value).startswith(str(tmp_path / "a" / "adapter_base.json")) and "\n" not in str(caught.value)
 
 
+def test_any_positive_scale_is_read(adapter: Path, tmp_path: Path) -> None:
+    for s in (0.4, 1, 3.0):
+        (tmp_path / base.FILE).write_text(json.dumps({"weights": "nf4", "dtype": "bfloat16", "uaq_scale": s}))
+        assert base.read(tmp_path) == base.Base("nf4", "bfloat16", s)
+
+
 def test_without_a_statement_it_is_the_model_that_is_named(adapter: Path, tmp_path: Path) -> None:
     shutil.copytree(adapter, tmp_path / "a")
     (tmp_path / "a" / base.FILE).unlink()
@@ -295,6 +301,7 @@ def test_the_base_does_not_depend_on_the_readers_dtype(made_in: torch.dtype, tmp
             assert a.adapter.a["q_proj" if "q_proj" in a.parts else next(iter(a.parts))].dtype == torch.float32
         if dtype == made_in:
             assert digest(model) == digest(learner)
+    assert hf.load(tmp_path / "a").dtype == torch.float32                # the CPU's default
 
 
 # -- an adapter folder, exported --------------------------------------------------------------------------------------

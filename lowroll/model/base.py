@@ -92,8 +92,7 @@ def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | 
     model = hf.load(named, device, _DTYPES[base.dtype], early if base.uaq_scale is None else None)
     if base.uaq_scale is not None:
         scaling.scale(model, base.uaq_scale)
-    if base.weights is not None and (base.rounds or model.weight_format not in (None, early)):
-        for _, linear in model.linears():
-            linear.set_weight(linear.quantized(base.weights))
+    for _, linear in model.linears() if base.rounds else ():
+        linear.set_weight(linear.quantized(str(base.weights)))
     model.to(dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32))
     return lora.load(model, folder, base.uaq_scale or 1.0).eval()
