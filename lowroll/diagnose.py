@@ -135,10 +135,10 @@ def diagnose(cfg: RunConfig, run: Path | None = None, prompts: Sequence[str] = (
     """
     cfg = cfg.resolved()
     where, chat = assemble.place(cfg), assemble.tokenizer(cfg.model)
-    format = assemble.rollout_format(cfg, where)
     model, notes = assemble.learner(cfg, where), list(_notes(cfg))
-    held = _checkpoint(run)
+    held, fallen_to = _checkpoint(run), None
     if held is not None:
+        fallen_to = (held.state.get("guard") or {}).get("weights")        # by the guard, else the run's own format
         restore_weights(model, held.tensors["model"], held.state["trainer"])
         notes.append(f"weights of step {held.step}")
     elif run is not None:
@@ -146,7 +146,8 @@ def diagnose(cfg: RunConfig, run: Path | None = None, prompts: Sequence[str] = (
     requests = _requests(cfg, model, chat, prompts, num_prompts, n)
     longest = max((len(request.prompt_ids) for request in requests), default=1)
     work = Workload(len(requests), n, longest, cfg.rollout.max_tokens)
-    engine = assemble.engine(cfg, where, model, chat, workloads=[work])
+    format = assemble.rollout_format(cfg, where, fallen_to)
+    engine = assemble.engine(cfg, where, model, chat, fallen_to, [work])
     rows = [(group.request.prompt_ids, rollout) for group in engine.generate(requests) for rollout in group.rollouts
             if rollout.token_ids]
     if not rows:

@@ -5,7 +5,7 @@
     env                          the Python file that an environment is, and every file that one of its arguments names
 
 are recorded by their values and SHA-256 digests; weights have digests of their own (`weights.publish`). Not seen are
-modules that an environment's file imports, data sets of the hub, and the versions of packages.
+modules that an environment's file imports, folders, data sets of the hub, and the versions of packages.
 """
 from __future__ import annotations
 
@@ -61,9 +61,18 @@ def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
     if code is not None:
         yield "its code", code
     for key, value in env.args.items():
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and os.path.isfile(text):        # of a long text Path.is_file raises
-                yield f"{key}: {text}" if isinstance(value, list) else key, Path(text)
+        for text in _texts(value):
+            if os.path.isfile(text):        # of a long text Path.is_file raises
+                yield key if text == value else f"{key}: {text}", Path(text)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in JSON data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for inside in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inside)
 
 
 def _digest(path: Path) -> str:

@@ -121,6 +121,7 @@ class Session:
         self.eval_envs = assemble.environments(cfg.eval.env, cfg.seed) if cfg.eval.env else self.envs
         self.engine = self._first_engine()
         self.cfg = cfg = assemble.with_cache(cfg, self.engine.cache_tokens)
+        assemble.check_stages(cfg, self.model)
         self.stage = cfg                  # the settings of the current step
         self.scorer = stack.enter_context(assemble.scorer(cfg, cfg.env))
         self.eval_scorer = (stack.enter_context(assemble.scorer(cfg, cfg.eval.env))
@@ -153,7 +154,7 @@ class Session:
 
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""
-        (self.folder / "config.yaml").write_text(self.given.dump())
+        self._write_config()
         write_about(self.folder, assemble.about(self.cfg, self.where, self.model))
         return 1
 
@@ -178,8 +179,15 @@ class Session:
                            self.store.truncate):
             later_gone(saved.step)
         self._saved_at = saved.step
+        self._write_config()
         log.info("resumed after step %d", saved.step)
         return saved.step + 1
+
+    def _write_config(self) -> None:
+        """The settings of this attempt, whole or not at all."""
+        written = self.folder / "config.yaml.new"
+        written.write_text(self.given.dump())
+        written.replace(self.folder / "config.yaml")
 
     def _find(self) -> Checkpoint | None:
         """The newest checkpoint, if there is one and it is this run's."""
@@ -272,6 +280,7 @@ class Session:
 
     def end(self, step: int, reason: NoSignal) -> None:
         """Finish early, after `step`."""
+        self._enter(step)               # the step that could not be made may have begun a stage
         self.finish(step)
         log.warning("the run ends after step %d of %d: %s. Resumed, it goes on with dapo.no_signal go_on, with more "
                     "dapo.max_rounds or without dapo.dynamic_sampling", step, self.cfg.train.max_steps, reason)

@@ -275,7 +275,7 @@ def test_arguments_that_name_files_are_read_and_other_texts_are_not(tmp_path: Pa
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
     env = {"id": "reverse-text", "name": "mine", "args": {"template": "{text}" + "x" * 5000, "files": [
-        str(tmp_path / "a"), str(tmp_path / "b"), 3], "deep": {"path": 1}}}
+        str(tmp_path / "a"), {"more": str(tmp_path / "b")}, 3]}}
     cfg = from_mapping({"model": str(model), "env": [env]})
     before = identity.read_by(cfg)
     assert [key for key in before if key.startswith("env")] == [f"env mine: files: {tmp_path / n}" for n in ("a", "b")]

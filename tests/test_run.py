@@ -20,7 +20,8 @@ import lowroll
 from lowroll import assemble, demo
 from lowroll.checkpoint.store import Store
 from lowroll.cli.main import main
-from lowroll.config import from_mapping
+from lowroll.config import from_mapping, load
+from lowroll.diagnose import diagnose
 from lowroll.engine import engine as engine_module
 from lowroll.envs.rewards import ScorerPool
 from lowroll.evaluate import evaluate
@@ -386,6 +387,31 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return now
 
 
+def test_a_run_that_ends_where_a_stage_begins_can_go_on(model: Path, tmp_path: Path, solved: dict[str, int]) -> None:
+    """Its checkpoint is of the step before, in the stage before."""
+    tree = settings(model, tmp_path / "run", train={"max_steps": 4}, ckpt={"interval": 50},
+                    stages=[{"step": 3, "rollouts_per_example": 8, "batch_size": 16, "max_tokens": 8}],
+                    dapo={"dynamic_sampling": True, "max_rounds": 2})
+    assert "constant rewards" in train(tree).ended
+    more = train({**tree, "dapo": {**tree["dapo"], "no_signal": "go_on"}}, resume=True)
+    assert [record["rollout/num_samples"] for record in more.records] == [8, 8, 16, 16]
+    assert "no_signal: go_on" in (tmp_path / "run" / "config.yaml").read_text()       # export, diagnose read it
+
+
+def test_a_cache_without_room_for_a_later_stage_is_refused_at_the_start(
+        model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = KVCache.bytes_per_token(hf.load(model).spec, torch.float32)
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: 4 * 48 * each)
+    tree = settings(model, tmp_path / "run", dtype="float32", rollout={"cache_tokens": None},
+                    stages=[{"step": 3, "max_tokens": 60}])
+    with pytest.raises(ValueError, match=r"^the stage that begins at step 3: rollout.max_tokens: 60 leaves no room for "
+                                         r"a prompt in the KV cache of 48 tokens$"):
+        train(tree)
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: 4 * 15 * each)
+    with pytest.raises(ValueError, match="is less than one page of 16 tokens, which is all that the free memory allows$"):
+        train({**tree, "output_dir": str(tmp_path / "less")})
+
+
 @pytest.mark.parametrize(("at", "interval"), [(1, 50), (3, 1), (3, 50)])
 def test_a_run_that_has_solved_its_tasks_ends_politely_and_can_go_on(
         model: Path, tmp_path: Path, solved: dict[str, int], caplog: pytest.LogCaptureFixture,
@@ -451,6 +477,7 @@ def test_a_fallback_with_little_memory_takes_a_smaller_cache_and_is_resumed_with
     free["bytes"] = 1 << 30
     resumed = train({**tree, "output_dir": str(tmp_path / "cut")}, resume=True)
     assert fingerprint(resumed.folder) == fingerprint(whole.folder)
+    assert diagnose(load(whole.folder / "config.yaml"), whole.folder, num_prompts=2, n=1).weights == "fp32"
 
 
 def test_gsm8k_through_every_stage(tmp_path: Path) -> None:

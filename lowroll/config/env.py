@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, JsonValue, Strict
@@ -11,7 +12,8 @@ from lowroll.config.section import Count, NotNegative, Positive, Probability, Pr
 
 
 class EnvConfig(Section):
-    """One environment. `name` labels its metrics (default: its id); `weight` is its share of the prompts."""
+    """One environment. `name` labels its metrics (default: its id, without the folders of an absolute path); `weight`
+    is its share of the prompts."""
 
     id: Text
     name: Text | None = None
@@ -41,7 +43,12 @@ class EvalConfig(Section):
 
 def named(env: EnvConfig) -> EnvConfig:
     """The environment with its default name filled in."""
-    return env if env.name is not None else env.model_copy(update={"name": env.id})
+    return env if env.name is not None else env.model_copy(update={"name": default_name(env)})
+
+
+def default_name(env: EnvConfig) -> str:
+    """The name, or the id; of a file with an absolute path its last part, since metrics are named by it."""
+    return env.name or (PurePath(env.id).name if PurePath(env.id).is_absolute() else env.id)
 
 
 def env_problems(env: tuple[EnvConfig, ...], held_out: EvalConfig) -> Iterator[Problem]:
@@ -50,7 +57,7 @@ def env_problems(env: tuple[EnvConfig, ...], held_out: EvalConfig) -> Iterator[P
     for path, envs in places:
         seen: set[str] = set()
         for index, one in enumerate(envs):
-            name = one.name or one.id
+            name = default_name(one)
             if name in seen:
                 yield (((*path, index, "name"), (*path, index, "id")),
                        f"two environments are called {name!r}; give one another name")

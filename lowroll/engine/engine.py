@@ -101,7 +101,8 @@ class Engine:
         num_tokens = self._cache_tokens(cache_tokens, workloads, page_size, max_batch)
         num_pages = num_tokens // page_size
         if num_pages < 1:
-            raise ValueError(f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens")
+            why = ", which is all that the free memory allows" if cache_tokens is None else ""
+            raise ValueError(f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{why}")
         self.runner = Runner(self.model, self.bulk, num_pages, page_size, max_batch)
         self.pool = PagePool(num_pages, page_size)
         self.behavior = BehaviorTag(self._policy(0), weights=weights if bulk is None else f"{weights}+{bulk}")
