@@ -106,7 +106,7 @@ def test_grpo_and_sft_hand_over_the_settings(module: Callable[..., types.ModuleT
     calls: list[Any] = []
     def run(cfg: Any, resume: bool) -> types.SimpleNamespace:
         calls.append((cfg.train.max_steps, resume))
-        return types.SimpleNamespace(folder=Path("somewhere"), records=[{"step": 3}], interrupted=resume)
+        return types.SimpleNamespace(folder=Path("somewhere"), records=[{"step": 3}], interrupted=resume, ended="")
     module("lowroll.inprocess", run=run)
     module("lowroll.supervised", run_sft=lambda cfg: calls.append(cfg.sft.steps))
     assert main(["grpo", run_yaml, "--resume", "train.max_steps=7"]) == 130

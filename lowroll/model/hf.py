@@ -367,7 +367,7 @@ def save(model: Transformer, folder: str | Path, tokenizer_from: str | Path | No
 
     files = contents(model)
     return publish_folder(Path(folder), lambda target: write(files, target, tokenizer_from),
-                          {"kind": "model", "step": step})
+                          {"kind": "model"} | ({} if step is None else {"step": step}))
 
 
 def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
