@@ -369,6 +369,21 @@ def test_bombs_cost_nothing(bombs, judged):
     assert not slow and equal(bombs[0][1], bombs[0][1])
 
 
+@pytest.mark.parametrize("most, more", [
+    (r"\binom{9999}{2}", r"\binom{10000}{2}"), (r"\Gamma(8000)", r"\Gamma(10000)"),
+    (r"\binom{3\cdot 2499}{2}", r"\binom{3\cdot 2500}{2}"), ("2^{100000}", "2^{100001}"), ("4^{-50000}", "4^{-50001}"),
+    ("3^{2^{15}}", "3^{2^{16}}"), ("x^{50000}", "x^{50001}"), ("1^{10^{1000}}", "1^{10^{10^6}}"),
+    ("(" + "(-" * 19 + "x" + ")" * 20 + "+1", "(" + "(-" * 20 + "x" + ")" * 21 + "+1"),
+    ("+".join(["|x|"] * 8), "+".join(["|x|"] * 9)),
+    (matrix("v", 4), matrix("v", 5)), (r"\det" + matrix("p", 4), r"\det" + matrix("p", 5)),
+    (matrix("p", 8), matrix("p", 8).replace(r"\end", r"\\1\end")),
+])
+def test_sizes_at_their_edges(most, more):
+    assert equal("3", most) is False
+    with pytest.raises(Unjudged, match="Costly"):
+        equal("3", more)
+
+
 @pytest.mark.parametrize("gold, same, other", [
     (r"\frac{1}{2004!}", r"1/2004!", r"\frac{1}{2005!}"), ("10^{10^{10}}", "10^{(10^{10})}", "10^{10^{11}}"),
     ("2^{2^{2005}}", r"{2}^{2^{2005}}", "2^{2^{2006}}"),
