@@ -369,6 +369,13 @@ def test_bombs_cost_nothing(bombs, judged):
     assert not slow and equal(bombs[0][1], bombs[0][1])
 
 
+def test_how_long_an_answer_may_be():
+    assert equal("3", "3" + " " * 2000) and equal("3", "0" * 999 + "3") and not equal("3", "0" * 1000 + "3")
+    long = "+".join(["x"] * 300)
+    assert len(long) == 599 and equal(long, "+".join(["x "] * 300) + "+0" * 149) and not equal(long, "0" * 1300)
+    assert equal(long, "0+" * 299 + long) and not equal(long, "0+" * 300 + long)
+
+
 @pytest.mark.parametrize("most, more", [
     (r"\binom{9999}{2}", r"\binom{10000}{2}"), (r"\Gamma(8000)", r"\Gamma(10000)"),
     (r"\binom{3\cdot 2499}{2}", r"\binom{3\cdot 2500}{2}"), ("2^{100000}", "2^{100001}"), ("4^{-50000}", "4^{-50001}"),
