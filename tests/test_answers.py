@@ -304,6 +304,7 @@ def test_order_counts_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize("text, answer", [
+    (r"\boxed{x \} y}", r"x \} y"), (r"\boxed{\{ 1}", r"\{ 1"),
     (r"-\boxed{256}", "-256"), (r"$x = -\boxed{256}$", "-256"), (r"so \(-\boxed{\frac{1}{2}}\)", r"-\frac{1}{2}"),
     (r"= - \boxed{x+1}", "-(x+1)"), (r"5 -\boxed{3}", "3"), ("\n- \\boxed{3}", "3"), (r"a-\boxed{3}", "3"),
     (r"(5)-\boxed{3}", "3"), (r"$2$ -\boxed{3}", "-3"),
