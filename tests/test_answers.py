@@ -160,6 +160,10 @@ RIGHT = {
         m_{p} c^{2}\left(\gamma^{2}-1\right) \sin ^{2} \theta | m_p c^2 (\gamma^2-1)\sin^2\theta
         m_{p} c^{2}\left(\gamma^{2}-1\right) \sin ^{2} \theta | m_p c^2 (\gamma^2-1)(1-\cos^2\theta)
         \frac{1}{2^{98}} | 2^{-98} | \frac{2}{2^{99}}
+        \frac{\sqrt{\pi}}{2} | (\frac{1}{2})! | \frac{1}{2}\sqrt{\pi}
+        \sqrt{2} | 1.414214 | 1.41421356
+        \pi | 3.141593 | 3.14159
+        0 | \sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt{6}} | \sin(\pi) | \ln 1
         \frac{1}{2004!} | 1/2004! | \frac{2005}{2005!} | (2004!)^{-1}
         (5/6)^{300} | \frac{5^{300}}{6^{300}} | \left(\frac{5}{6}\right)^{300}
         \cot x | \frac{\cos x}{\sin x} | \frac{1}{\tan x}
@@ -232,6 +236,9 @@ WRONG = {
         x+\frac{1}{2^{98}} | x + \frac{1}{2^{99}} | x
         10^{-30} | 10^{-31} | 0 | 0.0
         2^{100}+1 | 2^{100} | 2^{100}+2
+        1 | (-3)! | (\frac{1}{2})! | 0!-1
+        0 | \sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt{6}}+10^{-70}
+        1.414214 | \sqrt{-2} | \sqrt{2}i
         0 | 10^{-20} | \frac{1}{10^{50}} | 0.0000001
         \pi | 3.14 | 3.141593000 | \frac{22}{7} | \frac{355}{113}
         \pi(R^2-r^2) | 0 | \pi(r^2-R^2) | \pi(R^2-R^2)
@@ -297,6 +304,7 @@ def test_order_counts_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize("text, answer", [
+    (r"\boxed{x \} y}", r"x \} y"), (r"\boxed{\{ 1}", r"\{ 1"),
     (r"-\boxed{256}", "-256"), (r"$x = -\boxed{256}$", "-256"), (r"so \(-\boxed{\frac{1}{2}}\)", r"-\frac{1}{2}"),
     (r"= - \boxed{x+1}", "-(x+1)"), (r"5 -\boxed{3}", "3"), ("\n- \\boxed{3}", "3"), (r"a-\boxed{3}", "3"),
     (r"(5)-\boxed{3}", "3"), (r"$2$ -\boxed{3}", "-3"),
@@ -360,6 +368,28 @@ def test_bombs_cost_nothing(bombs, judged):
         if time.process_time() - start > 1.0:
             slow.append(answer[:60])
     assert not slow and equal(bombs[0][1], bombs[0][1])
+
+
+def test_how_long_an_answer_may_be():
+    assert equal("3", "3" + " " * 2000) and equal("3", "0" * 999 + "3") and not equal("3", "0" * 1000 + "3")
+    long = "+".join(["x"] * 300)
+    assert len(long) == 599 and equal(long, "+".join(["x "] * 300) + "+0" * 149) and not equal(long, "0" * 1300)
+    assert equal(long, "0+" * 299 + long) and not equal(long, "0+" * 300 + long)
+
+
+@pytest.mark.parametrize("most, more", [
+    (r"\binom{9999}{2}", r"\binom{10000}{2}"), (r"\Gamma(8000)", r"\Gamma(10000)"),
+    (r"\binom{3\cdot 2499}{2}", r"\binom{3\cdot 2500}{2}"), ("2^{100000}", "2^{100001}"), ("4^{-50000}", "4^{-50001}"),
+    ("3^{2^{15}}", "3^{2^{16}}"), ("x^{50000}", "x^{50001}"), ("1^{10^{1000}}", "1^{10^{10^6}}"),
+    ("(" + "(-" * 19 + "x" + ")" * 20 + "+1", "(" + "(-" * 20 + "x" + ")" * 21 + "+1"),
+    ("+".join(["|x|"] * 8), "+".join(["|x|"] * 9)),
+    (matrix("v", 4), matrix("v", 5)), (r"\det" + matrix("p", 4), r"\det" + matrix("p", 5)),
+    (matrix("p", 8), matrix("p", 8).replace(r"\end", r"\\1\end")),
+])
+def test_sizes_at_their_edges(most, more):
+    assert equal("3", most) is False
+    with pytest.raises(Unjudged, match="Costly"):
+        equal("3", more)
 
 
 @pytest.mark.parametrize("gold, same, other", [

@@ -104,7 +104,9 @@ def _bits(tree: object) -> float:
         return 2                       # symbols stand for small numbers
     bits = [_bits(part) for part in tree.args]
     if isinstance(tree, (sympy.Pow, sympy.MatPow)):
-        return max(bits[1], bits[0] * max(1, _bound(tree.args[1], bits[1])) if bits[0] else 0)
+        if not bits[0]:
+            return bits[1]             # 1, or -1
+        return max(bits[1], bits[0] * max(1, _bound(tree.args[1], bits[1])))
     if isinstance(tree, sympy.exp):
         return 2 * _bound(tree.args[0], bits[0])
     if isinstance(tree, (sympy.factorial, sympy.factorial2, sympy.gamma)):

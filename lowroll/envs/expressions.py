@@ -272,8 +272,8 @@ def _zero(value: Any) -> bool:
 
 
 def _agree(u: Any, v: Any, digits: int = DIGITS) -> bool:
-    if _zero(u) or _zero(v):
-        return _zero(u) and _zero(v)
+    if _zero(u) and _zero(v):
+        return True
     (a, b), (c, d) = u.as_real_imag(), v.as_real_imag()
     largest = max(abs(a), abs(b), abs(c), abs(d))
     return bool(max(abs(a - c), abs(b - d)) < largest * sympy.Rational(1, 10 ** int(AGREE * digits)))
