@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from lowroll import assemble
@@ -136,9 +137,9 @@ def diagnose(cfg: RunConfig, run: Path | None = None, prompts: Sequence[str] = (
     cfg = cfg.resolved()
     where, chat = assemble.place(cfg), assemble.tokenizer(cfg.model)
     model, notes = assemble.learner(cfg, where), list(_notes(cfg))
-    held, fallen_to = _checkpoint(run), None
+    held = _checkpoint(run)
+    fallen_to = None if held is None else _fallen_to(held, cfg)
     if held is not None:
-        fallen_to = (held.state.get("guard") or {}).get("weights")        # by the guard, else the run's own format
         restore_weights(model, held.tensors["model"], held.state["trainer"])
         notes.append(f"weights of step {held.step}")
     elif run is not None:
@@ -174,6 +175,12 @@ def _checkpoint(run: Path | None) -> Checkpoint | None:
     store = Store((run or Path()) / "checkpoints")
     steps = store.steps() if run is not None else []
     return store.load(steps[-1], only=("model",)) if steps else None
+
+
+def _fallen_to(held: Checkpoint, cfg: RunConfig) -> str | None:
+    """The format that the run's guard fell back to, unless another than the run's own is asked for."""
+    guard, own = held.state.get("guard") or {}, yaml.safe_load(held.meta["config"])["rollout"]["weights"]
+    return guard["weights"] if guard.get("fallbacks") and cfg.rollout.weights == own else None
 
 
 def _requests(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, prompts: Sequence[str], num_prompts: int,

@@ -109,12 +109,11 @@ class Session:
 
     def __init__(self, cfg: RunConfig, stack: ExitStack, resume: bool = False) -> None:
         self.given, self.folder = cfg, Path(cfg.output_dir)
-        self.inputs = identity.read_by(cfg)
         self.store = Store(self.folder / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.saved = self._find() if resume else None
         self.where = assemble.place(cfg)
         self.model = assemble.learner(cfg, self.where)
-        self.base_digest = digest(self.model)
+        self.base_digest, self.inputs = digest(self.model), identity.read_by(cfg)
         assemble.check_stages(cfg, self.model)
         self.chat = assemble.tokenizer(cfg.model)
         self.envs = assemble.environments(cfg.env, cfg.seed)
@@ -201,7 +200,8 @@ class Session:
         ended = final.get("step") == saved.step < before["train"]["max_steps"]
         identity.refuse_other_settings(before, self.given, identity.FOR_SIGNAL if ended else ())
         read = saved.meta.get("read")
-        identity.refuse_other_files(read and {key: read[key] for key in read if key != TEACHER}, self.inputs)
+        identity.refuse_other_files(read and {key: read[key] for key in read if key != TEACHER},
+                                     identity.read_by(self.given))
         if self.given.train.max_steps < saved.step:
             raise ValueError(f"train.max_steps: {self.given.train.max_steps}, and the run has made {saved.step} steps")
         return saved
