@@ -113,7 +113,7 @@ class Session:
         self.saved = self._find() if resume else None
         self.where = assemble.place(cfg)
         self.model = assemble.learner(cfg, self.where)
-        self.base_digest, self.inputs = digest(self.model), identity.read_by(cfg)
+        self.base_digest = digest(self.model)
         assemble.check_stages(cfg, self.model)
         self.chat = assemble.tokenizer(cfg.model)
         self.envs = assemble.environments(cfg.env, cfg.seed)
@@ -137,6 +137,7 @@ class Session:
             reference=assemble.reference(cfg, self.where), critic=assemble.critic(cfg, self.where, self.chat),
             teacher=assemble.teacher(cfg, self.where, self.chat),
             save_offending=self._save_offending, before_first=self._first_look, deadline_s=60.0)
+        self.inputs = identity.read_by(cfg)
         if self.trainer.teacher is not None:
             self.inputs[TEACHER] = digest(self.trainer.teacher)
         self.recorder = Recorder(self.folder)

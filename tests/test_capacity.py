@@ -90,7 +90,8 @@ def test_an_engine_takes_what_its_loads_can_use(tmp_path: Path, monkeypatch: pyt
     assert cache_tokens(None, workloads=[load]) == load.tokens(16, 256)
     with pytest.raises(ValueError, match=r"^cache_tokens: a KV cache of 336 tokens takes 0\.000172 GB, and 0\.000"):
         cache_tokens(320 * each, cache_tokens=336)
-    with pytest.raises(ValueError, match=r"^cache_tokens: 15 is less than one page of 16 tokens$"):
+    with pytest.raises(ValueError, match=r"^cache_tokens: 15 is less than one page of 16 tokens, which is all that "
+                                         r"the free memory allows$"):
         cache_tokens(SHARE * 15 * each)
 
 
