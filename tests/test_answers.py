@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import sympy
 
 from bench import scoring
+from lowroll.envs import expressions
 from lowroll.envs.answers import Unjudged, boxed_answer, equal, hash_answer
 from lowroll.envs.problems import final_answer
 
@@ -485,3 +487,13 @@ def test_the_sweep_counts_what_is_wrong(tmp_path, capsys, monkeypatch):
     count = scoring.sweep(tmp_path / "a.jsonl", "math")
     assert count.refused == count.forms and count.errors == count.forms + count.misses and not count.ok
     assert scoring.main(["--data", str(tmp_path)]) == 1 and "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_a_number_may_be_equal_to_one_that_is_not_written_exactly() -> None:
+    assert equal("1", r"\sqrt{3+2\sqrt{2}}-\sqrt{2}") and equal(r"\sqrt{3+2\sqrt{2}}-\sqrt{2}", "1")
+    assert not equal("1", r"\sqrt{3+2\sqrt{2}}-\sqrt{3}")
+
+
+def test_a_matrix_is_no_number_and_a_number_no_matrix() -> None:
+    assert not expressions.compare(sympy.Matrix([1, 2]), sympy.Integer(5))
+    assert not expressions.compare(sympy.Integer(5), sympy.Matrix([1, 2]))
