@@ -11,7 +11,7 @@ import torch
 
 from lowroll.checkpoint import RunLock, Store, publish_folder, verify_folder
 from lowroll.checkpoint.faults import VARIABLE, faultpoint
-from lowroll.checkpoint.publish import is_disk_full
+from lowroll.checkpoint.publish import TEMPORARY, is_disk_full
 
 
 @pytest.mark.parametrize(("keep_last", "keep_interval", "left"), [
@@ -73,10 +73,11 @@ def test_the_sweep_never_follows_a_link(tmp_path: Path) -> None:
     (kept / "data").write_text("a person's")
     run = tmp_path / "run"
     run.mkdir()
-    (run / ".tmp-link").symlink_to(kept)
-    (run / ".tmp-file").write_text("no folder of ours")
+    (run / f"{TEMPORARY}link").symlink_to(kept)
+    (run / f"{TEMPORARY}file").write_text("no folder of ours")
     publish_folder(run / "out", lambda folder: (folder / "x").write_text("x") and None, {})
-    assert (kept / "data").read_text() == "a person's" and sorted(os.listdir(run)) == [".tmp-file", ".tmp-link", "out"]
+    assert (kept / "data").read_text() == "a person's"
+    assert sorted(os.listdir(run)) == [f"{TEMPORARY}file", f"{TEMPORARY}link", "out"]
 
 
 def test_a_manifest_does_not_depend_on_the_order_of_its_keys(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from test_trainer import dense_log_probs, one_thread, tiny_model
 
 from lowroll.config import from_mapping
 from lowroll.envs.base import Environment
-from lowroll.metrics.record import read
 from lowroll.model import hf
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.supervised import run_sft
@@ -221,8 +220,8 @@ def test_the_command_publishes_a_model_that_learned_the_demonstrations(tmp_path,
         "model": str(model_folder), "output_dir": str(tmp_path / "run"), "device": "cpu",
         "train": {"weight_decay": 0.0},
         "sft": {"data": str(tmp_path / "data.jsonl"), "steps": 30, "batch_size": 8, "learning_rate": 0.01}})
-    path = run_sft(cfg)
-    records = read(path.parent)
+    result = run_sft(cfg)
+    path, records = result.folder / "final", result.records
     assert [r["step"] for r in records] == list(range(1, 31))
     assert records[-1]["sft/loss"] < 0.7 * records[0]["sft/loss"]
     before, after = hf.load(model_folder), hf.load(path)
@@ -238,5 +237,5 @@ def test_the_command_takes_demonstrations_from_the_environments(tmp_path, model_
         "model": str(model_folder), "output_dir": str(tmp_path / "run"), "device": "cpu",
         "env": [{"id": "reverse-text", "args": {"min_len": 2, "max_len": 4}}],
         "sft": {"num_examples": 16, "steps": 2, "batch_size": 4}})
-    records = read(run_sft(cfg).parent)
+    records = run_sft(cfg).records
     assert len(records) == 2 and records[0]["sft/tokens"] >= 4 * 3
