@@ -2,7 +2,7 @@
 
     with attempt(cfg, "grpo", resume) as folder:         lock and check output_dir; logs/attempt_N.log tells the story
         with polite_stop() as stop:
-            end = drive(steps, first, last, show, stop)   step after step, until the last one or a signal
+            drive(steps, first, last, every, show, stop)   step after step, until the last one or a signal
 """
 from __future__ import annotations
 
@@ -76,9 +76,12 @@ def attempt(cfg: RunConfig, command: str, resume: bool = False, overwrite: bool 
             yield folder
 
 
-def drive(steps: Steps, first: int, last: int, show: Callable[[Record], str], stop: Stop) -> int:
-    """Make the steps `first` to `last`, and finish; or stop when asked to, with a checkpoint. `show` puts a record into
-    words. Returns the signal that ended it early, else 0."""
+def drive(steps: Steps, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop) -> int:
+    """Make the steps `first` to `last`, with a checkpoint `every` so many, and finish; or stop when asked to, with a
+    checkpoint. `show` puts a record into words. Returns the signal that ended it early, else 0.
+
+    The record of a step comes first: a process that dies before its checkpoint makes it again, and none is left out.
+    """
     for step in range(first, last + 1):
         try:
             log.info(show(steps.step(step)))
@@ -86,8 +89,9 @@ def drive(steps: Steps, first: int, last: int, show: Callable[[Record], str], st
             steps.drop(step)
             log.warning("step %d was dropped, and is made again by --resume", step)
             return stop.signal
-        if stop.signal:
+        if step % every == 0 or stop.signal:
             steps.checkpoint(step)
+        if stop.signal:
             log.warning("stopped after step %d of %d; go on with --resume", step, last)
             return stop.signal
     steps.finish(last)
@@ -104,12 +108,23 @@ def _lock(folder: Path) -> RunLock:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that cannot be written costs one line, and no run."""
+    """A log that cannot be written costs one line, and no run. What is held back is written when that works again."""
+
+    _told = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        print(f"warning: {self.baseFilename} cannot be written and ends here: {error}", file=sys.stderr)
-        logging.getLogger("lowroll").removeHandler(self)
+        self._tell(sys.exc_info()[1])
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        if not self._told:
+            self._told = True
+            print(f"warning: {self.baseFilename} cannot be written: {error}", file=sys.stderr)
 
 
 @contextmanager
@@ -139,7 +154,7 @@ def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
     began = time.monotonic()
     log.info("lowroll %s (version %s), attempt %d in %s: process %d on %s, Python %s", command, lowroll.__version__,
              attempt, Path(cfg.output_dir).resolve(), os.getpid(), socket.gethostname(), platform.python_version())
-    for note in cfg.notes:
+    for note in cfg.notes if command == "grpo" else ():        # of rollouts and what pays for them
         log.info("%s", note)
     try:
         yield

@@ -108,7 +108,8 @@ def refuse_other_settings(saved: dict[str, Any], cfg: RunConfig, more: tuple[str
     before, after = _flatten(saved), _flatten(yaml.safe_load(cfg.dump()))
     unscheduled = (cfg.train.lr_scheduler_type == "constant" and cfg.rollout.temp_scheduler is None
                    and cfg.noise is None)
-    free = (*MAY_CHANGE, *more, *(["train.max_steps"] if unscheduled else []))
+    free = (*MAY_CHANGE, *more, *(["train.max_steps"] if unscheduled else []),
+            *(["sft.steps"] if cfg.sft.lr_scheduler_type == "constant" else []))
     held = {key for key in before.keys() | after.keys()
             if not any(key == name or key.startswith(f"{name}.") for name in free)}
     _refuse(f"the configuration is not that of {of}", {key: before[key] for key in held & before.keys()},

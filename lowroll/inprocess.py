@@ -82,7 +82,7 @@ def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None =
             return view.line()
 
         try:
-            signal = drive(session, first, last, show, stop)
+            signal = drive(session, first, last, cfg.ckpt.interval, show, stop)
         except NoSignal as reason:
             session.end(reason)
             return RunResult(folder, read(folder), ended=str(reason))
@@ -192,10 +192,7 @@ class Session:
         return assemble.workloads(self.given, self.model, self.chat, self.envs, self.eval_envs)
 
     def step(self, step: int) -> Record:
-        """One training step, its record and, when due, its evaluation and checkpoint.
-
-        The record comes first: a process that dies between the two makes the step again, and none is left out.
-        """
+        """One training step, its record and, when due, its evaluation."""
         began = time.monotonic()
         self._before = self.orchestrator.state()
         stage = self._enter(step)
@@ -214,8 +211,6 @@ class Session:
         self._saving_s = {}
         record = self.recorder.write(step, metrics)
         self.made = step
-        if step % self.cfg.ckpt.interval == 0:
-            self.checkpoint(step)
         return record
 
     def evaluate(self) -> dict[str, float]:

@@ -145,8 +145,6 @@ class RunFolder:
         return saved
 
     def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
-        if self.command == "sft":
-            return ("sft.steps",) if self.cfg.sft.lr_scheduler_type == "constant" else ()
         ended = (read_meta(self.final) or {}).get("step") == saved.step < before["train"]["max_steps"]
         return identity.FOR_SIGNAL if ended else ()
 

@@ -43,7 +43,7 @@ def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) ->
         session = SftSession(cfg, folder, resume)
         first = session.resume() if resume else session.begin()
         with progress(cfg.sft.steps) as show, polite_stop() as stop:
-            signal = drive(session, first, cfg.sft.steps, show, stop)
+            signal = drive(session, first, cfg.sft.steps, cfg.ckpt.interval, show, stop)
     return RunResult(folder.path, read(folder.path), signal=signal)
 
 
@@ -95,13 +95,10 @@ class SftSession:
         return saved.step + 1
 
     def step(self, step: int) -> Record:
-        """One update, its record and, when due, its checkpoint."""
+        """One update and its record."""
         began = time.monotonic()
         metrics = self.learner.step()
-        record = self.recorder.write(step, metrics | {"time/step": time.monotonic() - began})
-        if step % self.cfg.ckpt.interval == 0:
-            self.checkpoint(step)
-        return record
+        return self.recorder.write(step, metrics | {"time/step": time.monotonic() - began})
 
     def drop(self, step: int) -> None:
         """A step is short, and never dropped."""
