@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 import lowroll
 from lowroll.checkpoint.lock import LOCK, RunLock
 from lowroll.config import RunConfig
 from lowroll.metrics.live import duration
 from lowroll.metrics.record import Record
 from lowroll.run_folder import LOGS, RunFolder
-from lowroll.stop import StepDropped, Stop
+from lowroll.stop import StepDropped, Stop, leave_lost_outputs
 
 log = logging.getLogger(__name__)
 
@@ -84,14 +86,19 @@ def drive(steps: Steps, first: int, last: int, every: int, show: Callable[[Recor
     """
     for step in range(first, last + 1):
         try:
-            log.info(show(steps.step(step)))
+            record = steps.step(step)
         except StepDropped:
             steps.drop(step)
+            leave_lost_outputs()
             log.warning("step %d was dropped, and is made again by --resume", step)
             return stop.signal
+        if stop.signal:
+            leave_lost_outputs()
+        log.info(show(record))
         if step % every == 0 or stop.signal:
             steps.checkpoint(step)
         if stop.signal:
+            leave_lost_outputs()
             log.warning("stopped after step %d of %d; go on with --resume", step, last)
             return stop.signal
     steps.finish(last)
@@ -152,8 +159,9 @@ def _log_file(folder: Path, attempt: int) -> Iterator[None]:
 def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
     """The beginning of an attempt and its end, in the log; an error with its traceback."""
     began = time.monotonic()
-    log.info("lowroll %s (version %s), attempt %d in %s: process %d on %s, Python %s", command, lowroll.__version__,
-             attempt, Path(cfg.output_dir).resolve(), os.getpid(), socket.gethostname(), platform.python_version())
+    log.info("lowroll %s (version %s), attempt %d in %s: process %d on %s, Python %s, torch %s", command,
+             lowroll.__version__, attempt, Path(cfg.output_dir).resolve(), os.getpid(), socket.gethostname(),
+             platform.python_version(), torch.__version__)
     for note in cfg.notes if command == "grpo" else ():        # of rollouts and what pays for them
         log.info("%s", note)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -77,6 +78,18 @@ class Stop:
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), b"\x1b[?25h\n")              # a live view has hidden the cursor
         os._exit(128 + self.signal)
+
+
+def leave_lost_outputs() -> None:
+    """Write to nowhere where nobody reads any more, a closed terminal or a pipe without a reader: what ends the reader
+    often ends the run too, and a run that is asked to stop must get to its checkpoint."""
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 @contextmanager
