@@ -92,12 +92,12 @@ def drive(steps: Steps, first: int, last: int, every: int, show: Callable[[Recor
             leave_lost_outputs()
             log.warning("step %d was dropped, and is made again by --resume", step)
             return stop.signal
-        if stop.signal:
+        if stop:
             leave_lost_outputs()
         log.info(show(record))
-        if step % every == 0 or stop.signal:
+        if step % every == 0 or stop:
             steps.checkpoint(step)
-        if stop.signal:
+        if stop:
             leave_lost_outputs()
             log.warning("stopped after step %d of %d; go on with --resume", step, last)
             return stop.signal

@@ -1,7 +1,7 @@
 """The folder of a run: what a run makes there, what is somebody else's, and how a run begins, goes on and is saved.
 
     config.yaml     the settings; its first line says which command's run the folder holds
-    about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, .lock
+    about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, .lock, report.html
 
 Nothing that a run did not make is removed or written over. Files are a run's by their names, in a folder whose
 config.yaml a run wrote; checkpoints and final/ by their manifests. What is in the way is refused at the start.
@@ -171,7 +171,8 @@ class RunFolder:
         """Remove what a run made, but for its logs, and the settings: they go last, when others take their place."""
         if self.made_by() is None:
             return
-        for name in (METRICS_FILE, ABOUT_FILE):
+        from lowroll.metrics.report import REPORT_FILE, is_report              # with what draws plots
+        for name in (METRICS_FILE, ABOUT_FILE, *([REPORT_FILE] if is_report(self.path / REPORT_FILE) else [])):
             (self.path / name).unlink(missing_ok=True)
         for name in BATCHES:
             truncate_rollouts(self.path / name, -1)

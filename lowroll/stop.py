@@ -32,13 +32,16 @@ class StepDropped(Exception):
 
 
 class Stop:
-    """Whether a run was asked to stop: `signal` is the number of the signal that did, else 0."""
+    """Whether a run was asked to stop, as its truth value; `signal` is the number of the signal that did, else 0."""
 
     def __init__(self) -> None:
         self.signal = 0
         self._droppable = False
         self._asked_at = 0.0
         self._over = threading.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self.signal)
 
     def check(self) -> None:
         """Raise StepDropped when the step takes too long for a run that was asked to stop, and can be dropped."""

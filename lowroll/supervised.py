@@ -150,14 +150,13 @@ def progress(steps: int) -> Iterator[Callable[[Record], str]]:
 
 
 def _learner(cfg: RunConfig, where: assemble.Place) -> SftLearner:
-    plain = cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})      # both belong to what follows
-    cfg = cfg.model_copy(update={"train": plain})
+    cfg = plain(cfg)
     sft, train = cfg.sft, cfg.train
     optim = OptimSettings(sft.learning_rate, sft.lr_scheduler_type, sft.warmup_steps, sft.steps, sft.min_lr_ratio,
                           train.weight_decay, train.betas, train.eps, train.max_grad_norm, train.optimizer)
     settings = SftSettings(sft.steps, sft.batch_size, optim, train.tokens_per_microbatch, train.logprob_chunk, cfg.seed)
     model = assemble.learner(cfg, where)
-    return SftLearner(model, assemble.tokenizer(cfg.model).tokenizer, _examples(cfg), settings)
+    return SftLearner(model, assemble.tokenizer(cfg.model).tokenizer, examples(cfg), settings)
 
 
 def _about(cfg: RunConfig, where: assemble.Place, learner: SftLearner) -> Mapping[str, str]:
@@ -171,7 +170,13 @@ def _about(cfg: RunConfig, where: assemble.Place, learner: SftLearner) -> Mappin
             "device": shared["device"]}
 
 
-def _examples(cfg: RunConfig) -> list[Demonstration]:
+def plain(cfg: RunConfig) -> RunConfig:
+    """The settings without update-aware scaling and the aligned forward, which belong to the run that follows."""
+    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})})
+
+
+def examples(cfg: RunConfig) -> list[Demonstration]:
+    """What is demonstrated. ValueError names the file and line, or the environment."""
     if cfg.sft.data is not None:
         return read_demonstrations(Path(cfg.sft.data))
     envs = assemble.environments(cfg.env, cfg.seed)

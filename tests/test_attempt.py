@@ -25,6 +25,7 @@ from lowroll.checkpoint.lock import RunLock, RunLockedError
 from lowroll.checkpoint.store import Store
 from lowroll.config import from_mapping, load
 from lowroll.metrics.record import read, reproducible
+from lowroll.metrics.report import write_report
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.supervised import SftSession, run_sft
 from lowroll.trainer.sft import SftLearner
@@ -157,6 +158,7 @@ def test_overwriting_replaces_a_run_and_nothing_else(tree: dict[str, Any], tmp_p
     with pytest.raises(ValueError, match=r"the run reads .*final, which a new run in .* would replace"):
         sft({**tree, "model": str(run / "final")}, overwrite=True)
     write(run / "notes.txt")
+    write_report(run)
     before = contents(run)
     with RunLock(run), pytest.raises(RunLockedError, match="is in use by"):
         sft(tree, overwrite=True)
@@ -171,6 +173,7 @@ def test_overwriting_replaces_a_run_and_nothing_else(tree: dict[str, Any], tmp_p
     fresh = sft({**tree, "output_dir": str(tmp_path / "fresh"), "seed": 4})
     again = sft({**tree, "seed": 4}, overwrite=True)
     assert learned(again.folder) == learned(fresh.folder)
+    assert not (run / "report.html").exists()
     assert (run / "notes.txt").read_text() == "a person's" and "no run made them: notes.txt" in caplog.text
 
 

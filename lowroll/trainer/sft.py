@@ -81,11 +81,7 @@ class SftLearner:
 
     def __init__(self, model: Transformer, tokenizer: Any, examples: Sequence[Demonstration],
                  settings: SftSettings) -> None:
-        if tokenizer.eos_token_id is None:
-            raise ValueError("tokenizer: it has no end-of-sequence token, so a response could not end")
-        chat = ChatTokenizer(tokenizer)
-        self.samples = [encode(chat, example) for example in examples]
-        check(self.samples, model.spec.vocab_size, model.spec.max_position)
+        self.samples = encode_all(tokenizer, examples, model.spec.vocab_size, model.spec.max_position)
         self.model, self.settings = model, settings
         self.optimizer = Optimizer(model.trainable_parameters(), settings.optim, hidden_matrices(model))
         self._order = epochs(len(self.samples), settings.seed)
@@ -138,6 +134,16 @@ def sft_step(model: Transformer, samples: Sequence[Sample], optimizer: Optimizer
         raise TrainingDiverged(f"sft: loss {loss}, gradient norm {metrics['optim/grad_norm']}; {MAX_REFUSALS} updates "
                                "in a row were not finite")
     return metrics
+
+
+def encode_all(tokenizer: Any, examples: Sequence[Demonstration], vocab_size: int, context: int) -> list[Sample]:
+    """The demonstrations as samples. ValueError names one that a model of this vocabulary and context cannot read."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("tokenizer: it has no end-of-sequence token, so a response could not end")
+    chat = ChatTokenizer(tokenizer)
+    samples = [encode(chat, example) for example in examples]
+    check(samples, vocab_size, context)
+    return samples
 
 
 def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
