@@ -25,6 +25,7 @@ from lowroll.checkpoint.replacement import foreign_in, settle_folder, write_file
 from lowroll.checkpoint.store import DAMAGED, Checkpoint, Store
 from lowroll.config import RunConfig
 from lowroll.metrics.record import ABOUT_FILE, METRICS_FILE, Recorder, write_about
+from lowroll.metrics.report import REPORT_FILE, is_report
 from lowroll.transport.rollout_log import rollout_files, truncate_rollouts
 
 log = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class RunFolder:
         """Remove what a run made, but for its logs, and the settings: they go last, when others take their place."""
         if self.made_by() is None:
             return
-        from lowroll.metrics.report import REPORT_FILE, is_report              # with what draws plots
+        from lowroll.metrics.report import REPORT_FILE, is_report  # with what draws plots
         for name in (METRICS_FILE, ABOUT_FILE, *([REPORT_FILE] if is_report(self.path / REPORT_FILE) else [])):
             (self.path / name).unlink(missing_ok=True)
         for name in BATCHES:
