@@ -1,6 +1,7 @@
 r"""Equality of final answers: right and wrong ones of every kind that a comparison is prone to get wrong."""
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -497,3 +498,12 @@ def test_a_number_may_be_equal_to_one_that_is_not_written_exactly() -> None:
 def test_a_matrix_is_no_number_and_a_number_no_matrix() -> None:
     assert not expressions.compare(sympy.Matrix([1, 2]), sympy.Integer(5))
     assert not expressions.compare(sympy.Integer(5), sympy.Matrix([1, 2]))
+
+
+def test_the_warning_of_a_judge_whose_limits_are_off_is_not_shown(caplog):
+    """`costs` limits the time of a comparison."""
+    for module in ("parser", "grader"):
+        logger = logging.getLogger(f"math_verify.{module}")
+        logger.warning("Timeout is disabled as timeout_seconds is None")
+        logger.warning("of another kind")
+    assert [record.getMessage() for record in caplog.records] == ["of another kind"] * 2
