@@ -450,11 +450,12 @@ print(time.process_time() - start)
 def test_no_text_of_an_answer_is_evaluated_as_python(tmp_path, monkeypatch):
     import builtins
 
+    import sympy.physics.units                 # evaluates its own names when it is imported  # noqa: F401
+
     canary = tmp_path / "canary"
     payloads = [f"__import__('os').system('touch {canary}')", f"open('{canary}','w')",
                 rf"\text{{open('{canary}','w')}}", "exec(chr(120))", r"\operatorname{eval}(1)", "x.__class__",
                 "lambda: 1", "1;import os", "0x10", "1_0"]
-    judge("x+1", "1+x")                        # sympy, when it is imported, evaluates the names of its units
     seen = []
     run = builtins.eval
     monkeypatch.setattr(builtins, "eval", lambda code, *scope: seen.append(code) or run(code, *scope))
