@@ -450,7 +450,7 @@ print(time.process_time() - start)
 def test_no_text_of_an_answer_is_evaluated_as_python(tmp_path, monkeypatch):
     import builtins
 
-    import sympy.physics.units                 # evaluates its own names when it is imported  # noqa: F401
+    import sympy.physics.units  # evaluates its own names when it is imported  # noqa: F401
 
     canary = tmp_path / "canary"
     payloads = [f"__import__('os').system('touch {canary}')", f"open('{canary}','w')",
