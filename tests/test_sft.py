@@ -57,6 +57,7 @@ def test_a_demonstration_becomes_prompt_and_response_with_the_end_of_turn():
     assert sample.prompt_ids == [40, 2, 3, 41]
     assert sample.rollout.token_ids == [3, 2, 1]
     assert sample.loss_mask == [1, 1, 1] and sample.advantage == 1.0
+    assert sample.rollout.logprobs == [0.0, 0.0, 0.0]             # it was given, not drawn
 
 
 def test_a_tokenizer_without_an_end_is_refused():
@@ -164,6 +165,19 @@ def test_demonstrations_end_with_the_tasks_that_have_an_answer():
     assert [d.response for d in drawn] == [f"train/{i}" for i in (0, 1, 3, 4, 6, 7)]
     with pytest.raises(ValueError, match="empty gave no gold answer"):
         demonstrations([(Counting("empty", 0), 1.0)], 4)
+
+
+def test_an_endless_environment_without_answers_is_asked_twice_as_often_as_needed():
+    asked = []
+
+    class Silent(Counting):
+        def gold(self, prompt):
+            asked.append(prompt.id)
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match="silent gave no gold answer"):
+        demonstrations([(Silent("silent", None), 1.0)], 4)
+    assert asked == [f"train/{i}" for i in range(8)]
 
 
 def test_a_conversation_gives_one_demonstration_for_each_reply(tmp_path):
