@@ -172,7 +172,6 @@ class RunFolder:
         """Remove what a run made, but for its logs, and the settings: they go last, when others take their place."""
         if self.made_by() is None:
             return
-        from lowroll.metrics.report import REPORT_FILE, is_report  # with what draws plots
         for name in (METRICS_FILE, ABOUT_FILE, *([REPORT_FILE] if is_report(self.path / REPORT_FILE) else [])):
             (self.path / name).unlink(missing_ok=True)
         for name in BATCHES:
