@@ -15,7 +15,8 @@ FILES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 # room: (rooms that it may import, packages beside the standard library)
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
-    "config": (set(), {"pydantic", "pydantic_core", "yaml"}),
+    # config -> types: what the engine can be asked for bounds what a file may ask for
+    "config": ({"types"}, {"pydantic", "pydantic_core", "yaml"}),
     # quant -> kernels: a format multiplies by its kernel
     "quant": ({"kernels"}, {"torch"}),
     "checkpoint": ({"types"}, {"torch", "safetensors"}),

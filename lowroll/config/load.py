@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path as FilePath
 from typing import Annotated, Any, TypeVar
 
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lowroll.config.document import ConfigError, Document, Mark, Path, dotted, nearest, parse, parse_value, plain
+from lowroll.config.foreign import explain, foreign_keys
 from lowroll.config.schema import RunConfig
 
 M = TypeVar("M", bound=BaseModel)
@@ -104,6 +106,8 @@ def _explain(model: type[BaseModel], document: Document, details: ErrorDetails) 
     if details["type"] == "combination":
         return [_blame(document, *problem) for problem in details["ctx"]["problems"]]
     path = _written(loc, document.value)
+    if details["type"] == "extra_forbidden":
+        return [_blame(document, (key,), "unknown key" + hint) for key, hint in _hints(model, path, details["input"])]
     return [_blame(document, (path,), _message(model, loc, details))]
 
 
@@ -140,8 +144,6 @@ def _blame(document: Document, paths: tuple[Path, ...], message: str) -> str:
 def _message(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
     kind, context, value = details["type"], details.get("ctx", {}), details.get("input")
     got = f", got {_show(value)}"
-    if kind == "extra_forbidden":
-        return "unknown key" + _near_key(model, loc)
     if kind == "missing":
         return f"needs {loc[-1] + 1} entries" if isinstance(loc[-1], int) else "this key is required"
     if kind == "literal_error":
@@ -192,16 +194,28 @@ def _choices(expected: str) -> list[str]:
     return [choice.strip().strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
 
 
-def _near_key(model: type[BaseModel], loc: Path) -> str:
-    word = str(loc[-1])
+_MEANT_FIRST = ("train.", "rollout.")
+
+
+def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Path, str]]:
+    """An unknown key, or what is foreign in an unknown section, and what was meant by it: a near key of its section,
+    what another tool calls so, a key of this name elsewhere, or the nearest one anywhere."""
+    word = str(path[-1])
     section: type[BaseModel] | None = model
-    for part in loc[:-1]:
+    for part in path[:-1]:
         if isinstance(part, str) and section is not None and part in section.model_fields:
             section = _section(section.model_fields[part].annotation)
-    if section is not None and (hint := nearest(word, list(section.model_fields))):
-        return hint
-    elsewhere = [key for key in _keys(model) if key.rpartition(".")[2] == word]
-    return f" (did you mean {elsewhere[0]}?)" if elsewhere else ""
+    here = list(section.model_fields) if section is not None else []
+    foreign = list(foreign_keys(path, value)) if model is RunConfig else []
+    if foreign and not nearest(word, here, cutoff=0.85):
+        yield from ((key, f"; {explain(key)}") for key in foreign)
+        return
+    elsewhere = {key.rpartition(".")[2]: key              # of equal names the last stays
+                 for key in sorted(reversed(_keys(model)), key=lambda key: key.startswith(_MEANT_FIRST))}
+    if not (hint := f" (did you mean {elsewhere[word]}?)" if word in elsewhere else nearest(word, here)):
+        near = get_close_matches(word, elsewhere, n=1, cutoff=0.75) if model is RunConfig else []
+        hint = f" (did you mean {elsewhere[near[0]]}?)" if near else ""
+    yield path, hint
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
