@@ -226,13 +226,13 @@ def test_every_dependency_has_its_reason() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name)
-def test_files_load_and_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_load_and_plan(path: Path, unseen: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grpo", str(path), "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("# model ")
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, *RECIPES], ids=name)
-def test_the_command_in_a_files_head_plans(path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_the_command_in_a_files_head_plans(path: Path, unseen: None, monkeypatch: pytest.MonkeyPatch,
                                            capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     for program, *arguments in commands_of(path.read_text()):

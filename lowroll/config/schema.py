@@ -235,6 +235,10 @@ class RunConfig(Section):
             cfg = _enter(cfg, stage) if stage.step <= step else cfg
         return cfg
 
+    def each_stage(self) -> list[RunConfig]:
+        """The settings of the run's beginning, and those of every later stage."""
+        return [self, *(self.at(stage.step) for stage in self.stages)]
+
     @property
     def objective_options(self) -> dict[str, Any]:
         """The options of `lowroll.objectives.select(cfg.algorithm, cfg.correction)`, with the defaults filled in."""

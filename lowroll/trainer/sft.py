@@ -78,11 +78,7 @@ def train_sft(model: Transformer, tokenizer: Any, examples: Sequence[Demonstrati
     counted from 1. Raises ValueError for demonstrations that the model cannot read, TrainingDiverged after
     MAX_REFUSALS non-finite updates in a row.
     """
-    if tokenizer.eos_token_id is None:
-        raise ValueError("tokenizer: it has no end-of-sequence token, so a response could not end")
-    chat = ChatTokenizer(tokenizer)
-    samples = [encode(chat, example) for example in examples]
-    check(samples, model.spec.vocab_size, model.spec.max_position)
+    samples = encode_all(tokenizer, examples, model.spec.vocab_size, model.spec.max_position)
     optimizer = Optimizer(model.trainable_parameters(), settings.optim, hidden_matrices(model))
     order, metrics = epochs(len(samples), settings.seed), {}
     for step in range(1, settings.steps + 1):
@@ -110,6 +106,16 @@ def sft_step(model: Transformer, samples: Sequence[Sample], optimizer: Optimizer
         raise TrainingDiverged(f"sft: loss {loss}, gradient norm {metrics['optim/grad_norm']}; {MAX_REFUSALS} updates "
                                "in a row were not finite")
     return metrics
+
+
+def encode_all(tokenizer: Any, examples: Sequence[Demonstration], vocab_size: int, context: int) -> list[Sample]:
+    """The demonstrations as samples. ValueError names one that a model of this vocabulary and context cannot read."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("tokenizer: it has no end-of-sequence token, so a response could not end")
+    chat = ChatTokenizer(tokenizer)
+    samples = [encode(chat, example) for example in examples]
+    check(samples, vocab_size, context)
+    return samples
 
 
 def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
@@ -165,6 +171,8 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
 
     ValueError names the file and line of the first row that is not a conversation ending with the assistant.
     """
+    if not path.is_file():
+        raise ValueError(f"sft.data: {path}: no such file")
     found = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
