@@ -30,7 +30,7 @@ from lowroll.attempt import log_file, polite_stop
 from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.publish import read_meta
 from lowroll.checkpoint.store import Checkpoint, Store
-from lowroll.config import RunConfig, load
+from lowroll.config import RunConfig, as_config
 from lowroll.engine.engine import Engine
 from lowroll.export import newest_batch, publish_adapter
 from lowroll.kv.capacity import NoRoom, Workload
@@ -70,17 +70,17 @@ class RunResult:
     ended: str = ""
 
 
-def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None = None, *,
+def run(config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object] | None = None, *,
         resume: bool = False) -> RunResult:
-    """Train as a YAML file or a RunConfig says; returns the run folder and its records.
+    """Train as a YAML file, a nested mapping of the same keys or a RunConfig says; returns the run folder and its
+    records. overrides: dotted keys, {"train.max_steps": 20}.
 
     ValueError names what is wrong with the configuration, the model, the data or the run folder, before training
     starts. With `resume`, the newest undamaged checkpoint of the run folder is continued; without, a folder that
     holds a run is refused. SIGINT and SIGTERM finish the step, write a checkpoint and return. A run for which dynamic
     sampling finds nothing to learn from any more finishes early.
     """
-    cfg = config if isinstance(config, RunConfig) else load(config, dict(overrides or {}))
-    cfg = cfg.resolved()
+    cfg = as_config(config, overrides or {}).resolved()
     folder = Path(cfg.output_dir)
     with ExitStack() as stack:
         lock = stack.enter_context(RunLock(folder))

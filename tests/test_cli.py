@@ -1,6 +1,7 @@
 """The command line: quick help, thin handlers, one line an error, exit codes."""
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import types
@@ -250,3 +251,51 @@ def test_the_demo_deletes_no_folder_but_its_own(tmp_path: Path, monkeypatch: pyt
                                          "num_hidden_layers": 1, "head_dim": 8})
     for _ in range(2):                           # the second replaces the first; an interrupted run measures nothing
         assert demo.main(str(tmp_path / "demo")) == 130
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["--train.max_steps", "3"], "--train.max_steps: a setting is written train.max_steps=3"),
+    (["--learning-rate=1e-5"], "--learning-rate=1e-5: a setting is written train.learning_rate=1e-5"),
+    (["--lora", "seed=1"], "--lora: a setting is written train.lora=true"),
+    (["--num_generations", "8"], "--num_generations: here it is rollouts_per_example (rollouts a prompt)"),
+    (["--use-vllm"], "--use-vllm: not there yet: another engine"),
+    (["--dryrun"], "--dryrun: lowroll grpo has no such option (did you mean --dry-run?)"),
+    (["--zz"], "--zz: lowroll grpo has no such option; lowroll grpo --help lists what there is"),
+    (["train.max_steps", "=", "3"], "a setting is one word with its value, such as train.max_steps=20")])
+def test_settings_in_other_tools_words(words: list[str], told: str, run_yaml: str,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grpo", run_yaml, *words]) == 2
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and told in line
+
+
+def test_commands_in_other_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in ((["train", "x.yaml"], "did you mean grpo?"), (["merge"], "did you mean export RUN OUT --as"),
+                        (["run.yaml", "seed=1"], "did you mean lowroll grpo run.yaml seed=1?")):
+        assert main(words) == 2
+        assert told in capsys.readouterr().err
+    assert main(["help"]) == 0
+    with pytest.raises(SystemExit):
+        main(["help", "export"])
+    assert "usage: lowroll export" in capsys.readouterr().out
+
+
+def test_the_module_runs_and_completion_knows_commands_options_and_keys(tmp_path: Path) -> None:
+    script = subprocess.run([sys.executable, "-m", "lowroll", "completion", "bash"], capture_output=True, text=True,
+                            timeout=60, cwd=ROOT, check=True).stdout
+
+    def complete(*words: str) -> list[str]:
+        line = " ".join(map(shlex.quote, words))
+        code = f'{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _lowroll; echo "${{COMPREPLY[@]}}"'
+        return subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=20, cwd=tmp_path,
+                              check=True).stdout.split()
+
+    (tmp_path / "runs.yaml").write_text("")
+    assert complete("lowroll", "gr") == ["grpo"]
+    assert complete("lowroll", "grpo", "train.lora_r") == ["train.lora_rank="]
+    assert complete("lowroll", "grpo", "env.0.i") == ["env.0.id="]
+    assert complete("lowroll", "grpo", "run") == ["runs.yaml"]
+    assert complete("lowroll", "export", "--") == ["--help", "--as", "--step"]
+    assert complete("lowroll", "completion", "z") == ["zsh"]
+    for shell in ("zsh", "fish"):
+        assert main(["completion", shell]) == 0

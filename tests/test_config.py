@@ -17,7 +17,7 @@ from lowroll.config.algorithms import ALGORITHMS
 from lowroll.config.auto import AUTO, Rollouts, Row, choose_correction
 from lowroll.config.document import ConfigDumper, parse, resolve_plain
 from lowroll.config.foreign import ABSENT, NEEDLESS, RENAMED
-from lowroll.config.load import _keys
+from lowroll.config.load import known_keys
 
 ROOT = Path(__file__).parent.parent
 
@@ -235,7 +235,7 @@ def test_foreign_keys_in_sections_and_near_ones_elsewhere() -> None:
 
 
 def test_every_foreign_key_leads_to_a_key_of_ours() -> None:
-    known = set(_keys(RunConfig))
+    known = set(known_keys(RunConfig))
     for theirs, ours in RENAMED.items():
         assert theirs not in {key.rpartition(".")[2] for key in known}, f"{theirs} is a key of ours"
         named = re.match(r"[\w.]+", ours)

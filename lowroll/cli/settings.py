@@ -41,7 +41,9 @@ def read_settings(arguments: argparse.Namespace) -> RunConfig:
                 raise ConfigError(f"--{name}: this file is required beside the others")
         cfg = load_reference(three["train"], three["infer"], three["orch"], overrides)
     elif len(files) != 1:
-        raise ConfigError(f"give one YAML file, got {', '.join(files) if files else 'none'}")
+        odd = any(not word.endswith((".yaml", ".yml")) for word in files[1:])
+        hint = "; a setting is one word with its value, such as train.max_steps=20" if odd else ""
+        raise ConfigError(f"give one YAML file, got {', '.join(files) if files else 'none'}{hint}")
     else:
         cfg = load(files[0], overrides)
     for note in cfg.notes:

@@ -44,6 +44,17 @@ def from_mapping(values: Mapping[str, object], overrides: Overrides = ()) -> Run
     return build(Document(plain(dict(values), "config"), name="config"), overrides)
 
 
+def as_config(given: str | FilePath | RunConfig | Mapping[str, object], overrides: Overrides = ()) -> RunConfig:
+    """The settings that a caller in Python gives: a file, a tree of the same keys, or a RunConfig."""
+    if isinstance(given, (str, FilePath)):
+        return load(given, overrides)
+    if isinstance(given, RunConfig):
+        return from_mapping(given.model_dump(mode="json", exclude_unset=True), overrides) if overrides else given
+    if isinstance(given, Mapping):
+        return from_mapping(given, overrides)
+    raise ConfigError(f"config: expected a path, a mapping or a RunConfig, got {type(given).__name__}")
+
+
 def read(path: str | FilePath) -> Document:
     """Parse one YAML file. Raises ConfigError when it cannot be read."""
     try:
@@ -194,9 +205,6 @@ def _choices(expected: str) -> list[str]:
     return [choice.strip().strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
 
 
-_MEANT_FIRST = ("train.", "rollout.")
-
-
 def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Path, str]]:
     """An unknown key, or what is foreign in an unknown section, and what was meant by it: a near key of its section,
     what another tool calls so, a key of this name elsewhere, or the nearest one anywhere."""
@@ -210,21 +218,27 @@ def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Pat
     if foreign and not nearest(word, here, cutoff=0.85):
         yield from ((key, f"; {explain(key)}") for key in foreign)
         return
-    elsewhere = {key.rpartition(".")[2]: key              # of equal names the last stays
-                 for key in sorted(reversed(_keys(model)), key=lambda key: key.startswith(_MEANT_FIRST))}
+    elsewhere = last_names(model)
     if not (hint := f" (did you mean {elsewhere[word]}?)" if word in elsewhere else nearest(word, here)):
         near = get_close_matches(word, elsewhere, n=1, cutoff=0.75) if model is RunConfig else []
         hint = f" (did you mean {elsewhere[near[0]]}?)" if near else ""
     yield path, hint
 
 
-def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+def last_names(model: type[BaseModel]) -> dict[str, str]:
+    """The last name of every key -> the key; of those that share one, what is rarely meant gives way."""
+    keys = sorted(reversed(known_keys(model)), key=lambda key: key.startswith(("train.", "rollout.")))
+    return {key.rpartition(".")[2]: key for key in keys}
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """The dotted keys of a section and of those inside it."""
     keys: list[str] = []
     for name, info in model.model_fields.items():
         keys.append(prefix + name)
         inner = _section(info.annotation)
         if inner is not None:
-            keys += _keys(inner, f"{prefix}{name}.")
+            keys += known_keys(inner, f"{prefix}{name}.")
     return keys
 
 
