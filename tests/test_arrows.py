@@ -1,4 +1,4 @@
-"""The house plan against the code: which room may import which, what stays free of torch, and what no file may do."""
+"""The house plan against the code: which room may import which, and what stays free of torch."""
 from __future__ import annotations
 
 import ast
@@ -95,48 +95,3 @@ heavy = {{"torch", "transformers", "numpy"}} & sys.modules.keys()
 assert not heavy, "lowroll.{name} pulls " + ", ".join(sorted(heavy))""" for name in LIGHT)])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT.parent)
     assert done.returncode == 0, done.stderr
-
-
-FOREIGN = {"pickle", "dill", "marshal", "shelve", "joblib"}
-FORBIDDEN = {"eval", "exec", "compile", "os.system", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
-             "numpy.load", "np.load"}
-
-
-def offences(tree: ast.AST) -> Iterator[str]:
-    """What no file of the package may do: run foreign bytes or text as code, or swallow every error."""
-    for node in ast.walk(tree):
-        found = ""
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            found = ", ".join({package for package, _ in imports(node)} & FOREIGN)
-        elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            found = called if called in FORBIDDEN else ""
-            for keyword in node.keywords:
-                switch = keyword.arg in ("trust_remote_code", "shell", "allow_pickle")
-                if switch and ast.unparse(keyword.value) != "False":
-                    found = str(keyword.arg)
-        elif isinstance(node, ast.ExceptHandler):
-            broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
-            if broad and all(isinstance(line, ast.Pass | ast.Continue) for line in node.body):
-                found = "an error that is swallowed"
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            found = f"{node.name} has {length} lines" if length > 70 else ""
-        if found:
-            yield f"line {getattr(node, 'lineno', '?')}: {found}"
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_no_file_runs_foreign_code_or_hides_errors_or_grows_without_end(file: str) -> None:
-    assert list(offences(FILES[file])) == []
-    assert len((ROOT / file).read_text().splitlines()) <= 450
-
-
-@pytest.mark.parametrize("bad", [
-    "import pickle", "from dill import loads", "def f():\n    import marshal", "eval('1')", "exec(text)",
-    "torch.load(p)", "yaml.load(f, Loader=L)", "f(trust_remote_code=True)", "f(trust_remote_code=flag)",
-    "run(c, shell=True)",
-    "try:\n    f()\nexcept Exception:\n    pass", "try:\n    f()\nexcept:\n    pass",
-    "def f():\n" + "    x = 1\n" * 70])
-def test_the_lint_sees(bad: str) -> None:
-    assert len(list(offences(ast.parse(bad)))) == 1
