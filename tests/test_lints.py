@@ -35,7 +35,7 @@ ENDLESS = {                                # waits without a time, and what look
     ("kernels/launch.py", "early"): "a ContextVar's get",
     ("model/recompute.py", "get"): "a tensor that is made again, not a queue",
     ("model/recompute.py", "_unpack"): "the same",
-    ("model/shards.py", "finish"): "a thread reads 16 MB of a file: the kernel ends that, or nothing in this process can",
+    ("model/shards.py", "finish"): "a thread reads 16 MB of a file: the kernel ends that, or nothing can",
     ("model/shards.py", "stream"): "the same threads: the tensors that they write to must outlive them",
 }
 
