@@ -277,8 +277,8 @@ def reference(cfg: RunConfig, where: Place) -> Transformer | None:
 def refuse_adapter(key: str, source: str | Path) -> None:
     """ValueError when the folder that a setting names holds an adapter, and no model of its own."""
     if (hf.resolve(source, weights=False) / "adapter_config.json").is_file():
-        raise ValueError(f"{key}: {source} is an adapter folder; merge it into its base before training on "
-                         f"(lowroll export {source} OUT --as merged)")
+        raise ValueError(f"{key}: {source} is an adapter folder, and a whole model is needed here; merge it into its "
+                         f"base first (lowroll export {source} OUT --as merged)")
 
 
 def refuse_other_vocabulary(key: str, source: str, cfg: RunConfig, chat: ChatTokenizer) -> None:

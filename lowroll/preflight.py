@@ -78,13 +78,14 @@ def look_at_run(cfg: RunConfig, resume: bool = False) -> Findings:
 def look_at_sft(cfg: RunConfig) -> Findings:
     """What `lowroll sft` would meet."""
     cfg, found = cfg.resolved(), Findings()
-    cfg = supervised.plain(cfg)
+    plain = cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})       # both belong to the run after it
+    cfg = cfg.model_copy(update={"train": plain})
     found.attempt(lambda: _folder(cfg, resume=False))
     where = found.attempt(lambda: assemble.place(cfg))
     model = found.attempt(lambda: _learner(cfg, where, found)) if where else None
     chat = found.attempt(lambda: assemble.tokenizer(cfg.model)) if model else None
     found.attempt(lambda: _settings(cfg))
-    examples = found.attempt(lambda: supervised.examples(cfg))
+    examples = found.attempt(lambda: supervised._examples(cfg))
     if where is None or model is None or chat is None or examples is None:
         return found
     samples = found.attempt(lambda: encode_all(chat.tokenizer, examples, model.spec.vocab_size,

@@ -29,7 +29,8 @@ def run_sft(cfg: RunConfig) -> Path:
 def warm_start(cfg: RunConfig, source: Path, target: Path, recorder: Recorder | None = None) -> dict[str, float]:
     """Train the model of folder `source` on demonstrations, publish it as folder `target`; the last step's metrics."""
     where, sft = assemble.place(cfg), cfg.sft
-    cfg = plain(cfg).model_copy(update={"model": str(source)})
+    plain = cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})      # both belong to what follows
+    cfg = cfg.model_copy(update={"model": str(source), "train": plain})
     chat, model = assemble.tokenizer(cfg.model), assemble.learner(cfg, where)
     if recorder is not None:
         write_about(recorder.path.parent, assemble.about(cfg, where, model))
@@ -45,7 +46,7 @@ def warm_start(cfg: RunConfig, source: Path, target: Path, recorder: Recorder | 
             if recorder is not None:
                 recorder.write(step, metrics)
 
-        metrics = train_sft(model, chat.tokenizer, examples(cfg), settings, on_step)
+        metrics = train_sft(model, chat.tokenizer, _examples(cfg), settings, on_step)
     if cfg.train.lora:
         lora.save(model, target, base=str(source), tokenizer_from=source)
     else:
@@ -53,13 +54,7 @@ def warm_start(cfg: RunConfig, source: Path, target: Path, recorder: Recorder | 
     return metrics
 
 
-def plain(cfg: RunConfig) -> RunConfig:
-    """The settings without update-aware scaling and the aligned forward, which belong to the run that follows."""
-    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})})
-
-
-def examples(cfg: RunConfig) -> list[Demonstration]:
-    """What is demonstrated. ValueError names the file and line, or the environment."""
+def _examples(cfg: RunConfig) -> list[Demonstration]:
     if cfg.sft.data is not None:
         return read_demonstrations(Path(cfg.sft.data))
     envs = assemble.environments(cfg.env, cfg.seed)
