@@ -26,7 +26,7 @@ import torch
 from lowroll import assemble, identity
 from lowroll.attempt import RunResult, attempt, drive
 from lowroll.checkpoint.replacement import replace_folder
-from lowroll.config import RunConfig, load
+from lowroll.config import RunConfig, as_config
 from lowroll.engine.engine import Engine
 from lowroll.export import newest_batch, publish_adapter
 from lowroll.kv.capacity import NoRoom, Workload
@@ -57,17 +57,17 @@ MOST_SILENT = 0.5                  # share of tokens, or of sequences, that an o
 MAX_WIDENED = 4
 
 
-def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None = None, *,
+def run(config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object] | None = None, *,
         resume: bool = False, overwrite: bool = False) -> RunResult:
-    """Train as a YAML file or a RunConfig says; returns the run folder and its records.
+    """Train as a YAML file, a nested mapping of the same keys or a RunConfig says; returns the run folder and its
+    records. overrides: dotted keys, {"train.max_steps": 20}.
 
     ValueError names what is wrong with the configuration, the model, the data or the run folder, before training
     starts. A folder that holds a run with steps is refused; with `resume`, its newest undamaged checkpoint is
     continued; with `overwrite`, what it made is replaced, and nothing else. SIGINT, SIGTERM and SIGHUP finish the step,
     write a checkpoint and return. A run for which dynamic sampling finds nothing to learn from any more finishes early.
     """
-    cfg = config if isinstance(config, RunConfig) else load(config, dict(overrides or {}))
-    cfg = cfg.resolved()
+    cfg = as_config(config, overrides or {}).resolved()
     last = cfg.train.max_steps
     with ExitStack() as stack:
         folder = stack.enter_context(attempt(cfg, "grpo", resume, overwrite)).path
