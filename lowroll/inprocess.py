@@ -32,13 +32,14 @@ from lowroll.checkpoint.publish import read_meta
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
 from lowroll.engine.engine import Engine
+from lowroll.evaluate import around, held_out
 from lowroll.export import newest_batch, publish_adapter
 from lowroll.kv.capacity import NoRoom, Workload
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, Recorder, read, write_about
 from lowroll.model import hf
+from lowroll.orchestrator.client import PhaseProgress
 from lowroll.orchestrator.errors import NoSignal
-from lowroll.orchestrator.evaluate import evaluate
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.trainer.guard import rescale
 from lowroll.trainer.loop import Trainer
@@ -91,6 +92,7 @@ def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None =
         view = stack.enter_context(LiveView(cfg.train.max_steps, f"{folder}: {cfg.algorithm}, {cfg.correction}"))
         session.watch(view)
         asked_to_stop = stack.enter_context(polite_stop())
+        view.asked_to_stop = asked_to_stop
         for step in range(first, cfg.train.max_steps + 1):
             try:
                 view.step(session.step(step))
@@ -145,12 +147,14 @@ class Session:
         self.guard = assemble.guard(cfg)
         self.widened = 0                  # doublings of the exponent of what `correction: auto` chose
         self.on_note: Callable[[str], object] = log.info
+        self.on_phase: PhaseProgress | None = None
         self._saved_at: int | None = None
         self._saving_s: dict[str, float] = {}      # time/checkpoint, for the next record
 
     def watch(self, view: LiveView) -> None:
         """Report progress within a step to a live view."""
-        self.orchestrator.on_phase, self.on_note = view.phase, view.note
+        self.orchestrator.on_phase = self.trainer.on_phase = self.on_phase = view.phase
+        self.on_note = view.note
 
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""
@@ -233,6 +237,7 @@ class Session:
         """
         began = time.monotonic()
         stage = self._enter(step)
+        first = self.evaluate(sampled=True) if self.cfg.eval.interval and step == 1 else {}
         batch = self.orchestrator.step(step, self.trainer.version)
         if self.cfg.rollout.release_cache:
             self.engine.release()
@@ -240,8 +245,9 @@ class Session:
         sigma = {} if self.noise is None else {"rollout/noise_sigma": self.noise.sigma(self.trainer.version)}
         metrics = batch.stats | stage | price | sigma | self.trainer.step()
         metrics |= self._watch_over(metrics)
-        if self.cfg.eval.interval and step % self.cfg.eval.interval == 0:
-            metrics |= self.evaluate()
+        last = step == self.cfg.train.max_steps
+        due = self.cfg.eval.interval and (last or step % self.cfg.eval.interval == 0)
+        metrics |= around(first, self.evaluate(sampled=last) if due else {})
         metrics |= self._performance(batch, metrics) | self._saving_s
         metrics["time/step"] = time.monotonic() - began + sum(self._saving_s.values())
         self._saving_s = {}
@@ -250,18 +256,15 @@ class Session:
             self.checkpoint(step)
         return record
 
-    def evaluate(self) -> dict[str, float]:
-        """`eval/*` of the current policy in the rollout precision, without noise, on the test splits."""
-        began, cfg = time.monotonic(), self.cfg.eval
+    def evaluate(self, sampled: bool) -> dict[str, float]:
+        """`eval/*` of the current policy in the rollout precision, without noise, on the test splits; with `sampled`,
+        drawn as the rollouts too."""
+        began = time.monotonic()
         noisy = self.engine.behavior.noise_sigma > 0
         if noisy:
             self.engine.adopt(self.model, self.trainer.version)
-        metrics: dict[str, float] = {}
-        for env in self.eval_envs.values():
-            metrics |= evaluate(env, self.engine, self.eval_scorer, self.chat, num_examples=cfg.num_examples,
-                                rollouts_per_example=cfg.rollouts_per_example,
-                                sampling=assemble.eval_sampling(self.stage), seed=self.cfg.seed,
-                                max_prompt_tokens=self.orchestrator.settings.max_prompt_tokens)
+        metrics = held_out(self.stage, self.eval_envs, self.engine, self.eval_scorer, self.chat, sampled=sampled,
+                           max_prompt_tokens=self.orchestrator.settings.max_prompt_tokens, on_phase=self.on_phase)
         self.engine.reset_prefix_cache()            # a resumed run has none of their pages
         if noisy:
             self._adopt(self.trainer.version)
