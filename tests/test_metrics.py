@@ -213,7 +213,7 @@ def test_the_panel_keeps_to_the_terminal(width: int, height: int) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=24, color_system=None)
     view = LiveView(100, "outputs/experiments/2026-11/a-model-with-a-long-name/run-17: grpo, acr", console)
     for step in (11, 12):
-        view.step({**RECORD, "step": step, "reward/mean": 0.01 * step, "eval/a/b-environment-of-a-long-name/reward": 0.1,
+        view.step({**RECORD, "step": step, "reward/mean": 0.01 * step, "eval/a/b-environment-of-a-long-name/reward": 1,
                    "guard/tightened": 1.0})
     view.phase("evaluate: a phase of a long name", 128, 256)
     asked: list[int] = []

@@ -130,7 +130,8 @@ class LiveView:
         for first in range(0, len(cells), columns):
             grid.add_row(*cells[first:first + columns])
         elapsed = duration(time.monotonic() - self._began)
-        return Panel(Group(progress, Text(), grid, *self._lines(record)), title=Text(self.title, style="bold", overflow="ellipsis"),
+        return Panel(Group(progress, Text(), grid, *self._lines(record)),
+                     title=Text(self.title, style="bold", overflow="ellipsis"),
                      subtitle=Text(f"elapsed {elapsed}  eta {self._eta()}"))
 
     def _lines(self, record: Mapping[str, Any]) -> list[Text]:
@@ -184,8 +185,8 @@ def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
 def drawn_at(temperature: object) -> str:
     """How an evaluation drew its responses, in words."""
     if not isinstance(temperature, (int, float)):
-        return "held out"
-    return f"T = {temperature:g}" if temperature else "greedy"
+        return "sampled"
+    return f"sampled, T = {temperature:g}" if temperature else "greedy"
 
 
 def _redirect(old: object, new: Any) -> None:
