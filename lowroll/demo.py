@@ -141,7 +141,7 @@ def engine_speed(cfg: RunConfig, model: Path, formats: tuple[str, ...], rounds: 
 def larger_speed(cfg: RunConfig, formats: tuple[str, ...], rounds: int = 3) -> tuple[float, dict[str, float]]:
     """Layers of a real size with random weights: their parameters in millions, and the median tokens a second of each
     format on 64 sequences, 8 a prompt, as in a batch of rollouts."""
-    where, prompts, length, new = assemble.place(cfg), 8, 16, 16
+    where, prompts, length, new = assemble.place(cfg), 8, 16, 8
     master = initialize(Transformer(spec_from_config(LARGER)), cfg.seed).to(where.device)
     engines = {name: Engine(master, name, device=where.device, cache_tokens=prompts * 8 * (length + new + 16))
                for name in formats}

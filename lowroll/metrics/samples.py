@@ -72,7 +72,7 @@ def _sample(label: str, sample: Record) -> str:
     texts = [("prompt", asked), _gold(prompt), ("response", sample["text"])]
     if not scored:
         texts.append(("score", reward))
-    body = "".join(f"<h4>{name}</h4><pre>{escape(text, _LONGEST)}</pre>" for name, text in texts)
+    body = "".join(f"\n<h4>{name}</h4>\n<pre>{escape(text, _LONGEST)}</pre>" for name, text in texts)
     return f"<details class=sample><summary>{head}</summary>{body}<p>{escape(facts, 400)}</p></details>"
 
 
