@@ -25,7 +25,8 @@ Environments = Annotated[tuple[EnvConfig, ...], Strict(False), BeforeValidator(a
 
 
 class EvalConfig(Section):
-    """Evaluation on the test split every `interval` steps (null: only when asked). `env` null: the training ones.
+    """Evaluation on the test split every `interval` steps, before the first and after the last one (null: only when
+    asked). `env` null: the training ones.
 
     It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches it.
     """
