@@ -1,0 +1,38 @@
+"""The prompt of an environment at a position, checked: what comes from a user's code is named before it goes on."""
+from __future__ import annotations
+
+import json
+
+from lowroll.envs.base import Environment
+from lowroll.envs.blame import blamed
+from lowroll.envs.table import own_file
+from lowroll.types import Prompt
+
+
+def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
+    """Task number `index` of a split. ValueError names the environment, and file and line or the task, when its code
+    raises or its prompt is not one: chat messages and JSON data, in valid Unicode."""
+    with blamed(f"env {env.name!r}: prompt({index}, {split!r})", own_file(type(env))):
+        prompt = env.prompt(index, split)
+    if not isinstance(prompt, Prompt):
+        raise ValueError(f"env {env.name!r}: prompt({index}, {split!r}) must return a Prompt (as self.ask does), not "
+                         f"{type(prompt).__name__}")
+    if prompt.env != env.name:
+        raise ValueError(f"environment {env.name!r}: prompt {prompt.id!r} says it belongs to {prompt.env!r}")
+    where = f"env {env.name!r}: prompt {prompt.id!r}"
+    if not _are_messages(prompt.messages):
+        raise ValueError(f"{where}: messages must be a list of {{role, content}} in text")
+    try:
+        json.dumps(vars(prompt), ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: a lone surrogate, {error.object[error.start]!r}, is no text: "
+                         f"...{error.object[max(0, error.start - 30):error.start + 1]!r}") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: info must be JSON data: {error}") from None
+    return prompt
+
+
+def _are_messages(messages: object) -> bool:
+    return isinstance(messages, list) and bool(messages) and all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages)
