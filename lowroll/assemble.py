@@ -16,6 +16,7 @@ from lowroll.config import EnvConfig, RunConfig
 from lowroll.engine.engine import Engine, pick_device
 from lowroll.envs import Environment, make
 from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.tasks import prompt_at
 from lowroll.kv.capacity import Workload
 from lowroll.model import hf, lora, scaling
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
@@ -148,7 +149,7 @@ def eval_workload(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs:
 
 def _prompt_lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> list[int]:
     size = env.size(split)
-    return [len(chat.encode_chat(env.prompt(i, split).messages)) for i in range(min(count, size or count))]
+    return [len(chat.encode_chat(prompt_at(env, i, split).messages)) for i in range(min(count, size or count))]
 
 
 def environments(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:

@@ -116,6 +116,8 @@ def _lacks(file: Path, cls: type[Environment]) -> str:
 
 
 def _import_file(file: Path) -> ModuleType:
+    if (folder := str(file.parent)) not in sys.path:
+        sys.path.append(folder)        # last, so that modules beside the file are found and hide none
     key = f"lowroll_env_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(key, file)
     assert spec is not None and spec.loader is not None

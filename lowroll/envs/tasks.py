@@ -17,16 +17,14 @@ def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
     if not isinstance(prompt, Prompt):
         raise ValueError(f"env {env.name!r}: prompt({index}, {split!r}) must return a Prompt (as self.ask does), not "
                          f"{type(prompt).__name__}")
-    if prompt.env != env.name:
-        raise ValueError(f"environment {env.name!r}: prompt {prompt.id!r} says it belongs to {prompt.env!r}")
     where = f"env {env.name!r}: prompt {prompt.id!r}"
     if not _are_messages(prompt.messages):
         raise ValueError(f"{where}: messages must be a list of {{role, content}} in text")
     try:
         json.dumps(vars(prompt), ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: a lone surrogate, {error.object[error.start]!r}, is no text: "
-                         f"...{error.object[max(0, error.start - 30):error.start + 1]!r}") from None
+        lone = ascii(error.object[error.start])[1:-1]
+        raise ValueError(f"{where}: a lone surrogate ({lone}) is no text") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: info must be JSON data: {error}") from None
     return prompt
