@@ -164,7 +164,8 @@ def environments(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environmen
 def scorer(cfg: RunConfig, envs: tuple[EnvConfig, ...]) -> ScorerPool:
     """Scoring workers for these environments. Training and evaluation may use one name with different arguments."""
     specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in envs}
-    return ScorerPool(specs, cfg.score.workers, cfg.score.time_limit, cfg.score.memory_limit_mb)
+    variables = sorted({name for env in envs for name in env.pass_env})
+    return ScorerPool(specs, cfg.score.workers, cfg.score.time_limit, cfg.score.memory_limit_mb, variables)
 
 
 def sampling(cfg: RunConfig) -> Sampling:

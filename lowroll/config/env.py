@@ -11,14 +11,18 @@ from lowroll.config.document import Path
 from lowroll.config.section import Count, NotNegative, Positive, Probability, Problem, Section, Text, as_list
 
 
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
 class EnvConfig(Section):
     """One environment. `name` labels its metrics (default: its id, without the folders of an absolute path); `weight`
-    is its share of the prompts."""
+    is its share of the prompts. `pass_env` names environment variables that the scoring workers see."""
 
     id: Text
     name: Text | None = None
     args: dict[str, JsonValue] = {}
     weight: Positive = 1.0
+    pass_env: Annotated[tuple[Variable, ...], Strict(False)] = ()
 
 
 Environments = Annotated[tuple[EnvConfig, ...], Strict(False), BeforeValidator(as_list), Field(min_length=1)]
