@@ -5,16 +5,17 @@ Only this file, `lowroll.inprocess` and the commands know both the configuration
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lowroll import objectives
-from lowroll.config import EnvConfig, RunConfig
+from lowroll.config import EnvConfig, RunConfig, from_mapping, load
 from lowroll.engine.engine import Engine, pick_device
-from lowroll.envs import Environment, make
+from lowroll.envs import Environment, cells, make
 from lowroll.envs.rewards import ScorerPool
 from lowroll.envs.tasks import prompt_at
 from lowroll.kv.capacity import Workload
@@ -51,6 +52,24 @@ class Place:
     def dense(self) -> str:
         """The format that is the run's own dtype."""
         return _DENSE[self.dtype]
+
+
+def configuration(config: str | Path | Mapping[str, object], overrides: Mapping[str, object]) -> RunConfig:
+    """The settings of a YAML file or a mapping. An `env` may be, or have as its `id`, an Environment class; one of a
+    notebook or script becomes a file in `output_dir/environments`."""
+    classes: list[type[Environment]] = []
+
+    def read(write: Callable[[type[Environment]], str]) -> RunConfig:
+        given = cells.replaced(overrides, write)
+        return (from_mapping(cells.replaced(config, write), given) if isinstance(config, Mapping)
+                else load(config, given))
+
+    def look(cls: type[Environment]) -> str:
+        classes.append(cls)
+        return "reverse-text"
+
+    cfg = read(look)
+    return read(partial(cells.as_file, folder=Path(cfg.output_dir) / "environments")) if classes else cfg
 
 
 def place(cfg: RunConfig) -> Place:
@@ -185,14 +204,35 @@ def eval_sampling(cfg: RunConfig) -> Sampling:
 
 def longest_prompt(cfg: RunConfig, model: Transformer) -> int:
     """Prompt tokens that leave room for a whole response. ValueError when there are none."""
-    limits = {"the model's context": model.spec.max_position, "a micro-batch": cfg.train.tokens_per_microbatch}
-    if cfg.rollout.cache_tokens is not None:
-        limits["the KV cache"] = cfg.rollout.cache_tokens
-    owner, least = min(limits.items(), key=lambda limit: limit[1])
+    least, _, owner = _row(cfg, model)
     if least <= cfg.rollout.max_tokens:
         raise ValueError(f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in {owner} of "
                          f"{least} tokens")
     return least - cfg.rollout.max_tokens
+
+
+def _row(cfg: RunConfig, model: Transformer) -> tuple[int, str, str]:
+    """(tokens, the key that says so, what it is) of the longest prompt and response together."""
+    limits = [(model.spec.max_position, "model", "the model's context"),
+              (cfg.train.tokens_per_microbatch, "train.tokens_per_microbatch", "a micro-batch")]
+    if cfg.rollout.cache_tokens is not None:
+        limits.append((cfg.rollout.cache_tokens, "rollout.cache_tokens", "the KV cache"))
+    return min(limits, key=lambda limit: limit[0])
+
+
+def check_prompts(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping[str, Environment],
+                  split: str = "train") -> None:
+    """ValueError naming the setting to which all of an environment's first prompts are too long."""
+    for now in (cfg, *(cfg.at(stage.step) for stage in cfg.stages)):
+        most = longest_prompt(now, model)
+        for env in envs.values():
+            lengths = _prompt_lengths(env, split, LOOKED_AT, chat)
+            if lengths and min(lengths) > most:
+                tokens, key, _ = _row(now, model)
+                response = now.rollout.max_tokens
+                raise ValueError(f"{key}: {tokens} tokens are too few: the shortest of the first {len(lengths)} prompts "
+                                 f"of env {env.name!r} has {min(lengths)} and rollout.max_tokens is {response}, which "
+                                 f"makes {min(lengths) + response}")
 
 
 def check_stages(cfg: RunConfig, model: Transformer) -> None:

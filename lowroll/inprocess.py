@@ -30,7 +30,7 @@ from lowroll.attempt import log_file, polite_stop
 from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.publish import read_meta
 from lowroll.checkpoint.store import Checkpoint, Store
-from lowroll.config import RunConfig, load
+from lowroll.config import RunConfig
 from lowroll.engine.engine import Engine
 from lowroll.export import newest_batch, publish_adapter
 from lowroll.kv.capacity import NoRoom, Workload
@@ -70,16 +70,18 @@ class RunResult:
     ended: str = ""
 
 
-def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None = None, *,
+def run(config: str | Path | Mapping[str, object] | RunConfig, overrides: Mapping[str, object] | None = None, *,
         resume: bool = False) -> RunResult:
-    """Train as a YAML file or a RunConfig says; returns the run folder and its records.
+    """Train as a YAML file, a mapping of its keys or a RunConfig says; returns the run folder and its records.
+
+    In Python the `id` of an environment may be a class, also one of a notebook's cell: see `lowroll.envs.cells`.
 
     ValueError names what is wrong with the configuration, the model, the data or the run folder, before training
     starts. With `resume`, the newest undamaged checkpoint of the run folder is continued; without, a folder that
     holds a run is refused. SIGINT and SIGTERM finish the step, write a checkpoint and return. A run for which dynamic
     sampling finds nothing to learn from any more finishes early.
     """
-    cfg = config if isinstance(config, RunConfig) else load(config, dict(overrides or {}))
+    cfg = config if isinstance(config, RunConfig) else assemble.configuration(config, dict(overrides or {}))
     cfg = cfg.resolved()
     folder = Path(cfg.output_dir)
     with ExitStack() as stack:
@@ -121,6 +123,7 @@ class Session:
         self.engine = self._first_engine()
         self.cfg = cfg = assemble.with_cache(cfg, self.engine.cache_tokens)
         assemble.check_stages(cfg, self.model)
+        assemble.check_prompts(cfg, self.model, self.chat, self.envs)
         self.stage = cfg                  # the settings of the current step
         self.scorer = stack.enter_context(assemble.scorer(cfg, cfg.env))
         self.eval_scorer = (stack.enter_context(assemble.scorer(cfg, cfg.eval.env))
