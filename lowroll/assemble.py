@@ -15,7 +15,7 @@ import torch
 from lowroll import objectives
 from lowroll.config import EnvConfig, RunConfig, from_mapping, load
 from lowroll.engine.engine import Engine, pick_device
-from lowroll.envs import Environment, cells, make
+from lowroll.envs import Environment, cells, child, make
 from lowroll.envs.rewards import ScorerPool
 from lowroll.envs.tasks import prompt_at
 from lowroll.kv.capacity import Workload
@@ -172,7 +172,9 @@ def _prompt_lengths(env: Environment, split: str, count: int, chat: ChatTokenize
 
 
 def environments(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
-    """Environments by name. ValueError when two share a name."""
+    """Environments by name. ValueError when two share a name, or a variable that one passes on is not set."""
+    for env in envs:
+        child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env")
     made = [make(env.id, name=env.name, args=env.args, seed=seed) for env in envs]
     names = [env.name for env in made]
     if len(set(names)) < len(names):
@@ -230,9 +232,9 @@ def check_prompts(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs:
             if lengths and min(lengths) > most:
                 tokens, key, _ = _row(now, model)
                 response = now.rollout.max_tokens
-                raise ValueError(f"{key}: {tokens} tokens are too few: the shortest of the first {len(lengths)} prompts "
-                                 f"of env {env.name!r} has {min(lengths)} and rollout.max_tokens is {response}, which "
-                                 f"makes {min(lengths) + response}")
+                raise ValueError(f"{key}: {tokens} tokens are too few: the shortest of the first {len(lengths)} "
+                                 f"prompts of env {env.name!r} has {min(lengths)} and rollout.max_tokens is "
+                                 f"{response}, which makes {min(lengths) + response}")
 
 
 def check_stages(cfg: RunConfig, model: Transformer) -> None:

@@ -270,6 +270,8 @@ GOLD = "    def gold(self, prompt): return 'g'\n    def perturbed(self, prompt):
     ("x = 1\ndef f(:\n", r"mine\.py:2: the environment cannot be imported: SyntaxError: "),
     (HEAD + PROMPT + SCORE + GOLD + "    def __init__(self, **k):\n        super().__init__(**k)\n        k['path']\n",
      r"mine\.py:9: env 'm': KeyError: 'path'$"),
+    (HEAD + PROMPT + SCORE + GOLD + "    def __init__(self, **k): pass\n",
+     r"env 'm': Mine\.__init__ must call super\(\)\.__init__\(name=name, seed=seed\)$"),
 ])
 def test_what_is_wrong_with_an_environments_file_is_one_line(tmp_path: Path, code: str, error: str) -> None:
     (tmp_path / "mine.py").write_text(code)

@@ -1,17 +1,25 @@
 """The `env:` and `eval:` sections: where prompts come from, and how a policy is measured on those held out."""
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, JsonValue, Strict
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Strict
+from pydantic_core import PydanticCustomError
 
 from lowroll.config.document import Path
 from lowroll.config.section import Count, NotNegative, Positive, Probability, Problem, Section, Text, as_list
 
 
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+def _is_variable(name: str) -> str:
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:      # not shown: it may be a value
+        raise PydanticCustomError("no_variable", "must be the name of an environment variable, not its value")
+    return name
+
+
+Variable = Annotated[str, AfterValidator(_is_variable)]
 
 
 class EnvConfig(Section):

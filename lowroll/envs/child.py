@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 KEEP_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-SET_ENV = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SET_ENV = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 PR_SET_PDEATHSIG = 1
 A_CORE = 64                # children a core holds: most of those who wait for a judge sleep
 CHILD_MB = 64              # memory of one that has imported sympy
@@ -56,14 +56,14 @@ def private_streams() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def named(variables: Sequence[str]) -> dict[str, str]:
+def named(variables: Sequence[str], who: str = "pass_env") -> dict[str, str]:
     """These variables of this process's environment. ValueError for one that is not set, or that a child has its own
     value of."""
     for name in variables:
         if name not in os.environ:
-            raise ValueError(f"pass_env: the environment variable {name} is not set")
+            raise ValueError(f"{who}: the environment variable {name} is not set")
         if name in (*SET_ENV, "PYTHONPATH"):
-            raise ValueError(f"pass_env: the scoring workers have a {name} of their own")
+            raise ValueError(f"{who}: the scoring workers have a {name} of their own")
     return {name: os.environ[name] for name in variables}
 
 

@@ -1,4 +1,4 @@
-"""What a scoring worker prints: the beginning goes to the log, the end into the message of a crash, the rest is dropped.
+"""What a scoring worker prints: the beginning goes to the log, the end into the message of a crash, no more is kept.
 
 It comes through a pipe that is read whenever the pool waits, so that a scorer may print as much as it likes.
 """

@@ -66,7 +66,10 @@ def construct(id: str, *, name: str | None = None, args: dict[str, Any] | None =
                          f"known: {', '.join(ids())}, {REASONING_GYM}<generator>, path/to/file.py[:Class]")
     _check_args(cls, id, args)
     with blamed(f"env {name!r}", own_file(cls)):
-        return cls(name=name, seed=seed, **args)
+        env = cls(name=name, seed=seed, **args)
+    if getattr(env, "name", None) != name:
+        raise ValueError(f"env {name!r}: {cls.__name__}.__init__ must call super().__init__(name=name, seed=seed)")
+    return env
 
 
 def split_file(id: str) -> tuple[Path | None, str | None]:

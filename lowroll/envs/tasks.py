@@ -27,7 +27,19 @@ def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
         raise ValueError(f"{where}: a lone surrogate ({lone}) is no text") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: info must be JSON data: {error}") from None
+    if (odd := _odd(prompt.info)) is not None:
+        raise ValueError(f"{where}: info must be JSON data, and {odd} would not come back as it is")
     return prompt
+
+
+def _odd(value: object) -> str | None:
+    """What JSON would turn into something else: a key that is no text, a tuple."""
+    if isinstance(value, tuple):
+        return f"the tuple {str(value)[:60]}"
+    if isinstance(value, dict) and (key := next((key for key in value if not isinstance(key, str)), None)) is not None:
+        return f"the key {key!r}"
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((odd for odd in map(_odd, inside) if odd is not None), None)
 
 
 def _are_messages(messages: object) -> bool:
