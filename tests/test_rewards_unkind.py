@@ -69,7 +69,8 @@ class Unkind(Environment):
             os._exit(0)
         subprocess.Popen(["sh", "-c", "setsid sleep 600 & echo $! >> " + here + "/daemons"])
         os.wait()
-        while len(open(here + "/daemons").read().split()) < 2: time.sleep(0.01)
+        with open(here + "/daemons", "a+") as file:
+            while file.seek(0) or len(file.read().split()) < 2: time.sleep(0.01)
         return 1.0
     def daemon_and_die(self):
         self.daemon()
