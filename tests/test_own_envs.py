@@ -135,8 +135,8 @@ def test_three_environments_of_a_stranger_train_from_another_folder(
     monkeypatch.setenv("JUDGE_KEY", "sk-of-somebody-else")
     assert main(["grpo", file, "output_dir=other"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(r"error: .* scores .* are errors.* invalid: env 'a/judge', (train|test)/\d: the reward is None; "
-                        r"it must be a number", error), error
+    assert re.fullmatch(r"error: .* scores .* are errors.* invalid: env 'a/judge', (train|test)/\d: the reward is "
+                        r"None; it must be a number", error), error
 
 
 @pytest.mark.parametrize(("env", "more", "error"), [

@@ -131,9 +131,9 @@ def test_more_workers_than_the_machine_holds_are_refused_before_any_starts(folde
     monkeypatch.setattr(child, "start", lambda *_: pytest.fail("a worker was started"))
     with pytest.raises(ValueError, match=r"^score\.workers: 100000 is more than the \d+ that this machine holds \("):
         pool_of(folder, num_workers=100_000)
-    monkeypatch.setattr(child, "_free_mb", lambda: 200)
-    with pytest.raises(ValueError, match=r"more than the 3 .*\(0\.2 GB of free memory, 64 MB each\)"):
-        pool_of(folder, num_workers=4)
+    monkeypatch.setattr(child, "_free_mb", lambda: 600)
+    with pytest.raises(ValueError, match=r"more than the 9 .*\(0\.6 GB of free memory, 64 MB each\)"):
+        pool_of(folder, num_workers=10)
 
 
 def daemons(folder: Path, count: int) -> list[int]:

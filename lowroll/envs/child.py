@@ -17,6 +17,7 @@ from typing import BinaryIO
 KEEP_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 SET_ENV = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 PR_SET_PDEATHSIG = 1
+FEW = 8                    # children that any machine may be asked for
 A_CORE = 64                # children a core holds: most of those who wait for a judge sleep
 CHILD_MB = 64              # memory of one that has imported sympy
 CHILD_FILES = 4            # descriptors that it takes here
@@ -75,8 +76,8 @@ def check_count(workers: int) -> None:
     if (memory := _free_mb()) is not None:
         limits[f"{memory / 1024:.1f} GB of free memory, {CHILD_MB} MB each"] = memory // CHILD_MB
     why, most = min(limits.items(), key=lambda limit: limit[1])
-    if workers > max(1, most):
-        raise ValueError(f"score.workers: {workers} is more than the {max(1, most)} that this machine holds ({why})")
+    if workers > max(FEW, most):
+        raise ValueError(f"score.workers: {workers} is more than the {max(FEW, most)} that this machine holds ({why})")
 
 
 def _open_files() -> int:

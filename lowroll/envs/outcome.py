@@ -1,7 +1,6 @@
 """What a scorer may return, and what becomes of it: a number, a Score, or an awaitable of one."""
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Awaitable
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lowroll.types import Prompt, Score
 
 if TYPE_CHECKING:
+    import asyncio
+
     from lowroll.envs.base import Environment
 
 Outcome = Score | float | Awaitable[Score | float]
@@ -41,6 +42,8 @@ def judge(env: Environment, prompt: Prompt, text: str) -> Score:
 @cache
 def _loop() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
     """A thread of its own for the event loop: a notebook has one in the main thread already."""
+    import asyncio  # only who waits pays for it
+
     return ThreadPoolExecutor(1, thread_name_prefix="async-scorer"), asyncio.Runner()
 
 
