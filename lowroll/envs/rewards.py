@@ -276,8 +276,9 @@ class ScorerPool:
         reply = _decode(line)
         if not worker.ready:
             if reply.get("ready") is not True:
-                raise RunFailed("a scoring worker could not start: "
-                                + (self._said(reply["failed"]) if "failed" in reply else worker.kill()))
+                raise RunFailed("a scoring worker could not start: " + (
+                    f"{self._said(reply['failed'])} (its memory is limited to {self.memory_limit_mb} MB by "
+                    "score.memory_limit_mb)" if "failed" in reply else worker.kill()))
             worker.ready = True
             worker.overtaxed = {env: Score(**score) for env, score in reply["overtaxed"].items()}
             return True
