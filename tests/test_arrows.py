@@ -39,8 +39,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
                  "types"}, {"torch", "bitsandbytes"}),
 }
 # no room knows them
-COMPOSITION = {"assemble", "attempt", "calibration", "inprocess", "identity", "evaluate", "diagnose", "supervised",
-               "demo", "export", "cli"}
+COMPOSITION = {"assemble", "attempt", "calibration", "inprocess", "identity", "evaluate", "diagnose", "run_folder",
+               "stop", "supervised", "demo", "export", "cli"}
 TORCH_FREE = ("engine/scheduler.py", "engine/sequence.py", "engine/request.py", "kv/pages.py", "kv/capacity.py")
 LIGHT = ("types", "config", "advantages", "envs", "transport", "metrics", "orchestrator", "cli.main",
          "engine.scheduler", "engine.request", "kv.pages", "kv.capacity")

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import argparse
 
-from lowroll.cli.settings import add_settings, read_settings
+from lowroll.cli.settings import add_folder_options, add_settings, read_settings
 
 
 def parser() -> argparse.ArgumentParser:
@@ -11,6 +11,7 @@ def parser() -> argparse.ArgumentParser:
         "Supervised fine-tuning on the environments' own demonstrations, or on a JSONL of {\"messages\": [...]} "
         "(sft.data). The settings are the section sft, and train for what both stages share."))
     add_settings(p)
+    add_folder_options(p)
     p.add_argument("--dry-run", action="store_true", help="print the resolved settings, then stop")
     return p
 
@@ -21,5 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(cfg.dump(), end="")
         return 0
     from lowroll.supervised import run_sft
-    print(f"the trained model: {run_sft(cfg)}")
+    result = run_sft(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
+    if result.signal:
+        return 128 + result.signal
+    print(f"the trained model: {result.folder / 'final'}\nplots: lowroll report {result.folder}")
     return 0

@@ -119,7 +119,8 @@ class Engine:
         """The groups of all requests, in their order. Checks every request before it starts any.
 
         Requests that `add` queued go on meanwhile; their groups wait for `step`. on_progress(done, total) counts the
-        finished ones of this call. ValueError names the request and the field.
+        finished ones of this call, after every turn; what it raises ends the call. ValueError names the request and the
+        field.
         """
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
@@ -128,10 +129,9 @@ class Engine:
         try:
             while len(done) < len(handles):
                 self._advance()
-                for handle, group in self.scheduler.finished(mine):
-                    done[handle] = group
-                    if on_progress is not None:
-                        on_progress(len(done), len(handles))
+                done |= self.scheduler.finished(mine)
+                if on_progress is not None:
+                    on_progress(len(done), len(handles))
         except BaseException:
             for handle in handles:
                 self.abort(handle)
