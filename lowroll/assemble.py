@@ -16,6 +16,7 @@ from lowroll import objectives
 from lowroll.config import EnvConfig, RunConfig, from_mapping, load
 from lowroll.engine.engine import Engine, pick_device
 from lowroll.envs import Environment, cells, child, make
+from lowroll.envs.output import readable
 from lowroll.envs.rewards import ScorerPool
 from lowroll.envs.tasks import prompt_at
 from lowroll.kv.capacity import Workload
@@ -173,13 +174,19 @@ def _prompt_lengths(env: Environment, split: str, count: int, chat: ChatTokenize
 
 def environments(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
     """Environments by name. ValueError when two share a name, or a variable that one passes on is not set."""
-    for env in envs:
-        child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env")
-    made = [make(env.id, name=env.name, args=env.args, seed=seed) for env in envs]
+    passed = [child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env") for env in envs]
+    made = [_environment(env, seed, secrets) for env, secrets in zip(envs, passed, strict=True)]
     names = [env.name for env in made]
     if len(set(names)) < len(names):
         raise ValueError(f"env: two environments are named {max(names, key=names.count)!r}; give each a name")
     return dict(zip(names, made, strict=True))
+
+
+def _environment(env: EnvConfig, seed: int, secrets: Mapping[str, str]) -> Environment:
+    try:
+        return make(env.id, name=env.name, args=env.args, seed=seed)
+    except ValueError as error:
+        raise ValueError(readable(str(error), secrets)) from (None if secrets else error)
 
 
 def scorer(cfg: RunConfig, envs: tuple[EnvConfig, ...]) -> ScorerPool:

@@ -41,6 +41,7 @@ class Judged(Plain):
     def __init__(self, *, name, seed=0, url, system=None, template="{text}"):
         super().__init__(name=name, seed=seed)
         self.url, self.key = url, os.environ["JUDGE_KEY"]
+        if not self.key.startswith("sk-"): raise OSError("no key: " + self.key)
     def post(self, text):
         ask = urllib.request.Request(self.url, json.dumps(text).encode(), {"Authorization": self.key})
         with urllib.request.urlopen(ask, timeout=5) as reply:
@@ -132,6 +133,11 @@ def test_three_environments_of_a_stranger_train_from_another_folder(
     texts = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert not any(SECRET.encode() in text for text in texts)
     assert any(b"a scorer printed: asking with $JUDGE_KEY" in text for text in texts)
+    monkeypatch.setenv("JUDGE_KEY", "not-a-key")
+    assert main(["grpo", file, "output_dir=third"]) == 2
+    assert "env 'a/judge': OSError: no key: $JUDGE_KEY\n" in capsys.readouterr().err
+    log = (tmp_path / "third" / "logs" / "attempt_1.log").read_text()
+    assert "no key: $JUDGE_KEY" in log and "not-a-key" not in log
     monkeypatch.setenv("JUDGE_KEY", "sk-of-somebody-else")
     assert main(["grpo", file, "output_dir=other"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
@@ -141,7 +147,7 @@ def test_three_environments_of_a_stranger_train_from_another_folder(
 
 @pytest.mark.parametrize(("env", "more", "error"), [
     ({"id": "mine.py:Rows", "args": {"path": "other.jsonl"}}, [],
-     r"^error: \S+/mine\.py:36: env 'mine\.py:Rows': prompt\(0, 'train'\): KeyError: 'question'$"),
+     r"^error: \S+/mine\.py:37: env 'mine\.py:Rows': prompt\(0, 'train'\): KeyError: 'question'$"),
     ({"id": "mine.py:Rows", "args": {"path": "bad.jsonl"}}, [],
      r"^error: env 'mine\.py:Rows': prompt 'train/0': a lone surrogate \(\\ud83d\) is no text$"),
     ({"id": "gone.py"}, [], r"^error: environment file \S+/own0/gone\.py does not exist$"),
