@@ -39,6 +39,7 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
             engine = assemble.engine(cfg, where, model, chat, name, work)
             cfg = assemble.with_cache(cfg, engine.cache_tokens)          # the same for all formats
             most = assemble.longest_prompt(cfg, model)
+            assemble.check_prompts(cfg, model, chat, envs, "test")
             for env in envs.values():
                 began = time.monotonic()
                 metrics = evaluate_env(

@@ -26,7 +26,7 @@ import torch
 from lowroll import assemble, identity
 from lowroll.attempt import RunResult, attempt, drive
 from lowroll.checkpoint.replacement import replace_folder
-from lowroll.config import RunConfig, as_config
+from lowroll.config import RunConfig
 from lowroll.engine.engine import Engine
 from lowroll.evaluate import around, held_out
 from lowroll.export import newest_batch, publish_adapter
@@ -61,14 +61,15 @@ MAX_WIDENED = 4
 def run(config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object] | None = None, *,
         resume: bool = False, overwrite: bool = False) -> RunResult:
     """Train as a YAML file, a nested mapping of the same keys or a RunConfig says; returns the run folder and its
-    records. overrides: dotted keys, {"train.max_steps": 20}.
+    records. overrides: dotted keys, {"train.max_steps": 20}. In Python the `id` of an environment may be a class, also
+    one of a notebook's cell: see `lowroll.envs.cells`.
 
     ValueError names what is wrong with the configuration, the model, the data or the run folder, before training
     starts. A folder that holds a run with steps is refused; with `resume`, its newest undamaged checkpoint is
     continued; with `overwrite`, what it made is replaced, and nothing else. SIGINT, SIGTERM and SIGHUP finish the step,
     write a checkpoint and return. A run for which dynamic sampling finds nothing to learn from any more finishes early.
     """
-    cfg = as_config(config, overrides or {}).resolved()
+    cfg = assemble.configuration(config, overrides or {}).resolved()
     last = cfg.train.max_steps
     with ExitStack() as stack:
         folder = stack.enter_context(attempt(cfg, "grpo", resume, overwrite)).path
@@ -106,6 +107,7 @@ class Session:
         self.engine = self._first_engine()
         self.cfg = cfg = assemble.with_cache(cfg, self.engine.cache_tokens)
         assemble.check_stages(cfg, self.model)
+        assemble.check_prompts(cfg, self.model, self.chat, self.envs)
         self.stage = cfg                  # the settings of the current step
         self.scorer = stack.enter_context(assemble.scorer(cfg, cfg.env))
         self.eval_scorer = (stack.enter_context(assemble.scorer(cfg, cfg.eval.env))

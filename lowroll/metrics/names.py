@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 
 # what may stand for a name in brackets
-_PLACES = {"<tokens>": r"[0-9]+", "<env>": r"[^/<>]+(?:/[^/<>]+)*", "<filter>": r"[^/<>]+", "<metric>": r"[^<>]+"}
+_PLACES = {"<tokens>": r"[0-9]+", "<env>": r"[^/].*", "<filter>": r"[^/<>]+", "<metric>": r".+"}
 _TIMINGS = ("time/", "perf/")
 _QURL = "QuRL Eq. 3-9"
 _PPO = "PPO, arXiv 1707.06347"
@@ -222,7 +222,7 @@ def find(name: str) -> Metric:
     """The row that explains `name`. ValueError naming the nearest known name when there is none."""
     if name in _BY_NAME and "<" not in name:
         return _BY_NAME[name]
-    for pattern, metric in _PATTERNS:
+    for pattern, metric in _PATTERNS if name not in _BY_NAME else ():
         if pattern.fullmatch(name):
             return metric
     near = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)
