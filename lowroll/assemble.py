@@ -314,7 +314,7 @@ def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]
     cache = "" if cfg.rollout.cache_tokens is None else f", a KV cache of {cfg.rollout.cache_tokens:,} tokens"
     critic = "" if cfg.algorithm != "ppo" else (
         f"; critic {cfg.critic.model or 'of the same model'}, learning rate {cfg.critic.learning_rate:g}")
-    return {"title": Path(cfg.output_dir).name,
+    return {"title": Path(cfg.output_dir).resolve().name,
             "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
             "learning": f"{learned}, {cfg.algorithm}, {cfg.train.optimizer}, {cfg.train.forward} forward, "
                         f"learning rate {cfg.train.learning_rate:g}{critic}",

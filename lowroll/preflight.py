@@ -17,11 +17,11 @@ from lowroll.assemble import Place
 from lowroll.config import EnvConfig, RunConfig
 from lowroll.envs import Environment
 from lowroll.kv.capacity import Workload
-from lowroll.metrics.record import read
 from lowroll.model import hf, lora
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
+from lowroll.run_folder import RunFolder
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.sft import encode_all
 from lowroll.types import Prompt, ScoreError
@@ -48,10 +48,10 @@ class Findings:
             return None
 
 
-def look_at_run(cfg: RunConfig, resume: bool = False) -> Findings:
+def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
     """What `lowroll grpo` would meet. cfg as loaded."""
     cfg, found = cfg.resolved(), Findings()
-    found.attempt(lambda: _folder(cfg, resume))
+    found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
     where = found.attempt(lambda: assemble.place(cfg))
     model = found.attempt(lambda: _learner(cfg, where, found)) if where else None
     chat = found.attempt(lambda: assemble.tokenizer(cfg.model)) if model else None
@@ -75,17 +75,15 @@ def look_at_run(cfg: RunConfig, resume: bool = False) -> Findings:
     return found
 
 
-def look_at_sft(cfg: RunConfig) -> Findings:
+def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
     """What `lowroll sft` would meet."""
-    cfg, found = cfg.resolved(), Findings()
-    plain = cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})       # both belong to the run after it
-    cfg = cfg.model_copy(update={"train": plain})
-    found.attempt(lambda: _folder(cfg, resume=False))
+    cfg, found = supervised.plain(cfg.resolved()), Findings()
+    found.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
     where = found.attempt(lambda: assemble.place(cfg))
     model = found.attempt(lambda: _learner(cfg, where, found)) if where else None
     chat = found.attempt(lambda: assemble.tokenizer(cfg.model)) if model else None
     found.attempt(lambda: _settings(cfg))
-    examples = found.attempt(lambda: supervised._examples(cfg))
+    examples = found.attempt(lambda: supervised.examples(cfg))
     if where is None or model is None or chat is None or examples is None:
         return found
     samples = found.attempt(lambda: encode_all(chat.tokenizer, examples, model.spec.vocab_size,
@@ -97,17 +95,6 @@ def look_at_sft(cfg: RunConfig) -> Findings:
                            f"{cfg.sft.learning_rate:g}")
         _budget(found, budget.plan_sft(cfg, where, model, max(lengths) * cfg.sft.batch_size))
     return found
-
-
-def _folder(cfg: RunConfig, resume: bool) -> None:
-    """The output folder is free for a new run, or holds the one to go on with."""
-    folder = Path(cfg.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir: {folder} is a file, not a folder")
-    if resume and not (folder / "config.yaml").is_file():
-        raise ValueError(f"output_dir: {folder} holds no run to resume")
-    if not resume and (folder / "metrics.jsonl").is_file() and read(folder):
-        raise ValueError(f"output_dir: {folder} already holds a run; continue it with --resume, or name another folder")
 
 
 def _learner(cfg: RunConfig, where: Place, found: Findings) -> Transformer:

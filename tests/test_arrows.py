@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
 }
 # no room knows them
 COMPOSITION = {"assemble", "attempt", "budget", "calibration", "inprocess", "identity", "evaluate", "diagnose",
-               "preflight", "supervised", "demo", "export", "cli", "__main__"}
+               "preflight", "run_folder", "stop", "supervised", "demo", "export", "cli", "__main__"}
 TORCH_FREE = ("engine/scheduler.py", "engine/sequence.py", "engine/request.py", "kv/pages.py", "kv/capacity.py")
 LIGHT = ("types", "config", "advantages", "envs", "transport", "metrics", "orchestrator", "cli.main",
          "engine.scheduler", "engine.request", "kv.pages", "kv.capacity")

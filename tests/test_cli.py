@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -106,15 +108,17 @@ def test_a_dry_run_of_three_files(unseen: None, capsys: pytest.CaptureFixture[st
 
 def test_grpo_and_sft_hand_over_the_settings(module: Callable[..., types.ModuleType], run_yaml: str) -> None:
     calls: list[Any] = []
-    def run(cfg: Any, resume: bool) -> types.SimpleNamespace:
-        calls.append((cfg.train.max_steps, resume))
-        return types.SimpleNamespace(folder=Path("somewhere"), records=[{"step": 3}], interrupted=resume, ended="")
+    def run(cfg: Any, resume: bool, overwrite: bool) -> types.SimpleNamespace:
+        calls.append((cfg.train.max_steps, cfg.sft.steps, resume, overwrite))
+        return types.SimpleNamespace(folder=Path("somewhere"), ended="",
+                                     signal=signal.SIGTERM if resume else signal.SIGHUP if overwrite else 0)
     module("lowroll.inprocess", run=run)
-    module("lowroll.supervised", run_sft=lambda cfg: calls.append(cfg.sft.steps))
-    assert main(["grpo", run_yaml, "--resume", "train.max_steps=7"]) == 130
-    assert main(["grpo", run_yaml]) == 0
-    assert main(["sft", run_yaml, "sft.steps=9"]) == 0
-    assert calls == [(7, True), (100, False), 9]
+    module("lowroll.supervised", run_sft=run)
+    for command in ("grpo", "sft"):
+        assert main([command, run_yaml, "--resume", "train.max_steps=7"]) == 143
+        assert main([command, run_yaml, "--overwrite", "sft.steps=9"]) == 129
+        assert main([command, run_yaml]) == 0
+    assert calls == [(7, 200, True, False), (100, 9, False, True), (100, 200, False, False)] * 2
 
 
 @pytest.mark.parametrize(("failure", "code", "told"), [
@@ -125,7 +129,7 @@ def test_grpo_and_sft_hand_over_the_settings(module: Callable[..., types.ModuleT
 ])
 def test_failures_of_a_run(module: Callable[..., types.ModuleType], run_yaml: str,
                            capsys: pytest.CaptureFixture[str], failure: BaseException, code: int, told: str) -> None:
-    def run(cfg: Any, resume: bool) -> None:
+    def run(cfg: Any, resume: bool, overwrite: bool) -> None:
         raise failure
     module("lowroll.inprocess", run=run)
     assert main(["grpo", run_yaml, "rollout.weights=dense"]) == code
@@ -134,7 +138,7 @@ def test_failures_of_a_run(module: Callable[..., types.ModuleType], run_yaml: st
 
 def test_a_bug_keeps_its_traceback(module: Callable[..., types.ModuleType], run_yaml: str,
                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(cfg: Any, resume: bool) -> None:
+    def run(cfg: Any, resume: bool, overwrite: bool) -> None:
         raise {"": KeyError("a bug"), "1": ValueError("seen in full")}[wanted]
     module("lowroll.inprocess", run=run)
     wanted = ""
@@ -243,19 +247,25 @@ def test_the_demo_deletes_no_folder_but_its_own(tmp_path: Path, monkeypatch: pyt
     from types import SimpleNamespace
 
     from lowroll import demo
-    mine = tmp_path / "model" / "weights.bin"
-    mine.parent.mkdir()
+    mine = tmp_path / "demo" / "model" / "weights.bin"
+    mine.parent.mkdir(parents=True)
     mine.write_text("precious")
     with pytest.raises(ValueError, match="not empty and holds no earlier demo"):
-        demo.main(str(tmp_path))
+        demo.main(str(tmp_path / "demo"))
+    (tmp_path / "demo" / demo.MARK).touch()
+    with pytest.raises(ValueError, match="model/MANIFEST.json: missing. The demo would write there"):
+        demo.main(str(tmp_path / "demo"))
     assert mine.read_text() == "precious"
     monkeypatch.setattr(demo, "warm_start", lambda *_: {"sft/loss": 1.0})
     monkeypatch.setattr(demo, "_rewards", lambda *_: {"int8": 0.5})
-    monkeypatch.setattr(demo, "run", lambda cfg: SimpleNamespace(interrupted=True, folder=tmp_path))
+    monkeypatch.setattr(demo, "run", lambda cfg, overwrite: SimpleNamespace(signal=overwrite and 2))
     monkeypatch.setattr(demo, "CONFIG", {**demo.CONFIG, "hidden_size": 16, "intermediate_size": 16,
                                          "num_hidden_layers": 1, "head_dim": 8})
+    shutil.rmtree(mine.parent)
+    (tmp_path / "demo" / "notes.txt").write_text("mine")
     for _ in range(2):                           # the second replaces the first; an interrupted run measures nothing
         assert demo.main(str(tmp_path / "demo")) == 130
+    assert (tmp_path / "demo" / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(("words", "told"), [

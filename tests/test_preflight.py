@@ -62,7 +62,7 @@ def test_a_dry_run_fails_where_the_run_would(model: Path, tmp_path: Path, capsys
     Path("strict.py").write_text(SCORER % "Score(0.25)")
     Path("old").mkdir()
     Path("old/metrics.jsonl").write_text('{"step": 1}\n')
-    Path("old/config.yaml").write_text("model: m\n")
+    Path("old/config.yaml").write_text("# lowroll grpo: the settings of the run in this folder\nmodel: m\n")
     Path("run.yaml").write_text(json.dumps(tree(model, tmp_path / "out")))
     before = sorted(tmp_path.rglob("*"))
 

@@ -2,10 +2,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
-from lowroll.cli.settings import add_settings, read_settings, show
+from lowroll.cli.settings import add_folder_options, add_settings, read_settings, show
 
 if TYPE_CHECKING:
     from lowroll.config import RunConfig
@@ -16,7 +15,7 @@ def parser() -> argparse.ArgumentParser:
         "Train a model by GRPO and its relatives with low-precision rollouts, in one process. The run folder "
         "(output_dir) holds the resolved settings, metrics.jsonl, every rollout, checkpoints and the logs."))
     add_settings(p)
-    p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir")
+    add_folder_options(p)
     p.add_argument("--dry-run", action="store_true",
                    help="check model, environments, data and memory, print the plan and every setting, and stop")
     return p
@@ -26,12 +25,11 @@ def run(arguments: argparse.Namespace) -> int:
     cfg = read_settings(arguments)
     if arguments.dry_run:
         from lowroll.preflight import look_at_run
-        return show(cfg, plan(cfg), look_at_run(cfg, arguments.resume))
+        return show(cfg, plan(cfg), look_at_run(cfg, arguments.resume, arguments.overwrite))
     from lowroll.inprocess import run as train
-    result = train(cfg, resume=arguments.resume)
-    if result.interrupted:
-        print(f"stopped after step {result.records[-1]['step']}; go on with --resume", file=sys.stderr)
-        return 130
+    result = train(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
+    if result.signal:
+        return 128 + result.signal
     if result.ended:
         print(f"the run ended before its last step: {result.ended}")
     print(f"trained weights: {result.folder / 'final'}\nplots: lowroll report {result.folder}")

@@ -1,8 +1,8 @@
 """`lowroll <command> ...`: finds the command's module, reads its arguments, runs it.
 
 Exit codes: 0 done, 1 a run that could not go on (one `error:` line) or a failure of the program (its traceback), 2
-something that the user can mend (one `error:` line a problem), 130 interrupted. LOWROLL_DEBUG=1 shows the traceback of
-the errors of exit code 2 too.
+something that the user can mend (one `error:` line a problem), 130, 143 or 129 stopped by SIGINT, SIGTERM or SIGHUP.
+LOWROLL_DEBUG=1 shows the traceback of the errors of exit code 2 too.
 """
 from __future__ import annotations
 

@@ -22,6 +22,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", metavar="FILE", help=f"the {name} file of the three-file form")
 
 
+def add_folder_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--resume` and `--overwrite`: what becomes of a run that is in output_dir already."""
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir")
+    parser.add_argument("--overwrite", action="store_true",
+                        help="replace the run in output_dir; nothing that a run did not make is removed")
+
+
 def split(words: list[str]) -> tuple[list[str], list[str]]:
     """Files and overrides among the positional arguments."""
     overrides = [word for word in words if _OVERRIDE.fullmatch(word)]

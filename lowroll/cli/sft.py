@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import argparse
 
-from lowroll.cli.settings import add_settings, read_settings, show
+from lowroll.cli.settings import add_folder_options, add_settings, read_settings, show
 
 
 def parser() -> argparse.ArgumentParser:
@@ -11,6 +11,7 @@ def parser() -> argparse.ArgumentParser:
         "Supervised fine-tuning on the environments' own demonstrations, or on a JSONL of {\"messages\": [...]} "
         "(sft.data). The settings are the section sft, and train for what both stages share."))
     add_settings(p)
+    add_folder_options(p)
     p.add_argument("--dry-run", action="store_true",
                    help="check model, data and memory, print the plan and every setting, and stop")
     return p
@@ -20,7 +21,11 @@ def run(arguments: argparse.Namespace) -> int:
     cfg = read_settings(arguments)
     if arguments.dry_run:
         from lowroll.preflight import look_at_sft
-        return show(cfg, [f"warm start of {cfg.model}; run folder {cfg.output_dir}"], look_at_sft(cfg))
+        found = look_at_sft(cfg, arguments.resume, arguments.overwrite)
+        return show(cfg, [f"warm start of {cfg.model}; run folder {cfg.output_dir}"], found)
     from lowroll.supervised import run_sft
-    print(f"the trained model: {run_sft(cfg)}")
+    result = run_sft(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
+    if result.signal:
+        return 128 + result.signal
+    print(f"the trained model: {result.folder / 'final'}\nplots: lowroll report {result.folder}")
     return 0

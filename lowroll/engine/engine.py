@@ -125,7 +125,8 @@ class Engine:
         a text to go on with; `sampling` are its fields of `Request` (n, max_tokens, temperature, seed, ...).
 
         Requests that `add` queued go on meanwhile; their groups wait for `step`. on_progress(done, total) counts the
-        finished ones of this call. ValueError names the request and the field, or says that there is no tokenizer.
+        finished ones of this call, after every turn; what it raises ends the call. ValueError names the request and the
+        field, or says that there is no tokenizer.
         """
         requests = self._as_requests([requests] if isinstance(requests, str) else requests, chat, sampling)
         for i, request in enumerate(requests):
@@ -135,10 +136,9 @@ class Engine:
         try:
             while len(done) < len(handles):
                 self._advance()
-                for handle, group in self.scheduler.finished(mine):
-                    done[handle] = group
-                    if on_progress is not None:
-                        on_progress(len(done), len(handles))
+                done |= self.scheduler.finished(mine)
+                if on_progress is not None:
+                    on_progress(len(done), len(handles))
         except BaseException:
             for handle in handles:
                 self.abort(handle)
