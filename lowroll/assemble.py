@@ -316,6 +316,7 @@ def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]
         f"; critic {cfg.critic.model or 'of the same model'}, learning rate {cfg.critic.learning_rate:g}")
     return {"title": Path(cfg.output_dir).resolve().name,
             "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
+            "algorithm": cfg.algorithm,
             "learning": f"{learned}, {cfg.algorithm}, {cfg.train.optimizer}, {cfg.train.forward} forward, "
                         f"learning rate {cfg.train.learning_rate:g}{critic}",
             "env": ", ".join(env.name or env.id for env in cfg.env),

@@ -45,9 +45,11 @@ def _greedy_or_drawn(value: float) -> float:
 
 
 class EvalConfig(Section):
-    """Evaluation on the test split every `interval` steps (null: only when asked). `env` null: the training ones.
+    """Evaluation on the test split every `interval` steps, before the first and after the last one (null: only when
+    asked). `env` null: the training ones.
 
-    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches it.
+    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches it. Before the first
+    and after the last step the same prompts are drawn once more, as the rollouts are.
     """
 
     interval: Count | None = None
