@@ -77,9 +77,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
     """What `lowroll sft` would meet."""
-    cfg, found = cfg.resolved(), Findings()
-    plain = cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})       # both belong to the run after it
-    cfg = cfg.model_copy(update={"train": plain})
+    cfg, found = supervised.plain(cfg.resolved()), Findings()
     found.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
     where = found.attempt(lambda: assemble.place(cfg))
     model = found.attempt(lambda: _learner(cfg, where, found)) if where else None

@@ -222,6 +222,8 @@ def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert main(["generate", "--model", "m"]) == 0
     assert [r.prompt_ids for r in FakeEngine.requests[-2:]] == [[3], [5]]
     capsys.readouterr()
+    assert main(["generate", "--model", "m", "--prompt", "x", "--n", "0"]) == 2
+    assert capsys.readouterr().err == "error: --n: expected at least 1, got 0\n"
     assert main(["generate", "--model", "m", "--prompt", "x", "--temperature=-1"]) == 2
     assert capsys.readouterr().err == "error: temperature: must be at least 0\n"
 
@@ -229,6 +231,9 @@ def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 def test_report_and_demo(module: Callable[..., types.ModuleType], tmp_path: Path,
                          capsys: pytest.CaptureFixture[str]) -> None:
     module("lowroll.metrics.report", write_report=lambda run, out: (out or run / "report.html"))
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}: not a run folder (no config.yaml and no metrics.jsonl)\n"
+    (tmp_path / "config.yaml").write_text("")
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/report.html\n"
     assert main(["report", str(tmp_path), "--out", "x.html"]) == 0

@@ -187,6 +187,13 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("model: m\nrollout:\n  temperature: 0.5\n  temp_scheduler: {type: linear, start_temperature: 1.0, "
      "end_temperature: 0.5}\n", [],
      ["run.yaml:4: rollout.temp_scheduler: set either rollout.temperature or rollout.temp_scheduler, not both"]),
+    ("model: m\nenv: reverse-text\n", [],
+     ["run.yaml:2: env: an environment is a section: write [{id: reverse-text}]"]),
+    ("model: m\neval:\n  env: [a, b]\n", [],
+     ["run.yaml:3: eval.env: an environment is a section: write [{id: a}, {id: b}]"]),
+    ("model: m\nalgorithm: GRPO\n", [],
+     ["run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, ppo, got 'GRPO' "
+      "(did you mean grpo?)"]),
     # overrides
     ("model: m\n", ["train.max_stepz=20"], ["override train.max_stepz: unknown key (did you mean max_steps?)"]),
     ("model: m\n", ["trian.max_steps=20"], ["override trian: unknown key (did you mean train?)"]),

@@ -86,8 +86,8 @@ def waits_without_end(node: ast.AST) -> bool:
     timed = any(keyword.arg in ("timeout", "blocking") for keyword in node.keywords)
     if called in RUNS:
         return not timed
-    if called == "select.select":
-        return count < 4
+    if called in ("select.select", "select.poll"):         # the second only makes a poller
+        return called == "select.select" and count < 4
     if not isinstance(node.func, ast.Attribute):
         return False
     name = node.func.attr
@@ -139,6 +139,7 @@ def test_the_lint_sees(bad: str) -> None:
     ("t.join()", False), ("t.join(5)", True), ("', '.join(words)", True), ("p.wait()", False),
     ("p.wait(timeout=2)", True), ("q.get()", False), ("d.get('key')", True), ("q.get(timeout=1)", True),
     ("f.result()", False), ("f.result(9)", True), ("poller.poll()", False), ("process.poll()", True),
+    ("select.poll()", True),
     ("p.communicate()", False), ("p.communicate(timeout=1)", True), ("c.recv()", False), ("s.accept()", False),
     ("select.select(r, w, x)", False), ("select.select(r, w, x, 1)", True), ("selector.select()", False),
     ("selector.select(1)", True), ("subprocess.run(c)", False), ("subprocess.run(c, timeout=9)", True),

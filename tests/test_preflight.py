@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -76,8 +78,8 @@ def test_a_dry_run_fails_where_the_run_would(model: Path, tmp_path: Path, capsys
     assert "unknown environment 'reverse_text' (did you mean 'reverse-text'?)" in two
     assert "error: lora_target_modules: expected" in two                      # every problem in one look
     assert "max_wordz" in errors("env.0.args={max_wordz: 2}")
-    assert "raises.py': its scorer fails on 8 of 8 of its own answers (exception: env 'raises.py', train/0: ZeroDivisionError" in errors(
-        "env=[{id: raises.py}]")
+    scorer = errors("env=[{id: raises.py}]")
+    assert "raises.py': its scorer fails on 8 of 8 of its own answers" in scorer and "ZeroDivisionError" in scorer
     assert "neither a folder nor a hub id" in errors("model=nowhere")
     assert "the shortest of its first prompts" in errors("train.tokens_per_microbatch=8")
     assert "leaves no room for a prompt" in errors("rollout.max_tokens=4096", "train.tokens_per_microbatch=8192")
@@ -158,3 +160,35 @@ def tensors(model: Transformer) -> dict[str, torch.Tensor]:
 def size(named: dict[str, torch.Tensor]) -> int:
     """Bytes, each storage once."""
     return sum({t.data_ptr(): t.numel() * t.element_size() for t in named.values()}.values())
+
+
+def test_a_model_of_the_hub_is_looked_at_without_its_weights(model: Path, tmp_path: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    small = tmp_path / "snapshot"
+    shutil.copytree(model, small, ignore=shutil.ignore_patterns("*.safetensors"))
+    asked: list[list[str]] = []
+
+    def snapshot_download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(small)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    found = look_at_run(from_mapping(tree(Path("owner/name"), tmp_path / "out")))
+    assert found.problems == []
+    assert found.notes == ["model: owner/name is a hub id; its weights are not looked at"]
+    assert any(line.startswith("memory on cpu: ") for line in found.lines)
+    assert asked and all("*.safetensors" not in patterns for patterns in asked)
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"algorithm": "ppo", "rollouts_per_example": 1, "critic": {"model": "nowhere"}}, "'nowhere' is neither a folder"),
+    ({"correction": "aipo", "loss": {"aipo": {"teacher_tau": 0.1}}, "train": {"teacher": "nowhere"}}, "'nowhere' is"),
+    ({"eval": {"interval": 1, "env": {"id": "gsm8k", "args": {"path": "only.jsonl"}}}}, "has no test split"),
+    ({"env": {"id": "gsm8k", "args": {"path": "bad.jsonl"}}}, "bad.jsonl:1: ")])
+def test_what_a_run_reads_beside_its_model(changes: dict[str, Any], told: str, model: Path, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("only.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    Path("bad.jsonl").write_text("{}\n")
+    problem, = look_at_run(from_mapping(tree(model, tmp_path / "out", **changes))).problems
+    assert told in problem

@@ -29,6 +29,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.n < 1:
+        raise ValueError(f"--n: expected at least 1, got {arguments.n}")
     import lowroll
     engine = lowroll.Engine(arguments.model, weights=arguments.weights, device=arguments.device, max_batch=arguments.n)
     if arguments.prompt is not None:

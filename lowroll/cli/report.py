@@ -17,6 +17,8 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     if not arguments.run.is_dir():
         raise ValueError(f"{arguments.run}: no such run folder")
+    if not any((arguments.run / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+        raise ValueError(f"{arguments.run}: not a run folder (no config.yaml and no metrics.jsonl)")
     from lowroll.metrics.report import write_report
     print(write_report(arguments.run, arguments.out))
     return 0

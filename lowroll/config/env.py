@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Strict
 from pydantic_core import PydanticCustomError
@@ -34,7 +34,17 @@ class EnvConfig(Section):
     pass_env: Annotated[tuple[Variable, ...], Strict(False)] = ()
 
 
-Environments = Annotated[tuple[EnvConfig, ...], Strict(False), BeforeValidator(as_list), Field(min_length=1)]
+def _listed(value: Any) -> Any:
+    """A single section stands for a list of one; a bare id is answered with the section that was meant."""
+    ids = [value] if isinstance(value, str) else [one for one in value if isinstance(one, str)] if isinstance(
+        value, list) else []
+    if ids:
+        meant = ", ".join(f"{{id: {one}}}" for one in ids)
+        raise PydanticCustomError("bare_ids", "{text}", {"text": f"an environment is a section: write [{meant}]"})
+    return as_list(value)
+
+
+Environments = Annotated[tuple[EnvConfig, ...], Strict(False), BeforeValidator(_listed), Field(min_length=1)]
 
 
 def _greedy_or_drawn(value: float) -> float:

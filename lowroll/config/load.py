@@ -161,7 +161,7 @@ def _message(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
         return f"needs {loc[-1] + 1} entries" if isinstance(loc[-1], int) else "this key is required"
     if kind == "literal_error":
         choices = _choices(context["expected"])
-        hint = nearest(value, choices) if isinstance(value, str) else ""
+        hint = nearest(value.lower(), choices) if isinstance(value, str) else ""
         return f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{got}{hint}"
     if kind in _NEEDS:
         quoted = " (drop the quotes)" if isinstance(value, str) and _is_number(value) else ""
