@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,11 +13,30 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
+class LogFile(logging.FileHandler):
+    """A log that may lose lines, which is said once: a full disk or a broken one costs no run and prints no traces."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            print(f"warning: {self.baseFilename}: {error.strerror}: lines of the log are lost", file=sys.stderr)
+
+    def close(self) -> None:
+        """Give the file back, without a word about lines that could not be written."""
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def log_file(folder: Path, attempt: int) -> Iterator[None]:
     """Everything that is logged in the block goes to logs/attempt_N.log, and warnings to the terminal too."""
     (folder / "logs").mkdir(exist_ok=True)
-    file, terminal = logging.FileHandler(folder / "logs" / f"attempt_{attempt}.log"), logging.StreamHandler()
+    file, terminal = LogFile(folder / "logs" / f"attempt_{attempt}.log"), logging.StreamHandler()
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal.setLevel(logging.WARNING)
     root = logging.getLogger("lowroll")

@@ -27,15 +27,17 @@ import yaml
 
 from lowroll import assemble, identity
 from lowroll.attempt import log_file, polite_stop
+from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.publish import read_meta
+from lowroll.checkpoint.space import Space
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
 from lowroll.engine.engine import Engine
 from lowroll.export import newest_batch, publish_adapter
 from lowroll.kv.capacity import NoRoom, Workload
 from lowroll.metrics.live import LiveView
-from lowroll.metrics.record import Record, Recorder, read, write_about
+from lowroll.metrics.record import ABOUT_FILE, Record, Recorder, read, write_about
 from lowroll.model import hf
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.evaluate import evaluate
@@ -110,6 +112,7 @@ class Session:
     def __init__(self, cfg: RunConfig, stack: ExitStack, resume: bool = False) -> None:
         self.given, self.folder = cfg, Path(cfg.output_dir)
         self.store = Store(self.folder / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
+        self.space = Space(cfg.ckpt.wait_for_space)
         self.saved = self._find() if resume else None
         self.where = assemble.place(cfg)
         self.model = assemble.learner(cfg, self.where)
@@ -128,7 +131,7 @@ class Session:
         channel = MemoryRolloutChannel()
         self.orchestrator = Orchestrator(
             assemble.orchestrator_settings(cfg, self.model), self.envs, self.engine, self.scorer, self.chat, channel,
-            rollout_log=partial(write_rollouts, self.folder / "rollouts"))
+            rollout_log=self._log_rollouts)
         self.noise = assemble.noise_schedule(cfg)
         optimizer = Optimizer(self.model.trainable_parameters(), assemble.optim_settings(cfg),
                               hidden_matrices(self.model))
@@ -155,7 +158,8 @@ class Session:
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""
         self._write_config()
-        write_about(self.folder, assemble.about(self.cfg, self.where, self.model))
+        about = assemble.about(self.cfg, self.where, self.model)
+        self.space.write(self.folder / ABOUT_FILE, lambda: write_about(self.folder, about))
         return 1
 
     def resume(self) -> int:
@@ -177,7 +181,7 @@ class Session:
         self._publish(self.trainer.version)
         for later_gone in (self.recorder.truncate, partial(truncate_rollouts, self.folder / "rollouts"),
                            self.store.truncate):
-            later_gone(saved.step)
+            self.space.write(self.folder, partial(later_gone, saved.step))
         self._saved_at = saved.step
         self._write_config()
         log.info("resumed after step %d", saved.step)
@@ -185,9 +189,8 @@ class Session:
 
     def _write_config(self) -> None:
         """The settings of this attempt, whole or not at all."""
-        written = self.folder / "config.yaml.new"
-        written.write_text(self.given.dump())
-        written.replace(self.folder / "config.yaml")
+        path = self.folder / "config.yaml"
+        self.space.write(path, lambda: write_file(path, self.given.dump().encode()))
 
     def _find(self) -> Checkpoint | None:
         """The newest checkpoint, if there is one and it is this run's."""
@@ -245,7 +248,7 @@ class Session:
         metrics |= self._performance(batch, metrics) | self._saving_s
         metrics["time/step"] = time.monotonic() - began + sum(self._saving_s.values())
         self._saving_s = {}
-        record = self.recorder.write(step, metrics)
+        record = self.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
         if step % self.cfg.ckpt.interval == 0:
             self.checkpoint(step)
         return record
@@ -273,10 +276,11 @@ class Session:
             return
         began = time.monotonic()
         tensors, trainer = self.trainer.state()
-        self.store.save(step, tensors, {"trainer": trainer, "orchestrator": self.orchestrator.state(),
-                                         "guard": self.guard and self.guard.state(), "widened": self.widened},
-                        {"config": self.given.dump(), "base": self.base_digest, "read": self.inputs,
-                         "cache_tokens": self.engine.cache_tokens})
+        state = {"trainer": trainer, "orchestrator": self.orchestrator.state(),
+                 "guard": self.guard and self.guard.state(), "widened": self.widened}
+        meta = {"config": self.given.dump(), "base": self.base_digest, "read": self.inputs,
+                "cache_tokens": self.engine.cache_tokens}
+        self.space.write(self.store.path(step), lambda: self.store.save(step, tensors, state, meta))
         self._saved_at, self._saving_s = step, {"time/checkpoint": time.monotonic() - began}
 
     def end(self, step: int, reason: NoSignal) -> None:
@@ -294,9 +298,10 @@ class Session:
             shutil.rmtree(final)
         if self.cfg.train.lora:
             self.engine.release()
-            publish_adapter(self.cfg, self.model, final, newest_batch(self.folder, step), step)
+            batch = newest_batch(self.folder, step)
+            self.space.write(final, lambda: publish_adapter(self.cfg, self.model, final, batch, step))
         else:
-            hf.save(self.model, final, source, step)
+            self.space.write(final, lambda: hf.save(self.model, final, source, step))
 
     def _enter(self, step: int) -> dict[str, float]:
         """Go over to the settings of the step's stage; returns its metrics, none in a run without stages."""
@@ -398,8 +403,13 @@ class Session:
             return None
         return AdapterWatch(self.model) if self.cfg.train.lora else WeightWatch(self.model, self.engine.model)
 
+    def _log_rollouts(self, batch: Batch) -> None:
+        folder = self.folder / "rollouts"
+        self.space.write(folder, lambda: write_rollouts(folder, batch))
+
     def _save_offending(self, batch: Batch) -> None:
-        path = write_rollouts(self.folder / "offending", batch)
+        folder = self.folder / "offending"
+        path = self.space.write(folder, lambda: write_rollouts(folder, batch))
         log.error("step %d: the update was not finite and was skipped; its batch is in %s", batch.step, path)
 
     def _performance(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:

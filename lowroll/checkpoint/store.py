@@ -4,7 +4,8 @@ What the store promises:
 1. a checkpoint exists whole or not at all (`publish`), and holds tensors and JSON only;
 2. `load()` returns the newest one whose every byte is what was written; damaged ones are moved to `damaged/`, loudly,
    and a store in which nothing is left raises: a run never restarts from scratch by accident;
-3. retention removes a checkpoint only after a newer one was read back and verified, so the newest verified one stays.
+3. retention removes a checkpoint only after a newer one was synced, read back and verified, so the newest verified one
+   stays. What cannot be removed is left, with a warning, for the next save.
 """
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowroll.checkpoint.faults import faultpoint
-from lowroll.checkpoint.publish import TEMPORARY, DamagedError, publish_folder, sync_folder, verify_folder
+from lowroll.checkpoint.files import sync_folder
+from lowroll.checkpoint.publish import TEMPORARY, DamagedError, NotSyncedError, publish_folder, verify_folder
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +73,10 @@ class Store:
                 self._warn_foreign(path)
         return sorted(steps)
 
+    def path(self, step: int) -> Path:
+        """The folder of checkpoint `step`, whether it is there or not."""
+        return self.folder / _folder_name(step)
+
     def save(self, step: int, tensors: dict[str, dict[str, torch.Tensor]], state: dict[str, Any],
              meta: dict[str, Any] | None = None) -> Path:
         """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
@@ -87,11 +93,16 @@ class Store:
                 faultpoint(f"store.tensors_written/{name}")
             (folder / STATE).write_text(text, encoding="utf-8")
 
-        path = publish_folder(self.folder / _folder_name(step), write,
-                              {**(meta or {}), "step": step, "tensors": sorted(tensors)})
+        path, synced = self.path(step), True
+        try:
+            publish_folder(path, write, {**(meta or {}), "step": step, "tensors": sorted(tensors)})
+        except NotSyncedError as error:
+            synced = False
+            log.warning("%s; older checkpoints stay for now", error)
         verify_folder(path)
         faultpoint("store.verified")
-        self._apply_retention(step)
+        if synced:
+            self._apply_retention(step)
         return path
 
     def load(self, step: int | None = None, only: Collection[str] | None = None) -> Checkpoint:
@@ -133,17 +144,25 @@ class Store:
         return Checkpoint(step, tensors, state, meta, path)
 
     def _apply_retention(self, newest: int) -> None:
+        """Remove what is not kept. A disk that refuses costs space, not the run: the next save tries again."""
         if self.keep_last is None:
             return
         older = [step for step in self.steps() if step < newest]
         pinned = {step for step in older if self.keep_interval and step % self.keep_interval == 0}
-        for step in older[:max(0, len(older) - (self.keep_last - 1))]:
-            if step not in pinned:
-                self._remove(step)
+        try:
+            self._empty_trash()
+            for step in older[:max(0, len(older) - (self.keep_last - 1))]:
+                if step not in pinned:
+                    self._remove(step)
+        except OSError as error:
+            log.warning("an old checkpoint could not be removed, the next save tries again: %s", error)
 
-    def _remove(self, step: int) -> None:
+    def _empty_trash(self) -> None:
         for leftover in self.folder.glob(f"{TRASH}*"):
             shutil.rmtree(leftover)
+
+    def _remove(self, step: int) -> None:
+        self._empty_trash()
         name = _folder_name(step)
         trash = self.folder / f"{TRASH}{name}"
         os.rename(self.folder / name, trash)        # first out of the readers' sight, then slowly away
