@@ -31,7 +31,7 @@ from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.publish import read_meta
 from lowroll.checkpoint.space import Space
-from lowroll.checkpoint.store import Checkpoint, Store
+from lowroll.checkpoint.store import Checkpoint, Store, check_pieces
 from lowroll.config import RunConfig, load
 from lowroll.engine.engine import Engine
 from lowroll.export import newest_batch, publish_adapter
@@ -60,6 +60,8 @@ log = logging.getLogger(__name__)
 TEACHER = "train.teacher: weights"     # read long after all else of `identity.read_by`
 MOST_SILENT = 0.5                  # share of tokens, or of sequences, that an objective may silence before any update
 MAX_WIDENED = 4
+STATE = ("trainer", "orchestrator", "guard", "widened")                            # of a checkpoint
+META = ("config", "base", "read", "cache_tokens", "step", "tensors")
 
 
 @dataclass(frozen=True)
@@ -173,11 +175,14 @@ class Session:
         if saved.meta["base"] != self.base_digest:
             raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
         identity.refuse_other_files(saved.meta["read"], self.inputs)
+        check_pieces("checkpoint", saved.state, STATE)
+        if (saved.state["trainer"].get("last_step") or 0) != saved.step:
+            raise ValueError(f"{saved.path}: trainer state: last_step is not {saved.step}")
         self.trainer.restore(saved.tensors, saved.state["trainer"])
         self._enter(saved.step)
         self.orchestrator.restore(saved.state["orchestrator"])
-        self.widened = saved.state.get("widened", 0)
-        self._restore_guard(saved.state.get("guard"))
+        self.widened = saved.state["widened"]
+        self._restore_guard(saved.state["guard"])
         self._publish(self.trainer.version)
         for later_gone in (self.recorder.truncate, partial(truncate_rollouts, self.folder / "rollouts"),
                            self.store.truncate):
@@ -199,6 +204,7 @@ class Session:
         except FileNotFoundError:
             identity.refuse_other_settings(yaml.safe_load((self.folder / "config.yaml").read_text()), self.given)
             return None
+        check_pieces("checkpoint", {"read": None, "cache_tokens": None, **saved.meta}, META)
         before = yaml.safe_load(saved.meta["config"])
         final = read_meta(self.folder / "final") or {}
         ended = final.get("step") == saved.step < before["train"]["max_steps"]
@@ -206,6 +212,7 @@ class Session:
         read = saved.meta.get("read")
         identity.refuse_other_files(read and {key: read[key] for key in read if key != TEACHER},
                                      identity.read_by(self.given))
+        check_pieces("checkpoint", saved.meta, META)
         if self.given.train.max_steps < saved.step:
             raise ValueError(f"train.max_steps: {self.given.train.max_steps}, and the run has made {saved.step} steps")
         return saved

@@ -1,8 +1,9 @@
 """Named points at which a test may kill the process, fill the disk or break it.
 
 `faultpoint(name)` does nothing in normal life. `LOWROLL_FAULT=name:kill` turns the point of that name into SIGKILL,
-`name:enospc` into "no space left on device", `name:eio` into "input/output error". A test enumerates the points of an operation by running it once with an
-observer and then repeats it once per point, so a point that is added later is covered without touching the test.
+`name:enospc` into "no space left on device", `name:eio` into "input/output error". A test enumerates the points of an
+operation by running it once with an observer and then repeats it once per point, so a point that is added later is
+covered without touching the test.
 """
 from __future__ import annotations
 

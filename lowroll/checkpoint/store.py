@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,6 +184,14 @@ class Store:
         if path.name not in self._foreign:
             self._foreign.add(path.name)
             log.warning("%r is not a checkpoint name, ignored", str(path))
+
+
+def check_pieces(where: str, state: Mapping[str, Any], wanted: Collection[str]) -> None:
+    """ValueError unless `state`, read from a checkpoint, has exactly the pieces `wanted`: what is missing must not be
+    taken for its default."""
+    if odd := sorted({*wanted} ^ state.keys()):
+        raise ValueError(f"{where}: {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}: the checkpoint is of "
+                         "another lowroll, continue it there")
 
 
 def _folder_name(step: int) -> str:

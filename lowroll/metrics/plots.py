@@ -164,7 +164,8 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
         if len(steps) >= _SMOOTH_FROM and not line.right:
             target.plot(*with_gaps(records, steps, values), color=colour, linewidth=0.8, alpha=0.35)
             values = _running_mean(values, max(5, len(values) // 25))
-        target.plot(*with_gaps(records, steps, values), style, marker=marker, markersize=4, color=colour, label=_label(line), linewidth=1.6)
+        target.plot(*with_gaps(records, steps, values), style, marker=marker, markersize=4, color=colour,
+                    label=_label(line), linewidth=1.6)
         if line.metric == "reward/mean":
             _draw_band(axes, records, colour)
     if plot.log and any(value for line in lines for value in series(records, line.metric)[1]):

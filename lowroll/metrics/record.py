@@ -79,7 +79,7 @@ class Recorder:
         return record
 
     def truncate(self, step: int) -> None:
-        """Make the file that of a run which has made `step` steps, atomically: later records go, lost ones are marked."""
+        """Make the file that of a run of `step` steps, atomically: later records go, lost ones are marked."""
         found = _scan(self.path)
         if lost := found.lost(step):
             log.warning("%s: the records of %s are lost; they are marked, and the run goes on without them", self.path,

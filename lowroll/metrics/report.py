@@ -163,7 +163,7 @@ def _samples(run_dir: Path, notes: list[str]) -> str:
     for path in chosen:
         try:
             objects, problems = read_objects(path)
-            notes += [f"rollouts/{path.name}: line {problem.removeprefix(f'{path}:')}; left out" for problem in problems]
+            notes += [f"rollouts/{path.name}: line {text.removeprefix(f'{path}:')}; left out" for text in problems]
             samples = [found for found in objects if found.get("kind") != "batch"]
             rows = "".join(_sample_row(label, sample) for label, sample in _pick(samples))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
