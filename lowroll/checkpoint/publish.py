@@ -175,6 +175,9 @@ def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
             descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:                   # a cleaner ran between mkdir and open
             continue
+        except OSError:
+            tmp.rmdir()
+            raise
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if tmp.exists():
