@@ -74,7 +74,7 @@ def attempt(cfg: RunConfig, command: str, resume: bool = False, overwrite: bool 
     with _lock(folder.path) as lock:
         folder.check(resume, overwrite)
         folder.settle()
-        with _log_file(folder.path, lock.attempt), _told(cfg, command, lock.attempt):
+        with log_file(folder.path, lock.attempt), _told(cfg, command, lock.attempt):
             yield folder
 
 
@@ -108,36 +108,41 @@ def drive(steps: Steps, first: int, last: int, every: int, show: Callable[[Recor
 
 def _lock(folder: Path) -> RunLock:
     try:
-        (folder / LOGS).mkdir(parents=True, exist_ok=True)
         return RunLock(folder)
     except OSError as error:
         raise ValueError(f"output_dir: {folder} cannot be written: {error.strerror}") from None
 
 
-class _LogFile(logging.FileHandler):
+class LogFile(logging.FileHandler):
     """A log that cannot be written costs one line, and no run. What is held back is written when that works again."""
 
     _told = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        self._tell(sys.exc_info()[1])
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._tell(error)
+        else:
+            super().handleError(record)
 
     def close(self) -> None:
+        """Give the file back."""
         try:
             super().close()
         except OSError as error:
             self._tell(error)
 
-    def _tell(self, error: BaseException | None) -> None:
+    def _tell(self, error: OSError) -> None:
         if not self._told:
             self._told = True
-            print(f"warning: {self.baseFilename} cannot be written: {error}", file=sys.stderr)
+            print(f"warning: {self.baseFilename}: {error.strerror}: lines of the log may be lost", file=sys.stderr)
 
 
 @contextmanager
-def _log_file(folder: Path, attempt: int) -> Iterator[None]:
+def log_file(folder: Path, attempt: int) -> Iterator[None]:
     """Everything that is logged in the block goes to logs/attempt_N.log, and warnings to the terminal too."""
-    file, terminal = _LogFile(folder / LOGS / f"attempt_{attempt}.log", encoding="utf-8"), logging.StreamHandler()
+    (folder / LOGS).mkdir(exist_ok=True)
+    file, terminal = LogFile(folder / LOGS / f"attempt_{attempt}.log", encoding="utf-8"), logging.StreamHandler()
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal.setLevel(logging.WARNING)
     terminal.addFilter(lambda record: not record.exc_info)        # the one that catches an error shows it

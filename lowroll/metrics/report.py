@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lowroll.checkpoint.seal import read_objects
 from lowroll.metrics.live import duration, guard_words
 from lowroll.metrics.names import METRICS, find
 from lowroll.metrics.plots import PLOTS, Plot, draw, length_plot, present, reward_plot, series
-from lowroll.metrics.record import ABOUT_FILE, read
+from lowroll.metrics.record import ABOUT_FILE, LOST, read, spans
 
 Record = dict[str, Any]
 REPORT_FILE = "report.html"
@@ -32,14 +33,15 @@ _HEADER = ("model", "env", "algorithm", "rollout", "correction", "device", "star
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of the run in `run_dir` to `out` (default `run_dir/report.html`) and return its path.
 
-    FileNotFoundError when `run_dir` is not a folder; ValueError when its metrics are unreadable, or when `out` is there
-    and is no such page.
+    FileNotFoundError when `run_dir` is not a folder, ValueError when `out` is there and is no such page. What is
+    damaged is left out, and named at the end of the page.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir}: no such run folder")
     records = read(run_dir)
     notes: list[str] = [] if records else ["no metrics yet: metrics.jsonl is absent or empty"]
+    notes += _lost(records)
     about = _read_about(run_dir, notes)
     body = [_header(run_dir, about, records), _headline(records), _plots(records, notes), _guard(records),
             _samples(run_dir, notes), _config(run_dir, notes), _glossary(records, notes), _notes(notes)]
@@ -61,6 +63,12 @@ def is_report(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(2000)
     return head.startswith(_HEAD) and b"Content-Security-Policy" in head
+
+
+def _lost(records: Sequence[Record]) -> list[str]:
+    lost = [record["step"] for record in records if record.get(LOST)]
+    return [f"metrics.jsonl: the records of {spans(lost)} are lost (damaged or missing on disk); the curves have gaps "
+            "there"] if lost else []
 
 
 def _read_about(run_dir: Path, notes: list[str]) -> Record:
@@ -146,6 +154,8 @@ def _guard(records: Sequence[Record]) -> str:
     """Every step in which the guard's alarms or its measures are not those of the step before."""
     rows, before = [], list[str]()
     for record in records:
+        if record.get(LOST):
+            continue
         words = guard_words(record)
         if record.get("guard/fallbacks") and "rollout/weight_bits" in record:
             words.append(f"this step's rollouts: {record['rollout/weight_bits']:g} bits a weight")
@@ -165,9 +175,11 @@ def _samples(run_dir: Path, notes: list[str]) -> str:
     parts = []
     for path in chosen:
         try:
-            samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+            objects, problems = read_objects(path)
+            notes += [f"rollouts/{path.name}: line {text.removeprefix(f'{path}:')}; left out" for text in problems]
+            samples = [found for found in objects if found.get("kind") != "batch"]
             rows = "".join(_sample_row(label, sample) for label, sample in _pick(samples))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             notes.append(f"rollouts/{path.name} is unreadable: {error}")
             continue
         step = path.stem.removeprefix("step_").lstrip("0") or "0"
