@@ -2,7 +2,7 @@ PY := .venv/bin/python
 STAMP := .venv/.lowroll-installed
 VLLM := .venv-vllm
 
-.PHONY: setup demo test test-vllm fuzz lint mutants bench bench-gpu
+.PHONY: setup demo test test-vllm fuzz torture lint mutants bench bench-gpu
 setup: $(STAMP)
 
 # torch first and alone: the build that is pinned here is the one that everything after it finds installed.
@@ -22,6 +22,11 @@ test: $(STAMP)
 fuzz: $(STAMP)
 	$(PY) -m tests.fuzz --mixes 20000
 	$(PY) -m tests.fuzz_runs --runs 200
+
+# Under an hour: runs that are killed, full and broken disks, damaged files, hostile folders. docs/reliability.md has what
+# is promised, and the counts.
+torture: $(STAMP)
+	$(PY) -m tests.torture --minutes $(or $(MINUTES),50) --seed $(or $(SEED),0)
 
 # A foreign engine reads what lowroll writes. vLLM lives in an environment of its own (about 2.5 GB): it pins its own
 # torch, and lowroll must not depend on it. torchvision from PyPI is not built for this torch and breaks the import of

@@ -34,6 +34,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.quant.formats import get_format, layout
 from lowroll.trainer.state import restore_weights
+from lowroll.transport.codec import CodecError
 from lowroll.transport.rollout_log import read_rollouts, rollout_files
 from lowroll.types import Batch, Sample
 from lowroll.weights import aligned, noise
@@ -194,11 +195,16 @@ def _learner(cfg: RunConfig, saved: Checkpoint) -> tuple[Transformer, assemble.P
 
 def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
     """The newest rollouts that a run has logged up to a step, of each group in turn, as many of them as hold `most`
-    tokens; None when there are none."""
-    files = [path for logged, path in rollout_files(run / "rollouts") if logged <= step]
-    if not files:
+    tokens; None when there are none. A file that cannot be read is told, and the one before is taken."""
+    batch, left = None, most
+    for _, path in reversed([found for found in rollout_files(run / "rollouts") if found[0] <= step]):
+        try:
+            batch = read_rollouts(path)
+            break
+        except (CodecError, OSError) as error:
+            log.warning("%s; older rollouts take its place in the measurement", error)
+    if batch is None:
         return None
-    batch, left = read_rollouts(files[-1]), most
     kept: list[Sample] = []
     for sample in sorted(batch.samples, key=lambda sample: sample.rollout.behavior.sample):
         tokens = len(sample.prompt_ids) + len(sample.rollout.token_ids)

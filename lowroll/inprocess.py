@@ -25,7 +25,7 @@ import torch
 
 from lowroll import assemble, identity
 from lowroll.attempt import RunResult, attempt, drive
-from lowroll.checkpoint.replacement import replace_folder
+from lowroll.checkpoint.store import check_pieces
 from lowroll.config import RunConfig
 from lowroll.engine.engine import Engine
 from lowroll.evaluate import around, held_out
@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 
 MOST_SILENT = 0.5                  # share of tokens, or of sequences, that an objective may silence before any update
 MAX_WIDENED = 4
+STATE = ("trainer", "orchestrator", "guard", "widened")                            # of a checkpoint
 
 
 def run(config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object] | None = None, *,
@@ -115,7 +116,7 @@ class Session:
         channel = MemoryRolloutChannel()
         self.orchestrator = Orchestrator(
             assemble.orchestrator_settings(cfg, self.model), self.envs, self.engine, self.scorer, self.chat, channel,
-            rollout_log=partial(write_rollouts, self.folder / "rollouts"))
+            rollout_log=self._log_rollouts)
         self.noise = assemble.noise_schedule(cfg)
         optimizer = Optimizer(self.model.trainable_parameters(), assemble.optim_settings(cfg),
                               hidden_matrices(self.model))
@@ -172,11 +173,14 @@ class Session:
         if saved.meta["base"] != self.base_digest:
             raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
         identity.refuse_other_files(saved.meta["read"], self.inputs)
+        check_pieces("checkpoint", saved.state, STATE)
+        if (saved.state["trainer"].get("last_step") or 0) != saved.step:
+            raise ValueError(f"{saved.path}: trainer state: last_step is not {saved.step}")
         self.trainer.restore(saved.tensors, saved.state["trainer"])
         self._enter(saved.step)
         self.orchestrator.restore(saved.state["orchestrator"])
-        self.widened = saved.state.get("widened", 0)
-        self._restore_guard(saved.state.get("guard"))
+        self.widened = saved.state["widened"]
+        self._restore_guard(saved.state["guard"])
         self._publish(self.trainer.version)
         self.recorder = self.home.resume(saved.step)
         self.made = self._saved_at = saved.step
@@ -216,7 +220,7 @@ class Session:
         metrics |= self._performance(batch, metrics) | self._saving_s
         metrics["time/step"] = time.monotonic() - began + sum(self._saving_s.values())
         self._saving_s = {}
-        record = self.recorder.write(step, metrics)
+        record = self.home.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
         self.made = step
         return record
 
@@ -240,8 +244,9 @@ class Session:
             return
         began = time.monotonic()
         tensors, trainer = self.trainer.state()
-        self.home.save(step, tensors, {"trainer": trainer, "orchestrator": self.orchestrator.state(),
-                                       "guard": self.guard and self.guard.state(), "widened": self.widened},
+        state = {"trainer": trainer, "orchestrator": self.orchestrator.state(),
+                 "guard": self.guard and self.guard.state(), "widened": self.widened}
+        self.home.save(step, tensors, state,
                        {"base": self.base_digest, "read": self.inputs, "cache_tokens": self.engine.cache_tokens})
         self._saved_at, self._saving_s = step, {"time/checkpoint": time.monotonic() - began}
         log.info("checkpoint of step %d", step)
@@ -263,7 +268,7 @@ class Session:
     def finish(self, step: int) -> None:
         """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face folder."""
         self.checkpoint(step)
-        replace_folder(self.home.final, partial(self._save_final, step))
+        self.home.publish(partial(self._save_final, step))
 
     def _save_final(self, step: int, target: Path) -> None:
         if self.cfg.train.lora:
@@ -372,8 +377,13 @@ class Session:
             return None
         return AdapterWatch(self.model) if self.cfg.train.lora else WeightWatch(self.model, self.engine.model)
 
+    def _log_rollouts(self, batch: Batch) -> None:
+        folder = self.folder / "rollouts"
+        self.home.space.write(folder, lambda: write_rollouts(folder, batch))
+
     def _save_offending(self, batch: Batch) -> None:
-        path = write_rollouts(self.folder / "offending", batch)
+        folder = self.folder / "offending"
+        path = self.home.space.write(folder, lambda: write_rollouts(folder, batch))
         log.error("step %d: the update was not finite and was skipped; its batch is in %s", batch.step, path)
 
     def _performance(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:

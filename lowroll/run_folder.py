@@ -12,17 +12,20 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lowroll import identity
+from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import LOCK
 from lowroll.checkpoint.publish import read_meta
-from lowroll.checkpoint.replacement import foreign_in, settle_folder, write_file
-from lowroll.checkpoint.store import DAMAGED, Checkpoint, Store
+from lowroll.checkpoint.replacement import foreign_in, replace_folder, settle_folder
+from lowroll.checkpoint.space import Space
+from lowroll.checkpoint.store import DAMAGED, Checkpoint, Store, check_pieces
 from lowroll.config import RunConfig
 from lowroll.metrics.record import ABOUT_FILE, METRICS_FILE, Recorder, write_about
 from lowroll.metrics.report import REPORT_FILE, is_report
@@ -32,6 +35,7 @@ log = logging.getLogger(__name__)
 
 CONFIG, FINAL, LOGS = "config.yaml", "final", "logs"
 BATCHES = ("rollouts", "offending")
+META = ("command", "config", "base", "read", "step", "tensors")        # beside the state of a checkpoint
 _MARK = re.compile(r"# lowroll (\w+): the settings of the run in this folder\n")
 _STEP = re.compile(r"step_[0-9]{6,}")
 
@@ -44,6 +48,8 @@ class RunFolder:
         self.path = Path(cfg.output_dir)
         self.final = self.path / FINAL
         self.store = Store(self.path / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
+        self.space = Space(cfg.ckpt.wait_for_space)
+        self.meta = META if command == "sft" else (*META, "cache_tokens")
         self.length = ("train.max_steps", cfg.train.max_steps) if command == "grpo" else ("sft.steps", cfg.sft.steps)
 
     # -- whose it is ----------------------------------------------------------------------------------------------
@@ -120,7 +126,8 @@ class RunFolder:
         """Begin a run: what an earlier one made goes, then what describes this one is written."""
         self._clear()
         self._write_config()
-        write_about(self.path, {"command": self.command, **about})
+        self.space.write(self.path / ABOUT_FILE,
+                         lambda: write_about(self.path, {"command": self.command, **about}))
         return Recorder(self.path)
 
     def find(self) -> Checkpoint | None:
@@ -136,11 +143,13 @@ class RunFolder:
                 before = yaml.safe_load((self.path / CONFIG).read_text(encoding="utf-8"))
                 identity.refuse_other_settings(before, self.cfg, of="the run")
             return None
+        check_pieces("checkpoint", {"read": None, "cache_tokens": None, **saved.meta}, {*self.meta, "cache_tokens"})
         before = yaml.safe_load(saved.meta["config"])
         identity.refuse_other_settings(before, self.cfg, self._may_change(saved, before))
         read = saved.meta.get("read")
         identity.refuse_other_files(read and {name: read[name] for name in read if name != identity.TEACHER},
                                     identity.read_by(self.cfg, self.command))
+        check_pieces("checkpoint", saved.meta, self.meta)
         if steps < saved.step:
             raise ValueError(f"{key}: {steps}, and the run has made {saved.step} steps")
         return saved
@@ -152,21 +161,26 @@ class RunFolder:
     def resume(self, step: int) -> Recorder:
         """Go on after the checkpoint of a step: what came after it goes, and the settings are those of now."""
         recorder = Recorder(self.path)
-        recorder.truncate(step)
-        truncate_rollouts(self.path / "rollouts", step)
-        self.store.truncate(step)
+        for later_gone in (recorder.truncate, partial(truncate_rollouts, self.path / "rollouts"), self.store.truncate):
+            self.space.write(self.path, partial(later_gone, step))
         self._write_config()
         return recorder
 
     def save(self, step: int, tensors: dict[str, dict[str, Any]], state: dict[str, Any], meta: dict[str, Any]) -> None:
         """Keep a checkpoint, with the settings and the command beside `meta`."""
-        self.store.save(step, tensors, state, {"config": self.cfg.dump(), "command": self.command, **meta})
+        meta = {"config": self.cfg.dump(), "command": self.command, **meta}
+        self.space.write(self.store.path(step), lambda: self.store.save(step, tensors, state, meta))
+
+    def publish(self, write: Callable[[Path], object]) -> None:
+        """Put the folder that `write(path)` publishes in the place of final/."""
+        self.space.write(self.final, lambda: replace_folder(self.final, write))
 
     def _write_config(self) -> None:
         mark = f"# lowroll {self.command}: the settings of the run in this folder\n"
         assert _MARK.fullmatch(mark)
         self.path.mkdir(parents=True, exist_ok=True)
-        write_file(self.path / CONFIG, (mark + self.cfg.dump()).encode())
+        path = self.path / CONFIG
+        self.space.write(path, lambda: write_file(path, (mark + self.cfg.dump()).encode()))
 
     def _clear(self) -> None:
         """Remove what a run made, but for its logs, and the settings: they go last, when others take their place."""

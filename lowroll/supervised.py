@@ -15,7 +15,6 @@ from pathlib import Path
 
 from lowroll import assemble, identity
 from lowroll.attempt import RunResult, attempt, drive
-from lowroll.checkpoint.replacement import replace_folder
 from lowroll.config import RunConfig
 from lowroll.metrics.live import duration
 from lowroll.metrics.progress import phases
@@ -98,7 +97,8 @@ class SftSession:
         """One update and its record."""
         began = time.monotonic()
         metrics = self.learner.step()
-        return self.recorder.write(step, metrics | {"time/step": time.monotonic() - began})
+        metrics |= {"time/step": time.monotonic() - began}
+        return self.home.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
 
     def drop(self, step: int) -> None:
         """A step is short, and never dropped."""
@@ -116,7 +116,7 @@ class SftSession:
     def finish(self, step: int) -> None:
         """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face folder."""
         self.checkpoint(step)
-        replace_folder(self.home.final, partial(publish, self.cfg, self.learner, step))
+        self.home.publish(partial(publish, self.cfg, self.learner, step))
 
 
 def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> None:

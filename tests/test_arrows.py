@@ -32,8 +32,9 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "advantages": (set(), set()),
     "envs": ({"types"}, {"math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym",
                         "datasets"}),
-    "transport": ({"types", "config"}, set()),
-    "metrics": (set(), {"rich", "matplotlib"}),
+    # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
+    "transport": ({"types", "config", "checkpoint"}, set()),
+    "metrics": ({"checkpoint"}, {"rich", "matplotlib"}),
     "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
     "trainer": ({"model", "kernels", "weights", "objectives", "advantages", "transport", "checkpoint", "metrics",

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from lowroll.checkpoint import (
     DamagedError,
     DiskFullError,
+    NotSyncedError,
     RunLock,
     RunLockedError,
     Store,
@@ -129,6 +130,41 @@ def test_a_full_disk_leaves_no_trace_and_a_later_save_works(tmp_path: Path, inde
     monkeypatch.delenv(VARIABLE)
     store.save(2, tensors_of(2), state_of(2))
     assert_is_step(store, 2)
+
+
+@pytest.mark.parametrize("action", ["enospc", "eio"])
+@pytest.mark.parametrize("point", ["publish.renamed", "publish.parent_synced"])
+def test_after_the_rename_nobody_says_that_nothing_was_published(
+        tmp_path: Path, point: str, action: str, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(tmp_path / "run", keep_last=1)
+    store.save(1, tensors_of(1), state_of(1))
+    monkeypatch.setenv(VARIABLE, f"{point}:{action}")
+    store.save(2, tensors_of(2), state_of(2))                # kept beside the one before, which a power loss spares
+    assert "is published, but a power loss could still take it away" in caplog.text
+    assert store.steps() == [1, 2] and not any(name.startswith(".") for name in os.listdir(store.folder))
+    with pytest.raises(NotSyncedError, match="out is published, but"):
+        publish_folder(tmp_path / "out", lambda folder: (folder / "x").write_text("x") and None, {})
+    assert verify_folder(tmp_path / "out") == {}
+    monkeypatch.delenv(VARIABLE)
+    store.save(3, tensors_of(3), state_of(3))
+    assert store.steps() == [3]
+
+
+def test_an_input_or_output_error_names_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors import SafetensorError
+    store = Store(tmp_path / "run")
+    monkeypatch.setenv(VARIABLE, "publish.synced/state.json:eio")
+    with pytest.raises(OSError, match="nothing was published.*step_000001") as caught:
+        store.save(1, tensors_of(1), state_of(1))
+    assert caught.value.errno == errno.EIO and os.listdir(store.folder) == []
+    monkeypatch.delenv(VARIABLE)
+
+    def broken(*_: object) -> None:                          # as safetensors words what the system tells it
+        raise SafetensorError("Error while serializing: I/O error: Input/output error (os error 5)")
+    monkeypatch.setattr("safetensors.torch.save_file", broken)
+    with pytest.raises(OSError, match="Input/output error while publishing.*step_000001"):
+        store.save(1, tensors_of(1), state_of(1))
 
 
 def test_a_really_full_disk_is_reported_as_such(tmp_path: Path) -> None:
@@ -319,17 +355,19 @@ def test_a_checkpoint_that_does_not_verify_removes_nothing(tmp_path: Path, monke
     assert_is_step(store, 1)
 
 
-def test_a_checkpoint_that_is_half_removed_is_out_of_sight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_checkpoint_that_cannot_be_removed_costs_a_warning(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is half gone and out of sight, and the next save removes the rest."""
     store = Store(tmp_path, keep_last=1)
     store.save(1, tensors_of(1), state_of(1))
 
     def die_half_way(path: Path) -> None:
         os.remove(path / "state.json")
-        raise InterruptedError("died")
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", die_half_way)
-        with pytest.raises(InterruptedError):
-            store.save(2, tensors_of(2), state_of(2))
+        store.save(2, tensors_of(2), state_of(2))
+    assert "could not be removed, the next save tries again" in caplog.text and "step_000001" in caplog.text
     assert store.steps() == [2]
     store.save(3, tensors_of(3), state_of(3))
     assert os.listdir(tmp_path) == ["step_000003"]

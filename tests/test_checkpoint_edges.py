@@ -11,7 +11,8 @@ import torch
 
 from lowroll.checkpoint import RunLock, Store, publish_folder, verify_folder
 from lowroll.checkpoint.faults import VARIABLE, faultpoint
-from lowroll.checkpoint.publish import TEMPORARY, is_disk_full
+from lowroll.checkpoint.files import is_disk_full
+from lowroll.checkpoint.publish import TEMPORARY
 from lowroll.checkpoint.replacement import replace_folder
 
 
@@ -111,7 +112,7 @@ def test_a_fault_strikes_at_its_own_point_alone(monkeypatch: pytest.MonkeyPatch)
         faultpoint("here")
     assert caught.value.errno == errno.ENOSPC
     monkeypatch.setenv(VARIABLE, "here:explode")
-    with pytest.raises(ValueError, match="expected NAME:kill or NAME:enospc"):
+    with pytest.raises(ValueError, match="expected NAME:kill, NAME:enospc, NAME:eio"):
         faultpoint("there")
 
 

@@ -363,7 +363,7 @@ def test_the_trainers_state_holds_the_critic_bitwise():
 
 
 @pytest.mark.parametrize(("spoil", "message"), [
-    (lambda t, s: s.pop("critic"), "critic state: missing"),
+    (lambda t, s: s.pop("critic"), "trainer state: critic is missing"),
     (lambda t, s: t.pop("critic"), r"critic state: body\.\S+ is missing"),
     (lambda t, s: t["critic"].update(odd=torch.ones(1)), "critic state: odd is unknown"),
     (lambda t, s: t["critic"].update({"head.weight": torch.ones(3)}), r"critic state: head\.weight is torch\.float32"),

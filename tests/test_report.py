@@ -5,6 +5,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,8 +13,19 @@ from pathlib import Path
 import pytest
 
 from lowroll.metrics.page import SCRIPT
-from lowroll.metrics.plots import NOISE_NATS, PLOTS, Line, Plot, draw, present, reward_plot, series, silent
-from lowroll.metrics.record import Recorder, write_about
+from lowroll.metrics.plots import (
+    NOISE_NATS,
+    PLOTS,
+    Line,
+    Plot,
+    draw,
+    present,
+    reward_plot,
+    series,
+    silent,
+    with_gaps,
+)
+from lowroll.metrics.record import Recorder, read, write_about
 from lowroll.metrics.report import write_report
 from lowroll.transport import write_rollouts
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score, ScoreError
@@ -169,9 +181,20 @@ def test_an_empty_folder_and_unreadable_files_still_give_a_page(tmp_path: Path) 
     assert "about.json is unreadable" in text and "step_000001.jsonl is unreadable" in text and "'bonus'" in text
     with pytest.raises(FileNotFoundError, match="absent"):
         write_report(tmp_path / "absent")
-    (tmp_path / "metrics.jsonl").write_text('oops\n{"step": 1}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl:1"):
-        write_report(tmp_path)
+
+
+def test_a_lost_record_is_a_gap_that_the_page_tells_of(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=6)
+    metrics, rollouts = tmp_path / "metrics.jsonl", tmp_path / "rollouts" / "step_000001.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join([*lines[:2], lines[2].replace(b"reward/mean", b"reward/meen"), *lines[3:]]))
+    content = rollouts.read_bytes()
+    rollouts.write_bytes(content.replace(b'"group":', b'"grouq":', 1))
+    text = Page(write_report(tmp_path).read_text()).text
+    assert "the records of step 3 are lost" in text and "step_000001.jsonl: line 2: damaged" in text
+    records = read(tmp_path)
+    steps, values = with_gaps(records, *series(records, "reward/mean"))
+    assert steps == [1, 2, 3, 4, 5, 6] and [math.isnan(value) for value in values] == [s == 3 for s in steps]
 
 
 def test_series_and_the_choice_of_lines() -> None:

@@ -1,8 +1,9 @@
-"""Named points at which a test may kill the process or fill the disk.
+"""Named points at which a test may kill the process, fill the disk or break it.
 
 `faultpoint(name)` does nothing in normal life. `LOWROLL_FAULT=name:kill` turns the point of that name into SIGKILL,
-`name:enospc` into "no space left on device". A test enumerates the points of an operation by running it once with an
-observer and then repeats it once per point, so a point that is added later is covered without touching the test.
+`name:enospc` into "no space left on device", `name:eio` into "input/output error". A test enumerates the points of an
+operation by running it once with an observer and then repeats it once per point, so a point that is added later is
+covered without touching the test.
 """
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import signal
 from collections.abc import Callable
 
 VARIABLE = "LOWROLL_FAULT"
+ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
 observers: list[Callable[[str], None]] = []
 
 
@@ -23,10 +25,10 @@ def faultpoint(name: str) -> None:
     if armed is None:
         return
     target, _, action = armed.rpartition(":")
-    if action not in ("kill", "enospc"):
-        raise ValueError(f"{VARIABLE}={armed!r}: expected NAME:kill or NAME:enospc")
+    if action != "kill" and action not in ERRORS:
+        raise ValueError(f"{VARIABLE}={armed!r}: expected NAME:kill, {', '.join(f'NAME:{name}' for name in ERRORS)}")
     if target != name:
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    raise OSError(ERRORS[action], os.strerror(ERRORS[action]))

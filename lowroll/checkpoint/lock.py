@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from lowroll.checkpoint.files import naming, write_all
 from lowroll.types import RunFailed
 
 LOCK = ".lock"
@@ -50,8 +51,9 @@ class RunLock:
         line = json.dumps({"attempt": attempt, "pid": os.getpid(), "host": socket.gethostname(),
                            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n"
         torn = bool(content) and not content.endswith(b"\n")
-        os.write(self._descriptor, (b"\n" if torn else b"") + line.encode())
-        os.fsync(self._descriptor)
+        with naming(self.folder / LOCK):
+            write_all(self._descriptor, (b"\n" if torn else b"") + line.encode())
+            os.fsync(self._descriptor)
         return attempt
 
     def _read(self) -> bytes:

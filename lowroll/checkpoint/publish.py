@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.files import is_disk_full, naming, read_file, sync_folder, system_error
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,17 @@ class DiskFullError(OSError):
     """The disk filled up while publishing; nothing was published and the partial data is gone."""
 
 
+class NotSyncedError(OSError):
+    """The folder is published and whole, but the entry of its name may not have reached the disk."""
+
+
 def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, Any]) -> Path:
     """Make `dest` appear with the files that `write(folder)` puts into the folder it is given; return `dest`.
 
     `meta` is JSON data stored in the manifest and returned by `verify_folder`. An existing `dest` is refused with
     FileExistsError before anything is written. When `write` raises, its partial folder is removed and the error goes
-    on; a full disk becomes DiskFullError.
+    on; a full disk becomes DiskFullError, any other error of the system an OSError with the path. NotSyncedError when
+    the folder is there, but a power loss could still take it away.
     """
     dest = Path(dest)
     _check_absent(dest)
@@ -72,9 +78,13 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
         faultpoint("publish.manifest_synced")
         _check_absent(dest)
         os.rename(tmp, dest)
+    try:
         faultpoint("publish.renamed")
         sync_folder(dest.parent)
         faultpoint("publish.parent_synced")
+    except OSError as error:
+        raise NotSyncedError(f"{dest} is published, but a power loss could still take it away: {dest.parent} could not "
+                             f"be synced ({error.strerror})") from error
     return dest
 
 
@@ -143,15 +153,6 @@ def remove_leftovers(folder: Path) -> None:
             os.close(descriptor)
 
 
-def sync_folder(path: Path) -> None:
-    """fsync a directory: its entries (names, renames) reach the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
 def _temporary(dest: Path) -> Iterator[Path]:
     """A locked temporary sibling of `dest`, removed when the body raises."""
@@ -164,6 +165,8 @@ def _temporary(dest: Path) -> Iterator[Path]:
             free = shutil.disk_usage(dest.parent).free
             raise DiskFullError(errno.ENOSPC, f"disk full while publishing {dest}, {free / 2**20:.0f} MiB free "
                                               "after removing the partial data; nothing was published") from error
+        if not isinstance(error, FileExistsError) and (code := system_error(error)) is not None:
+            raise OSError(code, f"{os.strerror(code)} while publishing, nothing was published", str(dest)) from error
         raise
     finally:
         os.close(descriptor)
@@ -177,6 +180,9 @@ def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
             descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:                   # a cleaner ran between mkdir and open
             continue
+        except OSError:
+            tmp.rmdir()
+            raise
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if tmp.exists():
@@ -185,13 +191,6 @@ def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
             pass                                    # a cleaner holds it and is about to remove it
         os.close(descriptor)
     raise RuntimeError(f"{dest.parent}: could not keep a temporary folder, other writers remove it")
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """True for ENOSPC and EDQUOT, also when a library wrapped them in an error of its own."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _check_absent(dest: Path) -> None:
@@ -214,7 +213,7 @@ def _file_names(folder: Path) -> list[str]:
 
 def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     try:
-        raw = path.read_bytes()
+        raw = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedError(f"{path}: missing") from None
     try:
@@ -230,16 +229,17 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any
 
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
 
 
 def _sync_and_digest(path: Path) -> str:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     return _digest(path)

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lowroll.checkpoint.faults import faultpoint
-from lowroll.checkpoint.publish import MANIFEST, DamagedError, published_files, sync_folder, verify_folder
+from lowroll.checkpoint.files import sync_folder
+from lowroll.checkpoint.publish import MANIFEST, DamagedError, published_files, verify_folder
 
 log = logging.getLogger(__name__)
 
@@ -64,19 +65,6 @@ def settle_folder(dest: Path) -> None:
     for leftover in (new, old):
         if leftover.is_dir():
             _discard(leftover, dest)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, also after a power loss."""
-    tmp = path.with_name(f".tmp-{path.name}")
-    with tmp.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    faultpoint(f"file.written/{path.name}")
-    os.replace(tmp, path)
-    sync_folder(path.parent)
-    faultpoint(f"file.replaced/{path.name}")
 
 
 def _beside(dest: Path) -> tuple[Path, Path]:

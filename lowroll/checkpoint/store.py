@@ -4,7 +4,8 @@ What the store promises:
 1. a checkpoint exists whole or not at all (`publish`), and holds tensors and JSON only;
 2. `load()` returns the newest one whose every byte is what was written; damaged ones are moved to `damaged/`, loudly,
    and a store in which nothing is left raises: a run never restarts from scratch by accident;
-3. retention removes a checkpoint only after a newer one was read back and verified, so the newest verified one stays.
+3. retention removes a checkpoint only after a newer one was synced, read back and verified, so the newest verified one
+   stays. What cannot be removed is left, with a warning, for the next save.
 """
 from __future__ import annotations
 
@@ -13,18 +14,19 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.files import sync_folder
 from lowroll.checkpoint.publish import (
     TEMPORARY,
     DamagedError,
+    NotSyncedError,
     publish_folder,
     remove_leftovers,
-    sync_folder,
     verify_folder,
 )
 from lowroll.checkpoint.replacement import foreign_in
@@ -79,6 +81,10 @@ class Store:
                 self._warn_foreign(path)
         return sorted(steps)
 
+    def path(self, step: int) -> Path:
+        """The folder of checkpoint `step`, whether it is there or not."""
+        return self.folder / _folder_name(step)
+
     def save(self, step: int, tensors: dict[str, dict[str, torch.Tensor]], state: dict[str, Any],
              meta: dict[str, Any] | None = None) -> Path:
         """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
@@ -95,11 +101,16 @@ class Store:
                 faultpoint(f"store.tensors_written/{name}")
             (folder / STATE).write_text(text, encoding="utf-8")
 
-        path = publish_folder(self.folder / _folder_name(step), write,
-                              {**(meta or {}), "step": step, "tensors": sorted(tensors)})
+        path, synced = self.path(step), True
+        try:
+            publish_folder(path, write, {**(meta or {}), "step": step, "tensors": sorted(tensors)})
+        except NotSyncedError as error:
+            synced = False
+            log.warning("%s; older checkpoints stay for now", error)
         verify_folder(path)
         faultpoint("store.verified")
-        self._apply_retention(step)
+        if synced:
+            self._apply_retention(step)
         return path
 
     def load(self, step: int | None = None, only: Collection[str] | None = None) -> Checkpoint:
@@ -149,16 +160,21 @@ class Store:
         return Checkpoint(step, tensors, state, meta, path)
 
     def _apply_retention(self, newest: int) -> None:
+        """Remove what is not kept. A disk that refuses costs space, not the run: the next save tries again."""
         if self.keep_last is None:
             return
         older = [step for step in self.steps() if step < newest]
         pinned = {step for step in older if self.keep_interval and step % self.keep_interval == 0}
-        for step in older[:max(0, len(older) - (self.keep_last - 1))]:
-            if step not in pinned and not self._holds_foreign(step):
-                self._remove(step)
+        try:
+            self.clean()
+            for step in older[:max(0, len(older) - (self.keep_last - 1))]:
+                if step not in pinned and not self._holds_foreign(step):
+                    self._remove(step)
+        except OSError as error:
+            log.warning("an old checkpoint could not be removed, the next save tries again: %s", error)
 
     def _holds_foreign(self, step: int) -> bool:
-        foreign = foreign_in(self.folder / _folder_name(step), contents=False)
+        foreign = foreign_in(self.path(step), contents=False)
         if foreign:
             log.warning("%s: the folder stays", foreign)
         return bool(foreign)
@@ -186,6 +202,14 @@ class Store:
         if path.name not in self._foreign:
             self._foreign.add(path.name)
             log.warning("%r is not a checkpoint name, ignored", str(path))
+
+
+def check_pieces(where: str, state: Mapping[str, Any], wanted: Collection[str]) -> None:
+    """ValueError unless `state`, read from a checkpoint, has exactly the pieces `wanted`: what is missing must not be
+    taken for its default."""
+    if odd := sorted({*wanted} ^ state.keys()):
+        raise ValueError(f"{where}: {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}: the checkpoint is of "
+                         "another lowroll, continue it there")
 
 
 def _folder_name(step: int) -> str:

@@ -158,6 +158,7 @@ class CkptConfig(Section):
     interval: Count = 50
     keep_last: Count | None = 3
     keep_interval: Count | None = None
+    wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0     # seconds that a full disk may last
 
 
 class SftConfig(Section):

@@ -212,6 +212,8 @@ METRICS: tuple[Metric, ...] = (
     _M("time/eval", "s", "evaluation"),
     _M("time/other", "s", "what is left of the step"),
 
+    _M("record/lost", "", "1 where the record of the step was damaged or missing on disk: nothing else is known of it",
+       "absent"),
     _M("record/nonfinite", "values", "metrics of this record that were not finite and are stored as null", "0"),
 )
 _BY_NAME = {metric.name: metric for metric in METRICS}

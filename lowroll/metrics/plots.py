@@ -139,6 +139,13 @@ def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[fl
     return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
 
+def with_gaps(records: Sequence[Record], steps: list[float], values: list[float]) -> tuple[list[float], list[float]]:
+    """The curve, interrupted where a step's record is lost."""
+    lost = {float(record["step"]) for record in records if record.get("record/lost")} - set(steps)
+    pairs = sorted([*zip(steps, values, strict=True), *((step, math.nan) for step in lost)])
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
 def present(records: Sequence[Record], plot: Plot) -> list[Line]:
     """The lines of `plot` that have data; a line that is zero throughout is dropped when others are not."""
     known = [line for line in plot.lines if series(records, line.metric)[0]]
@@ -195,10 +202,10 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
         width = 1.6 if line in hidden or line not in hidden.values() else 3.2
         marker = "o" if len(steps) == 1 else None
         if len(steps) >= _SMOOTH_FROM and not line.right:
-            target.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
+            target.plot(*with_gaps(records, steps, values), color=colour, linewidth=0.8, alpha=0.35)
             values = _running_mean(values, max(5, len(values) // 25))
-        target.plot(steps, values, linestyle=style, marker=marker, markersize=4, color=colour, label=_label(line),
-                    linewidth=width)
+        target.plot(*with_gaps(records, steps, values), linestyle=style, marker=marker, markersize=4, color=colour,
+                    label=_label(line), linewidth=width)
         if line.metric == "reward/mean":
             _draw_band(axes, records, colour)
     if plot.log and any(value for _, values in data.values() for value in values):

@@ -1,8 +1,13 @@
-"""`metrics.jsonl`: one JSON object a step, `{"step": 12, "reward/mean": 0.41, ...}`, names as in `metrics.names`.
+"""`metrics.jsonl`: one JSON object a step, `{"step": 12, "reward/mean": 0.41, ..., "crc": "9cf16ae5"}`, names as in
+`metrics.names`.
 
 A line is on disk when `write` returns. A process that dies while writing leaves a torn last line, which every reader
 drops; a resumed run cuts the file back to its checkpoint's step with `truncate`, so no step is missing or doubled.
 Numbers that are not finite are stored as null and counted in `record/nonfinite`.
+
+`crc` is the line's checksum (`checkpoint.seal`; lines of older files have none). A record that was damaged or is
+missing ends nobody: it is told, and `{"step": 12, "record/lost": 1.0}` stands in its place, for readers at once and in
+the file when the run goes on.
 
 `about.json` holds what the report's header shows: settings in words, versions and the machine.
 """
@@ -13,19 +18,24 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from lowroll.checkpoint.files import append_line, read_file, write_file
+from lowroll.checkpoint.seal import FIELD, seal, unseal
 from lowroll.metrics.names import find
 
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 ABOUT_FILE = "about.json"
+LOST = "record/lost"
 Record = dict[str, Any]                # "step": int, every other key: float or None
+_MOST_TOLD = 5                         # damaged lines that get a line in the log each
 
 
 class Recorder:
@@ -34,10 +44,9 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        records = _read_lines(self.path)
-        self._last = records[-1][0] if records else -1
-        if self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n"):
-            self._replace(records)                  # the next line must not be glued to a torn one
+        found = _scan(self.path)
+        self._last = max(found.lines, default=-1)
+        self._mended = None if found.in_order else found.content(self._last)
 
     @property
     def last_step(self) -> int:
@@ -45,10 +54,10 @@ class Recorder:
         return self._last
 
     def write(self, step: int, metrics: Mapping[str, float]) -> Record:
-        """Append the record of `step` and return it as stored.
+        """Append the record of `step` and return it, as readers will see it.
 
         ValueError, before anything is written, for a name that the table does not know, a value that is not a number,
-        or a step that is not above the last one.
+        or a step that is not above the last one. OSError leaves the file as it was.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step <= self._last:
             raise ValueError(f"step: {step!r} is not an integer above the last recorded step {self._last}")
@@ -62,28 +71,39 @@ class Recorder:
         nonfinite = sum(value is None for value in record.values())
         if nonfinite:
             record["record/nonfinite"] = float(nonfinite)
-        with self.path.open("ab") as file:
-            file.write((json.dumps(record, allow_nan=False) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
+        if self._mended is not None:                # the next line must not be glued to a torn one
+            write_file(self.path, self._mended)
+            self._mended = None
+        append_line(self.path, _line(record))
         self._last = step
         return record
 
     def truncate(self, step: int) -> None:
-        """Drop every record after `step`, atomically."""
-        records = _read_lines(self.path)
-        kept = [(recorded, line) for recorded, line in records if recorded <= step]
-        if len(kept) < len(records):
-            self._replace(kept)
-        self._last = kept[-1][0] if kept else -1
-
-    def _replace(self, records: list[tuple[int, bytes]]) -> None:
-        _write_atomically(self.path, b"".join(line + b"\n" for _, line in records))
+        """Make the file that of a run of `step` steps, atomically: later records go, lost ones are marked."""
+        found = _scan(self.path)
+        if lost := found.lost(step):
+            log.warning("%s: the records of %s are lost; they are marked, and the run goes on without them", self.path,
+                        spans(lost))
+        content = found.content(step)
+        if content != found.data:
+            write_file(self.path, content)
+        self._mended = None
+        self._last = max((kept for kept in {*found.lines, *lost} if kept <= step), default=-1)
 
 
 def read(folder: Path) -> list[Record]:
-    """The records of a run in step order. An unreadable line other than a torn last one is a ValueError naming it."""
-    return [json.loads(line) for _, line in _read_lines(Path(folder) / METRICS_FILE)]
+    """The records of a run in step order, one for each step up to the newest that is recorded or has a checkpoint.
+
+    A record that was damaged or is missing is `{"step": n, "record/lost": 1.0}`, and a warning says so.
+    """
+    folder = Path(folder)
+    found = _scan(folder / METRICS_FILE)
+    last = max([*found.lines, _newest_checkpoint(folder)], default=-1)
+    lost = found.lost(last)
+    if lost:
+        log.warning("%s: the records of %s are lost", folder / METRICS_FILE, spans(lost))
+    records = [json.loads(unseal(line)[0]) for line in found.lines.values()]
+    return sorted([*records, *map(_marker, lost)], key=lambda record: record["step"])
 
 
 def reproducible(record: Mapping[str, Any]) -> Record:
@@ -97,7 +117,7 @@ def write_about(folder: Path, about: Mapping[str, str]) -> Record:
     content: Record = {**about, "versions": _versions(), "machine": _machine()}
     path = Path(folder) / ABOUT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+    write_file(path, (json.dumps(content, indent=1) + "\n").encode())
     return content
 
 
@@ -121,34 +141,94 @@ def _machine() -> str:
     return f"{model}, {os.cpu_count()} cores, {memory:.0f} GB, {platform.system()}"
 
 
-def _read_lines(path: Path) -> list[tuple[int, bytes]]:
+@dataclass
+class _Found:
+    """What a file holds: its undamaged lines by step."""
+
+    data: bytes = b""
+    lines: dict[int, bytes] = field(default_factory=dict)
+    in_order: bool = True              # every line is a record, and their steps grow
+
+    def lost(self, step: int) -> list[int]:
+        """The steps from 1 to `step` that have no record here."""
+        return [number for number in range(1, step + 1) if number not in self.lines]
+
+    def content(self, step: int) -> bytes:
+        """The file of a run that has made `step` steps."""
+        kept = {number: line for number, line in self.lines.items() if number <= step}
+        kept |= {number: _line(_marker(number)) for number in self.lost(step)}
+        return b"".join(kept[number] + b"\n" for number in sorted(kept))
+
+
+def _scan(path: Path) -> _Found:
     if not path.exists():
-        return []
-    *lines, tail = path.read_bytes().split(b"\n")
+        return _Found()
+    found, problems = _Found(read_file(path)), []
+    *lines, tail = found.data.split(b"\n")
     if tail:
         log.warning("%s: dropped a torn last line of %d bytes", path, len(tail))
-    records: list[tuple[int, bytes]] = []
+    last, sealed, twice = -1, False, set[int]()
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            step = record["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: not a record: {error}") from error
-        if type(step) is not int or (records and step <= records[-1][0]):
-            raise ValueError(f"{path}:{number}: step {step!r} does not follow step {records[-1][0] if records else -1}")
-        records.append((step, line))
-    return records
+            content, has_sum = unseal(line)
+            step = _step_of(content, has_sum)
+            if not has_sum and (sealed or not last < step <= last + 1 + len(lines)):
+                raise ValueError(f"step {step} without a checksum does not follow step {last}")
+        except ValueError as error:
+            problems.append(f"{path}:{number}: not a record: {error}")
+            continue
+        if found.lines.get(step, line) != line:
+            problems.append(f"{path}:{number}: a second record of step {step}, which is not the first")
+            twice.add(step)
+        found.in_order &= step > last
+        last, sealed = max(last, step), sealed or has_sum
+        found.lines[step] = line
+    for step in twice:                              # nothing says which of the two the run has written
+        del found.lines[step]
+    for problem in problems[:_MOST_TOLD]:
+        log.warning("%s", problem)
+    if len(problems) > _MOST_TOLD:
+        log.warning("%s: %d more damaged lines", path, len(problems) - _MOST_TOLD)
+    found.in_order &= not problems and not tail and len(found.lines) == len(lines)
+    return found
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
-    tmp = path.with_name(f".tmp-{path.name}")
-    with tmp.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(tmp, path)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+def _step_of(content: bytes, has_sum: bool) -> int:
+    """The step of a record. ValueError unless it is one: without a checksum its values must show it."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        record = json.loads(content)
+        step = record["step"]
+        numbers = has_sum or all(value is None or type(value) in (int, float) for value in record.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step {step!r} is not a count")
+    if not numbers or FIELD in record:
+        raise ValueError("a value is not a number")
+    return step
+
+
+def _line(record: Record) -> bytes:
+    return seal(json.dumps(record, allow_nan=False).encode())
+
+
+def _marker(step: int) -> Record:
+    return {"step": step, LOST: 1.0}
+
+
+def _newest_checkpoint(folder: Path) -> int:
+    """The newest step with a checkpoint: the record is written before. -1 without any."""
+    steps = [path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")]
+    return max((int(step) for step in steps if step.isascii() and step.isdigit() and len(step) < 10), default=-1)
+
+
+def spans(steps: Iterable[int]) -> str:
+    """In words: steps 1, 4 to 7."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    words = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans]
+    return f"step{'s' if len(words) > 1 or ' to ' in words[0] else ''} {', '.join(words)}"

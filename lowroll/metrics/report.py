@@ -18,7 +18,7 @@ from lowroll.metrics.live import duration, guard_words
 from lowroll.metrics.names import METRICS, find
 from lowroll.metrics.page import escape, page
 from lowroll.metrics.plots import PLOTS, Plot, draw, evaluated, length_plot, reward_plot, series, silent
-from lowroll.metrics.record import ABOUT_FILE, read
+from lowroll.metrics.record import ABOUT_FILE, LOST, read, spans
 from lowroll.metrics.samples import sample_section
 
 Record = dict[str, Any]
@@ -34,14 +34,15 @@ _EDGE = 5                                          # steps whose mean stands for
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of the run in `run_dir` to `out` (default `run_dir/report.html`) and return its path.
 
-    FileNotFoundError when `run_dir` is not a folder; ValueError when its metrics are unreadable, or when `out` is there
-    and is no such page.
+    FileNotFoundError when `run_dir` is not a folder, ValueError when `out` is there and is no such page. What is
+    damaged is left out, and named at the end of the page.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir}: no such run folder")
     records = read(run_dir)
     notes: list[str] = [] if records else ["no metrics yet: metrics.jsonl is absent or empty"]
+    notes += _lost(records)
     about = _read_about(run_dir, notes)
     supervised = _supervised(about, records)
     title = _title(run_dir, about, supervised)
@@ -66,6 +67,12 @@ def is_report(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(2000)
     return head.startswith(_HEAD) and b"Content-Security-Policy" in head
+
+
+def _lost(records: Sequence[Record]) -> list[str]:
+    lost = [record["step"] for record in records if record.get(LOST)]
+    return [f"metrics.jsonl: the records of {spans(lost)} are lost (damaged or missing on disk); the curves have gaps "
+            "there"] if lost else []
 
 
 def _read_about(run_dir: Path, notes: list[str]) -> Record:
@@ -194,6 +201,8 @@ def _guard(records: Sequence[Record]) -> str:
     """Every step in which the guard's alarms or its measures are not those of the step before."""
     rows, before = [], list[str]()
     for record in records:
+        if record.get(LOST):
+            continue
         words = guard_words(record)
         if record.get("guard/fallbacks") and "rollout/weight_bits" in record:
             words.append(f"this step's rollouts: {record['rollout/weight_bits']:g} bits a weight")

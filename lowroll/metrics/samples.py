@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from lowroll.checkpoint.seal import read_objects
 from lowroll.metrics.page import escape
 
 Record = dict[str, Any]
@@ -26,9 +27,11 @@ def sample_section(run_dir: Path, notes: list[str]) -> str:
     parts = []
     for path in _spread(files, STEPS):
         try:
-            samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+            objects, problems = read_objects(path)
+            notes += [f"rollouts/{path.name}: line {text.removeprefix(f'{path}:')}; left out" for text in problems]
+            samples = [found for found in objects if found.get("kind") != "batch"]
             shown = [_sample(label, sample) for label, sample in _pick(samples)]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             notes.append(f"rollouts/{path.name} is unreadable: {error}")
             continue
         step = path.stem.removeprefix("step_").lstrip("0") or "0"

@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lowroll.checkpoint.files import naming
+
 THREADS = 8
 PIECE = 16 << 20          # bytes that a thread reads at once
 AHEAD = 2 << 30           # bytes on the device, or on their way there, that nobody has used yet
@@ -159,7 +161,8 @@ class _Reader:
         view = memoryview((ctypes.c_char * len(host_B)).from_address(host_B.data_ptr())).cast("B")
         file.seek(start)
         while done < len(host_B):
-            count = file.readinto(view[done:])
+            with naming(path):
+                count = file.readinto(view[done:])
             if not count:
                 raise ValueError(f"{path}: ends at byte {start + done}, in the middle of a tensor")
             done += count

@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lowroll.checkpoint.store import check_pieces
+
 BASELINE = 5                       # steps whose mean KL is the level to grow from
 HORIZON = 10                       # steps of the moving average
 MAX_TIGHTENED = 3                  # more would leave no room to learn
@@ -92,9 +94,10 @@ class Guard:
                 "stage": self.stage}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` gave. One from before stages had baselines goes on with the one that it has."""
-        for name in self.state():
-            setattr(self, name, state[name] if name != "stage" else state.get(name))
+        """Put back what `state` gave. ValueError when a piece is missing."""
+        check_pieces("guard state", state, self.state())
+        for name in state:
+            setattr(self, name, state[name])
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """The alarms of a step, with their numbers."""

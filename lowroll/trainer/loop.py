@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lowroll.checkpoint.store import check_pieces
 from lowroll.model.transformer import Transformer
 from lowroll.trainer import state as states
 from lowroll.trainer.critic import Critic
@@ -78,6 +79,10 @@ class Trainer:
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Put back what `state` gave. The caller publishes `version` to the engine afterwards."""
+        critic = ("critic",) if "critic" in {*state, *tensors} else ()
+        check_pieces("trainer state", state, ("optimizer", "uaq_scale", "version", "last_step", *critic))
+        check_pieces("trainer tensors", tensors, ("model", "optimizer", *(f"{name}_optimizer" for name in critic),
+                                                  *(tensors.keys() & critic)))
         states.restore(self.model, self.optimizer, tensors, state, self.critic)
         self.version, self.last_step = state["version"], state["last_step"]
 

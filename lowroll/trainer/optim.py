@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowroll.checkpoint.store import check_pieces
 from lowroll.kernels.adamw import Addresses, Tensors
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import Muon
@@ -239,6 +240,7 @@ class Optimizer:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Put back what `state()` gave, bitwise. Raises ValueError, before any change, when names or shapes differ."""
+        check_pieces("optimizer state", state, ("num_steps", "num_updates", "refused_in_a_row"))
         kinds = {name: self._moments(name) if state["num_updates"] else {} for name in self.masters}
         expected = {f"{name}.{kind}": like for name, m in self.masters.items() for kind, like in
                     (kinds[name] | ({} if m is self.params[name] else {"master": (m.shape, m.dtype)})).items()}

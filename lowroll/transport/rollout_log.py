@@ -1,14 +1,16 @@
 """Every rollout of a run on disk: `rollouts/step_000012.jsonl`, one file a step, in the codec's format.
 
-A file appears whole or not at all (temporary file, fsync, rename). A resumed run writes its redone steps over the old
-ones; in synchronous mode with the same bytes.
+A file appears whole or not at all (temporary file, fsync, rename), and each line ends with its checksum
+(`checkpoint.seal`, begun with the line's number). A resumed run writes its redone steps over the old ones; in
+synchronous mode with the same bytes. Training never reads a file again, so a damaged one costs its readers only.
 """
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
+from lowroll.checkpoint.files import read_file, write_file
+from lowroll.checkpoint.seal import seal, unseal_lines
 from lowroll.transport.codec import CodecError, decode_batch, encode_batch
 from lowroll.types import Batch
 
@@ -17,30 +19,24 @@ _FILE = re.compile(r"step_([0-9]{6,})\.jsonl")
 
 def write_rollouts(folder: Path, batch: Batch) -> Path:
     """Write `batch` to `folder/step_<step>.jsonl` atomically; return the path. CodecError before writing anything."""
-    data = encode_batch(batch)
+    lines = encode_batch(batch).removesuffix(b"\n").split(b"\n")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{batch.step:06d}.jsonl"
-    tmp = folder / f".tmp-{path.name}"
-    try:
-        with tmp.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(tmp, path)
-    except OSError:
-        tmp.unlink(missing_ok=True)
-        raise
-    _sync_folder(folder)
+    write_file(path, b"".join(seal(line, number) + b"\n" for number, line in enumerate(lines, 1)))
     return path
 
 
 def read_rollouts(path: Path) -> Batch:
-    """The batch in `path`. CodecError naming file, line and field when it is not what `write_rollouts` wrote."""
+    """The batch in `path`. CodecError naming file, line and field when it is not what `write_rollouts` wrote there."""
     try:
-        return decode_batch(Path(path).read_bytes())
-    except CodecError as error:
+        batch = decode_batch(unseal_lines(read_file(path)))
+    except ValueError as error:                        # CodecError is one too
         raise CodecError(f"{path}: {error}") from error
+    named = _FILE.fullmatch(Path(path).name)
+    if named and int(named[1]) != batch.step:
+        raise CodecError(f"{path}: holds the rollouts of step {batch.step}")
+    return batch
 
 
 def rollout_files(folder: Path) -> list[tuple[int, Path]]:
@@ -54,11 +50,3 @@ def truncate_rollouts(folder: Path, step: int) -> None:
     for later, path in rollout_files(folder):
         if later > step:
             path.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

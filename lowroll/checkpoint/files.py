@@ -1,0 +1,102 @@
+"""Single files that are whole or absent, and input and output errors that name their file."""
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lowroll.checkpoint.faults import faultpoint
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_RUST = re.compile(r"\(os error ([0-9]+)\)")            # how safetensors words the errors of the system
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a file. OSError with its name, also when reading fails half way."""
+    with naming(path):
+        return Path(path).read_bytes()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Make `data` the content of `path`: after an error or a crash it is the old content, or the new one, whole."""
+    path = Path(path)
+    tmp = path.with_name(f".tmp-{path.name}")
+    with naming(path):
+        try:
+            faultpoint(f"file.begin/{path.name}")
+            with tmp.open("wb") as file:
+                file.write(data)
+                faultpoint(f"file.written/{path.name}")
+                file.flush()
+                os.fsync(file.fileno())
+            faultpoint(f"file.synced/{path.name}")
+            os.replace(tmp, path)
+        except OSError:
+            tmp.unlink(missing_ok=True)
+            raise
+        faultpoint(f"file.renamed/{path.name}")
+        sync_folder(path.parent)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line and its newline. It is on disk when this returns; after an error the file is as it was."""
+    path = Path(path)
+    with naming(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            before = os.fstat(descriptor).st_size
+            try:
+                write_all(descriptor, line + b"\n")
+                faultpoint(f"file.appended/{path.name}")
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, before)
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write every byte: on a disk that fills up, one call of the system may take a part only."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left):]
+
+
+def sync_folder(path: Path) -> None:
+    """fsync a directory: its entries (names, renames) reach the disk."""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of the block that names no file names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror or os.strerror(error.errno), str(path)) from error
+
+
+def system_error(error: BaseException) -> int | None:
+    """The errno of an error of the system, also when a library wrapped it in an error of its own; else None."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = _RUST.search(str(error))
+    if found:
+        return int(found[1])
+    return next((code for code in (*_FULL, errno.EIO) if os.strerror(code) in str(error)), None)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """True for ENOSPC and EDQUOT."""
+    return system_error(error) in _FULL
