@@ -61,7 +61,7 @@ def write(base: Base, folder: Path) -> None:
 def read(folder: Path) -> Base | None:
     """What an adapter folder states, if it does. ValueError names the file, and the key that has no such value."""
     path = folder / FILE
-    if not path.is_file():
+    if not path.exists():
         return None
     found = read_json(path)
     known = [field.name for field in fields(Base)]

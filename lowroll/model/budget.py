@@ -25,7 +25,8 @@ def check(path: Path, spec: ModelSpec, tensors: int, stored: int, bits: float, d
     """
     for key, least in (("num_hidden_layers", spec.num_layers), ("num_experts", spec.num_layers * spec.num_experts)):
         if least > tensors:
-            raise ValueError(f"{path}: {key}: {getattr(spec, _SIZES[key]):,} need {least:,} tensors or more, and the "
+            name = "num_local_experts" if key == "num_experts" and "num_local_experts" in spec.config else key
+            raise ValueError(f"{path}: {name}: {getattr(spec, _SIZES[key]):,} need {least:,} tensors or more, and the "
                              f"weight files hold {tensors:,}")
     largest = max(_SIZES, key=lambda key: getattr(spec, _SIZES[key]))
     asks = f"{path}: {largest}: {getattr(spec, _SIZES[largest]):,} makes a model of {spec.num_parameters:,} parameters"

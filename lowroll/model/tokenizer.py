@@ -4,12 +4,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lowroll.model.folder import MOST_JSON, MOST_TOKENIZER, read_json
+from lowroll.model.folder import MOST_TOKENIZER, read_json, regular
 from lowroll.model.template import template
 from lowroll.types import printable
 
-_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+_FILES = (*_VOCABULARIES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -30,11 +30,11 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def _check_files(folder: Path) -> None:
-    """ValueError names a file that is too large or no JSON, and the key of tokenizer_config.json that transformers
-    would choke on later."""
-    for name in _JSON:
+    """ValueError names a file that is too large, and the key of tokenizer_config.json that transformers would choke on
+    later."""
+    for name in _FILES:
         if (folder / name).exists():
-            read_json(folder / name, MOST_TOKENIZER if name == "tokenizer.json" else MOST_JSON)
+            regular(folder / name, MOST_TOKENIZER)
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}
     if not isinstance(config, dict):
@@ -92,7 +92,10 @@ class ChatTokenizer:
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def encode_response(self, text: str) -> list[int]:
-        """Ids of an assistant turn, its end-of-sequence id included."""
+        """Ids of an assistant turn, its end-of-sequence id included. ValueError when the tokenizer names none."""
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError("tokenizer: it has no end-of-sequence token (eos_token in tokenizer_config.json) to learn "
+                             "to stop with")
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
