@@ -31,6 +31,8 @@ from lowroll.checkpoint.publish import (
 )
 from lowroll.cli.main import main
 from lowroll.demo import build_tokenizer
+from lowroll.config import from_mapping
+from lowroll.export import quantize_folder
 from lowroll.model import budget, hf, lora, template
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
 from lowroll.types import Request, printable
@@ -466,6 +468,62 @@ def test_a_manifest_of_a_stranger(case: str, tmp_path: Path) -> None:
         verify_folder(folder)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
     assert read_meta(folder) is None or case == "escape"
+
+
+# -- low-bit folders --------------------------------------------------------------------------------------------------
+
+STATE = "model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"
+
+
+def state(text: bytes) -> Change:
+    return tensors(lambda t: t.update({STATE: torch.tensor(list(text), dtype=torch.uint8)}))
+
+
+def fill(format: str, suffix: str, value: float) -> tuple[str, str, Change]:
+    def change(held: dict[str, Any]) -> None:
+        name = next(name for name in held if name.endswith(f".{suffix}"))
+        held[name] = torch.full(held[name].shape, value).to(held[name].dtype)
+    return format, suffix, tensors(change)
+
+
+LOW_BIT: dict[str, tuple[str, str, Change]] = {
+    **{f"state {name}": ("nf4", "quant_state", state(text)) for name, text in {
+        "deep": DEEP[:9000].encode(), "list": b"[]", "empty": b"", "binary": b"\xff", "large": b" " * 99_999,
+        "offset": b'{"quant_type": "nf4", "blocksize": 64, "shape": [48, 32], "nested_offset": 1' + b"0" * 400 + b"}",
+        }.items()},
+    **{f"{format} {suffix} {value}": fill(format, suffix, value) for format, suffix, value in (
+        ("int8", "weight_scale", NAN), ("int8", "weight_scale", -1.0), ("fp8", "weight", NAN),
+        ("int4", "weight_scale", float("inf")), ("int4", "weight_scale", -1.0), ("int4", "weight_shape", -1.0),
+        ("nvfp4", "weight_global_scale", 0.0), ("nvfp4", "weight_global_scale", -1.0), ("nvfp4", "weight_scale", NAN),
+        ("nvfp4", "weight_scale", -1.0), ("mxfp4", "weight_scale", 255.0))},
+    "sizes": ("int4", "config.json", config(hidden_size=2**31 - 1, num_attention_heads=2**31 - 1,
+                                            intermediate_size=2**31 - 1)),
+    "layers": ("nvfp4", "num_hidden_layers", config(num_hidden_layers=HUGE)),
+}
+
+
+@pytest.fixture(scope="module")
+def quantised(good: Path) -> Callable[[str], Path]:
+    def folder(name: str) -> Path:
+        out = good.parent / name
+        return out if out.exists() else quantize_folder(good, out, name).folder
+    return folder
+
+
+@pytest.mark.parametrize("case", LOW_BIT)
+def test_a_strangers_low_bit_folder(case: str, quantised: Callable[[str], Path], tmp_path: Path) -> None:
+    format, names, change = LOW_BIT[case]
+    folder = Path(shutil.copytree(quantised(format), tmp_path / "m"))
+    change(folder)
+    with pytest.raises(ValueError, match=names) as caught:
+        hf.load(folder)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 2000
+
+
+def test_a_learning_rate_that_no_float_survives() -> None:
+    for section in ("train", "critic"):
+        with pytest.raises(ValueError, match=f"{section}.learning_rate: must be <= 10, got 1e"):
+            from_mapping({"model": "m", section: {"learning_rate": 1e38}})
 
 
 def test_text_for_a_terminal() -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lowroll.types import RunFailed
+from lowroll.types import RunFailed, printable
 
 COMMANDS = {
     "grpo": "train a model by reinforcement learning with cheap rollouts",
@@ -57,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("LOWROLL_DEBUG"):
             raise
         for line in (str(error) or type(error).__name__).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {printable(line, 4000)}", file=sys.stderr)
         return 2
     except RunFailed as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error, 4000)}", file=sys.stderr)
         return 1
 
 

@@ -21,7 +21,7 @@ from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
 from lowroll.config.guard import GuardConfig
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
-from lowroll.config.section import Count, NotNegative, Positive, Probability, Problem, Schedule, Section, Text
+from lowroll.config.section import Count, NotNegative, Positive, Probability, Problem, Rate, Schedule, Section, Text
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 
 
@@ -85,7 +85,7 @@ class TrainConfig(Section):
     max_steps: Count = 100
     minibatches: Count = 1
     tokens_per_microbatch: Count = 8192
-    learning_rate: Positive = 1e-5
+    learning_rate: Rate = 1e-5
     lr_scheduler_type: Schedule = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -155,7 +155,7 @@ class SftConfig(Section):
     num_examples: Count = 4096                             # demonstrations drawn from the environments
     steps: Count = 200
     batch_size: Count = 32                                 # examples a step
-    learning_rate: Positive = 1e-4
+    learning_rate: Rate = 1e-4
     lr_scheduler_type: Schedule = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0

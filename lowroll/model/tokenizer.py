@@ -9,7 +9,8 @@ from lowroll.model.template import template
 from lowroll.types import printable
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
-_FILES = (*_VOCABULARIES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_LARGE = (*_VOCABULARIES, "merges.txt", "chat_template.jinja")
+_SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -30,15 +31,16 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def _check_files(folder: Path) -> None:
-    """ValueError names a file that is too large, and the key of tokenizer_config.json that transformers would choke on
-    later."""
-    for name in _FILES:
+    """ValueError names a file that is too large or no JSON, and the key of tokenizer_config.json that transformers
+    would choke on later."""
+    for name in _LARGE:
         if (folder / name).exists():
             regular(folder / name, MOST_TOKENIZER)
-    path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.exists() else {}
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object")
+    small = {name: read_json(folder / name) for name in _SMALL if (folder / name).exists()}
+    for name, content in small.items():
+        if not isinstance(content, dict):
+            raise ValueError(f"{folder / name}: expected a JSON object")
+    path, config = folder / _SMALL[0], small.get(_SMALL[0], {})
     if "auto_map" in config:
         raise ValueError(f"{path}: auto_map: the tokenizer brings its own code, and lowroll runs none")
     longest = config.get("model_max_length", 1)

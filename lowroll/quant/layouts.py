@@ -311,6 +311,8 @@ def _check_values(suffix: str, name: str, tensor: Tensor, format: str) -> None:
         raise ValueError(f"{suffix}: holds a non-finite value")
     if name == "weight_global_scale" and not bool((tensor > 0).all()):
         raise ValueError(f"{suffix}: expected a positive number")
+    if ("scale" in name or "absmax" in name) and tensor.is_floating_point() and bool((tensor.float() < 0).any()):
+        raise ValueError(f"{suffix}: holds a negative scale")
 
 
 def _name(dtype: torch.dtype) -> str:
