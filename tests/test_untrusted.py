@@ -30,8 +30,8 @@ from lowroll.checkpoint.publish import (
     verify_folder,
 )
 from lowroll.cli.main import main
-from lowroll.demo import build_tokenizer
 from lowroll.config import from_mapping
+from lowroll.demo import build_tokenizer
 from lowroll.export import quantize_folder
 from lowroll.model import budget, hf, lora, template
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
@@ -522,7 +522,7 @@ def test_a_strangers_low_bit_folder(case: str, quantised: Callable[[str], Path],
 
 def test_a_learning_rate_that_no_float_survives() -> None:
     for section in ("train", "critic"):
-        with pytest.raises(ValueError, match=f"{section}.learning_rate: must be <= 10, got 1e"):
+        with pytest.raises(ValueError, match=f"{section}.learning_rate: must be <= 10.0, got 1e"):
             from_mapping({"model": "m", section: {"learning_rate": 1e38}})
 
 
