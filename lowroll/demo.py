@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lowroll import assemble
+from lowroll.checkpoint.replacement import foreign_in
 from lowroll.config import RunConfig, from_mapping
 from lowroll.engine.engine import Engine
 from lowroll.inprocess import run
@@ -32,6 +34,7 @@ from lowroll.model import hf, initialize
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.evaluate import evaluate
+from lowroll.run_folder import RunFolder
 from lowroll.supervised import warm_start
 from lowroll.types import Request
 
@@ -86,11 +89,9 @@ def build_model(folder: Path, seed: int, config: Mapping[str, Any]) -> Path:
     tokenizer = build_tokenizer()
     spec = spec_from_config({**config, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id,
                              "pad_token_id": tokenizer.pad_token_id})
-    parts = folder.with_name(f"{folder.name}-tokenizer")
-    tokenizer.save_pretrained(parts)
-    hf.save(initialize(Transformer(spec), seed), folder, tokenizer_from=parts)
-    shutil.rmtree(parts)
-    return folder
+    with tempfile.TemporaryDirectory() as parts:
+        tokenizer.save_pretrained(parts)
+        return hf.save(initialize(Transformer(spec), seed), folder, tokenizer_from=parts)
 
 
 def settings(folder: Path, seed: int, device: str) -> RunConfig:
@@ -138,17 +139,17 @@ def _tokens_per_second(engine: Engine, requests: list[Request]) -> float:
 
 
 def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") -> int:
-    """Run the demo; returns the exit code. An earlier demo in the folder is replaced.
+    """Run the demo; returns the exit code. What an earlier demo made in the folder is replaced, and nothing else.
 
-    ValueError when the folder holds anything else: it is not the demo's to delete.
+    ValueError when the folder holds other things and no demo, or when something is in the way.
     """
     # One thread: a model this small gains a third from a second one, and loses most of its speed to it when another
     # process wants the core (docs/LOG.md).
     torch.set_num_threads(1)
     console, began = Console(), time.monotonic()
     folder = Path(output_dir)
-    _clear(folder)
     cfg = settings(folder, seed, device)
+    _clear(folder, cfg)
     untrained = build_model(folder / "untrained", seed, CONFIG)
     console.print(f"[bold]1[/] built {untrained}: {hf.load(untrained).spec.num_parameters / 1e6:.2f} M parameters, "
                   f"{CONFIG['architectures'][0]}, byte-level tokenizer")
@@ -157,10 +158,10 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     before = _rewards(cfg, folder / "model")
     console.print(f"[bold]3[/] held-out reward before: {before['int8']:.3f}; {cfg.train.max_steps} steps of GRPO with "
                   f"INT8 rollouts and ACR")
-    result = run(cfg)
-    if result.interrupted:
+    result = run(cfg, overwrite=True)
+    if result.signal:
         console.print("interrupted: nothing is measured")
-        return 130
+        return 128 + result.signal
     after = _rewards(cfg, result.folder / "final")
     console.print("[bold]4[/] measuring the engines")
     speed = engine_speed(cfg, result.folder / "final", ("int8", "fp32"))
@@ -172,13 +173,17 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     return 0 if gain >= MIN_GAIN else 1
 
 
-def _clear(folder: Path) -> None:
-    """An empty folder that is marked as the demo's."""
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / MARK).is_file():
-            raise ValueError(f"output_dir: {folder} is not empty and holds no earlier demo; remove it, or name another "
-                             "folder")
-        shutil.rmtree(folder)
+def _clear(folder: Path, cfg: RunConfig) -> None:
+    """A folder that is marked as the demo's, without the models of an earlier one."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
+        raise ValueError(f"output_dir: {folder} is not empty and holds no earlier demo; remove it, or name another "
+                         "folder")
+    RunFolder(cfg, "grpo").check(overwrite=True)
+    models = [path for path in (folder / "untrained", folder / "model") if path.exists()]
+    if foreign := next(filter(None, map(foreign_in, models)), None):
+        raise ValueError(f"output_dir: {foreign}. The demo would write there: move it, or name another folder")
+    for path in models:
+        shutil.rmtree(path)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
 

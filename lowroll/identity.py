@@ -2,6 +2,7 @@
 
     model                        what config.json says, key by key, and the files of its tokenizer and chat template
     train.teacher, critic.model  what their config.json says
+    sft.data                     of a supervised run
     env                          the Python file that an environment is, and every file that one of its arguments names
 
 are recorded by their values and SHA-256 digests; weights have digests of their own (`weights.publish`). Not seen are
@@ -29,23 +30,30 @@ from lowroll.model.spec import read_config, read_spec
 MAY_CHANGE = ("output_dir", "ckpt", "score.workers", "score.max_error_rate", "eval", "guard", "force",
               "rollout.release_cache", "dapo.no_signal")
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")      # too, after a run that ended because it found none
+TEACHER = "train.teacher: weights"     # read long after all else that a run reads
 CONFIG = "config.json: "                                       # of what a key of it says
 IDLE_FILES = ("generation_config.json",)                       # copied along, and never read
 
 
-def read_by(cfg: RunConfig) -> dict[str, str]:
-    """What the run reads beside its settings and weights: name -> value or digest."""
+def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
+    """What the run of a command reads beside its settings and weights: name -> value or digest."""
     found = {f"model: {CONFIG}{key}": value for key, value in _meaning(cfg.model).items()}
     folder = hf.resolve(cfg.model)
     found |= {f"model: {name}": _digest(folder / name) for name in hf.TOKENIZER_FILES
               if name not in IDLE_FILES and (folder / name).is_file()}
+    if command == "sft":
+        if cfg.sft.data is not None:
+            return found | {"sft.data": _digest(Path(cfg.sft.data))}
+        return found | _read_by_environments(cfg)
     beside = {"train.teacher": cfg.train.teacher, "critic.model": cfg.critic.model if cfg.algorithm == "ppo" else None}
     for key, source in beside.items():
         if source is not None:
             found |= {f"{key}: {CONFIG}{name}": value for name, value in _meaning(source).items()}
-    for env in cfg.env:
-        found |= {f"env {env.name or env.id}: {name}": _digest(path) for name, path in _files(env)}
-    return found
+    return found | _read_by_environments(cfg)
+
+
+def _read_by_environments(cfg: RunConfig) -> dict[str, str]:
+    return {f"env {env.name or env.id}: {name}": _digest(path) for env in cfg.env for name, path in _files(env)}
 
 
 def _meaning(source: str | Path) -> dict[str, str]:
@@ -61,18 +69,18 @@ def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
     if code is not None:
         yield "its code", code
     for key, value in env.args.items():
-        for text in _texts(value):
+        for text in texts(value):
             if os.path.isfile(text):        # of a long text Path.is_file raises
                 yield key if text == value else f"{key}: {text}", Path(text)
 
 
-def _texts(value: object) -> Iterator[str]:
+def texts(value: object) -> Iterator[str]:
     """Every text in JSON data."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
         for inside in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inside)
+            yield from texts(inside)
 
 
 def _digest(path: Path) -> str:
@@ -90,8 +98,9 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
     _refuse("the run does not read what it began with", saved, known, _text)
 
 
-def refuse_other_settings(saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = ()) -> None:
-    """ValueError naming the settings that differ and may not.
+def refuse_other_settings(saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = (),
+                          of: str = "the checkpoint") -> None:
+    """ValueError naming the settings that differ and may not from those of the checkpoint (or of the run).
 
     What is computed in a step may not change, but for settings of `more`. A run may be lengthened when nothing is
     scheduled over its length.
@@ -99,10 +108,11 @@ def refuse_other_settings(saved: dict[str, Any], cfg: RunConfig, more: tuple[str
     before, after = _flatten(saved), _flatten(yaml.safe_load(cfg.dump()))
     unscheduled = (cfg.train.lr_scheduler_type == "constant" and cfg.rollout.temp_scheduler is None
                    and cfg.noise is None)
-    free = (*MAY_CHANGE, *more, *(["train.max_steps"] if unscheduled else []))
+    free = (*MAY_CHANGE, *more, *(["train.max_steps"] if unscheduled else []),
+            *(["sft.steps"] if cfg.sft.lr_scheduler_type == "constant" else []))
     held = {key for key in before.keys() | after.keys()
             if not any(key == name or key.startswith(f"{name}.") for name in free)}
-    _refuse("the configuration is not that of the checkpoint", {key: before[key] for key in held & before.keys()},
+    _refuse(f"the configuration is not that of {of}", {key: before[key] for key in held & before.keys()},
             {key: after[key] for key in held & after.keys()}, repr)
 
 

@@ -13,40 +13,38 @@ from __future__ import annotations
 import gc
 import logging
 import resource
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from lowroll import assemble, identity
-from lowroll.attempt import log_file, polite_stop
-from lowroll.checkpoint.lock import RunLock
-from lowroll.checkpoint.publish import read_meta
-from lowroll.checkpoint.store import Checkpoint, Store
-from lowroll.config import RunConfig, load
+from lowroll.attempt import RunResult, attempt, drive
+from lowroll.checkpoint.replacement import replace_folder
+from lowroll.config import RunConfig, as_config
 from lowroll.engine.engine import Engine
 from lowroll.export import newest_batch, publish_adapter
 from lowroll.kv.capacity import NoRoom, Workload
 from lowroll.metrics.live import LiveView
-from lowroll.metrics.record import Record, Recorder, read, write_about
+from lowroll.metrics.record import Record, Recorder, read
 from lowroll.model import hf
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.evaluate import evaluate
 from lowroll.orchestrator.loop import Orchestrator
+from lowroll.run_folder import RunFolder
+from lowroll.stop import Stop, polite_stop
 from lowroll.trainer.guard import rescale
 from lowroll.trainer.loop import Trainer
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.probe import probe
 from lowroll.transport.memory import MemoryRolloutChannel
-from lowroll.transport.rollout_log import truncate_rollouts, write_rollouts
+from lowroll.transport.rollout_log import write_rollouts
 from lowroll.types import Batch
 from lowroll.weights.aligned import realign
 from lowroll.weights.noise import share
@@ -55,62 +53,48 @@ from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
 
-TEACHER = "train.teacher: weights"     # read long after all else of `identity.read_by`
 MOST_SILENT = 0.5                  # share of tokens, or of sequences, that an objective may silence before any update
 MAX_WIDENED = 4
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """A finished (or politely interrupted) run. `ended`: why it finished before its last step."""
-
-    folder: Path
-    records: list[Record]
-    interrupted: bool = False
-    ended: str = ""
-
-
-def run(config: str | Path | RunConfig, overrides: Mapping[str, object] | None = None, *,
-        resume: bool = False) -> RunResult:
-    """Train as a YAML file or a RunConfig says; returns the run folder and its records.
+def run(config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object] | None = None, *,
+        resume: bool = False, overwrite: bool = False) -> RunResult:
+    """Train as a YAML file, a nested mapping of the same keys or a RunConfig says; returns the run folder and its
+    records. overrides: dotted keys, {"train.max_steps": 20}.
 
     ValueError names what is wrong with the configuration, the model, the data or the run folder, before training
-    starts. With `resume`, the newest undamaged checkpoint of the run folder is continued; without, a folder that
-    holds a run is refused. SIGINT and SIGTERM finish the step, write a checkpoint and return. A run for which dynamic
-    sampling finds nothing to learn from any more finishes early.
+    starts. A folder that holds a run with steps is refused; with `resume`, its newest undamaged checkpoint is
+    continued; with `overwrite`, what it made is replaced, and nothing else. SIGINT, SIGTERM and SIGHUP finish the step,
+    write a checkpoint and return. A run for which dynamic sampling finds nothing to learn from any more finishes early.
     """
-    cfg = config if isinstance(config, RunConfig) else load(config, dict(overrides or {}))
-    cfg = cfg.resolved()
-    folder = Path(cfg.output_dir)
+    cfg = as_config(config, overrides or {}).resolved()
+    last = cfg.train.max_steps
     with ExitStack() as stack:
-        lock = stack.enter_context(RunLock(folder))
-        _refuse_used(folder, resume)
-        stack.enter_context(log_file(folder, lock.attempt))
+        folder = stack.enter_context(attempt(cfg, "grpo", resume, overwrite)).path
         session = Session(cfg, stack, resume)
         first = session.resume() if resume else session.begin()
-        view = stack.enter_context(LiveView(cfg.train.max_steps, f"{folder}: {cfg.algorithm}, {cfg.correction}"))
-        session.watch(view)
-        asked_to_stop = stack.enter_context(polite_stop())
-        for step in range(first, cfg.train.max_steps + 1):
-            try:
-                view.step(session.step(step))
-            except NoSignal as reason:
-                session.end(step - 1, reason)
-                return RunResult(folder, read(folder), ended=str(reason))
-            if asked_to_stop:
-                session.checkpoint(step)
-                return RunResult(folder, read(folder), interrupted=True)
-        session.finish(cfg.train.max_steps)
-    return RunResult(folder, read(folder))
+        view = stack.enter_context(LiveView(last, f"{folder}: {cfg.algorithm}, {cfg.correction}"))
+        stop = stack.enter_context(polite_stop())
+        session.watch(view, stop)
+
+        def show(record: Record) -> str:
+            view.step(record)
+            return view.line()
+
+        try:
+            signal = drive(session, first, last, cfg.ckpt.interval, show, stop)
+        except NoSignal as reason:
+            session.end(reason)
+            return RunResult(folder, read(folder), ended=str(reason))
+    return RunResult(folder, read(folder), signal=signal)
 
 
 class Session:
     """The parts of one run, joined. With `resume`, ValueError when the newest checkpoint is another run's."""
 
     def __init__(self, cfg: RunConfig, stack: ExitStack, resume: bool = False) -> None:
-        self.given, self.folder = cfg, Path(cfg.output_dir)
-        self.store = Store(self.folder / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
-        self.saved = self._find() if resume else None
+        self.given, self.home, self.folder = cfg, RunFolder(cfg, "grpo"), Path(cfg.output_dir)
+        self.saved = self.home.find() if resume else None
         self.where = assemble.place(cfg)
         self.model = assemble.learner(cfg, self.where)
         self.base_digest = digest(self.model)
@@ -139,23 +123,36 @@ class Session:
             save_offending=self._save_offending, before_first=self._first_look, deadline_s=60.0)
         self.inputs = identity.read_by(cfg)
         if self.trainer.teacher is not None:
-            self.inputs[TEACHER] = digest(self.trainer.teacher)
-        self.recorder = Recorder(self.folder)
+            self.inputs[identity.TEACHER] = digest(self.trainer.teacher)
+        self.recorder: Recorder
         self.watch_weights = self._weight_watch()
         self.guard = assemble.guard(cfg)
         self.widened = 0                  # doublings of the exponent of what `correction: auto` chose
         self.on_note: Callable[[str], object] = log.info
+        self.stop = Stop()
+        self.made = 0                     # the last step
+        self._before: dict[str, Any] = {}  # the orchestrator's state, before the step that is being made
         self._saved_at: int | None = None
         self._saving_s: dict[str, float] = {}      # time/checkpoint, for the next record
 
-    def watch(self, view: LiveView) -> None:
-        """Report progress within a step to a live view."""
-        self.orchestrator.on_phase, self.on_note = view.phase, view.note
+    def watch(self, view: LiveView, stop: Stop) -> None:
+        """Report progress within a step to a live view, and heed the wish to stop."""
+        def phase(name: str, done: int, total: int) -> None:
+            view.phase(name, done, total)
+            stop.check()
+
+        def note(text: str) -> None:
+            view.note(text)
+            log.info("%s", text)
+
+        self.orchestrator.on_phase, self.on_note, self.stop = phase, note, stop
 
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""
-        self._write_config()
-        write_about(self.folder, assemble.about(self.cfg, self.where, self.model))
+        about = assemble.about(self.cfg, self.where, self.model)
+        self.recorder = self.home.begin(about)
+        for name, words in about.items():
+            log.info("%s: %s", name, words)
         return 1
 
     def resume(self) -> int:
@@ -165,7 +162,8 @@ class Session:
         """
         saved, self.saved = self.saved, None
         if saved is None:
-            return self._begin_again()
+            log.warning("the run ended before its first checkpoint; it begins again with step 1")
+            return self.begin()
         if saved.meta["base"] != self.base_digest:
             raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
         identity.refuse_other_files(saved.meta["read"], self.inputs)
@@ -175,37 +173,10 @@ class Session:
         self.widened = saved.state.get("widened", 0)
         self._restore_guard(saved.state.get("guard"))
         self._publish(self.trainer.version)
-        for later_gone in (self.recorder.truncate, partial(truncate_rollouts, self.folder / "rollouts"),
-                           self.store.truncate):
-            later_gone(saved.step)
-        self._saved_at = saved.step
-        self._write_config()
+        self.recorder = self.home.resume(saved.step)
+        self.made = self._saved_at = saved.step
         log.info("resumed after step %d", saved.step)
         return saved.step + 1
-
-    def _write_config(self) -> None:
-        """The settings of this attempt, whole or not at all."""
-        written = self.folder / "config.yaml.new"
-        written.write_text(self.given.dump())
-        written.replace(self.folder / "config.yaml")
-
-    def _find(self) -> Checkpoint | None:
-        """The newest checkpoint, if there is one and it is this run's."""
-        try:
-            saved = self.store.load()
-        except FileNotFoundError:
-            identity.refuse_other_settings(yaml.safe_load((self.folder / "config.yaml").read_text()), self.given)
-            return None
-        before = yaml.safe_load(saved.meta["config"])
-        final = read_meta(self.folder / "final") or {}
-        ended = final.get("step") == saved.step < before["train"]["max_steps"]
-        identity.refuse_other_settings(before, self.given, identity.FOR_SIGNAL if ended else ())
-        read = saved.meta.get("read")
-        identity.refuse_other_files(read and {key: read[key] for key in read if key != TEACHER},
-                                     identity.read_by(self.given))
-        if self.given.train.max_steps < saved.step:
-            raise ValueError(f"train.max_steps: {self.given.train.max_steps}, and the run has made {saved.step} steps")
-        return saved
 
     def _first_engine(self) -> Engine:
         """The engine, with a cache for what the run will ask of it; a resumed run's has the size that it began with."""
@@ -220,20 +191,13 @@ class Session:
     def _workloads(self) -> list[Workload]:
         return assemble.workloads(self.given, self.model, self.chat, self.envs, self.eval_envs)
 
-    def _begin_again(self) -> int:
-        self.recorder.truncate(0)
-        truncate_rollouts(self.folder / "rollouts", 0)
-        log.warning("the run ended before its first checkpoint; it begins again with step 1")
-        return self.begin()
-
     def step(self, step: int) -> Record:
-        """One training step, its record and, when due, its evaluation and checkpoint.
-
-        The record comes first: a process that dies between the two makes the step again, and none is left out.
-        """
+        """One training step, its record and, when due, its evaluation."""
         began = time.monotonic()
+        self._before = self.orchestrator.state()
         stage = self._enter(step)
-        batch = self.orchestrator.step(step, self.trainer.version)
+        with self.stop.droppable():
+            batch = self.orchestrator.step(step, self.trainer.version)
         if self.cfg.rollout.release_cache:
             self.engine.release()
         price = {"rollout/weight_bits": float(self.engine.format.bits)}
@@ -246,8 +210,7 @@ class Session:
         metrics["time/step"] = time.monotonic() - began + sum(self._saving_s.values())
         self._saving_s = {}
         record = self.recorder.write(step, metrics)
-        if step % self.cfg.ckpt.interval == 0:
-            self.checkpoint(step)
+        self.made = step
         return record
 
     def evaluate(self) -> dict[str, float]:
@@ -273,14 +236,21 @@ class Session:
             return
         began = time.monotonic()
         tensors, trainer = self.trainer.state()
-        self.store.save(step, tensors, {"trainer": trainer, "orchestrator": self.orchestrator.state(),
-                                         "guard": self.guard and self.guard.state(), "widened": self.widened},
-                        {"config": self.given.dump(), "base": self.base_digest, "read": self.inputs,
-                         "cache_tokens": self.engine.cache_tokens})
+        self.home.save(step, tensors, {"trainer": trainer, "orchestrator": self.orchestrator.state(),
+                                       "guard": self.guard and self.guard.state(), "widened": self.widened},
+                       {"base": self.base_digest, "read": self.inputs, "cache_tokens": self.engine.cache_tokens})
         self._saved_at, self._saving_s = step, {"time/checkpoint": time.monotonic() - began}
+        log.info("checkpoint of step %d", step)
 
-    def end(self, step: int, reason: NoSignal) -> None:
-        """Finish early, after `step`."""
+    def drop(self, step: int) -> None:
+        """A checkpoint of the step before one that was begun and not finished."""
+        self._enter(step - 1)
+        self.orchestrator.restore(self._before)
+        self.checkpoint(step - 1)
+
+    def end(self, reason: NoSignal) -> None:
+        """Finish before the last step."""
+        step = self.made
         self._enter(step)               # the step that could not be made may have begun a stage
         self.finish(step)
         log.warning("the run ends after step %d of %d: %s. Resumed, it goes on with dapo.no_signal go_on, with more "
@@ -289,14 +259,14 @@ class Session:
     def finish(self, step: int) -> None:
         """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face folder."""
         self.checkpoint(step)
-        final, source = self.folder / "final", hf.resolve(self.cfg.model)
-        if final.exists():
-            shutil.rmtree(final)
+        replace_folder(self.home.final, partial(self._save_final, step))
+
+    def _save_final(self, step: int, target: Path) -> None:
         if self.cfg.train.lora:
             self.engine.release()
-            publish_adapter(self.cfg, self.model, final, newest_batch(self.folder, step), step)
+            publish_adapter(self.cfg, self.model, target, newest_batch(self.folder, step), step)
         else:
-            hf.save(self.model, final, source, step)
+            hf.save(self.model, target, hf.resolve(self.cfg.model), step)
 
     def _enter(self, step: int) -> dict[str, float]:
         """Go over to the settings of the step's stage; returns its metrics, none in a run without stages."""
@@ -409,11 +379,3 @@ class Session:
         return {"perf/generate_tokens_per_second": metrics["rollout/tokens"] / max(metrics["time/generate"], 1e-9),
                 "perf/peak_memory_gb": peak / 1e9, "perf/kv_pages_peak": float(self.engine.pool.peak_used),
                 "perf/prefix_hits": float(self.engine.pool.hits)}
-
-
-def _refuse_used(folder: Path, resume: bool) -> None:
-    used = (folder / "config.yaml").exists()
-    if used and not resume:
-        raise ValueError(f"output_dir: {folder} already holds a run; continue it with --resume, or name another folder")
-    if resume and not used:
-        raise ValueError(f"output_dir: {folder} holds no run to resume")

@@ -1,60 +1,182 @@
-"""`lowroll sft`: a supervised warm start from the configuration, published as a Hugging Face folder."""
+"""`lowroll sft`: a supervised warm start from the configuration, published as a Hugging Face folder.
+
+A run of it has what any run has (`attempt`): its folder and lock, checkpoints and exact resume, a polite stop, its log.
+`warm_start` is the training alone, for what is part of something larger.
+"""
 from __future__ import annotations
 
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from lowroll import assemble
+from lowroll import assemble, identity
+from lowroll.attempt import RunResult, attempt, drive
+from lowroll.checkpoint.replacement import replace_folder
 from lowroll.config import RunConfig
+from lowroll.metrics.live import duration
 from lowroll.metrics.progress import phases
-from lowroll.metrics.record import Recorder, write_about
+from lowroll.metrics.record import Record, Recorder, read
 from lowroll.model import hf, lora
+from lowroll.run_folder import RunFolder
+from lowroll.stop import polite_stop
 from lowroll.trainer.optim import OptimSettings
-from lowroll.trainer.sft import Demonstration, SftSettings, demonstrations, read_demonstrations, train_sft
+from lowroll.trainer.sft import Demonstration, SftLearner, SftSettings, demonstrations, read_demonstrations
+from lowroll.weights.publish import digest
+
+log = logging.getLogger(__name__)
+
+LINES = 20                         # of progress in all, where there is no terminal
 
 
-def run_sft(cfg: RunConfig) -> Path:
-    """Train as `cfg.sft` (and `cfg.train` for what both stages share) says; returns the published model folder.
+def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
+    """Train as `cfg.sft` (and `cfg.train` for what both stages share) says; returns the run folder and its records.
 
-    The folder is `output_dir/final`; `output_dir` also gets config.yaml and metrics.jsonl. ValueError when it exists.
+    The trained model, or the adapter, is `output_dir/final`. The folder is treated as by `lowroll.run`, `resume`,
+    `overwrite` and signals included.
     """
-    cfg, folder = cfg.resolved(), Path(cfg.output_dir)
-    if (folder / "config.yaml").exists():
-        raise ValueError(f"output_dir: {folder} already holds a run; name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(cfg.dump())
-    warm_start(cfg, hf.resolve(cfg.model), folder / "final", Recorder(folder))
-    return folder / "final"
+    cfg = cfg.resolved()
+    with attempt(cfg, "sft", resume, overwrite) as folder:
+        session = SftSession(cfg, folder, resume)
+        first = session.resume() if resume else session.begin()
+        with progress(cfg.sft.steps) as show, polite_stop() as stop:
+            signal = drive(session, first, cfg.sft.steps, cfg.ckpt.interval, show, stop)
+    return RunResult(folder.path, read(folder.path), signal=signal)
 
 
-def warm_start(cfg: RunConfig, source: Path, target: Path, recorder: Recorder | None = None) -> dict[str, float]:
+def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
     """Train the model of folder `source` on demonstrations, publish it as folder `target`; the last step's metrics."""
-    where, sft = assemble.place(cfg), cfg.sft
-    plain = cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})      # both belong to what follows
-    cfg = cfg.model_copy(update={"model": str(source), "train": plain})
-    chat, model = assemble.tokenizer(cfg.model), assemble.learner(cfg, where)
-    if recorder is not None:
-        write_about(recorder.path.parent, assemble.about(cfg, where, model))
-    settings = SftSettings(
-        sft.steps, sft.batch_size,
-        OptimSettings(sft.learning_rate, sft.lr_scheduler_type, sft.warmup_steps, sft.steps, sft.min_lr_ratio,
-                      cfg.train.weight_decay, cfg.train.betas, cfg.train.eps, cfg.train.max_grad_norm,
-                      cfg.train.optimizer),
-        cfg.train.tokens_per_microbatch, cfg.train.logprob_chunk, cfg.seed)
-    with phases() as on_phase:
-        def on_step(step: int, metrics: dict[str, float]) -> None:
-            on_phase("sft", step, sft.steps)
-            if recorder is not None:
-                recorder.write(step, metrics)
-
-        metrics = train_sft(model, chat.tokenizer, _examples(cfg), settings, on_step)
-    if cfg.train.lora:
-        lora.save(model, target, base=str(source), tokenizer_from=source)
-    else:
-        hf.save(model, target, tokenizer_from=source)
+    cfg = cfg.model_copy(update={"model": str(source)})
+    learner, metrics = _learner(cfg, assemble.place(cfg)), dict[str, float]()
+    with progress(cfg.sft.steps) as show:
+        for step in range(1, cfg.sft.steps + 1):
+            metrics = learner.step()
+            show({"step": step, **metrics})
+    publish(cfg, learner, cfg.sft.steps, target)
     return metrics
 
 
-def _examples(cfg: RunConfig) -> list[Demonstration]:
+class SftSession:
+    """The parts of one supervised run. With `resume`, ValueError when the newest checkpoint is another run's."""
+
+    def __init__(self, cfg: RunConfig, home: RunFolder, resume: bool = False) -> None:
+        self.cfg, self.home = cfg, home
+        self.saved = home.find() if resume else None
+        self.where = assemble.place(cfg)
+        self.learner = _learner(cfg, self.where)
+        self.base_digest = digest(self.learner.model)
+        self.inputs = identity.read_by(cfg, "sft")
+        self.recorder: Recorder
+        self._saved_at: int | None = None
+
+    def begin(self) -> int:
+        """Start a new run: write what describes it. Returns the first step."""
+        about = _about(self.cfg, self.where, self.learner)
+        self.recorder = self.home.begin(about)
+        for name, words in about.items():
+            log.info("%s: %s", name, words)
+        return 1
+
+    def resume(self) -> int:
+        """Continue from the newest undamaged checkpoint, or begin again when there is none. Returns the next step."""
+        saved, self.saved = self.saved, None
+        if saved is None:
+            log.warning("the run ended before its first checkpoint; it begins again with step 1")
+            return self.begin()
+        if saved.meta["base"] != self.base_digest:
+            raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
+        self.learner.restore(saved.tensors, saved.state)
+        self.recorder = self.home.resume(saved.step)
+        self._saved_at = saved.step
+        log.info("resumed after step %d", saved.step)
+        return saved.step + 1
+
+    def step(self, step: int) -> Record:
+        """One update and its record."""
+        began = time.monotonic()
+        metrics = self.learner.step()
+        return self.recorder.write(step, metrics | {"time/step": time.monotonic() - began})
+
+    def drop(self, step: int) -> None:
+        """A step is short, and never dropped."""
+        raise AssertionError(f"step {step} was dropped")
+
+    def checkpoint(self, step: int) -> None:
+        """Model, optimizer and place after `step`, in one atomic folder."""
+        if self._saved_at == step:
+            return
+        tensors, state = self.learner.state()
+        self.home.save(step, tensors, state, {"base": self.base_digest, "read": self.inputs})
+        self._saved_at = step
+        log.info("checkpoint of step %d", step)
+
+    def finish(self, step: int) -> None:
+        """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face folder."""
+        self.checkpoint(step)
+        replace_folder(self.home.final, partial(publish, self.cfg, self.learner, step))
+
+
+def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> None:
+    """The model (or adapter) after `step` as the new folder `target`."""
+    source = hf.resolve(cfg.model)
+    if cfg.train.lora:
+        lora.save(learner.model, target, base=str(source), tokenizer_from=source)
+    else:
+        hf.save(learner.model, target, source, step)
+
+
+@contextmanager
+def progress(steps: int) -> Iterator[Callable[[Record], str]]:
+    """`show(record)` puts a step into words: a bar at a terminal, else a line now and then on the standard error."""
+    began, first = time.monotonic(), 0
+    with phases() as on_phase:
+        def show(record: Record) -> str:
+            nonlocal first
+            step = int(record["step"])
+            first = first or step
+            left = (time.monotonic() - began) / (step - first + 1) * (steps - step)
+            line = (f"step {step:>4}/{steps}  loss {record['sft/loss'] or float('nan'):.4f}  "
+                    f"lr {record['optim/lr']:.1e}  grad norm {record['optim/grad_norm'] or float('nan'):.3g}  "
+                    f"eta {duration(left)}")
+            on_phase("sft", step, steps)
+            if not sys.stderr.isatty() and (step in (1, steps) or step % max(1, steps // LINES) == 0):
+                print(line, file=sys.stderr)
+            return line
+
+        yield show
+
+
+def _learner(cfg: RunConfig, where: assemble.Place) -> SftLearner:
+    cfg = plain(cfg)
+    sft, train = cfg.sft, cfg.train
+    optim = OptimSettings(sft.learning_rate, sft.lr_scheduler_type, sft.warmup_steps, sft.steps, sft.min_lr_ratio,
+                          train.weight_decay, train.betas, train.eps, train.max_grad_norm, train.optimizer)
+    settings = SftSettings(sft.steps, sft.batch_size, optim, train.tokens_per_microbatch, train.logprob_chunk, cfg.seed)
+    model = assemble.learner(cfg, where)
+    return SftLearner(model, assemble.tokenizer(cfg.model).tokenizer, examples(cfg), settings)
+
+
+def _about(cfg: RunConfig, where: assemble.Place, learner: SftLearner) -> Mapping[str, str]:
+    """The run in words, for the report's header."""
+    shared = assemble.about(cfg, where, learner.model)
+    learned = f"LoRA rank {cfg.train.lora_rank}" if cfg.train.lora else "full fine-tuning"
+    source = cfg.sft.data or ", ".join(env.name or env.id for env in cfg.env)
+    return {"title": shared["title"], "model": shared["model"],
+            "learning": f"supervised, {learned}, {cfg.train.optimizer}, learning rate {cfg.sft.learning_rate:g}",
+            "data": f"{len(learner.samples):,} demonstrations of {source}, {cfg.sft.batch_size} a step",
+            "device": shared["device"]}
+
+
+def plain(cfg: RunConfig) -> RunConfig:
+    """The settings without update-aware scaling and the aligned forward, which belong to the run that follows."""
+    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})})
+
+
+def examples(cfg: RunConfig) -> list[Demonstration]:
+    """What is demonstrated. ValueError names the file and line, or the environment."""
     if cfg.sft.data is not None:
         return read_demonstrations(Path(cfg.sft.data))
     envs = assemble.environments(cfg.env, cfg.seed)

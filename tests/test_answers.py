@@ -1,6 +1,7 @@
 r"""Equality of final answers: right and wrong ones of every kind that a comparison is prone to get wrong."""
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -449,6 +450,8 @@ print(time.process_time() - start)
 def test_no_text_of_an_answer_is_evaluated_as_python(tmp_path, monkeypatch):
     import builtins
 
+    import sympy.physics.units  # evaluates its own names when it is imported  # noqa: F401
+
     canary = tmp_path / "canary"
     payloads = [f"__import__('os').system('touch {canary}')", f"open('{canary}','w')",
                 rf"\text{{open('{canary}','w')}}", "exec(chr(120))", r"\operatorname{eval}(1)", "x.__class__",
@@ -497,3 +500,12 @@ def test_a_number_may_be_equal_to_one_that_is_not_written_exactly() -> None:
 def test_a_matrix_is_no_number_and_a_number_no_matrix() -> None:
     assert not expressions.compare(sympy.Matrix([1, 2]), sympy.Integer(5))
     assert not expressions.compare(sympy.Integer(5), sympy.Matrix([1, 2]))
+
+
+def test_the_warning_of_a_judge_whose_limits_are_off_is_not_shown(caplog):
+    """`costs` limits the time of a comparison."""
+    for module in ("parser", "grader"):
+        logger = logging.getLogger(f"math_verify.{module}")
+        logger.warning("Timeout is disabled as timeout_seconds is None")
+        logger.warning("of another kind")
+    assert [record.getMessage() for record in caplog.records] == ["of another kind"] * 2

@@ -28,6 +28,7 @@ from lowroll.checkpoint import (
     verify_folder,
 )
 from lowroll.checkpoint.faults import VARIABLE, observers
+from lowroll.checkpoint.publish import TEMPORARY
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -391,19 +392,20 @@ def test_data_reaches_the_disk_before_the_name(tmp_path: Path, monkeypatch: pyte
     Store(tmp_path / "run").save(1, tensors_of(1), state_of(1))
     assert events.index("MANIFEST.json") > max(
         events.index(name) for name in ("policy.safetensors", "optimizer.safetensors", "state.json"))
-    assert events[4].startswith(".tmp-step_000001") and events[5:] == ["rename", "run"]
+    assert events[4].startswith(f"{TEMPORARY}step_000001") and events[5:] == ["rename", "run"]
 
 
 def test_only_leftovers_of_dead_writers_are_swept(tmp_path: Path) -> None:
-    (tmp_path / ".tmp-out-dead").mkdir()
-    (tmp_path / ".tmp-out-dead" / "half").write_text("half")
+    for name in (f"{TEMPORARY}out-dead", ".tmp-of-somebody"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("half")
 
     def outer(folder: Path) -> None:
         publish_folder(tmp_path / "inner", lambda inner: (inner / "x").write_text("x") and None, {})
         (folder / "y").write_text("y")                       # our own folder is locked: the inner sweep left it alone
 
     publish_folder(tmp_path / "outer", outer, {})
-    assert sorted(os.listdir(tmp_path)) == ["inner", "outer"]
+    assert sorted(os.listdir(tmp_path)) == [".tmp-of-somebody", "inner", "outer"]
     assert verify_folder(tmp_path / "outer") == {}
 
 

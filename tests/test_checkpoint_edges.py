@@ -11,7 +11,8 @@ import torch
 
 from lowroll.checkpoint import RunLock, Store, publish_folder, verify_folder
 from lowroll.checkpoint.faults import VARIABLE, faultpoint
-from lowroll.checkpoint.publish import is_disk_full
+from lowroll.checkpoint.publish import TEMPORARY, is_disk_full
+from lowroll.checkpoint.replacement import replace_folder
 
 
 @pytest.mark.parametrize(("keep_last", "keep_interval", "left"), [
@@ -73,10 +74,11 @@ def test_the_sweep_never_follows_a_link(tmp_path: Path) -> None:
     (kept / "data").write_text("a person's")
     run = tmp_path / "run"
     run.mkdir()
-    (run / ".tmp-link").symlink_to(kept)
-    (run / ".tmp-file").write_text("no folder of ours")
+    (run / f"{TEMPORARY}link").symlink_to(kept)
+    (run / f"{TEMPORARY}file").write_text("no folder of ours")
     publish_folder(run / "out", lambda folder: (folder / "x").write_text("x") and None, {})
-    assert (kept / "data").read_text() == "a person's" and sorted(os.listdir(run)) == [".tmp-file", ".tmp-link", "out"]
+    assert (kept / "data").read_text() == "a person's"
+    assert sorted(os.listdir(run)) == [f"{TEMPORARY}file", f"{TEMPORARY}link", "out"]
 
 
 def test_a_manifest_does_not_depend_on_the_order_of_its_keys(tmp_path: Path) -> None:
@@ -111,3 +113,30 @@ def test_a_fault_strikes_at_its_own_point_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(VARIABLE, "here:explode")
     with pytest.raises(ValueError, match="expected NAME:kill or NAME:enospc"):
         faultpoint("there")
+
+
+def test_retention_removes_what_was_published_and_nothing_else(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep_last=1)
+    for name in ("step_000000/model.safetensors", ".trash-step_000001/half", ".trash-mine/x"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("x")
+    store.save(1, {}, {})
+    (tmp_path / "step_000001" / "notes.txt").write_text("a person's")
+    store.save(2, {}, {})
+    store.save(3, {}, {})
+    assert sorted(os.listdir(tmp_path)) == [".trash-mine", "step_000000", "step_000001", "step_000003"]
+    assert (tmp_path / "step_000001" / "notes.txt").read_text() == "a person's"
+
+
+@pytest.mark.parametrize("mine", [False, True])
+def test_a_folder_that_is_replaced_is_kept_when_somebody_changed_it(tmp_path: Path, mine: bool) -> None:
+    def publish(path: Path) -> Path:
+        return publish_folder(path, lambda folder: (folder / "x").write_text("x") and None, {})
+
+    final = replace_folder(tmp_path / "final", publish)
+    if mine:
+        (final / "x").write_text("a person's")
+    replace_folder(final, publish)
+    assert (final / "x").read_text() == "x"
+    assert sorted(os.listdir(tmp_path)) == (["final", "final-1"] if mine else ["final"])
+    assert not mine or (tmp_path / "final-1" / "x").read_text() == "a person's"

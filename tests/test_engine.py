@@ -130,6 +130,14 @@ def test_samples_follow_the_distribution(folder: Path) -> None:
     assert all(abs(r.logprobs[0] - float(p[r.token_ids[0]].log())) < 1e-4 for r in groups[0].rollouts)
 
 
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}])
+def test_the_first_token_is_drawn_from_what_the_filters_leave(folder: Path, settings: dict[str, float]) -> None:
+    engine = engine_of(folder)
+    (best,) = tokens(engine.generate([Request(prompt(6), max_tokens=1, temperature=0.0)])[0])
+    (hot,) = engine.generate([Request(prompt(6), n=40, max_tokens=1, temperature=2.0, seed=3, **settings)])
+    assert tokens(hot) == [best] * 40 and {rollout.logprobs[0] for rollout in hot.rollouts} == {0.0}
+
+
 def test_stops(folder: Path) -> None:
     engine = engine_of(folder)
     base = Request(prompt(6), n=8, max_tokens=30, seed=5)

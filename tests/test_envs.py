@@ -284,7 +284,22 @@ def test_hub_data_set_through_datasets(monkeypatch):
         make("gsm8k", args={"path": "openai/gsm8k"})
 
 
+def test_a_division_keeps_the_number_of_steps():
+    """Its divisor is a number, so all the steps that are left stand on its left."""
+    env = make("arithmetic", args={"min_steps": 3, "max_steps": 3, "ops": ["/", "+"]})
+    drawn = [env.prompt(i).info["steps"] for i in range(40)]
+    assert {len(steps) for steps in drawn} == {3} and any("/" in line for steps in drawn for line in steps)
+
+
 # ---- the table
+
+def test_an_argument_without_a_default_must_be_given(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(Path(EXAMPLE).read_text().replace("length: int = 5", "length: int"))
+    assert make(str(path), args={"length": 4}).prompt(0)
+    with pytest.raises(ValueError, match="argument 'length' is missing"):
+        make(str(path))
+
 
 def test_a_user_environment_is_announced_and_short(caplog):
     env = make(EXAMPLE, name="sort", args={"length": 7})

@@ -374,6 +374,7 @@ def run_session(tree: dict[str, Any], stack: ExitStack, steps: int = 2) -> Sessi
     session.begin()
     for step in range(1, steps + 1):
         session.step(step)
+        session.checkpoint(step)
     return session
 
 

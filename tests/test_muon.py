@@ -165,6 +165,17 @@ def test_the_update_norm_covers_both() -> None:
     assert metrics["optim/update_norm"] == pytest.approx(moved, rel=1e-5)
 
 
+def test_the_update_norm_is_muons_where_nothing_is_left_to_adamw() -> None:
+    weight = nn.Parameter(normal(6, 5))
+    optimizer = Optimizer({"w": weight}, OptimSettings(learning_rate=0.1, optimizer="muon", weight_decay=0.0),
+                          {"w": MATRICES["w"]})
+    before = weight.detach().clone()
+    set_grads(optimizer, 0)
+    optimizer.begin_step()
+    metrics = optimizer.update()
+    assert metrics["optim/update_norm"] == pytest.approx(float((weight.detach() - before).norm()), rel=1e-5)
+
+
 def test_a_schedule_reaches_muon() -> None:
     optimizer = made(lr_scheduler_type="linear", total_steps=2, weight_decay=0.0)
     moves = []

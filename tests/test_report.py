@@ -188,3 +188,13 @@ def test_drawing_is_deterministic(tmp_path: Path) -> None:
     first = write_report(tmp_path).read_bytes()
     assert write_report(tmp_path).read_bytes() == first
     assert json.loads((tmp_path / "about.json").read_text())["title"].startswith("demo")
+
+
+def test_a_page_of_somebody_else_stays(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    out.write_text("<!doctype html><p>mine")
+    with pytest.raises(ValueError, match="no report of lowroll; name another file with --out"):
+        write_report(tmp_path)
+    assert out.read_text() == "<!doctype html><p>mine"
+    out.unlink()
+    assert write_report(tmp_path).read_bytes() == write_report(tmp_path).read_bytes()

@@ -48,6 +48,14 @@ def test_wrong_fields_are_named(field, value, names):
         validate(replace(GOOD, **{field: value}), **LIMITS, has_tokenizer=True)
 
 
+@pytest.mark.parametrize("field, value, bounds", [
+    ("top_k", -1, "of at least 0, got -1"), ("n", 0, "in 1..1024, got 0"),
+])
+def test_what_an_integer_may_be_is_said(field, value, bounds):
+    with pytest.raises(ValueError, match=f"{field}: expected an integer {bounds}"):
+        validate(replace(GOOD, **{field: value}), **LIMITS)
+
+
 def test_limits_name_their_owner():
     with pytest.raises(ValueError, match=r"^max_tokens: 3 prompt tokens \+ max_tokens 13 = 16 is over the model's"):
         validate(GOOD, vocab_size=100, context_length=15, cache_tokens=99)

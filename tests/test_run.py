@@ -365,7 +365,7 @@ def test_sigterm_finishes_the_step_and_the_run_can_go_on(model: Path, tmp_path: 
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 130 and "finishing this step" in output
+    assert process.returncode == 143 and "finishing this step" in output
     steps = len(read(tmp_path / "run"))
     assert Store(tmp_path / "run" / "checkpoints").load().step == steps
 

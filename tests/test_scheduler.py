@@ -193,6 +193,18 @@ def test_a_run_of_tokens_ends_with_the_one_that_stops(drawn, kept, ended):
         assert row.num_cached == 5 + 1 + len(kept) - 1             # all but the last, which nobody has run yet
 
 
+def test_a_run_of_tokens_of_an_aborted_sample_is_dropped():
+    scheduler, _ = make(lookahead=8)
+    request = Request(prompt_ids=[1, 2, 3], max_tokens=5, ignore_eos=True)
+    handle = scheduler.add(request)
+    (sequence,) = scheduler.plan().prefills[0].samples
+    scheduler.commit_run(sequence, [9], [-0.5])
+    (row,) = scheduler.plan().decodes
+    assert scheduler.abort(handle)
+    scheduler.commit_run(row, [3, 4], [-1.0, -1.0])
+    assert row.token_ids == [9] and row.logprobs == [-0.5]
+
+
 def test_rows_take_one_step_while_a_prompt_runs_and_several_when_none_does():
     scheduler, runner = make(lookahead=4)
     scheduler.add(Request(prompt_ids=[1, 2, 3], max_tokens=9, ignore_eos=True))

@@ -11,7 +11,6 @@ from test_trainer import dense_log_probs, one_thread, tiny_model
 
 from lowroll.config import from_mapping
 from lowroll.envs.base import Environment
-from lowroll.metrics.record import read
 from lowroll.model import hf
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.supervised import run_sft
@@ -61,6 +60,7 @@ def test_a_demonstration_becomes_prompt_and_response_with_the_end_of_turn():
     assert sample.prompt_ids == [40, 2, 3, 41]
     assert sample.rollout.token_ids == [3, 2, 1]
     assert sample.loss_mask == [1, 1, 1] and sample.advantage == 1.0
+    assert sample.rollout.logprobs == [0.0, 0.0, 0.0]             # it was given, not drawn
 
 
 def test_a_tokenizer_without_an_end_is_refused():
@@ -170,6 +170,19 @@ def test_demonstrations_end_with_the_tasks_that_have_an_answer():
         demonstrations([(Counting("empty", 0), 1.0)], 4)
 
 
+def test_an_endless_environment_without_answers_is_asked_twice_as_often_as_needed():
+    asked = []
+
+    class Silent(Counting):
+        def gold(self, prompt):
+            asked.append(prompt.id)
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match="silent gave no gold answer"):
+        demonstrations([(Silent("silent", None), 1.0)], 4)
+    assert asked == [f"train/{i}" for i in range(8)]
+
+
 def test_a_conversation_gives_one_demonstration_for_each_reply(tmp_path):
     turns = [{"role": r, "content": c} for r, c in
              (("system", "s"), ("user", "u1"), ("assistant", "a1"), ("user", "u2"), ("assistant", "a2"))]
@@ -224,8 +237,8 @@ def test_the_command_publishes_a_model_that_learned_the_demonstrations(tmp_path,
         "model": str(model_folder), "output_dir": str(tmp_path / "run"), "device": "cpu",
         "train": {"weight_decay": 0.0},
         "sft": {"data": str(tmp_path / "data.jsonl"), "steps": 30, "batch_size": 8, "learning_rate": 0.01}})
-    path = run_sft(cfg)
-    records = read(path.parent)
+    result = run_sft(cfg)
+    path, records = result.folder / "final", result.records
     assert [r["step"] for r in records] == list(range(1, 31))
     assert records[-1]["sft/loss"] < 0.7 * records[0]["sft/loss"]
     before, after = hf.load(model_folder), hf.load(path)
@@ -241,5 +254,5 @@ def test_the_command_takes_demonstrations_from_the_environments(tmp_path, model_
         "model": str(model_folder), "output_dir": str(tmp_path / "run"), "device": "cpu",
         "env": [{"id": "reverse-text", "args": {"min_len": 2, "max_len": 4}}],
         "sft": {"num_examples": 16, "steps": 2, "batch_size": 4}})
-    records = read(run_sft(cfg).parent)
+    records = run_sft(cfg).records
     assert len(records) == 2 and records[0]["sft/tokens"] >= 4 * 3

@@ -12,6 +12,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from lowroll.cli.main import main
 from lowroll.config import from_mapping
 from lowroll.demo import build_tokenizer
 from lowroll.export import quantize_folder
-from lowroll.model import budget, hf, lora, template
+from lowroll.model import claims, hf, lora, template
+from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
 from lowroll.types import Request, printable
 
@@ -362,7 +364,7 @@ def test_experts_that_are_not_there(key: str, value: Any, experts: Path, tmp_pat
 
 def test_a_model_that_is_larger_than_the_memory(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file with a hole in it can be as long as it promises: then the memory decides, before anything is read."""
-    monkeypatch.setattr(budget, "total_memory", lambda _: 1000)
+    monkeypatch.setattr(claims, "total_memory", lambda _: 1000)
     monkeypatch.setattr(hf, "Transformer", lambda *_: pytest.fail("a model was made"))
     with pytest.raises(ValueError, match=r"parameters, at least 0\.\d GB in memory, and cpu has 0.0 GB"):
         hf.load(good)
@@ -371,6 +373,13 @@ def test_a_model_that_is_larger_than_the_memory(good: Path, monkeypatch: pytest.
                          ("cache_tokens", lambda: lowroll.Engine(good, device="cpu", cache_tokens=10**12))):
         with pytest.raises(ValueError, match=rf"{setting}: .* GB, and .* GB"):
             ask()
+
+
+def test_a_config_of_the_hub_alone_is_counted_too(good: Path) -> None:
+    """Where a dry run has no weight files to compare with."""
+    spec = replace_fields(read_spec(good), num_layers=HUGE, hidden_size=1, vocab_size=1, intermediate_size=1)
+    with pytest.raises(ValueError, match=r"num_hidden_layers: 1,000,000,000 makes .* GB in memory, and cpu has"):
+        claims.check_memory(good / "config.json", spec, claims.LEAST_BITS, "cpu")
 
 
 def test_a_link_is_not_copied_into_what_is_published(good: Path, tmp_path: Path) -> None:

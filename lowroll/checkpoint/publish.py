@@ -1,9 +1,9 @@
 """A folder appears whole or not at all, and damage is always noticed.
 
-    write into .tmp-*  ->  fsync files  ->  MANIFEST.json, fsync  ->  fsync folder  ->  rename  ->  fsync parent
+    write into .tmp-lowroll-*  ->  fsync files  ->  MANIFEST.json, fsync  ->  fsync folder  ->  rename  ->  fsync parent
 
 A rename is atomic on POSIX file systems, so a process that dies anywhere leaves either the finished folder or a
-`.tmp-*` that no reader looks at. The fsyncs order the data before the name, which is what a power loss needs
+`.tmp-lowroll-*` that no reader looks at. The fsyncs order the data before the name, which is what a power loss needs
 (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). The manifest holds size and SHA-256 of every
 file because neither safetensors nor the file system notices a flipped bit or a zeroed tail.
 
@@ -32,7 +32,7 @@ from lowroll.types import printable
 log = logging.getLogger(__name__)
 
 MANIFEST = "MANIFEST.json"
-TEMPORARY = ".tmp-"
+TEMPORARY = ".tmp-lowroll-"         # ours alone: leftovers are removed wherever a folder is published
 FORMAT = 1
 _CHUNK = 1 << 20
 _MOST_MANIFEST = 16 << 20
@@ -108,6 +108,11 @@ def read_meta(path: Path) -> dict[str, Any] | None:
         return _read_manifest(Path(path) / MANIFEST)[1]
     except DamagedError:
         return None
+
+
+def published_files(path: Path) -> set[str]:
+    """Names of the files that a folder was published with, below it. Raises DamagedError."""
+    return set(_read_manifest(Path(path) / MANIFEST)[0])
 
 
 def encode_manifest(files: dict[str, dict[str, Any]], meta: dict[str, Any]) -> bytes:

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowroll.checkpoint.faults import faultpoint
-from lowroll.checkpoint.publish import TEMPORARY, DamagedError, publish_folder, sync_folder, verify_folder
+from lowroll.checkpoint.publish import (
+    TEMPORARY,
+    DamagedError,
+    publish_folder,
+    remove_leftovers,
+    sync_folder,
+    verify_folder,
+)
+from lowroll.checkpoint.replacement import foreign_in
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +129,14 @@ class Store:
         for later in self.steps():
             if later > step:
                 self._remove(later)
+        self.clean()
+
+    def clean(self) -> None:
+        """Remove what a process left here that died: half-written checkpoints, and half-removed ones."""
+        remove_leftovers(self.folder)
+        for leftover in self.folder.glob(f"{TRASH}step_*"):
+            if _STEP.fullmatch(leftover.name.removeprefix(TRASH)):
+                shutil.rmtree(leftover)
 
     def _read(self, step: int, only: Collection[str] | None = None) -> Checkpoint:
         path = self.folder / _folder_name(step)
@@ -138,12 +154,17 @@ class Store:
         older = [step for step in self.steps() if step < newest]
         pinned = {step for step in older if self.keep_interval and step % self.keep_interval == 0}
         for step in older[:max(0, len(older) - (self.keep_last - 1))]:
-            if step not in pinned:
+            if step not in pinned and not self._holds_foreign(step):
                 self._remove(step)
 
+    def _holds_foreign(self, step: int) -> bool:
+        foreign = foreign_in(self.folder / _folder_name(step), contents=False)
+        if foreign:
+            log.warning("%s: the folder stays", foreign)
+        return bool(foreign)
+
     def _remove(self, step: int) -> None:
-        for leftover in self.folder.glob(f"{TRASH}*"):
-            shutil.rmtree(leftover)
+        self.clean()
         name = _folder_name(step)
         trash = self.folder / f"{TRASH}{name}"
         os.rename(self.folder / name, trash)        # first out of the readers' sight, then slowly away

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import argparse
 
-from lowroll.cli.settings import add_settings, read_settings
+from lowroll.cli.settings import add_folder_options, add_settings, read_settings, show
 
 
 def parser() -> argparse.ArgumentParser:
@@ -11,15 +11,21 @@ def parser() -> argparse.ArgumentParser:
         "Supervised fine-tuning on the environments' own demonstrations, or on a JSONL of {\"messages\": [...]} "
         "(sft.data). The settings are the section sft, and train for what both stages share."))
     add_settings(p)
-    p.add_argument("--dry-run", action="store_true", help="print the resolved settings, then stop")
+    add_folder_options(p)
+    p.add_argument("--dry-run", action="store_true",
+                   help="check model, data and memory, print the plan and every setting, and stop")
     return p
 
 
 def run(arguments: argparse.Namespace) -> int:
     cfg = read_settings(arguments)
     if arguments.dry_run:
-        print(cfg.dump(), end="")
-        return 0
+        from lowroll.preflight import look_at_sft
+        found = look_at_sft(cfg, arguments.resume, arguments.overwrite)
+        return show(cfg, [f"warm start of {cfg.model}; run folder {cfg.output_dir}"], found)
     from lowroll.supervised import run_sft
-    print(f"the trained model: {run_sft(cfg)}")
+    result = run_sft(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
+    if result.signal:
+        return 128 + result.signal
+    print(f"the trained model: {result.folder / 'final'}\nplots: lowroll report {result.folder}")
     return 0

@@ -22,6 +22,7 @@ from lowroll.metrics.record import ABOUT_FILE, read
 
 Record = dict[str, Any]
 REPORT_FILE = "report.html"
+_HEAD = b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>'       # of every page written here
 _MAX_TEXT = 1200
 _MAX_CONFIG = 20_000
 _MAX_EVENTS = 40
@@ -31,7 +32,8 @@ _HEADER = ("model", "env", "algorithm", "rollout", "correction", "device", "star
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of the run in `run_dir` to `out` (default `run_dir/report.html`) and return its path.
 
-    FileNotFoundError when `run_dir` is not a folder; ValueError when its metrics are unreadable.
+    FileNotFoundError when `run_dir` is not a folder; ValueError when its metrics are unreadable, or when `out` is there
+    and is no such page.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -42,12 +44,23 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     body = [_header(run_dir, about, records), _headline(records), _plots(records, notes), _guard(records),
             _samples(run_dir, notes), _config(run_dir, notes), _glossary(records, notes), _notes(notes)]
     out = Path(out) if out is not None else run_dir / REPORT_FILE
+    if out.exists() and not is_report(out):
+        raise ValueError(f"{out}: it is there already and is no report of lowroll; name another file with --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     tmp = out.with_name(f".tmp-{out.name}")
     title = _text(about.get("title") or run_dir.resolve().name, 200)
     tmp.write_text(_PAGE.format(title=title, style=_STYLE, body="\n".join(body)), encoding="utf-8", errors="replace")
     os.replace(tmp, out)
     return out
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a page that `write_report` wrote."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(2000)
+    return head.startswith(_HEAD) and b"Content-Security-Policy" in head
 
 
 def _read_about(run_dir: Path, notes: list[str]) -> Record:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lowroll.kernels import sweep
-from lowroll.model import budget, shards
+from lowroll.model import claims, shards
 from lowroll.model.folder import Headers, inside, read_json, some, tensor_headers
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec, read_config, read_spec
@@ -35,8 +35,9 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def resolve(source: str | Path, revision: str | None = None, connect: bool = True) -> Path:
-    """A local model folder, downloading a hub id (its newest commit, or the revision) when the path does not exist.
+def resolve(source: str | Path, revision: str | None = None, weights: bool = True, connect: bool = True) -> Path:
+    """A local model folder, downloading a hub id (its newest commit, or the revision) when the path does not exist;
+    without its weights when they are not wanted.
 
     connect: whether a connection may be made; without, the hub's cache on this machine is all that is looked into.
     ValueError says what was tried."""
@@ -48,9 +49,9 @@ def resolve(source: str | Path, revision: str | None = None, connect: bool = Tru
         raise ValueError(f"model: {name!r} is neither a folder nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
 
+    wanted = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=not connect,
-                                      allow_patterns=["*.safetensors", "*.json", "*.jinja", "merges.txt"]))
+        return Path(snapshot_download(name, revision=revision, local_files_only=not connect, allow_patterns=wanted))
     except Exception as error:   # the hub's errors are many; the user needs one line
         why = "the hub could not deliver it" if connect else "it is not in the hub's cache on this machine"
         raise ValueError(f"model: {name!r} is no local folder, and {why} "
@@ -123,15 +124,12 @@ def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
         from lowroll.model import base
 
         return base.load(folder, device, dtype, weights)
-    spec, layout = read_spec(folder), read_folder_layout(folder)
-    files = _weight_files(folder)
+    spec, layout, files = read_headers(folder)
     if dtype is None:
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     kept = weights if layout is None else layout.format
     bits = 8 * dtype.itemsize if kept is None else min(8 * dtype.itemsize, get_format(kept).bits)
-    total = sum(path.stat().st_size for path in set(files.values()))
-    budget.check(folder / "config.json", spec, len(files), total, bits, device)
-    _check_headers(folder, spec, files, layout)
+    claims.check_memory(folder / "config.json", spec, bits, device)
     model = Transformer(spec, "meta", dtype)
     shapes = {name: {part: (part_rows(spec, part, whole[0]), *whole[1:]) for part in parts}
               for name, parts, whole in hf_names(spec)}
@@ -155,6 +153,17 @@ def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
                              f"{_DTYPES.get(dtype, dtype)}")
     model.freqs = model.freqs.to(device)
     return model.eval()
+
+
+def read_headers(folder: Path) -> tuple[ModelSpec, Layout | None, dict[str, Path]]:
+    """The spec of a folder, how it stores its linear layers, and the file of each tensor, checked as far as headers
+    go. ValueError as `load` says, but for the values of the weights."""
+    spec, layout = read_spec(folder), read_folder_layout(folder)
+    files = _weight_files(folder)
+    stored = sum(path.stat().st_size for path in set(files.values()))
+    claims.check_files(folder / "config.json", spec, len(files), stored)
+    _check_headers(folder, spec, files, layout)
+    return spec, layout, files
 
 
 def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lowroll.model.adapter import Adapter
-from lowroll.model.budget import total_memory
+from lowroll.model.claims import total_memory
 from lowroll.model.folder import Headers, read_json, some, tensor_headers
 from lowroll.model.hf import copy_tokenizer, low_bit_format, resolve
-from lowroll.model.spec import LARGE
+from lowroll.model.spec import LARGE, ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, all_finite
 from lowroll.types import printable
@@ -45,11 +45,7 @@ def attach(model: Transformer, rank: int, alpha: float, targets: Sequence[str] =
     A fresh adapter is exactly the identity. ValueError names an unknown target, a rank below 1, or targets that are
     experts' matrices: those stay as they are.
     """
-    _check_targets(model, targets)
-    if rank < 1:
-        raise ValueError(f"lora_rank: expected at least 1, got {rank}")
-    if not math.isfinite(alpha):
-        raise ValueError(f"lora_alpha: expected a finite number, got {alpha}")
+    check(model.spec, rank, alpha, targets)
     needed = 4 * sum(math.prod(shape) for shape in _shapes(model, rank, targets).values())
     memory = total_memory(model.device)
     if memory is not None and needed > memory:
@@ -71,13 +67,18 @@ def attach(model: Transformer, rank: int, alpha: float, targets: Sequence[str] =
     return model
 
 
-def _check_targets(model: Transformer, targets: Sequence[str]) -> None:
+def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
+    """ValueError as `attach` says, for a model of this spec."""
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(TARGETS))
     if unknown or not targets:
         raise ValueError(f"lora_target_modules: expected a list out of {', '.join(TARGETS)}, got {unknown or targets}")
-    if model.spec.num_experts and (inside := sorted(set(targets) & set(_EXPERTS))):
+    if spec.num_experts and (inside := sorted(set(targets) & set(_EXPERTS))):
         raise ValueError(f"lora_target_modules: {', '.join(inside)} are experts' matrices in "
-                         f"{model.spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}")
+                         f"{spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}")
+    if rank < 1:
+        raise ValueError(f"lora_rank: expected at least 1, got {rank}")
+    if not math.isfinite(alpha):
+        raise ValueError(f"lora_alpha: expected a finite number, got {alpha}")
 
 
 @contextmanager
@@ -227,7 +228,7 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
             raise ValueError(f"{path}: no such file; an adapter folder holds adapter_config.json and "
                              "adapter_model.safetensors")
     rank, alpha, targets = _read_config(config_path)
-    _check_targets(model, targets)
+    check(model.spec, rank, alpha, targets)
     _check_headers(weights_path, rank, _shapes(model, rank, targets), tensor_headers(weights_path))
     tensors = load_file(weights_path)
     if odd := [name for name, tensor in tensors.items() if not all_finite(tensor)]:

@@ -10,10 +10,11 @@ logits-to-logprob function and the same optimizer. Each epoch visits the demonst
 """
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives import Counts
 from lowroll.objectives.reduce import aggregate, lay_out
+from lowroll.trainer import state as states
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.packing import Packed, check
@@ -70,23 +72,45 @@ class SftSettings:
                 raise ValueError(f"{name}: must be at least 1, is {getattr(self, name)}")
 
 
+class SftLearner:
+    """A model that learns demonstrations: the model, its optimizer, and the place in their order.
+
+    `tokenizer` is a transformers tokenizer with a chat template. ValueError for demonstrations that the model cannot
+    read.
+    """
+
+    def __init__(self, model: Transformer, tokenizer: Any, examples: Sequence[Demonstration],
+                 settings: SftSettings) -> None:
+        self.samples = encode_all(tokenizer, examples, model.spec.vocab_size, model.spec.max_position)
+        self.model, self.settings = model, settings
+        self.optimizer = Optimizer(model.trainable_parameters(), settings.optim, hidden_matrices(model))
+        self._order = epochs(len(self.samples), settings.seed)
+
+    def step(self) -> dict[str, float]:
+        """One update; returns its metrics. Raises TrainingDiverged after MAX_REFUSALS non-finite ones in a row."""
+        batch = [self.samples[next(self._order)] for _ in range(self.settings.batch_size)]
+        return sft_step(self.model, batch, self.optimizer, self.settings)
+
+    def state(self) -> tuple[states.Tensors, dict[str, Any]]:
+        """What `restore` needs to go on bitwise: tensors by file and name, and JSON data."""
+        return states.capture(self.model, self.optimizer)
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        """Put back what `state` gave. The order is a function of the seed, so the steps made say where it stands."""
+        states.restore(self.model, self.optimizer, tensors, state)
+        drawn = self.optimizer.num_steps * self.settings.batch_size
+        self._order = itertools.islice(epochs(len(self.samples), self.settings.seed), drawn, None)
+
+
 def train_sft(model: Transformer, tokenizer: Any, examples: Sequence[Demonstration], settings: SftSettings,
               on_step: Callable[[int, dict[str, float]], object] | None = None) -> dict[str, float]:
     """Train the model's trainable parameters on demonstrations; returns the metrics of the last step.
 
-    `tokenizer` is a transformers tokenizer with a chat template. `on_step(step, metrics)` is called after each step,
-    counted from 1. Raises ValueError for demonstrations that the model cannot read, TrainingDiverged after
-    MAX_REFUSALS non-finite updates in a row.
+    `on_step(step, metrics)` is called after each step, counted from 1. Raises what `SftLearner` does.
     """
-    if tokenizer.eos_token_id is None:
-        raise ValueError("tokenizer: it has no end-of-sequence token, so a response could not end")
-    chat = ChatTokenizer(tokenizer)
-    samples = [encode(chat, example) for example in examples]
-    check(samples, model.spec.vocab_size, model.spec.max_position)
-    optimizer = Optimizer(model.trainable_parameters(), settings.optim, hidden_matrices(model))
-    order, metrics = epochs(len(samples), settings.seed), {}
+    learner, metrics = SftLearner(model, tokenizer, examples, settings), dict[str, float]()
     for step in range(1, settings.steps + 1):
-        metrics = sft_step(model, [samples[next(order)] for _ in range(settings.batch_size)], optimizer, settings)
+        metrics = learner.step()
         if on_step is not None:
             on_step(step, metrics)
     return metrics
@@ -110,6 +134,16 @@ def sft_step(model: Transformer, samples: Sequence[Sample], optimizer: Optimizer
         raise TrainingDiverged(f"sft: loss {loss}, gradient norm {metrics['optim/grad_norm']}; {MAX_REFUSALS} updates "
                                "in a row were not finite")
     return metrics
+
+
+def encode_all(tokenizer: Any, examples: Sequence[Demonstration], vocab_size: int, context: int) -> list[Sample]:
+    """The demonstrations as samples. ValueError names one that a model of this vocabulary and context cannot read."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("tokenizer: it has no end-of-sequence token, so a response could not end")
+    chat = ChatTokenizer(tokenizer)
+    samples = [encode(chat, example) for example in examples]
+    check(samples, vocab_size, context)
+    return samples
 
 
 def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
@@ -165,6 +199,8 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
 
     ValueError names the file and line of the first row that is not a conversation ending with the assistant.
     """
+    if not path.is_file():
+        raise ValueError(f"sft.data: {path}: no such file")
     found = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):

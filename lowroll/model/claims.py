@@ -13,29 +13,38 @@ import torch
 from lowroll.model.spec import ModelSpec
 
 LEAST_BITS = 4             # of a stored weight, whatever the format
+LAYER_NAMES, EXPERT_NAMES = 10_000, 100      # bytes that a layer's and an expert's names and objects take, at least
 _SIZES = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
           "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
           "head_dim": "head_dim", "num_experts": "num_experts", "moe_intermediate_size": "moe_intermediate_size"}
 
 
-def check(path: Path, spec: ModelSpec, tensors: int, stored: int, bits: float, device: torch.device | str) -> None:
-    """ValueError names the key of `path`, a config.json, that promises more than there is, with both numbers.
-
-    tensors, stored: how many the weight files hold, and their bytes. bits: of a parameter on the device, at least.
-    """
+def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
+    """ValueError names the key of `path`, a config.json, that promises more than the weight files hold, with both
+    numbers. tensors, stored: how many they hold, and their bytes."""
     for key, least in (("num_hidden_layers", spec.num_layers), ("num_experts", spec.num_layers * spec.num_experts)):
         if least > tensors:
             name = "num_local_experts" if key == "num_experts" and "num_local_experts" in spec.config else key
             raise ValueError(f"{path}: {name}: {getattr(spec, _SIZES[key]):,} need {least:,} tensors or more, and the "
                              f"weight files hold {tensors:,}")
-    largest = max(_SIZES, key=lambda key: getattr(spec, _SIZES[key]))
-    asks = f"{path}: {largest}: {getattr(spec, _SIZES[largest]):,} makes a model of {spec.num_parameters:,} parameters"
     least = spec.num_parameters * LEAST_BITS // 8
     if least > stored:
-        raise ValueError(f"{asks}, at least {least:,} bytes, and the weight files hold {stored:,}")
-    needed, memory = int(spec.num_parameters * bits / 8), total_memory(device)
+        raise ValueError(f"{path}: {_asks(spec)}, at least {least:,} bytes, and the weight files hold {stored:,}")
+
+
+def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device | str) -> None:
+    """ValueError names the key of `path` that promises more than the device's memory holds, with both numbers. bits: of
+    a parameter on the device, at least."""
+    names = spec.num_layers * (LAYER_NAMES + spec.num_experts * EXPERT_NAMES)
+    needed, memory = int(spec.num_parameters * bits / 8) + names, total_memory(device)
     if memory is not None and needed > memory:
-        raise ValueError(f"{asks}, at least {needed / 1e9:,.1f} GB in memory, and {device} has {memory / 1e9:,.1f} GB")
+        raise ValueError(f"{path}: {_asks(spec)}, at least {needed / 1e9:,.1f} GB in memory, and {device} has "
+                         f"{memory / 1e9:,.1f} GB")
+
+
+def _asks(spec: ModelSpec) -> str:
+    largest = max(_SIZES, key=lambda key: getattr(spec, _SIZES[key]))
+    return f"{largest}: {getattr(spec, _SIZES[largest]):,} makes a model of {spec.num_parameters:,} parameters"
 
 
 def total_memory(device: torch.device | str) -> int | None:

@@ -1,0 +1,96 @@
+"""What may be put in the place of something, and how: the old is kept until the new is complete.
+
+    publish beside dest  ->  rename dest aside  ->  rename the new one to dest  ->  fsync parent  ->  remove the old one
+
+A process that dies between the two renames leaves both, whole, under names that `settle_folder` knows. Only what was
+published is ever removed: a folder that holds anything else is moved aside and kept.
+"""
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.publish import MANIFEST, DamagedError, published_files, sync_folder, verify_folder
+
+log = logging.getLogger(__name__)
+
+
+def foreign_in(folder: Path, contents: bool = True) -> str:
+    """What in a folder is not what was published there, in words that name the first of it; "" when there is nothing.
+
+    contents: read every byte, so that a file that somebody changed counts too.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return f"{folder}: not a published folder"
+    try:
+        if contents:
+            verify_folder(folder)
+        listed = published_files(folder) | {MANIFEST}
+    except DamagedError as error:
+        return str(error)
+    inside = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    found = {path.relative_to(folder).as_posix() for path in inside}
+    return next((f"{folder / name}: it was not published with the folder" for name in sorted(found - listed)), "")
+
+
+def replace_folder(dest: Path, publish: Callable[[Path], object]) -> Path:
+    """Publish a folder with `publish(path)` and put it in the place of `dest`, if there is one; returns `dest`."""
+    settle_folder(dest)
+    if not dest.exists():
+        publish(dest)
+        return dest
+    new, old = _beside(dest)
+    publish(new)
+    faultpoint("replace.published")
+    os.rename(dest, old)
+    faultpoint("replace.moved")
+    os.rename(new, dest)
+    sync_folder(dest.parent)
+    faultpoint("replace.renamed")
+    _discard(old, dest)
+    return dest
+
+
+def settle_folder(dest: Path) -> None:
+    """Finish what a process began that died in `replace_folder`: afterwards `dest` is the newest whole one."""
+    new, old = _beside(dest)
+    if new.is_dir() and not dest.exists():
+        os.rename(new, dest)
+        sync_folder(dest.parent)
+    for leftover in (new, old):
+        if leftover.is_dir():
+            _discard(leftover, dest)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all, also after a power loss."""
+    tmp = path.with_name(f".tmp-{path.name}")
+    with tmp.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    faultpoint(f"file.written/{path.name}")
+    os.replace(tmp, path)
+    sync_folder(path.parent)
+    faultpoint(f"file.replaced/{path.name}")
+
+
+def _beside(dest: Path) -> tuple[Path, Path]:
+    return dest.with_name(f".lowroll-new-{dest.name}"), dest.with_name(f".lowroll-old-{dest.name}")
+
+
+def _discard(folder: Path, dest: Path) -> None:
+    """Remove a folder that was published; one that holds anything else is kept under a name that people see."""
+    foreign = foreign_in(folder)
+    if not foreign:
+        shutil.rmtree(folder)
+        return
+    count = 1
+    while (kept := dest.with_name(f"{dest.name}-{count}")).exists():
+        count += 1
+    os.rename(folder, kept)
+    log.warning("%s; kept as %s", foreign, kept)
