@@ -1,7 +1,8 @@
 """An environment of your own: sort the letters of a word. In the YAML: env: [{id: my_env.py, args: {length: 6}}]
 
-`task` draws a task from a random generator; the framework keeps train and test apart. `score` may raise: that rollout
-is then left out, never scored 0. Check it with `lowroll.envs.make("examples/my_env.py").validate()`.
+`task` draws a task from a random generator; the framework keeps train and test apart. `score` returns a number, or a
+Score with more numbers for the log, also as `async def`. It may raise: that rollout is then left out, never scored 0.
+Check it with `lowroll.envs.make("examples/my_env.py").validate()`.
 """
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import string
 from random import Random
 
 from lowroll.envs import GeneratedEnvironment
-from lowroll.types import Prompt, Score
+from lowroll.types import Prompt
 
 
 class SortLetters(GeneratedEnvironment):
@@ -23,10 +24,10 @@ class SortLetters(GeneratedEnvironment):
         word = "".join(rng.sample(string.ascii_lowercase, self.length))
         return word, {"answer": "".join(sorted(word))}
 
-    def score(self, prompt: Prompt, text: str) -> Score:
+    def score(self, prompt: Prompt, text: str) -> float:
         answer, response = prompt.info["answer"], text.strip()
         right = sum(a == b for a, b in zip(answer, response, strict=False))
-        return Score(right / max(len(answer), len(response)))
+        return right / max(len(answer), len(response))
 
     def gold(self, prompt: Prompt) -> str:
         return prompt.info["answer"]

@@ -5,17 +5,20 @@ Only this file, `lowroll.inprocess` and the commands know both the configuration
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lowroll import objectives
-from lowroll.config import EnvConfig, RunConfig
+from lowroll.config import EnvConfig, RunConfig, as_config
 from lowroll.engine.engine import Engine, pick_device
-from lowroll.envs import Environment, make
+from lowroll.envs import Environment, cells, child, make
+from lowroll.envs.output import readable
 from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.tasks import prompt_at
 from lowroll.kv.capacity import Workload
 from lowroll.model import hf, lora, scaling
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
@@ -50,6 +53,23 @@ class Place:
     def dense(self) -> str:
         """The format that is the run's own dtype."""
         return _DENSE[self.dtype]
+
+
+def configuration(config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object]) -> RunConfig:
+    """The settings of a YAML file, a mapping or a RunConfig. In a mapping an `env` may be, or have as its `id`, an
+    Environment class; one of a notebook or script becomes a file in `output_dir/environments`."""
+    classes: list[type[Environment]] = []
+
+    def read(write: Callable[[type[Environment]], str]) -> RunConfig:
+        tree = cells.replaced(config, write) if isinstance(config, Mapping) else config
+        return as_config(tree, cells.replaced(overrides, write))
+
+    def look(cls: type[Environment]) -> str:
+        classes.append(cls)
+        return "reverse-text"
+
+    cfg = read(look)
+    return read(partial(cells.as_file, folder=Path(cfg.output_dir) / "environments")) if classes else cfg
 
 
 def place(cfg: RunConfig) -> Place:
@@ -147,22 +167,31 @@ def eval_workload(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs:
 def prompt_lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> list[int]:
     """Tokens of the first prompts of a split."""
     size = env.size(split)
-    return [len(chat.encode_chat(env.prompt(i, split).messages)) for i in range(min(count, size or count))]
+    return [len(chat.encode_chat(prompt_at(env, i, split).messages)) for i in range(min(count, size or count))]
 
 
 def environments(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
-    """Environments by name. ValueError when two share a name."""
-    made = [make(env.id, name=env.name, args=env.args, seed=seed) for env in envs]
+    """Environments by name. ValueError when two share a name, or a variable that one passes on is not set."""
+    passed = [child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env") for env in envs]
+    made = [_environment(env, seed, secrets) for env, secrets in zip(envs, passed, strict=True)]
     names = [env.name for env in made]
     if len(set(names)) < len(names):
         raise ValueError(f"env: two environments are named {max(names, key=names.count)!r}; give each a name")
     return dict(zip(names, made, strict=True))
 
 
+def _environment(env: EnvConfig, seed: int, secrets: Mapping[str, str]) -> Environment:
+    try:
+        return make(env.id, name=env.name, args=env.args, seed=seed)
+    except ValueError as error:
+        raise ValueError(readable(str(error), secrets)) from (None if secrets else error)
+
+
 def scorer(cfg: RunConfig, envs: tuple[EnvConfig, ...]) -> ScorerPool:
     """Scoring workers for these environments. Training and evaluation may use one name with different arguments."""
     specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in envs}
-    return ScorerPool(specs, cfg.score.workers, cfg.score.time_limit, cfg.score.memory_limit_mb)
+    variables = sorted({name for env in envs for name in env.pass_env})
+    return ScorerPool(specs, cfg.score.workers, cfg.score.time_limit, cfg.score.memory_limit_mb, variables)
 
 
 def sampling(cfg: RunConfig) -> Sampling:
@@ -182,14 +211,35 @@ def eval_sampling(cfg: RunConfig) -> Sampling:
 
 def longest_prompt(cfg: RunConfig, model: Transformer) -> int:
     """Prompt tokens that leave room for a whole response. ValueError when there are none."""
-    limits = {"the model's context": model.spec.max_position, "a micro-batch": cfg.train.tokens_per_microbatch}
-    if cfg.rollout.cache_tokens is not None:
-        limits["the KV cache"] = cfg.rollout.cache_tokens
-    owner, least = min(limits.items(), key=lambda limit: limit[1])
+    least, _, owner = _row(cfg, model)
     if least <= cfg.rollout.max_tokens:
         raise ValueError(f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in {owner} of "
                          f"{least} tokens")
     return least - cfg.rollout.max_tokens
+
+
+def _row(cfg: RunConfig, model: Transformer) -> tuple[int, str, str]:
+    """(tokens, the key that says so, what it is) of the longest prompt and response together."""
+    limits = [(model.spec.max_position, "model", "the model's context"),
+              (cfg.train.tokens_per_microbatch, "train.tokens_per_microbatch", "a micro-batch")]
+    if cfg.rollout.cache_tokens is not None:
+        limits.append((cfg.rollout.cache_tokens, "rollout.cache_tokens", "the KV cache"))
+    return min(limits, key=lambda limit: limit[0])
+
+
+def check_prompts(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping[str, Environment],
+                  split: str = "train") -> None:
+    """ValueError naming the setting to which all of an environment's first prompts are too long."""
+    for now in (cfg, *(cfg.at(stage.step) for stage in cfg.stages)):
+        most = longest_prompt(now, model)
+        for env in envs.values():
+            lengths = prompt_lengths(env, split, LOOKED_AT, chat)
+            if lengths and min(lengths) > most:
+                tokens, key, _ = _row(now, model)
+                response = now.rollout.max_tokens
+                raise ValueError(f"{key}: {tokens} tokens are too few: the shortest of the first {len(lengths)} "
+                                 f"prompts of env {env.name!r} has {min(lengths)} and rollout.max_tokens is "
+                                 f"{response}, which makes {min(lengths) + response}")
 
 
 def check_stages(cfg: RunConfig, model: Transformer) -> None:
@@ -316,6 +366,7 @@ def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]
         f"; critic {cfg.critic.model or 'of the same model'}, learning rate {cfg.critic.learning_rate:g}")
     return {"title": Path(cfg.output_dir).resolve().name,
             "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
+            "algorithm": cfg.algorithm,
             "learning": f"{learned}, {cfg.algorithm}, {cfg.train.optimizer}, {cfg.train.forward} forward, "
                         f"learning rate {cfg.train.learning_rate:g}{critic}",
             "env": ", ".join(env.name or env.id for env in cfg.env),

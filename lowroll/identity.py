@@ -112,8 +112,19 @@ def refuse_other_settings(saved: dict[str, Any], cfg: RunConfig, more: tuple[str
             *(["sft.steps"] if cfg.sft.lr_scheduler_type == "constant" else []))
     held = {key for key in before.keys() | after.keys()
             if not any(key == name or key.startswith(f"{name}.") for name in free)}
+    held -= {key for key in before.keys() & after.keys() if _same(before[key], after[key])}
     _refuse(f"the configuration is not that of {of}", {key: before[key] for key in held & before.keys()},
             {key: after[key] for key in held & after.keys()}, repr)
+
+
+def _same(before: object, after: object) -> bool:
+    """Whether two settings are equal, or name files and folders that have only moved: digests hold what is in them."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(_same(before[key], after[key]) for key in before)
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(_same, before, after))
+    moved = isinstance(before, str) and isinstance(after, str) and os.path.isabs(after) and os.path.exists(after)
+    return before == after or moved and os.path.basename(str(before)) == os.path.basename(str(after))
 
 
 def _refuse(what: str, before: Mapping[str, Any], after: Mapping[str, Any], show: Callable[[Any], str]) -> None:

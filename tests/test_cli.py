@@ -1,6 +1,7 @@
 """The command line: quick help, thin handlers, one line an error, exit codes."""
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import signal
@@ -282,6 +283,32 @@ def test_settings_in_other_tools_words(words: list[str], told: str, run_yaml: st
     assert main(["grpo", run_yaml, *words]) == 2
     line, = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and told in line
+
+
+@pytest.mark.parametrize(("greedy", "code"), [(0.6, 0), (0.5, 1)])
+def test_a_demo_that_only_got_sharper_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, greedy: float, code: int,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    """What sampling at a lower temperature gives is shown beside the gain, and a second model shows what INT8 buys."""
+    from types import SimpleNamespace
+
+    from lowroll import demo
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    rewards = iter([{"int8": 0.3, "fp32": 0.3, "sharper": 0.49, "greedy": 0.5},
+                    {"int8": 0.55, "fp32": 0.55, "sharper": greedy, "greedy": greedy}])
+    record = {"step": 1, "reward/mean": 0.3, "mismatch/kl_k3": 1e-4}
+    monkeypatch.setattr(demo, "warm_start", lambda *_: {"sft/loss": 1.0})
+    monkeypatch.setattr(demo, "_rewards", lambda *_: next(rewards))
+    monkeypatch.setattr(demo, "run", lambda cfg, **_: SimpleNamespace(interrupted=False, signal=0, folder=tmp_path,
+                                                                      records=[record]))
+    monkeypatch.setattr(demo, "CONFIG", {**demo.CONFIG, **small})
+    monkeypatch.setattr(demo, "LARGER", {**demo.LARGER, **small})
+    monkeypatch.setattr(demo, "engine_speed", lambda *_: {"int8": 1010.0, "fp32": 1000.0})
+    assert demo.main(str(tmp_path / "demo")) == code
+    told = " ".join(capsys.readouterr().out.split())
+    assert "sampled at T = 0.5, scores 0.490" in told and f"greedily, {greedy - 0.5:+.3f}" in told
+    assert "int8 1,010, fp32 1,000 tokens/s; INT8 is 1.01 times as fast" in told
+    assert re.search(r"1 layers of Qwen2\.5-0\.5B's shape \(\d+ M parameters, random weights\), 64 sequences: int8 "
+                     r"[\d,]+, fp32 [\d,]+, bf16 [\d,]+ tokens/s; INT8 is \d\.\d\d times as fast", told)
 
 
 def test_commands_in_other_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -536,8 +536,8 @@ def test_no_text_gives_anything_but_a_config_error(text: str) -> None:
         assert str(error).startswith("fuzz.yaml")
 
 
-def test_an_environment_of_a_file_is_called_as_it_is_written_without_the_folders_of_an_absolute_path() -> None:
-    for id, name in (("examples/my_env.py", "examples/my_env.py"), ("/a/b/my_env.py:Mine", "my_env.py:Mine"),
+def test_an_environment_of_a_file_is_called_without_the_folders_of_its_path() -> None:
+    for id, name in (("examples/my_env.py", "my_env.py"), ("/a/b/my_env.py:Mine", "my_env.py:Mine"),
                      ("gsm8k", "gsm8k")):
         assert from_mapping({"model": "m", "env": [{"id": id}]}).resolved().env[0].name == name
     with pytest.raises(ValueError, match="two environments are called 'my_env.py'"):

@@ -311,7 +311,7 @@ def test_a_user_environment_is_announced_and_short(caplog):
 
 @pytest.mark.parametrize("id, args, message", [
     ("revers-text", {}, "did you mean 'reverse-text'"), ("nope/x", {}, "unknown environment"),
-    ("missing.py", {}, "missing.py does not exist"), (EXAMPLE + ":Nope", {}, "no complete Environment subclass 'Nope'"),
+    ("missing.py", {}, "missing.py does not exist"), (EXAMPLE + ":Nope", {}, "no Environment subclass 'Nope'"),
     ("reverse-text", {"max_length": 3}, "did you mean 'max_len'"),
     ("reverse-text", {"seed": 3}, "'seed' stands beside args"),
     ("reverse-text", {"min_len": 9}, "min_len <= max_len"), ("reverse-text", {"alphabet": ""}, "alphabet"),

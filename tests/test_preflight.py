@@ -76,7 +76,7 @@ def test_a_dry_run_fails_where_the_run_would(model: Path, tmp_path: Path, capsys
     assert "unknown environment 'reverse_text' (did you mean 'reverse-text'?)" in two
     assert "error: lora_target_modules: expected" in two                      # every problem in one look
     assert "max_wordz" in errors("env.0.args={max_wordz: 2}")
-    assert "raises.py': its scorer fails on 8 of 8 of its own answers (exception: ZeroDivisionError" in errors(
+    assert "raises.py': its scorer fails on 8 of 8 of its own answers (exception: env 'raises.py', train/0: ZeroDivisionError" in errors(
         "env=[{id: raises.py}]")
     assert "neither a folder nor a hub id" in errors("model=nowhere")
     assert "the shortest of its first prompts" in errors("train.tokens_per_microbatch=8")

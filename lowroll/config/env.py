@@ -1,6 +1,7 @@
 """The `env:` and `eval:` sections: where prompts come from, and how a policy is measured on those held out."""
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Annotated
@@ -13,14 +14,24 @@ from lowroll.config.section import Count, GroupSize, Penalty, Positive, Probabil
 from lowroll.types import TEMPERATURES
 
 
+def _is_variable(name: str) -> str:
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:      # not shown: it may be a value
+        raise PydanticCustomError("no_variable", "must be the name of an environment variable, not its value")
+    return name
+
+
+Variable = Annotated[str, AfterValidator(_is_variable)]
+
+
 class EnvConfig(Section):
     """One environment. `name` labels its metrics (default: its id, without the folders of an absolute path); `weight`
-    is its share of the prompts."""
+    is its share of the prompts. `pass_env` names environment variables that the scoring workers see."""
 
     id: Text
     name: Text | None = None
     args: dict[str, JsonValue] = {}
     weight: Positive = 1.0
+    pass_env: Annotated[tuple[Variable, ...], Strict(False)] = ()
 
 
 Environments = Annotated[tuple[EnvConfig, ...], Strict(False), BeforeValidator(as_list), Field(min_length=1)]
@@ -35,9 +46,11 @@ def _greedy_or_drawn(value: float) -> float:
 
 
 class EvalConfig(Section):
-    """Evaluation on the test split every `interval` steps (null: only when asked). `env` null: the training ones.
+    """Evaluation on the test split every `interval` steps, before the first and after the last one (null: only when
+    asked). `env` null: the training ones.
 
-    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches it.
+    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches it. Before the first
+    and after the last step the same prompts are drawn once more, as the rollouts are.
     """
 
     interval: Count | None = None

@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from lowroll.config.document import ConfigError, Document, Mark, Path, dotted, nearest, parse, parse_value, plain
 from lowroll.config.foreign import explain, foreign_keys
+from lowroll.config.paths import anchor
 from lowroll.config.schema import RunConfig
 
 M = TypeVar("M", bound=BaseModel)
@@ -70,6 +71,7 @@ def build(document: Document, overrides: Overrides = ()) -> RunConfig:
     """Overrides, checks, resolution."""
     for key, value in _pairs(overrides):
         _override(document, key, value)
+    anchor(document)
     return validate(RunConfig, document).resolved()
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from lowroll.envs.outcome import Outcome, judge
 from lowroll.types import Prompt, Score
 
 SPLITS = ("train", "test")
@@ -71,8 +72,9 @@ class Environment(ABC):
         """Task number `index` (0, 1, ...) of a split. ValueError for a negative index or a split without tasks."""
 
     @abstractmethod
-    def score(self, prompt: Prompt, text: str) -> Score:
-        """Judge the response `text`. Pure; whatever it raises becomes a ScoreError."""
+    def score(self, prompt: Prompt, text: str) -> Outcome:
+        """Judge the response `text`: a number or a Score, also by `async def`. Whatever it raises becomes a ScoreError.
+        """
 
     @abstractmethod
     def gold(self, prompt: Prompt) -> str:
@@ -80,7 +82,7 @@ class Environment(ABC):
 
     @abstractmethod
     def perturbed(self, prompt: Prompt) -> str:
-        """A wrong response, as near to the gold one as possible."""
+        """A wrong response, as near to the gold one as possible. NotImplementedError if none is known."""
 
     def size(self, split: str = "train") -> int | None:
         """Number of tasks in a split; None when they are generated without end, 0 when there is no such split."""
@@ -112,7 +114,7 @@ class Environment(ABC):
         for index in range(count):
             prompt = self.prompt(index, split)
             try:
-                gold = self.gold(prompt)
+                gold, wrong = self.gold(prompt), self.perturbed(prompt)
             except NotImplementedError:
                 missing += 1
                 continue
@@ -121,7 +123,6 @@ class Environment(ABC):
                 accepted += 1
             else:
                 failures.append(f"{prompt.id}: gold {gold[-80:]!r} scored {reward}")
-            wrong = self.perturbed(prompt)
             reward = self._reward_or_error(prompt, wrong)
             if isinstance(reward, float) and (reward == 0.0 if self.exact else reward < 1.0):
                 rejected += 1
@@ -131,7 +132,7 @@ class Environment(ABC):
 
     def _reward_or_error(self, prompt: Prompt, text: str) -> float | str:
         try:
-            return float(self.score(prompt, text).reward)
+            return judge(self, prompt, text).reward
         except Exception as error:     # validate reports what a scorer does; it does not stop at the first bad task
             return f"{type(error).__name__}: {error}"
 

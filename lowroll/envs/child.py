@@ -4,27 +4,48 @@ The hash seed orders Python's sets of strings. With it fixed, a child does the s
 """
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import BinaryIO
 
 KEEP_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-SET_ENV = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SET_ENV = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+PR_SET_PDEATHSIG = 1
+FEW = 8                    # children that any machine may be asked for
+A_CORE = 64                # children a core holds: most of those who wait for a judge sleep
+CHILD_MB = 64              # memory of one that has imported sympy
+CHILD_FILES = 4            # descriptors that it takes here
 
 
-def start(module: str, stderr: IO[bytes] | int) -> subprocess.Popen[bytes]:
+def start(module: str, stderr: int, pass_env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Run `python -m module <pid of this process>` with pipes for input and output, as leader of a new session.
 
-    Of this process's environment it sees `KEEP_ENV` alone: no keys or tokens.
+    Of this process's environment it sees `KEEP_ENV` and `pass_env` alone: no other keys or tokens.
     """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {key: os.environ[key] for key in KEEP_ENV if key in os.environ}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=stderr, env=kept | SET_ENV | {"PYTHONPATH": path}, start_new_session=True, bufsize=0)
+        stderr=stderr, env={**kept, **(pass_env or {}), **SET_ENV, "PYTHONPATH": path}, start_new_session=True,
+        bufsize=0)
+
+
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """In the child: have the kernel send it `number` when its parent dies, though it hangs in C code or is stopped.
+
+    The parent is the thread that started it, so that one must live as long as the child is needed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:         # it died before we asked
+        os._exit(1)
 
 
 def private_streams() -> tuple[BinaryIO, BinaryIO]:
@@ -34,3 +55,40 @@ def private_streams() -> tuple[BinaryIO, BinaryIO]:
         os.dup2(null.fileno(), 0)
     os.dup2(2, 1)
     return requests, replies
+
+
+def named(variables: Sequence[str], who: str = "pass_env") -> dict[str, str]:
+    """These variables of this process's environment. ValueError for one that is not set, or that a child has its own
+    value of."""
+    for name in variables:
+        if name not in os.environ:
+            raise ValueError(f"{who}: the environment variable {name} is not set")
+        if name in (*SET_ENV, "PYTHONPATH"):
+            raise ValueError(f"{who}: the scoring workers have a {name} of their own")
+    return {name: os.environ[name] for name in variables}
+
+
+def check_count(workers: int) -> None:
+    """ValueError, with the arithmetic, when this machine cannot hold so many scoring workers."""
+    cores, files = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1, _open_files()
+    limits = {f"{cores} cores, {A_CORE} workers each": cores * A_CORE, f"{files} open files, {CHILD_FILES} each":
+              files // CHILD_FILES}
+    if (memory := _free_mb()) is not None:
+        limits[f"{memory / 1024:.1f} GB of free memory, {CHILD_MB} MB each"] = memory // CHILD_MB
+    why, most = min(limits.items(), key=lambda limit: limit[1])
+    if workers > max(FEW, most):
+        raise ValueError(f"score.workers: {workers} is more than the {max(FEW, most)} that this machine holds ({why})")
+
+
+def _open_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20
+
+
+def _free_mb() -> int | None:
+    """Memory that is free, or can be freed at once; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) >> 10 for line in lines if line.startswith("MemAvailable:")), None)

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any, Protocol
@@ -132,12 +133,15 @@ class _Server:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
+        self.starter: ThreadPoolExecutor | None = None         # the child dies with the thread that started it
 
     def ask(self, *words: Any) -> Any:
         """One request. ValueError with the child's reason; TimeoutError after `CHILD_LIMIT` seconds."""
         with self.lock:
             if self.process is None:
-                self.process = child.start("lowroll.envs.generator", stderr=subprocess.DEVNULL)
+                self.starter = ThreadPoolExecutor(1, thread_name_prefix="generator-starter")
+                self.process = self.starter.submit(
+                    child.start, "lowroll.envs.generator", subprocess.DEVNULL).result(CHILD_LIMIT)
             try:
                 reply = self._exchange(self.process, json.dumps(words).encode() + b"\n", words[0])
             except BaseException:      # what it would still say belongs to no later request
@@ -170,6 +174,9 @@ class _Server:
             self.process.kill()
             self.process.communicate(timeout=KILL_LIMIT)
             self.process = None
+        if self.starter is not None:
+            self.starter.shutdown(wait=False)
+            self.starter = None
 
 
 _server = _Server()
@@ -207,6 +214,7 @@ def _generator(key: str) -> Generator:
 
 def main() -> None:
     """The child. A request line is [name, options, seed, "check" | "item" | "score", arguments...]; one reply each."""
+    child.die_with(int(sys.argv[1]))
     requests, replies = child.private_streams()
     for line in requests:
         name, options, seed, verb, *arguments = json.loads(line)

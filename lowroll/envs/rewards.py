@@ -5,7 +5,7 @@ A reward is computed or it is an error, never a 0 that stands for "could not sco
 
     kind       what happened to the item                          the worker
     exception  the scorer raised                                  goes on
-    invalid    it returned no Score, or one that is not finite    goes on
+    invalid    it returned no number, or one that is not finite   goes on
     timeout    it took longer than `time_limit` seconds           is killed and replaced
     memory     it went over `memory_limit_mb` of address space    is replaced
     crash      the process ended under it                         is replaced
@@ -16,7 +16,10 @@ limit: a hung scorer under a mere `wait(timeout)` keeps its worker, and a few of
 Concurrency. `score` is one loop over the workers' pipes (`select`): it sends a chunk to each idle worker, and waits for
 the next reply or the next deadline, whichever comes first. A worker holds one chunk at a time and answers item by
 item, so the clock starts anew with each item. Callers in several threads are served one after the other. Messages are
-JSON; nothing that a worker says can run code here. Workers see no environment variables beyond `child.KEEP_ENV`.
+JSON; nothing that a worker says can run code here. Workers see no environment variables beyond `child.KEEP_ENV` and
+those that the pool is told to pass, whose values are taken out of what they say. What they print is `output`'s.
+
+What a scorer leaves running ends with its worker, whoever its parent is by then (`keeper`).
 
 An item goes out with a random id, and its reply must carry it. Another line on that pipe, as of a scorer that writes to
 all descriptors, ends the worker; it is never somebody's reward.
@@ -29,37 +32,41 @@ import secrets
 import selectors
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowroll.envs import child
 from lowroll.envs.base import bounded
-from lowroll.types import Prompt, Score, ScoreError
+from lowroll.envs.output import Output, readable
+from lowroll.types import Prompt, RunFailed, Score, ScoreError
 
 START_LIMIT = 60.0         # seconds for a worker to import its environments
 KILL_LIMIT = 5.0           # seconds for the kernel to reap a killed worker
 MAX_CHUNK = 32             # items a worker holds at a time
 MAX_REPLY = 1 << 20        # bytes of a reply line; a longer one is a crash
+MAX_MESSAGE = 500          # characters of an error's message
 Spec = tuple[str, dict[str, Any], int]
 
 
 @dataclass
 class _Job:
-    """One call of `score`: items as (environment, JSON), their results so far, the indices that no worker holds."""
+    """One call of `score`: items as (prompt, JSON), their results so far, the indices that no worker holds."""
 
-    items: list[tuple[str, bytes]]
+    items: list[tuple[Prompt, bytes]]
     results: list[Score | ScoreError | None]
     pending: deque[int]
     done: int = 0
 
     def settle(self, index: int, result: Score | ScoreError) -> None:
-        """Record a result."""
+        """Record a result; an error says whose it is."""
+        if isinstance(result, ScoreError):
+            prompt = self.items[index][0]
+            result = replace(result, message=f"env {prompt.env!r}, {prompt.id}: {result.message}")
         self.results[index] = result
         self.done += 1
 
@@ -72,11 +79,11 @@ class _Job:
 class _Worker:
     """One child process, and the items, as (index, id), that it holds. It starts until it says that it is ready."""
 
-    def __init__(self, setup: bytes) -> None:
-        self.stderr = tempfile.TemporaryFile()
-        self.process = child.start("lowroll.envs.worker", self.stderr)
-        assert self.process.stdin is not None and self.process.stdout is not None
+    def __init__(self, setup: bytes, pass_env: Mapping[str, str]) -> None:
+        self.process = child.start("lowroll.envs.worker", subprocess.PIPE, pass_env)
+        assert self.process.stdin and self.process.stdout and self.process.stderr
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.output = Output(self.process.stderr, pass_env)
         os.set_blocking(self.stdin.fileno(), False)
         os.set_blocking(self.stdout.fileno(), False)
         self.held: deque[tuple[int, str]] = deque()
@@ -119,41 +126,53 @@ class _Worker:
         return lines
 
     def kill(self) -> str:
-        """End it and its children, once; how it ended and the last that it wrote to its standard error."""
+        """End it and what it started, once; how it ended and the last that it printed."""
         if self.killed:
             return ""
         self.killed = True
-        try:
-            self.process.wait(0.5 if self.ended else 0)    # one that ended by itself has a status to tell
-        except subprocess.TimeoutExpired:
-            pass
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass                       # nobody of its session is left
-        status = self.process.wait(KILL_LIMIT)
+        if self.ended and self._wait(0.5):             # one that ended by itself has a status to tell
+            status = self.process.returncode
+        else:
+            self.ask_to_end()
+            if not self._wait(KILL_LIMIT):
+                self.process.kill()                    # the keeper itself does not answer
+            status = self.process.wait(KILL_LIMIT)
         self.stdin.close()
         self.stdout.close()
-        with self.stderr:
-            self.stderr.seek(max(0, self.stderr.seek(0, os.SEEK_END) - 300))
-            words = self.stderr.read().decode(errors="replace").strip()
+        words = self.output.close()
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         return f"{how}: {words}" if words else how
+
+
+    def ask_to_end(self) -> None:
+        """Tell its keeper, though a scorer may have stopped that one."""
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            self.process.send_signal(number)
+
+    def _wait(self, seconds: float) -> bool:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
 
 class ScorerPool:
     """Scores responses in `num_workers` processes. A context manager; `close` ends the workers.
 
-    `env_specs` maps an environment's name to what `lowroll.envs.make` needs: (id, args, seed). RuntimeError, with the
-    reason, when a worker cannot build them.
+    `env_specs` maps an environment's name to what `lowroll.envs.make` needs: (id, args, seed). Every worker has all of
+    them, and the variables of this process's environment that `pass_env` names. ValueError for one that is not set, and
+    for more workers than the machine holds; RunFailed, with the reason, when a worker cannot build its environments.
     """
 
     def __init__(self, env_specs: Mapping[str, Spec], num_workers: int = 2, time_limit: float = 10.0,
-                 memory_limit_mb: int = 2048) -> None:
+                 memory_limit_mb: int = 2048, pass_env: Sequence[str] = ()) -> None:
         for field, value in (("num_workers", num_workers), ("time_limit", time_limit),
                              ("memory_limit_mb", memory_limit_mb)):
             if not value > 0:
                 raise ValueError(f"{field} must be positive, got {value}")
+        child.check_count(num_workers)
+        self._pass_env = child.named(pass_env)
         self.names = frozenset(env_specs)
         self.time_limit, self.memory_limit_mb = time_limit, memory_limit_mb
         self.replaced = 0              # workers replaced so far
@@ -180,6 +199,9 @@ class ScorerPool:
     def close(self) -> None:
         """Kill the workers. Bounded; may be called twice."""
         for worker in self._workers:
+            if not worker.killed:
+                worker.ask_to_end()
+        for worker in self._workers:
             worker.kill()
         self._workers = []
         self._starter.shutdown(wait=False)
@@ -191,7 +213,7 @@ class ScorerPool:
         ValueError, before anything is scored, for a prompt of an environment that the pool does not have, or whose
         `info` is not JSON. Of each response the last `base.MAX_TEXT` characters are looked at.
         """
-        encoded = [(prompt.env, self._encode(prompt, text)) for prompt, text in items]
+        encoded = [(prompt, self._encode(prompt, text)) for prompt, text in items]
         with self._lock:
             if not self._workers:
                 raise RuntimeError("the scorer pool is closed")
@@ -241,18 +263,22 @@ class ScorerPool:
             for worker in self._workers:
                 selector.register(worker.stdout, selectors.EVENT_READ)
                 if worker.outbox:
-                    selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
+                    selector.register(worker.stdin, selectors.EVENT_WRITE, worker.write)
+                if not worker.output.ended:
+                    selector.register(worker.output.pipe, selectors.EVENT_READ, worker.output.read)
             deadline = min((w.deadline for w in self._workers if w.held or not w.ready), default=0.0)
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                 if key.data is not None:
-                    key.data.write()
+                    key.data()
 
     def _take(self, worker: _Worker, line: bytes, job: _Job) -> bool:
         """Take one reply line; False when it is the last that counts."""
         reply = _decode(line)
         if not worker.ready:
             if reply.get("ready") is not True:
-                raise RuntimeError(f"a scoring worker could not start: {reply.get('failed') or worker.kill()}")
+                raise RunFailed("a scoring worker could not start: " + (
+                    f"{self._said(reply['failed'])} (its memory is limited to {self.memory_limit_mb} MB by "
+                    "score.memory_limit_mb)" if "failed" in reply else worker.kill()))
             worker.ready = True
             worker.overtaxed = {env: Score(**score) for env, score in reply["overtaxed"].items()}
             return True
@@ -260,6 +286,8 @@ class ScorerPool:
         if result is None or not worker.held or reply.get("id") != worker.held[0][1]:
             worker.ended = True        # it does not speak the protocol: treated as a crash
             return False
+        if isinstance(result, ScoreError):
+            result = replace(result, message=self._said(result.message))
         job.settle(worker.held.popleft()[0], result)
         worker.deadline = time.monotonic() + self.time_limit
         if isinstance(result, ScoreError) and result.kind == "memory":
@@ -272,17 +300,21 @@ class ScorerPool:
         late = not worker.ended
         how = worker.kill()
         if not worker.ready:
-            raise RuntimeError("a scoring worker could not start: "
-                               + (f"not ready after {START_LIMIT:g} s ({how})" if late else how))
+            raise RunFailed("a scoring worker could not start: "
+                            + (f"not ready after {START_LIMIT:g} s ({how})" if late else how))
         if worker.held:
             index, _ = worker.held.popleft()
-            slow = worker.overtaxed.get(job.items[index][0]) or ScoreError(
+            slow = worker.overtaxed.get(job.items[index][0].env) or ScoreError(
                 "timeout", f"no score after {self.time_limit:g} s")
             job.settle(index, slow if late else ScoreError("crash", f"the scorer's process ended: {how}"))
         job.take_back(worker.held)
 
+    def _said(self, text: object) -> str:
+        """What a worker says, for people."""
+        return readable(str(text), self._pass_env)[:MAX_MESSAGE]
+
     def _start(self) -> _Worker:
-        return self._starter.submit(_Worker, self._setup).result(START_LIMIT)
+        return self._starter.submit(_Worker, self._setup, self._pass_env).result(START_LIMIT)
 
     def _replace(self, i: int) -> None:
         self._workers[i].kill()

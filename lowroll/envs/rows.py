@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -83,16 +84,26 @@ class Rows(Generic[T]):
 
 
 def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("file:line", object) for every non-empty line. ValueError names the line that is not a JSON object."""
-    with open(path, encoding="utf-8") as lines:
+    """Yield ("file:line", object) for every non-empty line. ValueError names the line that is not a JSON object, or
+    whose text is not Unicode."""
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
             try:
-                row = json.loads(line)
+                row = json.loads(text := line.decode())
+                if SURROGATE.search(text):
+                    json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8 text (byte {error.start})") from None
+            except UnicodeEncodeError as error:
+                lone = ascii(error.object[error.start])[1:-1]
+                raise ValueError(f"{where}: a lone surrogate ({lone}) is no text") from None
             except json.JSONDecodeError as error:
                 raise ValueError(f"{where}: not JSON: {error}") from error
+            except RecursionError:
+                raise ValueError(f"{where}: nested too deep") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
             yield where, row

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from lowroll.envs.base import Environment
+from lowroll.envs.blame import blamed
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ def make(id: str, *, name: str | None = None, args: dict[str, Any] | None = None
     if file is not None:
         logger.warning("environment %s runs the code of %s", name or id, file)
     env = construct(id, name=name, args=args, seed=seed)
-    env.size("train")                  # reads the data, so that a bad file is an error now
+    with blamed(f"env {env.name!r}", own_file(type(env))):
+        env.size("train")              # reads the data, so that a bad file is an error now
     return env
 
 
@@ -63,7 +65,11 @@ def construct(id: str, *, name: str | None = None, args: dict[str, Any] | None =
         raise ValueError(f"unknown environment {id!r}{nearest(id, [*TABLE, REASONING_GYM + '<generator>'])}; "
                          f"known: {', '.join(ids())}, {REASONING_GYM}<generator>, path/to/file.py[:Class]")
     _check_args(cls, id, args)
-    return cls(name=name, seed=seed, **args)
+    with blamed(f"env {name!r}", own_file(cls)):
+        env = cls(name=name, seed=seed, **args)
+    if getattr(env, "name", None) != name:
+        raise ValueError(f"env {name!r}: {cls.__name__}.__init__ must call super().__init__(name=name, seed=seed)")
+    return env
 
 
 def split_file(id: str) -> tuple[Path | None, str | None]:
@@ -72,6 +78,12 @@ def split_file(id: str) -> tuple[Path | None, str | None]:
     if colon:
         return Path(path + ".py").resolve(), class_name
     return (Path(id).resolve(), None) if id.endswith(".py") else (None, None)
+
+
+def own_file(cls: type[Environment]) -> str | None:
+    """The file of a user's own environment; None for the table's."""
+    module = sys.modules.get(cls.__module__)
+    return None if cls.__module__.startswith("lowroll.") else getattr(module, "__file__", None)
 
 
 def _class_at(place: str) -> type[Environment]:
@@ -84,24 +96,39 @@ def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
         raise ValueError(f"environment file {file} does not exist")
     module = _import_file(file)
     own = {key: value for key, value in vars(module).items() if inspect.isclass(value)
-           and issubclass(value, Environment) and value.__module__ == module.__name__ and not inspect.isabstract(value)}
-    if class_name is None and len(own) == 1:
-        return next(iter(own.values()))
-    if class_name in own:
-        return own[class_name]
-    found = ", ".join(own) or "none"
-    asked = f"no complete Environment subclass {class_name!r}" if class_name else "not exactly one Environment subclass"
-    raise ValueError(f"{file}: {asked} (found: {found})")
+           and issubclass(value, Environment) and value.__module__ == module.__name__}
+    whole = {key: value for key, value in own.items() if not inspect.isabstract(value)}
+    if class_name is None and len(whole) == 1:
+        return next(iter(whole.values()))
+    if class_name in whole:
+        return whole[class_name]
+    if lacking := [own[key] for key in ([class_name] if class_name else own) if key in own and key not in whole]:
+        raise ValueError("; ".join(_lacks(file, cls) for cls in lacking))
+    if whole and class_name is None:
+        raise ValueError(f"{file}: several environments, {', '.join(whole)}: name one, as in {file.name}:"
+                         f"{next(iter(whole))}")
+    asked = f"no Environment subclass {class_name!r}" if class_name else "no Environment subclass"
+    raise ValueError(f"{file}: {asked} (found: {', '.join(whole) or 'none'})")
+
+
+def _lacks(file: Path, cls: type[Environment]) -> str:
+    missing = sorted(cls.__abstractmethods__)
+    unknown = [name for name in missing if name in ("gold", "perturbed")]
+    hint = f"; one that knows no such answer raises NotImplementedError in {' and '.join(unknown)}" if unknown else ""
+    return f"{file}: class {cls.__name__} lacks {', '.join(missing)}{hint}"
 
 
 def _import_file(file: Path) -> ModuleType:
+    if (folder := str(file.parent)) not in sys.path:
+        sys.path.append(folder)        # last, so that modules beside the file are found and hide none
     key = f"lowroll_env_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(key, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[key] = module          # dataclasses look their module up while the file is being run
     try:
-        spec.loader.exec_module(module)
+        with blamed("the environment cannot be imported", str(file)):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[key]
         raise

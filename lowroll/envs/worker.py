@@ -6,35 +6,26 @@ Out: {"ready": true, "overtaxed": scores by environment} or {"failed": why}, the
 prints does not disturb them. The id is a secret of the pool and this loop: who writes to that descriptor without it is
 not heard. A copy of this process that a scorer forked and let go on ends here.
 
-The worker dies with the process that started it: the kernel kills it (Linux), or it reads the end of its input.
+Above it stands a keeper (`keeper`), which ends what a scorer leaves behind. The worker dies with the process that
+started it: the kernel tells the keeper (Linux), or it reads the end of its input.
 """
 from __future__ import annotations
 
-import ctypes
 import json
-import math
 import os
 import resource
-import signal
 import sys
 from typing import Any, BinaryIO
 
-from lowroll.envs import child
+from lowroll.envs import blame, child
 from lowroll.envs.base import Environment
-from lowroll.envs.table import construct
-from lowroll.types import Prompt, Score
+from lowroll.envs.keeper import keep
+from lowroll.envs.outcome import InvalidScore, judge
+from lowroll.envs.table import construct, own_file
+from lowroll.types import Prompt
 
-MAX_REWARD = 1e6           # a reward beyond it is a bug of the scorer
 MAX_FILE_MB = 64           # a scorer may not fill the disk
-PR_SET_PDEATHSIG = 1
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, even while a scorer hangs in C code."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:         # it died before we asked
-        os._exit(1)
+MAX_MESSAGE = 100_000      # characters of an error; the pool shows the beginning
 
 
 def limit_resources(memory_mb: int) -> None:
@@ -42,37 +33,22 @@ def limit_resources(memory_mb: int) -> None:
     for kind, limit in ((resource.RLIMIT_AS, memory_mb << 20), (resource.RLIMIT_FSIZE, MAX_FILE_MB << 20),
                         (resource.RLIMIT_CORE, 0)):
         _, hard = resource.getrlimit(kind)
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        limit = min(limit, sys.maxsize if hard == resource.RLIM_INFINITY else hard)
         resource.setrlimit(kind, (limit, limit))
 
 
 def score_item(env: Environment, prompt: Prompt, text: str) -> dict[str, Any]:
     """Score one response; every way in which a scorer can fail becomes an error of a named kind."""
     try:
-        score = env.score(prompt, text)
+        return vars(judge(env, prompt, text))
     except MemoryError:
         return {"error": "memory", "message": "the scorer ran out of memory"}
+    except InvalidScore as error:
+        return {"error": "invalid", "message": str(error)}
     except (Exception, SystemExit) as error:
-        return {"error": "exception", "message": f"{type(error).__name__}: {error}"[:500]}
-    fault = _fault(score)
-    return {"error": "invalid", "message": fault} if fault else {
-        "reward": float(score.reward), "metrics": {key: float(value) for key, value in score.metrics.items()}}
-
-
-def _fault(score: object) -> str | None:
-    """Why a scorer's return value is not a score; None when it is one."""
-    if not isinstance(score, Score):
-        return f"the scorer must return a Score, not {type(score).__name__}"
-    if not isinstance(score.metrics, dict):
-        return f"metrics must be a dict, not {type(score.metrics).__name__}"
-    for key, value in [("reward", score.reward), *score.metrics.items()]:
-        if not isinstance(key, str):
-            return f"a metric's name must be a string, not {type(key).__name__}"
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return f"{key} must be a number, not {type(value).__name__}"
-        if not math.isfinite(value):
-            return f"{key} is not finite"
-    return f"reward is beyond {MAX_REWARD:g}" if abs(score.reward) > MAX_REWARD else None
+        file = own_file(type(env))
+        where = f" ({blame.place(error, file)})" if file else ""
+        return {"error": "exception", "message": f"{type(error).__name__}: {error}"[:MAX_MESSAGE] + where}
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> int:
@@ -86,7 +62,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
         envs = {name: construct(id, name=name, args=args, seed=seed)
                 for name, (id, args, seed) in setup["specs"].items()}
     except Exception as error:         # reported to the pool, which raises it
-        reply({"failed": f"{type(error).__name__}: {error}"})
+        reply({"failed": blame.describe(error)})
         return 1
     reply({"ready": True, "overtaxed": {name: vars(env.overtaxed) for name, env in envs.items() if env.overtaxed}})
     process = os.getpid()
@@ -104,7 +80,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
 
 def main() -> int:
     """Serve until the end of the input."""
-    die_with(int(sys.argv[1]))
+    keep(int(sys.argv[1]))
     return serve(*child.private_streams())
 
 

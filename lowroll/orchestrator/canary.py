@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from lowroll.envs.tasks import prompt_at
 from lowroll.orchestrator.client import Scorer
 from lowroll.orchestrator.errors import describe
 from lowroll.orchestrator.settings import SOLVED
@@ -22,7 +23,7 @@ def canaries(envs: Mapping[str, Environment], scorer: Scorer, positions: Mapping
     """One line for each canary that scored wrongly. `positions`: the training task to ask of each environment."""
     items: list[tuple[Prompt, str]] = []
     for name, env in envs.items():
-        prompt = env.prompt(positions[name], "train")
+        prompt = prompt_at(env, positions[name], "train")
         try:
             items += [(prompt, env.gold(prompt)), (prompt, env.perturbed(prompt))]
         except NotImplementedError:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from lowroll.envs.tasks import prompt_at
 from lowroll.orchestrator.client import Tokenizer
 from lowroll.orchestrator.settings import Sampling, Settings
 from lowroll.types import Prompt, Request
@@ -128,7 +129,7 @@ def draw_at(env: Environment, name: str, position: int, split: str, tokenizer: T
 
     Raises ValueError when the prompt says it belongs to another environment or has no tokens.
     """
-    prompt = env.prompt(position, split)
+    prompt = prompt_at(env, position, split)
     if prompt.env != name:
         raise ValueError(f"environment {name!r}: prompt {prompt.id!r} says it belongs to {prompt.env!r}")
     prompt_ids = list(tokenizer.encode_chat(prompt.messages))

@@ -1,0 +1,88 @@
+"""What a relative path in a configuration is relative to.
+
+What a run reads (models, environments' files and those that their arguments name, demonstrations) is looked for beside
+the YAML file that names it, then in the working directory; what an override or a Python mapping names, in the working
+directory alone. What is found becomes an absolute path, so that the run's config.yaml means the same everywhere.
+`output_dir` is relative to the working directory.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path as FilePath
+from typing import Any
+
+from lowroll.config.document import Document, Path
+
+READ = (("model",), ("train", "teacher"), ("critic", "model"), ("sft", "data"))
+ENVIRONMENTS = (("env",), ("eval", "env"))
+
+
+def anchor(document: Document) -> None:
+    """Make the paths of what the document reads absolute, where there is such a file or folder."""
+    for path in READ:
+        _replace(document, path, _beside)
+    for path in ENVIRONMENTS:
+        envs = _get(document.value, path)
+        places = [path] if isinstance(envs, dict) else [(*path, i) for i in range(len(envs or ()))]
+        for place in places if isinstance(envs, dict | list) else ():
+            _replace(document, (*place, "id"), _code)
+            for inside in _texts(_get(document.value, (*place, "args")), (*place, "args")):
+                _replace(document, inside, _argument)
+
+
+def _replace(document: Document, path: Path, find: Callable[[str, list[FilePath]], str | None]) -> None:
+    text = _get(document.value, path)
+    if not isinstance(text, str) or not text or "\0" in text or FilePath(text).is_absolute():
+        return
+    if (found := find(text, _folders(document, path))) is not None:
+        section = _get(document.value, path[:-1])
+        section[path[-1]] = found
+
+
+def _folders(document: Document, path: Path) -> list[FilePath]:
+    """Where a path that was written here may begin: beside the file, and in the working directory."""
+    mark = document.mark(path)
+    file = None if mark is None or mark.where == "override" else mark.where.rpartition(":")[0]
+    return [*([FilePath(file).absolute().parent] if file else []), FilePath.cwd()]
+
+
+def _beside(text: str, folders: list[FilePath]) -> str | None:
+    return next((str(folder / text) for folder in folders if _exists(folder / text)), None)
+
+
+def _code(text: str, folders: list[FilePath]) -> str | None:
+    """`file.py` or `file.py:Class`. One that is nowhere is missed beside the YAML file."""
+    file, suffix, name = (text, "", "") if text.endswith(".py") else text.partition(".py:")
+    if not suffix and not text.endswith(".py"):
+        return None
+    file += ".py" if suffix else ""
+    return (_beside(file, folders) or str(folders[0] / file)) + (f":{name}" if suffix else "")
+
+
+def _argument(text: str, folders: list[FilePath]) -> str | None:
+    """A text that looks like a path, and is one: of a file, or with a slash in it of a folder too."""
+    found = _beside(text, folders) if "/" in text or "." in text else None
+    return None if found is None or "/" not in text and FilePath(found).is_dir() else found
+
+
+def _exists(path: FilePath) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):          # a text too long for a name
+        return False
+
+
+def _texts(value: Any, path: Path) -> Iterator[Path]:
+    """The places of every text in JSON data."""
+    if isinstance(value, str):
+        yield path
+    elif isinstance(value, dict | list):
+        for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(inside, (*path, key))
+
+
+def _get(value: Any, path: Path) -> Any:
+    for part in path:
+        known = isinstance(value, dict) or isinstance(value, list) and isinstance(part, int)
+        value = (value.get(part) if isinstance(value, dict) else value[part]) if known else None
+    return value

@@ -1,0 +1,31 @@
+"""Whose code failed: what a user's own environment raises becomes one line that names its file and line."""
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def blamed(what: str, file: str | None) -> Iterator[None]:
+    """What code of `file` raises in the block becomes a ValueError `file:line: what: ...`. None: nothing is changed."""
+    try:
+        yield
+    except Exception as error:
+        if file is None:
+            raise
+        raise ValueError(f"{place(error, file)}: {what}: {describe(error)}") from error
+
+
+def place(error: BaseException, file: str) -> str:
+    """`file:line` of the last line of `file` on the way to the error; of a SyntaxError the line that is none."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return f"{file}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{file}:{lines[-1]}" if lines else file
+
+
+def describe(error: BaseException) -> str:
+    """`KeyError: 'answer'`; of an error that carries a sentence of its own (ValueError) the sentence alone."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return text if type(error) is ValueError and text else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -1,0 +1,116 @@
+"""The keeper of a scoring worker: a process between the pool and the worker that never runs a scorer's code.
+
+What a scorer leaves behind, even a process that forked twice and began a session of its own, becomes the keeper's child
+(a subreaper, on Linux). It all ends when the worker ends, when the pool asks (SIGTERM), and when the pool's process
+dies. The user's own process is left as it is: no other child of it is touched.
+
+The keeper ends as the worker did, by the same status or signal.
+"""
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowroll.envs import child
+
+PR_SET_CHILD_SUBREAPER = 36
+END_LIMIT = 3.0            # seconds for the kernel to end what is killed
+HEARD = (signal.SIGCHLD, signal.SIGTERM)
+
+
+def keep(parent: int) -> None:
+    """Fork. Returns in the worker; the keeper stays behind and never returns."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    child.die_with(parent, signal.SIGTERM)
+    keeper = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.setsid()                    # a scorer that kills its own group spares the keeper
+        child.die_with(keeper)
+        return
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):           # the pool hears the end of the worker by the end of its pipes
+        os.dup2(null, stream)
+    status = _watch(worker)
+    _end_all(worker)
+    _end_as(status)
+
+
+def _watch(worker: int) -> int:
+    """Until the worker has ended; its status. Orphans of a scorer are reaped on the way."""
+    while True:
+        if signal.sigwait(HEARD) == signal.SIGTERM:
+            os.kill(worker, signal.SIGKILL)
+        while (ended := _reap()) is not None:
+            if ended[0] == worker:
+                return ended[1]
+
+
+def _reap() -> tuple[int, int] | None:
+    """(pid, status) of a child that has ended; None when there is none."""
+    try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (pid, status) if pid else None
+
+
+def _end_all(worker: int) -> None:
+    """Kill what the worker left: its group, then every process below this one until none is left."""
+    _kill(-worker)
+    deadline = time.monotonic() + END_LIMIT
+    while time.monotonic() < deadline:
+        below = list(_below(os.getpid()))
+        for pid in below:
+            _kill(pid)
+        while _reap() is not None:
+            pass
+        if not below:
+            return
+        time.sleep(0.002)
+
+
+def _kill(pid: int) -> None:
+    """SIGKILL to a process, or to the group -pid; one that has ended already is left in peace."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _below(root: int) -> Iterator[int]:
+    """The processes that descend from `root`. None where there is no /proc."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue                   # it ended while we looked
+        if state != "Z":
+            parents.setdefault(int(parent), []).append(int(entry.parent.name))
+    found = list(parents.get(root, ()))
+    while found:
+        pid = found.pop()
+        yield pid
+        found += parents.get(pid, ())
+
+
+def _end_as(status: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)

@@ -1,0 +1,48 @@
+"""The prompt of an environment at a position, checked: what comes from a user's code is named before it goes on."""
+from __future__ import annotations
+
+import json
+
+from lowroll.envs.base import Environment
+from lowroll.envs.blame import blamed
+from lowroll.envs.table import own_file
+from lowroll.types import Prompt
+
+
+def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
+    """Task number `index` of a split. ValueError names the environment, and file and line or the task, when its code
+    raises or its prompt is not one: chat messages and JSON data, in valid Unicode."""
+    with blamed(f"env {env.name!r}: prompt({index}, {split!r})", own_file(type(env))):
+        prompt = env.prompt(index, split)
+    if not isinstance(prompt, Prompt):
+        raise ValueError(f"env {env.name!r}: prompt({index}, {split!r}) must return a Prompt (as self.ask does), not "
+                         f"{type(prompt).__name__}")
+    where = f"env {env.name!r}: prompt {prompt.id!r}"
+    if not _are_messages(prompt.messages):
+        raise ValueError(f"{where}: messages must be a list of {{role, content}} in text")
+    try:
+        json.dumps(vars(prompt), ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        lone = ascii(error.object[error.start])[1:-1]
+        raise ValueError(f"{where}: a lone surrogate ({lone}) is no text") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: info must be JSON data: {error}") from None
+    if (odd := _odd(prompt.info)) is not None:
+        raise ValueError(f"{where}: info must be JSON data, and {odd} would not come back as it is")
+    return prompt
+
+
+def _odd(value: object) -> str | None:
+    """What JSON would turn into something else: a key that is no text, a tuple."""
+    if isinstance(value, tuple):
+        return f"the tuple {str(value)[:60]}"
+    if isinstance(value, dict) and (key := next((key for key in value if not isinstance(key, str)), None)) is not None:
+        return f"the key {key!r}"
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((odd for odd in map(_odd, inside) if odd is not None), None)
+
+
+def _are_messages(messages: object) -> bool:
+    return isinstance(messages, list) and bool(messages) and all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages)
