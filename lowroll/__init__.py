@@ -5,6 +5,8 @@ The public names load on first use, so that `import lowroll` and its torch-free 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lowroll.types import BehaviorTag, Group, Request, Rollout
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["BehaviorTag", "Engine", "Group", "QTensor", "Request", "Rollout",
            "formats", "objectives", "quantize", "run", "score"]
+
+# Between two parallel loops OpenMP's threads spin for a millisecond, and beside a busy process each waits for one that
+# has lost its core: 40 times slower (docs/LOG.md, 2026-11-22). A short spin costs an idle machine nothing that could be
+# measured, and changes no number. It is read when torch is loaded; who sets a policy knows better.
+if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOMES = {"Engine": "engine.engine", "score": "model.scoring", "QTensor": "quant.formats",
           "formats": "quant.formats", "quantize": "quant.formats", "run": "inprocess"}

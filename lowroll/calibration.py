@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.envs.rows import read_jsonl
+from lowroll.model.tokenizer import ChatTokenizer
 
 _CHARACTERS_PER_TOKEN = 32      # of a plain text no more is read than could be needed
 
@@ -42,10 +43,9 @@ def _from_lines(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
             yield tokenizer.encode(text)[:length]
         elif isinstance(messages, list) and messages:
             try:
-                yield list(tokenizer.apply_chat_template(messages, return_dict=False))[:length]
-            except Exception as error:     # a chat template raises whatever it likes; the user needs one line
-                raise ValueError(f"calibration: {where}: messages: the chat template refuses them "
-                                 f"({type(error).__name__}: {error})") from error
+                yield ChatTokenizer(tokenizer).encode_chat(messages, open_turn=False)[:length]
+            except (ValueError, AttributeError) as error:      # of the template; of messages that are no objects
+                raise ValueError(f"calibration: {where}: messages: the chat template refuses them ({error})") from error
         else:
             raise ValueError(f"calibration: {where}: expected a 'text' or a list of 'messages', found "
                              f"{', '.join(sorted(row)) or 'nothing'}")

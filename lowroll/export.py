@@ -33,6 +33,7 @@ from lowroll.model.spec import read_config
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.quant.formats import get_format, layout
+from lowroll.quant.layouts import unread_by_transformers
 from lowroll.trainer.state import restore_weights
 from lowroll.transport.codec import CodecError
 from lowroll.transport.rollout_log import read_rollouts, rollout_files
@@ -69,6 +70,7 @@ class Exported:
     bytes_before: int
     step: int | None = None   # of the run
     gap: Gap | None = None    # merged: of the written model; adapter: of the adapter on the model that it names
+    note: str | None = None   # what another tool cannot do with the folder
 
 
 def quantize_folder(model: str | Path, out: str | Path, format: str,
@@ -93,7 +95,7 @@ def quantize_folder(model: str | Path, out: str | Path, format: str,
     if transform is not None:
         transform(dense)
     hf.save(quantize_base(dense, format), out, tokenizer_from=folder)
-    return Exported(out, format, _weight_bytes(out), _weight_bytes(folder))
+    return Exported(out, format, _weight_bytes(out), _weight_bytes(folder), note=_note(dense))
 
 
 def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = None) -> Exported:
@@ -115,7 +117,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
         raise ValueError(f"--as: {run} trains all weights and has no adapter; export it as merged or rollout")
     saved = Store(run / "checkpoints").load(step)
     model, where = _learner(cfg, saved)
-    source, gap = hf.resolve(cfg.model), None
+    source, gap, note = hf.resolve(cfg.model), None, None
     if kind == "adapter":
         gap = publish_adapter(cfg, model, out, newest_batch(run, saved.step), saved.step)
         form = _format_of(model)
@@ -126,8 +128,8 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
         fallen_to = (saved.state.get("guard") or {}).get("weights")       # by the guard, else the run's own format
         form = assemble.rollout_format(cfg, where, fallen_to)
         dtype = getattr(get_format(form), "dtype", where.dtype)
-        _save_rollout(rollout_copy(model, form, dtype), out, source)
-    return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step, gap)
+        note = _save_rollout(rollout_copy(model, form, dtype), out, source)
+    return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step, gap, note)
 
 
 def publish_adapter(cfg: RunConfig, model: Transformer, out: Path, batch: Batch | None, step: int) -> Gap | None:
@@ -173,11 +175,12 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
         raise ValueError(f"{folder} is an adapter folder: it has no checkpoints, and is exported as merged or rollout")
     stated, source = base.read(folder), hf.resolve(lora.base_of(folder))
     model = hf.load(folder, dtype=_stored_dtype(source) if stated is None else _STORED[stated.dtype])
+    note = None
     if kind == "merged":
         _save_merged(model, out, folder)
     else:
-        _save_rollout(rollout_copy(model, _format_of(model), model.dtype), out, folder)
-    return Exported(out, _format_of(model), _weight_bytes(out), _weight_bytes(source))
+        note = _save_rollout(rollout_copy(model, _format_of(model), model.dtype), out, folder)
+    return Exported(out, _format_of(model), _weight_bytes(out), _weight_bytes(source), note=note)
 
 
 def _learner(cfg: RunConfig, saved: Checkpoint) -> tuple[Transformer, assemble.Place]:
@@ -234,12 +237,13 @@ def _save_merged(model: Transformer, out: Path, source: Path, batch: Batch | Non
     return None if batch is None or before is None else _gap(before, _scores(model, batch))
 
 
-def _save_rollout(rollout: Transformer, out: Path, source: Path) -> None:
-    """The engine's model; an adapter lies outside and its base in the folder `base` inside."""
+def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
+    """The engine's model; an adapter lies outside and its base in the folder `base` inside. What another tool cannot do
+    with it."""
     adapters = {name: linear.adapter for name, linear in rollout.linears()}
     if all(adapter is None for adapter in adapters.values()):
         hf.save(rollout, out, tokenizer_from=source)
-        return
+        return _note(rollout)
     for _, linear in rollout.linears():
         linear.adapter = None
     files = hf.contents(rollout)
@@ -252,6 +256,14 @@ def _save_rollout(rollout: Transformer, out: Path, source: Path) -> None:
         lora.write(rollout, target, base=str(out.absolute() / "base"), tokenizer_from=source)
 
     publish_folder(out, write, {"kind": "adapter"})
+    return _note(rollout)
+
+
+def _note(model: Transformer) -> str | None:
+    if model.weight_format is None or get_format(model.weight_format).dense:
+        return None
+    return unread_by_transformers(model.weight_format, {linear.in_features for _, linear in model.linears()},
+                                  bool(model.spec.num_experts))
 
 
 def _format_of(model: Transformer) -> str:

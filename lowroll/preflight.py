@@ -17,7 +17,7 @@ from lowroll.assemble import Place
 from lowroll.config import EnvConfig, RunConfig
 from lowroll.envs import Environment
 from lowroll.kv.capacity import Workload
-from lowroll.model import hf, lora
+from lowroll.model import claims, hf, lora
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
@@ -113,6 +113,7 @@ def _outline(key: str, source: str, where: Place, found: Findings) -> Transforme
         spec, _, _ = hf.read_headers(folder)
     else:
         spec = read_spec(folder)
+        claims.check_memory(folder / "config.json", spec, claims.LEAST_BITS, where.device)
         found.notes.append(f"{key}: {source} is a hub id; its weights are not looked at")
     return Transformer(spec, "meta", where.dtype)
 

@@ -20,6 +20,13 @@ class RunFailed(RuntimeError):
     """A run that cannot go on, for a reason that people can read and act on; commands show it as one line."""
 
 
+def printable(text: object, most: int = 500) -> str:
+    """Text of a stranger (a file, a model, an error about them) as one line for a terminal: what would steer the
+    terminal is escaped, and of more than `most` characters the middle is left out."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+    return line if len(line) <= most else f"{line[:most // 2]} ... {line[-most // 2:]}"
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One task of an environment. `info` is JSON data that the environment's scorer needs (the gold answer, ...)."""

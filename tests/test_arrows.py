@@ -21,7 +21,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "quant": ({"kernels"}, {"torch"}),
     "checkpoint": ({"types"}, {"torch", "safetensors"}),
     # model -> checkpoint: folders of weights are published by the one atomic publisher, which knows no model
-    "model": ({"quant", "kernels", "types", "checkpoint"}, {"torch", "safetensors", "transformers", "huggingface_hub"}),
+    "model": ({"quant", "kernels", "types", "checkpoint"}, {"torch", "safetensors", "transformers", "huggingface_hub",
+                                                            "jinja2"}),
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner does
     "kv": ({"quant", "kernels", "types", "model"}, {"torch"}),

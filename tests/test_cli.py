@@ -188,9 +188,14 @@ class FakeEngine:
         self.format = get_format("int8")
         self.spec = types.SimpleNamespace(max_position=300)
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        assert options == {"add_generation_prompt": True, "return_dict": False}
-        return [len(message["content"]) for message in messages]
+    chat_template = "{% for m in messages %}{{ m.content | length }}{% endfor %}"
+    special_tokens_map: dict[str, str] = {}
+
+    def get_chat_template(self) -> str:
+        return self.chat_template
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [int(digit) for digit in text]}
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return f"text\x1b of {ids}"
@@ -213,7 +218,7 @@ def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     request = FakeEngine.requests[-1]
     assert (request.prompt_ids, request.n, request.seed, request.max_tokens) == ([2, 4], 2, 3, 256)
     with monkeypatch.context() as long:
-        long.setattr(FakeEngine, "apply_chat_template", lambda *_, **__: [1] * 200)
+        long.setattr(FakeEngine, "chat_template", "1" * 200)
         assert main(["generate", "--model", "m", "--prompt", "long"]) == 0      # the context leaves 100 tokens
     assert FakeEngine.requests[-1].max_tokens == 100
 

@@ -155,6 +155,20 @@ def test_transformers_runs_ours(name: str, ours: Callable[[str], Path]) -> None:
     assert (ran - mine).norm() / mine.norm() < {"int4": 1e-5, "fp8_block": 1e-3}.get(name, 0.05)
 
 
+@pytest.mark.parametrize(("name", "family", "sizes", "loads"), [
+    ("int4", "qwen3", SIZES, True), ("int4", "qwen3", {**SIZES, "intermediate_size": 192}, False),
+    ("mxfp4", "qwen3", {**SIZES, "intermediate_size": 48}, False), ("int4_asym", "qwen3", SIZES, False),
+    ("int8", "qwen3-moe", {"hidden_size": 64}, False), ("int8", "qwen3", {"intermediate_size": 50}, True)])
+def test_what_transformers_cannot_load_is_said(name: str, family: str, sizes: dict[str, Any], loads: bool,
+                                               tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is: without CompressedTensorsConfig(dequantize=True)."""
+    source = hf_folder(tmp_path / "m", family, **sizes)
+    assert main(["quantize", str(source), str(tmp_path / "out"), "--format", name]) == 0
+    assert ("\nnote: transformers" not in capsys.readouterr().out) == loads
+    with torch.compiler.set_stance("force_eager"), ExitStack() if loads else pytest.raises((ValueError, RuntimeError)):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)(IDS[None])
+
+
 def test_a_format_is_chosen_by_the_folder(ours: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"device": "cpu", "cache_tokens": 64}
     assert lowroll.Engine(ours("nvfp4"), **options).behavior.weights == "nvfp4"

@@ -234,7 +234,7 @@ def test_an_index_that_lies(folder: Path) -> None:
         write_index(folder, nonsense)
         refused(folder, "index.json" if nonsense != {} else "missing")
     (folder / "model.safetensors.index.json").write_bytes(b"\xff\xfe{")
-    refused(folder, "index.json", "not a safetensors index")
+    refused(folder, "index.json", "not JSON")
     write_index(folder, weight_map)
     hf.load(folder)
     (folder / shards[1]).unlink()

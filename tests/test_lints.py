@@ -27,11 +27,14 @@ BROAD = {                                  # handlers of every error that do not
     ("envs/base.py", "_reward_or_error"): "an environment's own scorer: validate reports what it does",
     ("envs/expressions.py", "_gold_tree"): "the parser has no class of its own for what it cannot read; it is logged",
     ("envs/generator.py", "main"): "the other side of the pipe raises it",
+    ("envs/outcome.py", "_show"): "a value's own repr",
     ("envs/worker.py", "score_item"): "a scorer's own code: it becomes a ScoreError",
     ("envs/worker.py", "serve"): "reported to the pool, which raises it",
+    ("model/template_child.py", "main"): "reported to the parent, which raises it",
     ("preflight.py", "_ask"): "an environment's own code: it becomes a line of the dry run",
 }
 ENDLESS = {                                # waits without a time, and what looks like one
+    ("envs/outcome.py", "judge"): "in a worker, which the pool ends at its deadline",
     ("kernels/launch.py", "early"): "a ContextVar's get",
     ("model/recompute.py", "get"): "a tensor that is made again, not a queue",
     ("model/recompute.py", "_unpack"): "the same",

@@ -33,16 +33,19 @@ __all__ = ["one_thread"]                    # the fixture serves this file too
 class Letters:
     """A tokenizer of letters: a=2, b=3, ...; user messages open with 40, a response is asked for with 41."""
 
-    eos_token_id, chat_template = 1, "letters"
+    eos_token_id, special_tokens_map = 1, {}
+    chat_template = "{% for m in messages %}<{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+    def get_chat_template(self):
+        return self.chat_template
 
     def encode(self, text, add_special_tokens=True):
         assert add_special_tokens is False
         return [2 + ord(c) - ord("a") for c in text]
 
-    def apply_chat_template(self, messages, add_generation_prompt, return_dict):
-        assert add_generation_prompt and return_dict is False
-        turns = [[40, *self.encode(m["content"], add_special_tokens=False)] for m in messages]
-        return [*itertools.chain.from_iterable(turns), 41]
+    def __call__(self, text, add_special_tokens):
+        marks = {"<": 40, ">": 41}
+        return {"input_ids": [marks[c] if c in marks else self.encode(c, add_special_tokens)[0] for c in text]}
 
 
 def ask(text, response):

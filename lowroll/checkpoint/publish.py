@@ -28,6 +28,7 @@ from typing import Any
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import is_disk_full, naming, read_file, sync_folder, system_error
+from lowroll.types import printable
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ MANIFEST = "MANIFEST.json"
 TEMPORARY = ".tmp-lowroll-"         # ours alone: leftovers are removed wherever a folder is published
 FORMAT = 1
 _CHUNK = 1 << 20
+_MOST_MANIFEST = 16 << 20
 
 
 class DamagedError(ValueError):
@@ -100,13 +102,13 @@ def verify_folder(path: Path) -> dict[str, Any]:
         try:
             status = file.lstat()
         except (FileNotFoundError, NotADirectoryError):
-            raise DamagedError(f"{file}: listed in {MANIFEST} but missing") from None
+            raise DamagedError(f"{printable(file)}: listed in {MANIFEST} but missing") from None
         if not stat.S_ISREG(status.st_mode):
-            raise DamagedError(f"{file}: not a regular file")
+            raise DamagedError(f"{printable(file)}: not a regular file")
         if status.st_size != entry["size"]:
-            raise DamagedError(f"{file}: {status.st_size} bytes, {entry['size']} were published")
+            raise DamagedError(f"{printable(file)}: {status.st_size} bytes, {entry['size']} were published")
         if _digest(file) != entry["sha256"]:
-            raise DamagedError(f"{file}: SHA-256 differs from what was published")
+            raise DamagedError(f"{printable(file)}: SHA-256 differs from what was published")
     return meta
 
 
@@ -213,6 +215,11 @@ def _file_names(folder: Path) -> list[str]:
 
 def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):       # a FIFO would be waited for
+            raise DamagedError(f"{path}: not a regular file")
+        if status.st_size > _MOST_MANIFEST:
+            raise DamagedError(f"{path}: {status.st_size:,} bytes; a manifest has {_MOST_MANIFEST:,} at most")
         raw = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedError(f"{path}: missing") from None
@@ -221,10 +228,22 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any
         files, meta = content["files"], content["meta"]
         intact = encode_manifest(files, meta) == raw
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedError(f"{path}: unreadable ({error})") from error
+        raise DamagedError(f"{path}: unreadable ({printable(error)})") from error
     if not intact:
         raise DamagedError(f"{path}: its content differs from what was published")
+    if not isinstance(meta, dict) or not isinstance(files, dict):
+        raise DamagedError(f"{path}: files and meta must be objects")
+    for name, entry in files.items():
+        _check_entry(path, name, entry)
     return files, meta
+
+
+def _check_entry(path: Path, name: str, entry: object) -> None:
+    """DamagedError for a name that leads out of the folder, or what is not a size and a digest."""
+    if "\0" in name or name in ("", ".") or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DamagedError(f"{path}: {printable(repr(name))} is no file of the folder")
+    if not isinstance(entry, dict) or type(entry.get("size")) is not int or not isinstance(entry.get("sha256"), str):
+        raise DamagedError(f"{path}: {printable(name)}: expected a size and a sha256")
 
 
 def _digest(path: Path) -> str:

@@ -29,5 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{done.folder}: {arguments.kind} of {of}, linear weights {done.format} "
           f"({get_format(done.format).bits:g} bits){gap}\n"
           f"weight files: {done.bytes / 1e6:.1f} MB; of the model at the start: {done.bytes_before / 1e6:.1f} MB\n"
+          + (f"note: {done.note}\n" if done.note else "") +
           f"try it: lowroll generate --model {done.folder} --weights {done.format}")
     return 0

@@ -47,9 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
 def answer(engine: Engine, arguments: argparse.Namespace, prompt: str) -> None:
     """Print the responses to one prompt, with speed and mean log-prob."""
     import lowroll
+    from lowroll.model.tokenizer import ChatTokenizer
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages.append({"role": "user", "content": prompt})
-    ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    ids = ChatTokenizer(engine.tokenizer).encode_chat(messages)
     room = max(1, min(256, engine.spec.max_position - len(ids)))
     request = lowroll.Request(prompt_ids=list(ids), n=arguments.n, max_tokens=arguments.max_tokens or room,
                               temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lowroll.types import RunFailed
+from lowroll.types import RunFailed, printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -72,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("LOWROLL_DEBUG"):
             raise
         for line in (str(error) or type(error).__name__).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {printable(line, 4000)}", file=sys.stderr)
         return 2
     except RunFailed as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error, 4000)}", file=sys.stderr)
         return 1
 
 

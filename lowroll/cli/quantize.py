@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     done = quantize_folder(arguments.model, arguments.out, arguments.format, transform, pick_device(arguments.device))
     print(f"{done.folder}: {done.format}, {formats()[done.format]}\n"
           f"weight files: {done.bytes_before / 1e6:.1f} MB before, {done.bytes / 1e6:.1f} MB now\n"
+          + (f"note: {done.note}\n" if done.note else "") +
           f"try it: lowroll generate --model {done.folder}")
     return 0
 

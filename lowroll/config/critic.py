@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lowroll.config.section import NotNegative, Positive, Problem, Section, Text
+from lowroll.config.section import NotNegative, Positive, Problem, Rate, Section, Text
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -15,7 +15,7 @@ class CriticConfig(Section):
     """PPO's critic: it predicts the reward, learns in full at a constant rate, and stays in the checkpoints."""
 
     model: Text | None = None                              # a folder or a hub id of the same tokenizer; null: the run's
-    learning_rate: Positive = 1e-5
+    learning_rate: Rate = 1e-5
     weight_decay: NotNegative = 0.01
     max_grad_norm: Positive = 1.0
     value_clip: Positive | None = 0.5                      # how far a value may move in a step; null: no clip

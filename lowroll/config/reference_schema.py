@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from lowroll.config.loss import SurogateLoss
 from lowroll.config.schema import FilterConfig, TemperatureConfig
-from lowroll.config.section import Count, NotNegative, Positive, Schedule, Section, Text, as_list, only
+from lowroll.config.section import Count, NotNegative, Positive, Rate, Schedule, Section, Text, as_list, only
 
 Strings = Annotated[tuple[Text, ...], Strict(False)]
 Whole = Annotated[int, Field(ge=0)]
@@ -40,7 +40,7 @@ class TrainFile(Section):
     gradient_accumulation_steps: Count = 4
     max_steps: Annotated[int, Field(ge=-1)] = -1           # -1: until the orchestrator stops
     logging_steps: Count = 1
-    learning_rate: Positive = 2e-4
+    learning_rate: Rate = 2e-4
     lr_scheduler_type: Schedule = "constant"
     warmup_steps: Whole = 0
     max_grad_norm: Positive = 1.0

@@ -29,6 +29,7 @@ from lowroll.config.section import (
     Positive,
     Probability,
     Problem,
+    Rate,
     Schedule,
     Section,
     Temperature,
@@ -97,7 +98,7 @@ class TrainConfig(Section):
     max_steps: Count = 100
     minibatches: Count = 1
     tokens_per_microbatch: Count = 8192
-    learning_rate: Positive = 1e-5
+    learning_rate: Rate = 1e-5
     lr_scheduler_type: Schedule = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -168,7 +169,7 @@ class SftConfig(Section):
     num_examples: Count = 4096                             # demonstrations drawn from the environments
     steps: Count = 200
     batch_size: Count = 32                                 # examples a step
-    learning_rate: Positive = 1e-4
+    learning_rate: Rate = 1e-4
     lr_scheduler_type: Schedule = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -14,6 +14,7 @@ Problem = tuple[tuple[Path, ...], str]     # the keys it concerns, the one to bl
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0, le=10)]      # of learning: a larger one leaves float32 within a step
 NotNegative = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 GroupSize = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]

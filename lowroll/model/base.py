@@ -13,15 +13,17 @@ the adapter on that model as it is, which is another policy. A folder without th
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 
 from lowroll.model import hf, lora, scaling
+from lowroll.model.folder import read_json
+from lowroll.model.spec import LARGE
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import formats, get_format
+from lowroll.types import printable
 
 FILE = "adapter_base.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,22 +61,19 @@ def write(base: Base, folder: Path) -> None:
 def read(folder: Path) -> Base | None:
     """What an adapter folder states, if it does. ValueError names the file, and the key that has no such value."""
     path = folder / FILE
-    if not path.is_file():
+    if not path.exists():
         return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:               # not UTF-8, or not JSON
-        raise ValueError(f"{path}: not JSON ({error})") from None
+    found = read_json(path)
     known = [field.name for field in fields(Base)]
     if not isinstance(found, dict) or found.keys() != set(known):
         raise ValueError(f"{path}: expected an object with the keys {', '.join(known)}")
     weights, dtype, s = found["weights"], found["dtype"], found["uaq_scale"]
     if weights is not None and (not isinstance(weights, str) or weights not in formats()):
-        raise ValueError(f"{path}: weights: {weights!r} is none of {', '.join(formats())}")
+        raise ValueError(f"{path}: weights: {printable(repr(weights))} is none of {', '.join(formats())}")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ValueError(f"{path}: dtype: {dtype!r} is none of {', '.join(_DTYPES)}")
-    if s is not None and (isinstance(s, bool) or not isinstance(s, int | float) or not 0 < s < math.inf):
-        raise ValueError(f"{path}: uaq_scale: expected a positive number or null, got {s!r}")
+        raise ValueError(f"{path}: dtype: {printable(repr(dtype))} is none of {', '.join(_DTYPES)}")
+    if s is not None and (isinstance(s, bool) or not isinstance(s, int | float) or not 0 < s < LARGE):
+        raise ValueError(f"{path}: uaq_scale: expected a positive number or null, got {printable(repr(s))}")
     return Base(weights, dtype, s)
 
 

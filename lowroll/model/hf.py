@@ -14,18 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lowroll.kernels import sweep
-from lowroll.model import shards
+from lowroll.model import claims, shards
+from lowroll.model.folder import Headers, inside, read_json, some, tensor_headers
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.layouts import FLOATS, Header, Layout, describe, read_layout
+from lowroll.types import printable
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
                    "tokenizer.model", "added_tokens.json", "chat_template.jinja", "generation_config.json")
@@ -33,9 +35,12 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def resolve(source: str | Path, revision: str | None = None, weights: bool = True) -> Path:
+def resolve(source: str | Path, revision: str | None = None, weights: bool = True, connect: bool = True) -> Path:
     """A local model folder, downloading a hub id (its newest commit, or the revision) when the path does not exist;
-    without its weights when they are not wanted. ValueError says what was tried."""
+    without its weights when they are not wanted.
+
+    connect: whether a connection may be made; without, the hub's cache on this machine is all that is looked into.
+    ValueError says what was tried."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -46,10 +51,11 @@ def resolve(source: str | Path, revision: str | None = None, weights: bool = Tru
 
     wanted = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+        return Path(snapshot_download(name, revision=revision, local_files_only=not connect, allow_patterns=wanted))
     except Exception as error:   # the hub's errors are many; the user needs one line
-        raise ValueError(f"model: {name!r} is no local folder, and the hub could not deliver it "
-                         f"({type(error).__name__}: {str(error).splitlines()[0]})") from error
+        why = "the hub could not deliver it" if connect else "it is not in the hub's cache on this machine"
+        raise ValueError(f"model: {name!r} is no local folder, and {why} "
+                         f"({type(error).__name__}: {printable((str(error).splitlines() or [''])[0])})") from error
 
 
 def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
@@ -121,6 +127,9 @@ def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
     spec, layout, files = read_headers(folder)
     if dtype is None:
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    kept = weights if layout is None else layout.format
+    bits = 8 * dtype.itemsize if kept is None else min(8 * dtype.itemsize, get_format(kept).bits)
+    claims.check_memory(folder / "config.json", spec, bits, device)
     model = Transformer(spec, "meta", dtype)
     shapes = {name: {part: (part_rows(spec, part, whole[0]), *whole[1:]) for part in parts}
               for name, parts, whole in hf_names(spec)}
@@ -151,6 +160,8 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layout | None, dict[str, Path
     go. ValueError as `load` says, but for the values of the weights."""
     spec, layout = read_spec(folder), read_folder_layout(folder)
     files = _weight_files(folder)
+    stored = sum(path.stat().st_size for path in set(files.values()))
+    claims.check_files(folder / "config.json", spec, len(files), stored)
     _check_headers(folder, spec, files, layout)
     return spec, layout, files
 
@@ -187,7 +198,7 @@ def read_folder_layout(folder: Path) -> Layout | None:
             raise ValueError(f"expected an object, got {config!r}")
         return read_layout(config)
     except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: quantization_config: {error}") from None
+        raise ValueError(f"{folder / 'config.json'}: quantization_config: {printable(error)}") from None
 
 
 def _is_linear(hf_name: str) -> bool:
@@ -230,46 +241,37 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     """HF tensor name -> safetensors file, from the single file or the index."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():                      # it wins over an index beside it, as in transformers
-        return dict.fromkeys(_shapes(single), single)
+        return dict.fromkeys(tensor_headers(single), single)
     if index.is_file():
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_json(index)["weight_map"]
             names = {str(tensor): str(shard) for tensor, shard in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index}: not a safetensors index ({type(error).__name__}: {printable(error)})") from None
         for shard in sorted(set(names.values())):
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise ValueError(f"{index}: shard name {shard!r} is not a plain .safetensors file name")
+                raise ValueError(f"{index}: shard name {printable(repr(shard), 200)} is not a plain .safetensors file "
+                                 "name")
             if not (folder / shard).is_file():
-                raise ValueError(f"{index}: shard {shard} is missing from the folder")
+                raise ValueError(f"{index}: shard {printable(shard, 200)} is missing from the folder")
         stored: dict[str, Path] = {}
         for shard in sorted(set(names.values())):
-            stored.update(dict.fromkeys(_shapes(folder / shard), folder / shard))
+            stored.update(dict.fromkeys(tensor_headers(folder / shard), folder / shard))
         lies = sorted(t for t in set(names) | set(stored) if stored.get(t) != folder / names.get(t, ""))
         if lies:
-            raise ValueError(f"{index}: the index and the shards disagree about {_some(lies)}")
+            raise ValueError(f"{index}: the index and the shards disagree about {some(lies)}")
         return stored
     foreign = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern))
     if foreign:
-        raise ValueError(f"{folder}: weights only as {_some(foreign)}; lowroll reads safetensors "
+        raise ValueError(f"{folder}: weights only as {some(foreign)}; lowroll reads safetensors "
                          "(a pickle can run code when it is opened). Convert them first")
     raise ValueError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
 
 
-def _shapes(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Tensor name -> (shape, safetensors dtype), from the header alone."""
-    try:
-        with safe_open(path, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}
-            return {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: damaged or not a safetensors file ({error})") from None
-
-
 def _check_headers(folder: Path, spec: ModelSpec, files: dict[str, Path], layout: Layout | None) -> None:
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    found: Headers = {}
     for path in sorted(set(files.values())):
-        found.update(_shapes(path))
+        found.update(tensor_headers(path))
     wanted = _wanted_headers(spec, layout)
     if layout is not None:
         _check_quantized(folder, found, wanted)
@@ -284,7 +286,7 @@ def _check_headers(folder: Path, spec: ModelSpec, files: dict[str, Path], layout
     for problem, names in (("missing tensors", missing), ("unexpected tensors", extra),
                            ("tensors of the wrong shape", shapes), ("tensors of the wrong dtype", dtypes)):
         if names:
-            raise ValueError(f"{folder}: {problem}: {_some(names)}")
+            raise ValueError(f"{folder}: {problem}: {some(names)}")
     if spec.tie_embeddings and "lm_head.weight" in found:
         with safe_open(files["lm_head.weight"], framework="pt") as head:
             lm_head = head.get_tensor("lm_head.weight")
@@ -303,26 +305,22 @@ def _wanted_headers(spec: ModelSpec, layout: Layout | None) -> dict[str, Header]
     return wanted
 
 
-def _check_quantized(folder: Path, found: dict[str, tuple[tuple[int, ...], str]], wanted: dict[str, Header]) -> None:
+def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) -> None:
     """Are exactly the decoder's linear layers quantised, in the order of their columns?"""
     dense = [name for name in found if _is_linear(name) and found[name][1] in FLOATS]
     if dense:
-        raise ValueError(f"{folder}: quantization_config leaves {_some(dense)} dense; one format for all linear layers "
+        raise ValueError(f"{folder}: quantization_config leaves {some(dense)} dense; one format for all linear layers "
                          "is supported. Quantise the dense model with `lowroll quantize`")
     odd = [name for name in found if name.startswith("lm_head.") and name not in ("lm_head.weight", "lm_head.bias")]
     if odd:
-        raise ValueError(f"{folder}: quantization_config includes lm_head ({_some(odd)}), which must stay dense. "
+        raise ValueError(f"{folder}: quantization_config includes lm_head ({some(odd)}), which must stay dense. "
                          "Quantise the dense model with `lowroll quantize`")
     for suffix, what in (("g_idx", "reordered columns (actorder)"), ("input_scale", "calibrated scales of activations"),
                          ("input_global_scale", "calibrated scales of activations")):
         odd = [name for name in found if name.endswith(suffix) and name not in wanted]
         if odd:
-            raise ValueError(f"{folder}: {_some(odd)}: {what} are not supported. Quantise the dense model with "
+            raise ValueError(f"{folder}: {some(odd)}: {what} are not supported. Quantise the dense model with "
                              "`lowroll quantize`")
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def state(model: Transformer) -> dict[str, Tensor]:
@@ -333,7 +331,7 @@ def state(model: Transformer) -> dict[str, Tensor]:
     """
     adapted = [name for name, linear in model.linears() if linear.adapter is not None]
     if adapted:
-        raise ValueError(f"{_some(adapted)}: an adapter rides on the weights; merge it, or save it by itself")
+        raise ValueError(f"{some(adapted)}: an adapter rides on the weights; merge it, or save it by itself")
     weights: dict[str, Tensor | QTensor] = dict(model.named_parameters())
     weights |= {f"{name}.weight": linear.weight for name, linear in model.linears()}
     tensors: dict[str, Tensor] = {}
@@ -356,10 +354,10 @@ def state(model: Transformer) -> dict[str, Tensor]:
 
 
 def copy_tokenizer(source: str | Path | None, target: Path) -> None:
-    """Copy the tokenizer files of a model folder, if one is given."""
+    """Copy the tokenizer files of a model folder, if one is given. ValueError for a link that leads out of it."""
     for name in TOKENIZER_FILES:
-        if source is not None and (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, target / name)
+        if source is not None and (path := inside(Path(source), name)) is not None:
+            shutil.copyfile(path, target / name)
 
 
 def save(model: Transformer, folder: str | Path, tokenizer_from: str | Path | None = None,

@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lowroll.model.adapter import Adapter
+from lowroll.model.claims import total_memory
+from lowroll.model.folder import Headers, read_json, some, tensor_headers
 from lowroll.model.hf import copy_tokenizer, low_bit_format, resolve
-from lowroll.model.spec import ModelSpec
+from lowroll.model.spec import LARGE, ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, all_finite
+from lowroll.types import printable
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Keys of a PEFT config that are read, or say nothing about the computation. Any other key must have a neutral value.
@@ -32,6 +34,7 @@ _READ = {"peft_type", "task_type", "r", "lora_alpha", "target_modules", "init_lo
          "qalora_group_size"}
 _NEUTRAL: tuple[object, ...] = (None, False, "none", "", [], {})
 _BEHIND_A_NORM = tuple(f"{part}.lora_A.weight" for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+_FLOATS = ("F64", "F32", "BF16", "F16")
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _HOMES = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 
@@ -43,6 +46,11 @@ def attach(model: Transformer, rank: int, alpha: float, targets: Sequence[str] =
     experts' matrices: those stay as they are.
     """
     check(model.spec, rank, alpha, targets)
+    needed = 4 * sum(math.prod(shape) for shape in _shapes(model, rank, targets).values())
+    memory = total_memory(model.device)
+    if memory is not None and needed > memory:
+        raise ValueError(f"lora_rank: adapters of rank {rank:,} take {needed / 1e9:,.1f} GB, and {model.device} has "
+                         f"{memory / 1e9:,.1f} GB")
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for _, linear in model.linears():
@@ -116,11 +124,26 @@ def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
     for name, linear in model.linears():
         if linear.adapter is None:
             continue
-        _, layer, kind = name.split(".")
         for part in linear.adapter.a:
-            stem = f"base_model.model.model.layers.{layer}.{_HOMES[kind]}.{part}"
-            yield f"{stem}.lora_A.weight", linear.adapter.a[part]
-            yield f"{stem}.lora_B.weight", linear.adapter.b[part]
+            a, b = _names(name, part)
+            yield a, linear.adapter.a[part]
+            yield b, linear.adapter.b[part]
+
+
+def _names(linear: str, part: str) -> tuple[str, str]:
+    """A and B of a part in PEFT's words."""
+    _, layer, kind = linear.split(".")
+    stem = f"base_model.model.model.layers.{layer}.{_HOMES[kind]}.{part}"
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+
+
+def _shapes(model: Transformer, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """What a file must hold for an adapter, before there is one."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, linear in model.linears():
+        for part in (part for part in linear.parts if part in targets):
+            found |= zip(_names(name, part), ((rank, linear.in_features), (linear.parts[part], rank)), strict=True)
+    return found
 
 
 def save(model: Transformer, folder: str | Path, base: str = "", tokenizer_from: str | Path | None = None,
@@ -161,10 +184,11 @@ def write(model: Transformer, target: Path, base: str, tokenizer_from: str | Pat
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter folder belongs to: a `base` inside it, else what its adapter_config.json names; of a
-    revision on the hub, the folder that it was downloaded to.
+    """The folder of the model that an adapter folder belongs to: a `base` inside it, else what its adapter_config.json
+    names, of a hub id the revision that was downloaded.
 
-    ValueError when neither is there.
+    A name that came with a folder opens no connection. ValueError when the model is not on this machine, or is an
+    adapter itself.
     """
     if (folder / "base").is_dir():
         return str(folder / "base")
@@ -172,10 +196,22 @@ def base_of(folder: Path) -> str:
     config = _read_json(path)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
-        raise ValueError(f"{path}: base_model_name_or_path: expected the base model's folder or hub id, got {base!r}")
+        raise ValueError(f"{path}: base_model_name_or_path: expected the base model's folder or hub id, got "
+                         f"{printable(repr(base))}")
     if revision is not None and not isinstance(revision, str):
-        raise ValueError(f"{path}: revision: expected a commit, branch or tag of the base model, got {revision!r}")
-    return base if revision is None else str(resolve(base, revision))
+        raise ValueError(f"{path}: revision: expected a commit, branch or tag of the base model, got "
+                         f"{printable(repr(revision))}")
+    try:
+        named = resolve(base, revision, connect=False)
+    except ValueError:
+        wanted = f"{base} --revision {revision}" if revision else base
+        raise ValueError(f"{path}: base_model_name_or_path: {printable(repr(base))} is not on this machine, and a name "
+                         "that comes with a folder opens no connection. If you want that model: "
+                         f"`hf download {printable(wanted)}`") from None
+    if (named / "adapter_config.json").is_file():
+        raise ValueError(f"{path}: base_model_name_or_path: {named} is an adapter folder itself; merge it into its "
+                         f"base first (lowroll export {named} OUT --as merged)")
+    return str(named)
 
 
 def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Transformer:
@@ -192,12 +228,11 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
             raise ValueError(f"{path}: no such file; an adapter folder holds adapter_config.json and "
                              "adapter_model.safetensors")
     rank, alpha, targets = _read_config(config_path)
-    try:
-        tensors = load_file(weights_path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{weights_path}: damaged or not a safetensors file ({error})") from None
-    shape_like = attach(Transformer(model.spec, "meta"), rank, alpha, targets)
-    _check_tensors(weights_path, {name: p.shape for name, p in _named(shape_like)}, tensors)
+    check(model.spec, rank, alpha, targets)
+    _check_headers(weights_path, rank, _shapes(model, rank, targets), tensor_headers(weights_path))
+    tensors = load_file(weights_path)
+    if odd := [name for name, tensor in tensors.items() if not all_finite(tensor)]:
+        raise ValueError(f"{weights_path}: tensors with a non-finite value: {some(odd)}")
     attach(model, rank, alpha, targets)
     with torch.no_grad():
         for name, p in _named(model):
@@ -210,39 +245,35 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
     config = _read_json(path)
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"{path}: r: expected a positive integer, got {rank!r}")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ValueError(f"{path}: lora_alpha: expected a number, got {alpha!r}")
+        raise ValueError(f"{path}: r: expected a positive integer, got {printable(repr(rank))}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < LARGE:
+        raise ValueError(f"{path}: lora_alpha: expected a positive number, got {printable(repr(alpha))}")
     if not isinstance(targets, list) or not targets or not set(map(str, targets)) <= set(TARGETS):
-        raise ValueError(f"{path}: target_modules: expected a list out of {', '.join(TARGETS)}, got {targets!r}")
+        raise ValueError(f"{path}: target_modules: expected a list out of {', '.join(TARGETS)}, got "
+                         f"{printable(repr(targets))}")
     if config.get("init_lora_weights") not in (None, True, False, "gaussian", "orthogonal"):
-        raise ValueError(f"{path}: init_lora_weights: {config['init_lora_weights']!r} changes the base weights, "
-                         "and is not supported; convert the adapter to a plain one with PEFT")
+        raise ValueError(f"{path}: init_lora_weights: {printable(repr(config['init_lora_weights']))} changes the base "
+                         "weights, and is not supported; convert the adapter to a plain one with PEFT")
     for key, value in config.items():
         if key not in _READ and value not in _NEUTRAL:
-            raise ValueError(f"{path}: {key}: {value!r} is not supported")
+            raise ValueError(f"{path}: {printable(key)}: {printable(repr(value))} is not supported")
     return rank, float(alpha), targets
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:               # not UTF-8, or not JSON
-        raise ValueError(f"{path}: not JSON ({error})") from None
+    config = read_json(path)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type: expected LORA")
     return config
 
 
-def _check_tensors(path: Path, wanted: dict[str, torch.Size], found: dict[str, Tensor]) -> None:
+def _check_headers(path: Path, rank: int, wanted: dict[str, tuple[int, ...]], found: Headers) -> None:
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    shapes = [f"{name} {list(found[name].shape)} instead of {list(shape)}" for name, shape in wanted.items()
-              if name in found and found[name].shape != shape]
-    dtypes = [f"{name} ({t.dtype})" for name, t in found.items() if not t.is_floating_point()]
-    values = [name for name, t in found.items() if t.is_floating_point() and not all_finite(t)]
+    shapes = [f"{name} {list(found[name][0])} instead of {list(shape)}" for name, shape in wanted.items()
+              if name in found and found[name][0] != shape]
+    dtypes = [f"{name} ({dtype})" for name, (_, dtype) in found.items() if dtype not in _FLOATS]
     for problem, names in (("missing tensors", missing), ("unexpected tensors", extra),
-                           ("tensors of the wrong shape", shapes), ("tensors that are not floats", dtypes),
-                           ("tensors with a non-finite value", values)):
+                           (f"tensors of the wrong shape for r = {rank}", shapes),
+                           ("tensors that are not floats", dtypes)):
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(f"{path}: {problem}: {', '.join(names[:5])}{more}")
+            raise ValueError(f"{path}: {problem}: {some(names)}")

@@ -6,11 +6,15 @@ implemented is refused by the key that asks for it.
 """
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lowroll.model.folder import read_json
+from lowroll.types import printable
+
+MOST = 2**31 - 1            # of any integer in a config,
+LARGE = 1e30                # and of any other number: float32 has to hold it
 ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM",
                  "MistralForCausalLM")
 
@@ -71,7 +75,7 @@ def read_spec(folder: Path) -> ModelSpec:
     try:
         return spec_from_config(config)
     except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+        raise ValueError(f"{folder / 'config.json'}: {printable(error)}") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -79,10 +83,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a model folder needs a config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:               # not UTF-8, or not JSON
-        raise ValueError(f"{path}: not JSON ({error})") from None
+    config = read_json(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a JSON object")
     return config
@@ -147,14 +148,14 @@ def _experts(config: dict[str, Any]) -> dict[str, Any]:
 def _integer(config: dict[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}: expected a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+        raise ValueError(f"{key}: expected a positive integer of at most {MOST:,}, got {value!r}")
     return value
 
 
 def _positive(config: dict[str, Any], key: str, default: float | None = None) -> float:
     value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGE:
         raise ValueError(f"{key}: expected a positive number, got {value!r}")
     return float(value)
 

@@ -40,6 +40,7 @@ from lowroll.quant.nf4 import NESTED_BLOCK, dynamic_levels
 FLOATS = ("F32", "BF16", "F16")
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}
 _NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
+_MOST_STATE = 1 << 14      # bytes of JSON
 _ADVICE = "; quantise the dense model with `lowroll quantize`, or load the dense one"
 
 
@@ -143,13 +144,15 @@ class Layout:
     def _decode_nf4(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
         """Check the levels and the state; the tensors that are in the state's JSON."""
         try:
+            if stored[_NF4_STATE].numel() > _MOST_STATE:
+                raise ValueError(f"{stored[_NF4_STATE].numel()} bytes")
             state = json.loads(bytes(stored[_NF4_STATE].tolist()).decode())
             wanted = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "shape": list(shape)}
             if self.format == "nf4_dq":
                 wanted["nested_blocksize"] = NESTED_BLOCK
             odd = [key for key, value in wanted.items() if state.get(key) != value]
             offset = float(state.get("nested_offset", 0.0))
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{_NF4_STATE}: not the JSON of a quantisation state ({error})") from None
         if odd:
             raise ValueError(f"{_NF4_STATE}: {odd[0]} is {state.get(odd[0])!r} instead of {wanted[odd[0]]!r}")
@@ -200,6 +203,25 @@ def describe(format: str, dtype: torch.dtype, routers: bool = False) -> dict[str
     return {"quant_method": "compressed-tensors", "format": compression, "quantization_status": "compressed",
             "config_groups": {"group_0": group}, "kv_cache_scheme": None,
             "ignore": ["lm_head", *([r"re:.*\.mlp\.gate$"] if routers else [])]}
+
+
+_WHOLE_BLOCKS = {"int4": 128, "int4_asym": 128, "w4a8": 128, "mxfp4": 32, "nf4": 64, "nf4_dq": 64}
+
+
+def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str | None:
+    """Why transformers cannot load a folder of ours, if it cannot: 5.23, with compressed-tensors 0.20 and bitsandbytes
+    0.50. lowroll reads all of them. columns: those of the quantised matrices; experts: whether the model has any."""
+    block = _WHOLE_BLOCKS.get(_described_as(format), 1)
+    odd = sorted(count for count in columns if count % block)
+    if odd:
+        return (f"transformers cannot load this folder: it wants whole blocks of {block} columns in {format}, and "
+                f"matrices here have {', '.join(map(str, odd))}")
+    if experts and (format.startswith("nf4") or format in ("int8", "int4_asym")):
+        return f"transformers cannot load this folder: it does not read experts in {format}"
+    if format == "int4_asym":
+        return ("transformers loads this folder with CompressedTensorsConfig(dequantize=True) only: it does not run "
+                "packed zero points")
+    return None
 
 
 def _described_as(format: str) -> str:
@@ -289,6 +311,8 @@ def _check_values(suffix: str, name: str, tensor: Tensor, format: str) -> None:
         raise ValueError(f"{suffix}: holds a non-finite value")
     if name == "weight_global_scale" and not bool((tensor > 0).all()):
         raise ValueError(f"{suffix}: expected a positive number")
+    if ("scale" in name or "absmax" in name) and tensor.is_floating_point() and bool((tensor.float() < 0).any()):
+        raise ValueError(f"{suffix}: holds a negative scale")
 
 
 def _name(dtype: torch.dtype) -> str:

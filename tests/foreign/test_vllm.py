@@ -152,8 +152,19 @@ def test_adapter(table: Table, dense: Path, tmp_path: Path) -> None:
     compare(table, "adapter", by_engine(adapter, "fp32"), theirs, EXACT, dense)
 
 
+def has_amx() -> bool:
+    """Whether the CPU multiplies in tiles: vLLM would choose other kernels for it (`vllm_scores.without_amx`)."""
+    try:
+        return "amx_tile" in Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_low_bits(table: Table, dense: Path, tmp_path: Path, format: str) -> None:
+    if format == "fp8_block" and has_amx():
+        pytest.skip("vLLM's one CPU kernel for FP8 in blocks (AMX) leaves the activations in bfloat16: another product "
+                    "than the folder says, and in a dtype whose spread hides what is compared")
     dtype, weights, bounds = FORMATS[format]
     folder = quantize_folder(dense, tmp_path / format, format).folder
     theirs = by_vllm(table, folder, tmp_path, dtype)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-                  VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
+                  VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1", VLLM_CPU_SGL_KERNEL="0")
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -32,7 +32,19 @@ def main() -> None:
     answer_path.write_text(json.dumps(answer))
 
 
+def without_amx() -> None:
+    """Let vLLM choose the kernels of a CPU without AMX: those that it has for AMX, INT8 and block FP8 among them, take
+    bfloat16 activations alone ("expect A to be bfloat16 or half"), whose own spread is as wide as what INT8 rounds away
+    here. It asks torch, and chooses in this process."""
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+    if hasattr(torch._C._cpu, "_is_amx_tile_supported"):         # an older torch, and where older vLLMs ask
+        torch._C._cpu._is_amx_tile_supported = lambda: False
+
+
 def answer_to(order: dict[str, Any]) -> dict[str, Any]:
+    without_amx()
     import vllm
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
