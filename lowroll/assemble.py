@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lowroll import objectives
-from lowroll.config import EnvConfig, RunConfig, from_mapping, load
+from lowroll.config import EnvConfig, RunConfig, as_config
 from lowroll.engine.engine import Engine, pick_device
 from lowroll.envs import Environment, cells, child, make
 from lowroll.envs.output import readable
@@ -55,15 +55,14 @@ class Place:
         return _DENSE[self.dtype]
 
 
-def configuration(config: str | Path | Mapping[str, object], overrides: Mapping[str, object]) -> RunConfig:
-    """The settings of a YAML file or a mapping. An `env` may be, or have as its `id`, an Environment class; one of a
+def configuration(config: str | Path | RunConfig | Mapping[str, object],
+                  overrides: Mapping[str, object]) -> RunConfig:
+    """The settings of a YAML file, a mapping or a RunConfig. An `env` may be, or have as its `id`, an Environment class; one of a
     notebook or script becomes a file in `output_dir/environments`."""
     classes: list[type[Environment]] = []
 
     def read(write: Callable[[type[Environment]], str]) -> RunConfig:
-        given = cells.replaced(overrides, write)
-        return (from_mapping(cells.replaced(config, write), given) if isinstance(config, Mapping)
-                else load(config, given))
+        return as_config(cells.replaced(config, write), cells.replaced(overrides, write))
 
     def look(cls: type[Environment]) -> str:
         classes.append(cls)
@@ -96,10 +95,8 @@ def learner(cfg: RunConfig, where: Place) -> Transformer:
     """
     early = cfg.train.lora and cfg.train.uaq_scale is None        # dense weights are scaled
     frozen = rollout_format(cfg, where) if early else None
+    refuse_adapter("model", cfg.model)
     model = hf.load(cfg.model, where.device, where.dtype, frozen)
-    if any(linear.adapter is not None for _, linear in model.linears()):
-        raise ValueError(f"model: {cfg.model} is an adapter folder; merge it into its base before training on "
-                         f"(lowroll export {cfg.model} OUT --as merged)")
     if not cfg.train.lora and model.weight_format is not None:
         log.warning("the model's weights are %s: their dequantised values are the weights that learn",
                     model.weight_format)
@@ -119,7 +116,7 @@ def learner(cfg: RunConfig, where: Place) -> Transformer:
 
 def tokenizer(source: str | Path) -> ChatTokenizer:
     """The chat tokenizer of a model folder or hub id."""
-    return ChatTokenizer(load_tokenizer(hf.resolve(source)))
+    return ChatTokenizer(load_tokenizer(hf.resolve(source, weights=False)))
 
 
 def engine(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer, weights: str | None = None,
@@ -149,8 +146,8 @@ def workloads(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Map
     """
     if cfg.rollout.cache_tokens is not None:
         return []
-    found, train = [], [n for env in envs.values() for n in _prompt_lengths(env, "train", LOOKED_AT, chat)]
-    for now in (cfg, *(cfg.at(stage.step) for stage in cfg.stages)):
+    found, train = [], [n for env in envs.values() for n in prompt_lengths(env, "train", LOOKED_AT, chat)]
+    for now in cfg.each_stage():
         most, response = longest_prompt(now, model), now.rollout.max_tokens
         prompt = max((length for length in train if length <= most), default=most)
         found.append(Workload(now.num_groups, now.rollouts_per_example, prompt, response, most + response))
@@ -162,12 +159,13 @@ def workloads(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Map
 def eval_workload(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping[str, Environment]) -> Workload:
     """What an evaluation has in the engine together."""
     most, examples, response = longest_prompt(cfg, model), cfg.eval.num_examples, cfg.rollout.max_tokens
-    lengths = [n for env in envs.values() for n in _prompt_lengths(env, "test", min(examples, LOOKED_AT), chat)]
+    lengths = [n for env in envs.values() for n in prompt_lengths(env, "test", min(examples, LOOKED_AT), chat)]
     prompt = max((length for length in lengths if length <= most), default=most)
     return Workload(examples, cfg.eval.rollouts_per_example, prompt, response, most + response)
 
 
-def _prompt_lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> list[int]:
+def prompt_lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> list[int]:
+    """Tokens of the first prompts of a split."""
     size = env.size(split)
     return [len(chat.encode_chat(prompt_at(env, i, split).messages)) for i in range(min(count, size or count))]
 
@@ -235,7 +233,7 @@ def check_prompts(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs:
     for now in (cfg, *(cfg.at(stage.step) for stage in cfg.stages)):
         most = longest_prompt(now, model)
         for env in envs.values():
-            lengths = _prompt_lengths(env, split, LOOKED_AT, chat)
+            lengths = prompt_lengths(env, split, LOOKED_AT, chat)
             if lengths and min(lengths) > most:
                 tokens, key, _ = _row(now, model)
                 response = now.rollout.max_tokens
@@ -302,11 +300,10 @@ def critic(cfg: RunConfig, where: Place, chat: ChatTokenizer) -> Critic | None:
     if cfg.algorithm != "ppo":
         return None
     mine, train = cfg.critic, cfg.train
+    if mine.model is not None:
+        refuse_adapter("critic.model", mine.model)
+        refuse_other_vocabulary("critic.model", mine.model, cfg, chat)
     body = hf.load(mine.model or cfg.model, where.device, where.dtype)
-    if any(linear.adapter is not None for _, linear in body.linears()):
-        raise ValueError(f"critic.model: {mine.model} is an adapter folder; merge it into its base first")
-    if mine.model is not None and not _same_vocabulary(mine.model, chat):
-        raise ValueError(f"critic.model: {mine.model} has another tokenizer than {cfg.model}")
     dequantize_base(body).activation_checkpointing = train.activation_checkpointing
     optim = OptimSettings(mine.learning_rate, weight_decay=mine.weight_decay, betas=train.betas, eps=train.eps,
                           max_grad_norm=mine.max_grad_norm)
@@ -327,18 +324,32 @@ def reference(cfg: RunConfig, where: Place) -> Transformer | None:
     return hf.load(cfg.model, where.device, where.dtype).requires_grad_(False)
 
 
-def _same_vocabulary(model: str, chat: ChatTokenizer) -> bool:
-    return load_tokenizer(hf.resolve(model)).get_vocab() == chat.tokenizer.get_vocab()
+def refuse_adapter(key: str, source: str | Path) -> None:
+    """ValueError when the folder that a setting names holds an adapter, and no model of its own."""
+    if (hf.resolve(source, weights=False) / "adapter_config.json").is_file():
+        raise ValueError(f"{key}: {source} is an adapter folder, and a whole model is needed here; merge it into its "
+                         f"base first (lowroll export {source} OUT --as merged)")
+
+
+def refuse_other_vocabulary(key: str, source: str, cfg: RunConfig, chat: ChatTokenizer) -> None:
+    """ValueError when the tokens of the model that a setting names are not those of the run's."""
+    if load_tokenizer(hf.resolve(source, weights=False)).get_vocab() != chat.tokenizer.get_vocab():
+        raise ValueError(f"{key}: the vocabulary of {source} is not that of {cfg.model}: the same ids would be other "
+                         "words")
 
 
 def teacher(cfg: RunConfig, where: Place, chat: ChatTokenizer) -> Transformer | None:
     """The frozen model of AIPO's teacher_tau. ValueError when its tokens are not those of the run's model."""
-    if cfg.train.teacher is None or not (cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau):
+    if not asks_teacher(cfg):
         return None
-    if not _same_vocabulary(cfg.train.teacher, chat):
-        raise ValueError(f"train.teacher: the vocabulary of {cfg.train.teacher} is not that of {cfg.model}, so its "
-                         "log-probs would be of other words")
+    assert cfg.train.teacher is not None
+    refuse_other_vocabulary("train.teacher", cfg.train.teacher, cfg, chat)
     return hf.load(cfg.train.teacher, where.device, where.dtype).requires_grad_(False)
+
+
+def asks_teacher(cfg: RunConfig) -> bool:
+    """Whether the loss reads log-probs of `train.teacher`."""
+    return cfg.train.teacher is not None and cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau > 0
 
 
 def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]:
@@ -355,6 +366,7 @@ def about(cfg: RunConfig, where: Place, model: Transformer) -> Mapping[str, str]
         f"; critic {cfg.critic.model or 'of the same model'}, learning rate {cfg.critic.learning_rate:g}")
     return {"title": Path(cfg.output_dir).resolve().name,
             "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
+            "algorithm": cfg.algorithm,
             "learning": f"{learned}, {cfg.algorithm}, {cfg.train.optimizer}, {cfg.train.forward} forward, "
                         f"learning rate {cfg.train.learning_rate:g}{critic}",
             "env": ", ".join(env.name or env.id for env in cfg.env),

@@ -1,15 +1,23 @@
-"""`lowroll eval`: one model in several weight formats on the same held-out prompts with the same noise."""
+"""Evaluation on held-out prompts: of a run's policy, and by `lowroll eval` of one model in several weight formats."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lowroll import assemble
 from lowroll.config import RunConfig
+from lowroll.engine.engine import Engine
+from lowroll.envs import Environment
+from lowroll.envs.rewards import ScorerPool
 from lowroll.metrics.progress import phases
 from lowroll.model import hf
+from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.orchestrator.client import PhaseProgress
 from lowroll.orchestrator.evaluate import evaluate as evaluate_env
+
+COMPARED = ("reward", "pass_at_1")      # what is kept of the second sampler, and of the model before the first update
 
 
 def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -43,6 +51,44 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
                 rows.append({"env": env.name, "weights": assemble.rollout_format(cfg, where, name), **short,
                              "seconds": time.monotonic() - began})
     return rows
+
+
+def held_out(cfg: RunConfig, envs: Mapping[str, Environment], engine: Engine, scorer: ScorerPool, chat: ChatTokenizer,
+             *, max_prompt_tokens: int | None, sampled: bool = False,
+             on_phase: PhaseProgress | None = None) -> dict[str, float]:
+    """`eval/*` of the engine's policy on the test splits, drawn as `cfg.eval` says.
+
+    With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn as the rollouts of `cfg` are.
+    """
+    chosen, drawn = assemble.eval_sampling(cfg), assemble.sampling(cfg)
+    metrics = {"eval/temperature": chosen.temperature}
+    for env in envs.values():
+        found = {}
+        for sampling in dict.fromkeys([chosen, drawn] if sampled else [chosen]):
+            found[sampling] = evaluate_env(
+                env, engine, scorer, chat, num_examples=cfg.eval.num_examples,
+                rollouts_per_example=cfg.eval.rollouts_per_example, sampling=sampling, seed=cfg.seed,
+                max_prompt_tokens=max_prompt_tokens, on_phase=on_phase and partial(_within_evaluation, on_phase))
+        metrics |= found[chosen]
+        if sampled:
+            metrics |= {f"eval/{env.name}/sampled_{name}": found[drawn][f"eval/{env.name}/{name}"]
+                        for name in COMPARED}
+    return metrics
+
+
+def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
+    """The evaluations of a step: `then`, after it, and `first`, before it, under names of their own. Either may be
+    empty."""
+    compared = tuple(f"{joint}{name}" for joint in "/_" for name in COMPARED)
+    early = {f"{name}_before": value for name, value in first.items() if name.endswith(compared)}
+    if first:
+        early["eval/temperature"] = first["eval/temperature"]
+    seconds = [found["time/eval"] for found in (first, then) if found]
+    return {**early, **then, **({"time/eval": sum(seconds)} if seconds else {})}
+
+
+def _within_evaluation(on_phase: PhaseProgress, phase: str, done: int, total: int) -> None:
+    on_phase(f"evaluate: {phase}", done, total)
 
 
 def _rollouts(cfg: RunConfig) -> str:

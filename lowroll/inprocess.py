@@ -28,13 +28,14 @@ from lowroll.attempt import RunResult, attempt, drive
 from lowroll.checkpoint.replacement import replace_folder
 from lowroll.config import RunConfig
 from lowroll.engine.engine import Engine
+from lowroll.evaluate import around, held_out
 from lowroll.export import newest_batch, publish_adapter
 from lowroll.kv.capacity import NoRoom, Workload
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, Recorder, read
 from lowroll.model import hf
+from lowroll.orchestrator.client import PhaseProgress
 from lowroll.orchestrator.errors import NoSignal
-from lowroll.orchestrator.evaluate import evaluate
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.run_folder import RunFolder
 from lowroll.stop import Stop, polite_stop
@@ -57,9 +58,10 @@ MOST_SILENT = 0.5                  # share of tokens, or of sequences, that an o
 MAX_WIDENED = 4
 
 
-def run(config: str | Path | Mapping[str, object] | RunConfig, overrides: Mapping[str, object] | None = None, *,
+def run(config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object] | None = None, *,
         resume: bool = False, overwrite: bool = False) -> RunResult:
-    """Train as a YAML file, a mapping of its keys or a RunConfig says; returns the run folder and its records.
+    """Train as a YAML file, a nested mapping of the same keys or a RunConfig says; returns the run folder and its
+    records. overrides: dotted keys, {"train.max_steps": 20}.
 
     In Python the `id` of an environment may be a class, also one of a notebook's cell: see `lowroll.envs.cells`.
 
@@ -68,8 +70,7 @@ def run(config: str | Path | Mapping[str, object] | RunConfig, overrides: Mappin
     continued; with `overwrite`, what it made is replaced, and nothing else. SIGINT, SIGTERM and SIGHUP finish the step,
     write a checkpoint and return. A run for which dynamic sampling finds nothing to learn from any more finishes early.
     """
-    cfg = config if isinstance(config, RunConfig) else assemble.configuration(config, dict(overrides or {}))
-    cfg = cfg.resolved()
+    cfg = assemble.configuration(config, overrides or {}).resolved()
     last = cfg.train.max_steps
     with ExitStack() as stack:
         folder = stack.enter_context(attempt(cfg, "grpo", resume, overwrite)).path
@@ -132,6 +133,7 @@ class Session:
         self.guard = assemble.guard(cfg)
         self.widened = 0                  # doublings of the exponent of what `correction: auto` chose
         self.on_note: Callable[[str], object] = log.info
+        self.on_phase: PhaseProgress | None = None
         self.stop = Stop()
         self.made = 0                     # the last step
         self._before: dict[str, Any] = {}  # the orchestrator's state, before the step that is being made
@@ -148,7 +150,8 @@ class Session:
             view.note(text)
             log.info("%s", text)
 
-        self.orchestrator.on_phase, self.on_note, self.stop = phase, note, stop
+        self.orchestrator.on_phase = self.trainer.on_phase = self.on_phase = phase
+        self.on_note, self.stop, view.asked_to_stop = note, stop, stop
 
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""
@@ -200,6 +203,7 @@ class Session:
         self._before = self.orchestrator.state()
         stage = self._enter(step)
         with self.stop.droppable():
+            first = self.evaluate(sampled=True) if self.cfg.eval.interval and step == 1 else {}
             batch = self.orchestrator.step(step, self.trainer.version)
         if self.cfg.rollout.release_cache:
             self.engine.release()
@@ -207,8 +211,9 @@ class Session:
         sigma = {} if self.noise is None else {"rollout/noise_sigma": self.noise.sigma(self.trainer.version)}
         metrics = batch.stats | stage | price | sigma | self.trainer.step()
         metrics |= self._watch_over(metrics)
-        if self.cfg.eval.interval and step % self.cfg.eval.interval == 0:
-            metrics |= self.evaluate()
+        last = step == self.cfg.train.max_steps
+        due = self.cfg.eval.interval and (last or step % self.cfg.eval.interval == 0)
+        metrics |= around(first, self.evaluate(sampled=last) if due else {})
         metrics |= self._performance(batch, metrics) | self._saving_s
         metrics["time/step"] = time.monotonic() - began + sum(self._saving_s.values())
         self._saving_s = {}
@@ -216,18 +221,15 @@ class Session:
         self.made = step
         return record
 
-    def evaluate(self) -> dict[str, float]:
-        """`eval/*` of the current policy in the rollout precision, without noise, on the test splits."""
-        began, cfg = time.monotonic(), self.cfg.eval
+    def evaluate(self, sampled: bool) -> dict[str, float]:
+        """`eval/*` of the current policy in the rollout precision, without noise, on the test splits; with `sampled`,
+        drawn as the rollouts too."""
+        began = time.monotonic()
         noisy = self.engine.behavior.noise_sigma > 0
         if noisy:
             self.engine.adopt(self.model, self.trainer.version)
-        metrics: dict[str, float] = {}
-        for env in self.eval_envs.values():
-            metrics |= evaluate(env, self.engine, self.eval_scorer, self.chat, num_examples=cfg.num_examples,
-                                rollouts_per_example=cfg.rollouts_per_example,
-                                sampling=assemble.eval_sampling(self.stage), seed=self.cfg.seed,
-                                max_prompt_tokens=self.orchestrator.settings.max_prompt_tokens)
+        metrics = held_out(self.stage, self.eval_envs, self.engine, self.eval_scorer, self.chat, sampled=sampled,
+                           max_prompt_tokens=self.orchestrator.settings.max_prompt_tokens, on_phase=self.on_phase)
         self.engine.reset_prefix_cache()            # a resumed run has none of their pages
         if noisy:
             self._adopt(self.trainer.version)

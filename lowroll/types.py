@@ -10,6 +10,11 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 
+# What the engine can be asked for; a configuration is held to it before anything is loaded.
+MAX_SAMPLES = 1024              # of one prompt
+TEMPERATURES = (1e-4, 1e4)      # beyond these, logits / temperature can leave float32
+PENALTIES = (1e-2, 1e2)
+
 
 class RunFailed(RuntimeError):
     """A run that cannot go on, for a reason that people can read and act on; commands show it as one line."""

@@ -19,6 +19,15 @@ collect_ignore = [] if os.environ.get("LOWROLL_VLLM_PYTHON") else ["foreign"]   
 pytest_plugins = ["interpreted"]
 
 
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dry runs plan without a look at the model, which is on a hub that tests do not ask, and at the data."""
+    from lowroll import preflight
+
+    for look in ("look_at_run", "look_at_sft"):
+        monkeypatch.setattr(preflight, look, lambda *_: preflight.Findings())
+
+
 @pytest.fixture(scope="session")
 def built() -> None:
     """What nvcc builds for 4-bit weights, all formats at once: one after the other they would take most of a minute."""

@@ -75,7 +75,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
             name = f"<cell {number}>"
             if keep:
                 linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-            exec(compile(text, name, "exec", dont_inherit=True), vars(main))
+            exec(compile(text, name, "exec", dont_inherit=True), vars(main))  # noqa: S102
         return vars(main)
     return run
 

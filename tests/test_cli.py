@@ -1,6 +1,8 @@
 """The command line: quick help, thin handlers, one line an error, exit codes."""
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -52,8 +54,9 @@ def test_help_is_printed_before_anything_heavy_is_imported(words: list[str]) -> 
 
 
 def test_settings_are_read_without_torch() -> None:
-    code = ("import sys\nfrom lowroll.cli.main import main\n"
-            "assert main(['grpo', 'examples/reverse_text.yaml', '--dry-run']) == 0\n"
+    code = ("import sys\nfrom lowroll.cli import grpo\n"
+            "cfg = grpo.read_settings(grpo.parser().parse_args(['examples/reverse_text.yaml']))\n"
+            "assert grpo.plan(cfg)\n"
             "print([name for name in ('torch', 'transformers') if name in sys.modules])\n")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
@@ -84,7 +87,7 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture
         assert expected in capsys.readouterr().err
 
 
-def test_a_dry_run_prints_settings_that_load_again(capsys: pytest.CaptureFixture[str], run_yaml: str,
+def test_a_dry_run_prints_settings_that_load_again(unseen: None, capsys: pytest.CaptureFixture[str], run_yaml: str,
                                                    tmp_path: Path) -> None:
     assert main(["grpo", run_yaml, "train.max_steps=3", "--dry-run", "train.minibatches=2"]) == 0
     out, err = capsys.readouterr()
@@ -95,7 +98,7 @@ def test_a_dry_run_prints_settings_that_load_again(capsys: pytest.CaptureFixture
     assert load(tmp_path / "again.yaml").dump() == load(run_yaml, ["train.max_steps=3", "train.minibatches=2"]).dump()
 
 
-def test_a_dry_run_of_three_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_three_files(unseen: None, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ROOT / "examples" / "three_files"
     words = [word for name in ("train", "infer", "orch") for word in (f"--{name}", str(folder / f"{name}.yaml"))]
     assert main(["grpo", *words, "rollout.weights=int8", "--dry-run"]) == 0
@@ -261,19 +264,75 @@ def test_the_demo_deletes_no_folder_but_its_own(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "demo" / "notes.txt").read_text() == "mine"
 
 
-def test_the_plan_shows_the_cache(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("model: m\nbatch_size: 8\nrollouts_per_example: 4\nrollout: {max_tokens: 16}\n"
-                                       "train: {tokens_per_microbatch: 48}\n")
+@pytest.mark.parametrize(("words", "told"), [
+    (["--train.max_steps", "3"], "--train.max_steps: a setting is written train.max_steps=3"),
+    (["--learning-rate=1e-5"], "--learning-rate=1e-5: a setting is written train.learning_rate=1e-5"),
+    (["--lora", "seed=1"], "--lora: a setting is written train.lora=true"),
+    (["--num_generations", "8"], "--num_generations: here it is rollouts_per_example (rollouts a prompt)"),
+    (["--use-vllm"], "--use-vllm: not there yet: another engine"),
+    (["--dryrun"], "--dryrun: lowroll grpo has no such option (did you mean --dry-run?)"),
+    (["--zz"], "--zz: lowroll grpo has no such option; lowroll grpo --help lists what there is"),
+    (["train.max_steps", "=", "3"], "a setting is one word with its value, such as train.max_steps=20")])
+def test_settings_in_other_tools_words(words: list[str], told: str, run_yaml: str,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grpo", run_yaml, *words]) == 2
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and told in line
 
-    def line(*overrides: str) -> str:
-        assert main(["grpo", str(tmp_path / "run.yaml"), *overrides, "--dry-run"]) == 0
-        found, = (text for text in capsys.readouterr().out.splitlines() if "KV cache" in text)
-        return found
 
-    # 2 x 2 prompts of 32 tokens on 2 pages, 8 samples with 2 more, and a tail
-    assert line() == ("# KV cache as the first prompts of the environments need it: at most 400 tokens (rows of 48), "
-                      "and 1/4 of the free memory")
-    assert "at most 208 tokens" in line("rollout.max_batch=2")
-    assert "at most 4,624 tokens" in line("eval.interval=1", "eval.num_examples=36", "eval.rollouts_per_example=2")
-    assert "at most 592 tokens" in line("stages=[{step: 2, batch_size: 12}]")
-    assert line("rollout.cache_tokens=1234") == "# KV cache of 1,234 tokens"
+@pytest.mark.parametrize(("greedy", "code"), [(0.6, 0), (0.5, 1)])
+def test_a_demo_that_only_got_sharper_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, greedy: float, code: int,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    """What sampling at a lower temperature gives is shown beside the gain, and a second model shows what INT8 buys."""
+    from types import SimpleNamespace
+
+    from lowroll import demo
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    rewards = iter([{"int8": 0.3, "fp32": 0.3, "sharper": 0.49, "greedy": 0.5},
+                    {"int8": 0.55, "fp32": 0.55, "sharper": greedy, "greedy": greedy}])
+    record = {"step": 1, "reward/mean": 0.3, "mismatch/kl_k3": 1e-4}
+    monkeypatch.setattr(demo, "warm_start", lambda *_: {"sft/loss": 1.0})
+    monkeypatch.setattr(demo, "_rewards", lambda *_: next(rewards))
+    monkeypatch.setattr(demo, "run", lambda cfg, **_: SimpleNamespace(interrupted=False, signal=0, folder=tmp_path,
+                                                                      records=[record]))
+    monkeypatch.setattr(demo, "CONFIG", {**demo.CONFIG, **small})
+    monkeypatch.setattr(demo, "LARGER", {**demo.LARGER, **small})
+    monkeypatch.setattr(demo, "engine_speed", lambda *_: {"int8": 1010.0, "fp32": 1000.0})
+    assert demo.main(str(tmp_path / "demo")) == code
+    told = " ".join(capsys.readouterr().out.split())
+    assert "sampled at T = 0.5, scores 0.490" in told and f"greedily, {greedy - 0.5:+.3f}" in told
+    assert "int8 1,010, fp32 1,000 tokens/s; INT8 is 1.01 times as fast" in told
+    assert re.search(r"1 layers of Qwen2\.5-0\.5B's shape \(\d+ M parameters, random weights\), 64 sequences: int8 "
+                     r"[\d,]+, fp32 [\d,]+, bf16 [\d,]+ tokens/s; INT8 is \d\.\d\d times as fast", told)
+
+
+def test_commands_in_other_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in ((["train", "x.yaml"], "did you mean grpo?"), (["merge"], "did you mean export RUN OUT --as"),
+                        (["run.yaml", "seed=1"], "did you mean lowroll grpo run.yaml seed=1?")):
+        assert main(words) == 2
+        assert told in capsys.readouterr().err
+    assert main(["help"]) == 0
+    with pytest.raises(SystemExit):
+        main(["help", "export"])
+    assert "usage: lowroll export" in capsys.readouterr().out
+
+
+def test_the_module_runs_and_completion_knows_commands_options_and_keys(tmp_path: Path) -> None:
+    script = subprocess.run([sys.executable, "-m", "lowroll", "completion", "bash"], capture_output=True, text=True,
+                            timeout=60, cwd=ROOT, check=True).stdout
+
+    def complete(*words: str) -> list[str]:
+        line = " ".join(map(shlex.quote, words))
+        code = f'{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _lowroll; echo "${{COMPREPLY[@]}}"'
+        return subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=20, cwd=tmp_path,
+                              check=True).stdout.split()
+
+    (tmp_path / "runs.yaml").write_text("")
+    assert complete("lowroll", "gr") == ["grpo"]
+    assert complete("lowroll", "grpo", "train.lora_r") == ["train.lora_rank="]
+    assert complete("lowroll", "grpo", "env.0.i") == ["env.0.id="]
+    assert complete("lowroll", "grpo", "run") == ["runs.yaml"]
+    assert complete("lowroll", "export", "--") == ["--help", "--as", "--step"]
+    assert complete("lowroll", "completion", "z") == ["zsh"]
+    for shell in ("zsh", "fish"):
+        assert main(["completion", shell]) == 0

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from lowroll.config import ConfigError, RunConfig, from_mapping, load
 from lowroll.config.algorithms import ALGORITHMS
 from lowroll.config.auto import AUTO, Rollouts, Row, choose_correction
 from lowroll.config.document import ConfigDumper, parse, resolve_plain
+from lowroll.config.foreign import ABSENT, NEEDLESS, RENAMED
+from lowroll.config.load import known_keys
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,6 +63,8 @@ def test_examples_load(path: Path) -> None:
 # text, overrides -> the lines of the error
 MISTAKES: list[tuple[str, list[str], list[str]]] = [
     # keys
+    ("model: m\n\ttrain: {}\n", [], ["run.yaml:2: not valid YAML: found character '\\t' that cannot start any token; "
+                                     "indent with spaces"]),
     ("model: m\ntrain:\n  max_stepz: 3\n", [],
      ["run.yaml:3: train.max_stepz: unknown key (did you mean max_steps?)"]),
     ("model: m\n\nmax_steps: 3\n", [], ["run.yaml:3: max_steps: unknown key (did you mean train.max_steps?)"]),
@@ -124,7 +129,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("model: m\nrollout:\n  kv: {policy: rkv}\n", [],
      ["run.yaml:3: rollout.kv: a bounded KV cache is not available yet; write null (dense)"]),
     ("model: m\nloss: {eps_low: -0.1}\n", [], ["run.yaml:2: loss.eps_low: must be >= 0.0, got -0.1"]),
-    ("model: m\nrollout: {temperature: 0}\n", [], ["run.yaml:2: rollout.temperature: must be > 0.0, got 0"]),
+    ("model: m\nrollout: {temperature: 0}\n", [], ["run.yaml:2: rollout.temperature: must be >= 0.0001, got 0"]),
     ("model: m\nrollout: {temperature: .nan}\n", [], ["run.yaml:2: rollout.temperature: .nan is not a finite number"]),
     ("model: m\nloss:\n  cap: .inf\n", [], ["run.yaml:3: loss.cap: .inf is not a finite number"]),
     ("model: m\nloss:\n  cap: 1e999\n", [], ["run.yaml:3: loss.cap: 1e999 is too large a number"]),
@@ -199,6 +204,57 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("model: m\nbatch_size: 64\n", ["batch_size=60"],
      ["override batch_size: batch_size (60) is not a multiple of rollouts_per_example (8)"]),
 ]
+
+
+def foreign(tree: dict[str, object]) -> list[str]:
+    """The lines about a tree, without "config: "."""
+    with pytest.raises(ConfigError) as error:
+        from_mapping({"model": "m", **tree})
+    return [line.removeprefix("config: ") for line in str(error.value).splitlines()]
+
+
+@pytest.mark.parametrize(("key", "told"), [
+    ("gpus", "not there yet: several GPUs"), ("report_to", "not there yet: trackers; metrics.jsonl"),
+    ("max_async_level", "not there yet: asynchronous rollouts"), ("use_vllm", "not there yet: another engine"),
+    ("deepspeed", "not there yet: several GPUs"), ("num_generations", "here it is rollouts_per_example"),
+    ("per_device_train_batch_size", "here it is batch_size"), ("beta", "here it is loss.kl_coef"),
+    ("max_completion_length", "here it is rollout.max_tokens"), ("bf16", "here it is dtype: bfloat16"),
+    ("seq_len", "here it is train.tokens_per_microbatch"), ("trust_remote_code", "not needed: lowroll runs no code")])
+def test_what_other_tools_call_it(key: str, told: str) -> None:
+    line, = foreign({key: 1})
+    assert line.startswith(f"{key}: unknown key; {told}"), line
+
+
+def test_foreign_keys_in_sections_and_near_ones_elsewhere() -> None:
+    assert foreign({"rollout": {"engine": "vllm"}})[0].startswith("rollout.engine: unknown key; not there yet: another")
+    verl = foreign({"trainer": {"n_gpus_per_node": 8}, "actor_rollout_ref": {"rollout": {"n": 8, "name": "vllm"}}})
+    assert [line.split(":")[0] for line in verl] == [
+        "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.name", "trainer.n_gpus_per_node"]
+    assert foreign({"learning_rate": 1e-5}) == ["learning_rate: unknown key (did you mean train.learning_rate?)"]
+    assert foreign({"temprature": 1}) == ["temprature: unknown key (did you mean rollout.temperature?)"]
+
+
+def test_every_foreign_key_leads_to_a_key_of_ours() -> None:
+    known = set(known_keys(RunConfig))
+    for theirs, ours in RENAMED.items():
+        assert theirs not in {key.rpartition(".")[2] for key in known}, f"{theirs} is a key of ours"
+        named = re.match(r"[\w.]+", ours)
+        assert named is not None
+        assert ours.startswith("lowroll ") or re.sub(r"\.\d.*", "", named[0]) in known, ours
+    assert not {*RENAMED} & {*ABSENT} | {*ABSENT} & {*NEEDLESS} | {*NEEDLESS} & {*RENAMED}
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("rollout: {temperature: 1.0e+9}", "rollout.temperature: must be <= 10000.0, got 1000000000.0"),
+    ("rollout: {repetition_penalty: 1.0e-3}", "rollout.repetition_penalty: must be >= 0.01, got 0.001"),
+    ("eval: {repetition_penalty: 101}", "eval.repetition_penalty: must be <= 100.0, got 101"),
+    ("eval: {temperature: 1.0e-5}", "eval.temperature: must be 0 (greedy) or from 0.0001 to 10000, got 1e-05"),
+    ("rollout: {temp_scheduler: {type: linear, start_temperature: 1, end_temperature: 1.0e+5}}",
+     "rollout.temp_scheduler.end_temperature: must be <= 10000.0, got 100000.0"),
+    ("{batch_size: 4096, rollouts_per_example: 2048}", "rollouts_per_example: must be <= 1024, got 2048"),
+    ("eval: {rollouts_per_example: 2048}", "eval.rollouts_per_example: must be <= 1024, got 2048")])
+def test_what_the_engine_would_refuse_is_refused_by_the_file(text: str, told: str) -> None:
+    assert foreign(parse(text, "x").value) == [told]
 
 
 @pytest.mark.parametrize(("text", "overrides", "expected"), MISTAKES, ids=lambda value: repr(value)[:40])

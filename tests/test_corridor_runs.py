@@ -1,6 +1,7 @@
 """Whole runs with every switch of the corridor: two steps, exact resume, identity limits, refusals."""
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from test_run import TINY, copy_stopped_after, fingerprint, settings, train
 
 import lowroll
-from lowroll import demo, inprocess
+from lowroll import demo
 from lowroll.checkpoint.store import Store
 from lowroll.metrics.record import reproducible
 from lowroll.model import hf, scaling
@@ -116,7 +117,8 @@ def test_noise_follows_its_schedule_and_the_tags_replay_it(model: Path, tmp_path
 
 def test_evaluation_is_of_clean_norms_and_leaves_the_run_alone(model: Path, tmp_path: Path,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, evaluate = [], inprocess.evaluate
+    evaluation_of_a_run = importlib.import_module("lowroll.evaluate")
+    seen, evaluate = [], evaluation_of_a_run.evaluate_env
 
     def spy(env: Any, engine: lowroll.Engine, *args: Any, **more: Any) -> dict[str, float]:
         clean = rollout_copy(hf.load(model), "int8", torch.float32).get_parameter("blocks.0.input_norm.weight")
@@ -124,7 +126,7 @@ def test_evaluation_is_of_clean_norms_and_leaves_the_run_alone(model: Path, tmp_
                      float((engine.model.blocks[0].input_norm.weight - clean).abs().max())))
         return evaluate(env, engine, *args, **more)
 
-    monkeypatch.setattr(inprocess, "evaluate", spy)
+    monkeypatch.setattr(evaluation_of_a_run, "evaluate_env", spy)
     noise = {"sigma_start": 0.5, "sigma_end": 0.5, "num_stages": 2}
     rows = {}
     for name, evaluation in (("with", {"interval": 1, "num_examples": 4, "temperature": 1.0}), ("without", {})):
@@ -132,7 +134,7 @@ def test_evaluation_is_of_clean_norms_and_leaves_the_run_alone(model: Path, tmp_
         rows[name] = train(tree)
     assert [{k: v for k, v in reproducible(r).items() if not k.startswith("eval/")} for r in rows["with"].records] == \
         [reproducible(r) for r in rows["without"].records]
-    assert [row[:2] for row in seen] == [(1, 0.0), (2, 0.0)]
+    assert [row[:2] for row in seen] == [(0, 0.0), (1, 0.0), (2, 0.0)]
     assert all(moved < 0.05 for *_, moved in seen)                                # two updates at 0.01, and no noise
     assert rows["with"].records[-1]["rollout/noise_sigma"] == 0.5
 

@@ -210,6 +210,21 @@ def test_the_benchmark_table_shows_what_was_stored(tmp_path: Path) -> None:
     assert "| demo | tokens/s | 3,000 | 1,000 | 3.00x (2.90 to 3.10) | 2x |" in made.measured()
 
 
+def test_types_travel_with_the_package() -> None:
+    packed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert packed["lowroll"] == ["py.typed"] and (ROOT / "lowroll/py.typed").is_file()
+
+
+def test_every_upper_bound_has_its_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    bounded = {entry.partition(";")[0].strip() for entry in wanted if "<" in entry}
+    section = (ROOT / "docs/dependencies.md").read_text().partition("## Versions")[2].partition("\n## ")[0]
+    stated = set(re.findall(r"`([\w-]+<[\d.]+)`", section))
+    assert {re.sub(r">=[\d.]+,", "", entry) for entry in bounded} == stated
+    assert "<" not in project["requires-python"]
+
+
 def test_every_dependency_has_its_reason() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
@@ -226,13 +241,13 @@ def test_every_dependency_has_its_reason() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name)
-def test_files_load_and_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_load_and_plan(path: Path, unseen: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grpo", str(path), "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("# model ")
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, *RECIPES], ids=name)
-def test_the_command_in_a_files_head_plans(path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_the_command_in_a_files_head_plans(path: Path, unseen: None, monkeypatch: pytest.MonkeyPatch,
                                            capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     for program, *arguments in commands_of(path.read_text()):

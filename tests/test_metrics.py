@@ -39,6 +39,8 @@ def test_every_name_is_explained_once() -> None:
     ("reward/reverse-text/mean", "reward/<env>/<metric>"), ("reward/gsm8k/format_ok", "reward/<env>/<metric>"),
     ("reward/my env/parts/first line", "reward/<env>/<metric>"),
     ("eval/chain_sum.v2/pass_at_k", "eval/<env>/pass_at_k"),
+    ("eval/reasoning-gym/chain_sum/reward", "eval/<env>/reward"),
+    ("eval/my/env.py/sampled_reward_before", "eval/<env>/sampled_reward_before"),
     ("rollout/flagged_gibberish_fraction", "rollout/flagged_<filter>_fraction"),
 ])
 def test_names_that_a_run_brings_along_are_found(name: str, row: str) -> None:
@@ -172,7 +174,7 @@ def test_sparkline_and_duration() -> None:
 RECORD = {"step": 12, "reward/mean": 0.4123, "mismatch/kl_k3": 0.00123, "policy/entropy": 0.8, "time/step": 2.0,
           "rollout/length_mean": 31.25, "perf/generate_tokens_per_second": 912.4, "time/generate": 1.5,
           "perf/learn_tokens_per_second": 4000.0, "time/score": 0.1, "time/learn": 0.3, "time/publish": 0.05,
-          "rollout/truncated_fraction": 0.25, "eval/arith/reward": 0.5}
+          "rollout/truncated_fraction": 0.25, "eval/arith/reward": 0.5, "eval/temperature": 0.0}
 
 
 def test_without_a_terminal_a_step_is_one_plain_line() -> None:
@@ -199,8 +201,52 @@ def test_on_a_terminal_the_panel_shows_the_step() -> None:
         console.print(view._panel())
     text = console.export_text()
     for part in ("demo", "step 12/100", "learn 3/8", "reward 0.412", "kl to behaviour 1.2e-03", "entropy 0.800",
-                 "length 31.2 tokens", "truncated 25 %", "generate 912 tok/s", "learn 4000 tok/s", "eta 2m56s"):
+                 "length 31.2 tokens", "truncated 25 %", "generate 912 tok/s", "learn 4000 tok/s", "eta 2m56s",
+                 "held out 0.500 (greedy, step 12)  arith"):
         assert part in text, part
+    assert "stopping" not in text
+
+
+@pytest.mark.parametrize(("width", "height"), [(110, 13), (80, 14), (40, 21)])
+def test_the_panel_keeps_to_the_terminal(width: int, height: int) -> None:
+    """Long names are cut, nothing wraps, and what was asked stays in sight until the end."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=24, color_system=None)
+    view = LiveView(100, "outputs/experiments/2026-11/a-model-with-a-long-name/run-17: grpo, acr", console)
+    for step in (11, 12):
+        view.step({**RECORD, "step": step, "reward/mean": 0.01 * step, "eval/a/b-environment-of-a-long-name/reward": 1,
+                   "guard/tightened": 1.0})
+    view.phase("evaluate: a phase of a long name", 128, 256)
+    asked: list[int] = []
+    view.asked_to_stop = asked
+    asked.append(2)
+    with console.capture() as shown:
+        console.print(view._panel())
+    lines = shown.get().splitlines()
+    assert {len(line) for line in lines} == {width} and len(lines) == height
+    text = "\n".join(lines)
+    for part in ("step 12/100", "evaluate: a phas", "reward 0.120 ▁█", "kl to behaviour 1.2e-03", "length 31.2 tokens",
+                 "step 2.00 s", "held out 0.500 (greedy, step 12)", "tightened 1x", "stopping after this step; once"):
+        assert part in text, part
+    with console.capture() as after, view:
+        pass
+    assert "stopping after this step" in after.get()             # the last picture is the one that is left standing
+
+
+def test_a_warning_stands_above_the_panel(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line that went straight to the terminal would be written over by the next picture."""
+    console, logger = Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None), logging.getLogger(
+        "lowroll")
+    terminal = logging.StreamHandler()
+    logger.addHandler(terminal)
+    try:
+        with LiveView(100, "run", console):
+            logger.warning("SIGINT: finishing this step")
+            assert terminal.stream is not sys.__stderr__ and capsys.readouterr().err == ""
+        logger.warning("after the run")
+    finally:
+        logger.removeHandler(terminal)
+    assert "SIGINT: finishing this step\n" in console.file.getvalue()
+    assert capsys.readouterr().err == "after the run\n"
 
 
 def test_the_room_opens_without_torch_or_matplotlib() -> None:

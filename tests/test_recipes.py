@@ -29,7 +29,8 @@ def recipe(name: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_it_plans_and_its_settings_load_again(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_plans_and_its_settings_load_again(path: Path, tmp_path: Path, unseen: None,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grpo", str(path), "--dry-run"]) == 0
     plan = capsys.readouterr().out
     assert plan.startswith("# model ")

@@ -1,7 +1,9 @@
 """The report: self-contained, safe against what a model writes, honest about what is missing."""
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -9,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lowroll.metrics.plots import PLOTS, Plot, draw, present, reward_plot, series
+from lowroll.metrics.page import SCRIPT
+from lowroll.metrics.plots import NOISE_NATS, PLOTS, Line, Plot, draw, present, reward_plot, series, silent
 from lowroll.metrics.record import Recorder, write_about
 from lowroll.metrics.report import write_report
 from lowroll.transport import write_rollouts
@@ -40,21 +43,27 @@ class Page(HTMLParser):
 def sample_of(reward: float | None, text: str, logprobs: list[float]) -> Sample:
     score = Score(reward) if reward is not None else ScoreError("timeout", f"10 s {HOSTILE}")
     rollout = Rollout(list(range(len(logprobs))), logprobs, "stop", BehaviorTag((PolicySpan(4, "d"),), "int8"))
-    return Sample(Prompt("p", "arith", [{"role": "user", "content": f"ask {HOSTILE}"}]), [1], rollout, text, score)
+    prompt = Prompt("p", "arith", [{"role": "user", "content": f"ask {HOSTILE}"}], {"answer": f"gold {HOSTILE}"})
+    return Sample(prompt, [1], rollout, text, score)
 
 
 def make_run(folder: Path, steps: int = 6) -> Path:
-    write_about(folder, {"title": f"demo {HOSTILE}", "model": "tiny", "rollout": "int8", "correction": "acr"})
+    write_about(folder, {"title": f"demo {HOSTILE}", "command": "grpo", "algorithm": "grpo", "model": "a/tiny (Qwen3)",
+                         "env": "arith", "rollout": "int8 weights, 4 samples", "correction": "acr"})
     (folder / "config.yaml").write_text(f"model: tiny # {HOSTILE}\n")
     recorder = Recorder(folder)
     for step in range(1, steps + 1):
+        early = {"eval/arith/reward_before": 0.01, "eval/arith/pass_at_1_before": 0.5,
+                 "eval/arith/sampled_reward_before": 0.02} if step == 1 else {}
+        late = {"eval/arith/reward": step / 20, "eval/arith/pass_at_1": 0.75, "eval/arith/sampled_reward": 0.03,
+                "eval/temperature": 0.0} if step == steps else {}
         recorder.write(step, {
             "reward/mean": step / 10, "reward/std": 0.1, "mismatch/kl_k3": 10.0 ** -step, "mismatch/kl_k1": -1e-3,
             "mismatch/ess": 0.99, "time/generate": 1.0, "time/learn": 0.5, "time/step": 1.5, "rollout/tokens": 100,
             "rollout/length_mean": 9.0, "rollout/truncated_fraction": 0.1, "optim/grad_norm": float("nan"),
-            **({"eval/arith/reward": step / 20} if step in (1, steps) else {})})
+            "rollout/temperature": 0.7, "policy/kl_reference": 0.0, **early, **late})
         samples = [sample_of(0.25, "middling", [-1.0]), sample_of(0.875, f"best of {step} {HOSTILE}", [-0.5, -1.0]),
-                   sample_of(0.125, "worst " + "x" * 5000, [-2.0]), sample_of(None, "unscored", [-3.0])]
+                   sample_of(0.125, "worst " + "x" * 9000, [-2.0]), sample_of(None, "unscored", [-3.0])]
         write_rollouts(folder / "rollouts", Batch(step, samples, 1.0))
     return folder
 
@@ -64,7 +73,10 @@ def test_a_full_run_becomes_one_self_contained_page(tmp_path: Path) -> None:
     assert out == tmp_path / "report.html"
     source = out.read_text()
     page = Page(source)
-    assert not {"script", "img", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
+    assert not {"img", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
+    # its own script alone may run, and it is inside the page
+    assert page.count("script") == 1 and f"<script>{SCRIPT}</script>" in source
+    assert f"script-src 'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'" in source
     for _, attributes in page.tags:
         for name, value in attributes.items():
             assert not name.startswith("on")
@@ -79,23 +91,57 @@ def test_a_full_run_becomes_one_self_contained_page(tmp_path: Path) -> None:
     assert references and references <= set(ids)
 
 
-def test_the_page_shows_the_numbers_and_the_extremes(tmp_path: Path) -> None:
-    page = Page(write_report(make_run(tmp_path), tmp_path / "elsewhere" / "page.html").read_text())
-    assert "0.100 → 0.600" in page.text                    # reward, first and last step
-    assert "0.050 → 0.300" in page.text                    # held out
+def test_the_page_says_what_run_it_is_and_what_it_changed(tmp_path: Path) -> None:
+    source = write_report(make_run(tmp_path), tmp_path / "elsewhere" / "page.html").read_text()
+    page = Page(source)
+    assert "<title>GRPO of a/tiny on arith, int8 rollouts</title>" in source
+    assert "demo <script>alert(1)</script>" in page.text and "steps 1 to 6" in page.text
+    rows = [" ".join(Page(row).text.split()) for row in re.findall(r"<tr>(<th>.*?)</tr>", source)]
+    for row in ("arith: held out, greedymean reward 0.010before step 1 0.300after step 6",
+                "arith: held out, greedyshare of right responses 0.500before step 1 0.750after step 6",
+                "arith: held out, sampled, T = 0.7mean reward 0.020before step 1 0.030after step 6",
+                "training prompts, sampledmean reward 0.200steps 1 to 3 0.500steps 4 to 6"):
+        assert row.replace(" ", "") in [found.replace(" ", "") for found in rows], row
     assert "5.5e-04" in page.text                          # the median of 1e-1 ... 1e-6, (1e-3 + 1e-4) / 2
     assert "600" in page.text and "9s" in page.text        # tokens and seconds in all
-    for step in (1, 4, 6):
-        assert f"best of {step} <script>" in page.text
-    for step in (2, 3, 5):
+    assert "KL between the policy" in page.text and "null" in page.text     # the grad norm was never finite
+    absent = page.text.split("not plotted")
+    assert "Gradient and learning rate" in absent[1] + absent[2] and "0 in every step: KL to the ref" in page.text
+    # the configuration stands open, the glossary is folded
+    assert "<details open><summary>Configuration" in source and "<details><summary>What the metrics mean" in source
+
+
+def test_samples_have_their_gold_answer_and_open_one_by_one(tmp_path: Path) -> None:
+    """Several of several steps, each whole behind its line; what a model wrote is text wherever it stands."""
+    page = Page(write_report(make_run(tmp_path, steps=12)).read_text())
+    for step in (1, 4, 7, 9, 12):
+        assert page.text.count(f"best of {step} <script>") == 2          # in its line and in full
+    for step in (2, 3, 5, 6, 8, 10, 11):
         assert f"best of {step} " not in page.text
-    assert page.text.count("worst xxx") == 3 and "middling" not in page.text
-    assert "more characters" in page.text and "x" * 1300 not in page.text
-    assert "log-prob -0.750" in page.text and "int8 v4" in page.text
+    samples = [attributes for tag, attributes in page.tags if tag == "details" and attributes.get("class") == "sample"]
+    assert len(samples) == 5 * 4 and page.text.count("middling") == 10
+    assert page.text.count("gold <script>alert(1)</script>") == 20 and "gold answer" in page.text
+    assert "more characters" in page.text and "x" * 7000 in page.text and "x" * 8001 not in page.text
+    assert "mean log-prob -0.750" in page.text and "int8 v4" in page.text
     assert "timeout: 10 s" in page.text and "unscored" in page.text
     assert "\\x07" in page.text and "\x07" not in page.text and "\u202e" not in page.text
-    assert "KL between the policy" in page.text and "null" in page.text     # the grad norm was never finite
-    assert "Gradient and learning rate" in page.text.split("not plotted")[1]
+    assert any(attributes.get("id") == "search" for _, attributes in page.tags)
+
+
+@pytest.mark.parametrize("command", [{"command": "sft"}, {}], ids=["named", "known by its metrics"])
+def test_a_supervised_run_is_reported_as_one(tmp_path: Path, command: dict[str, str]) -> None:
+    write_about(tmp_path, {"title": "warm", **command, "model": "a/tiny (Qwen3)", "rollout": "int8 weights",
+                           "correction": "acr", "data": "64 demonstrations"})
+    recorder = Recorder(tmp_path)
+    for step in (1, 2, 3):
+        recorder.write(step, {"sft/loss": 4.0 / step, "sft/tokens": 100.0, "optim/lr": 1e-3, "optim/grad_norm": 1.0})
+    page = Page(source := write_report(tmp_path).read_text())
+    assert "<title>Supervised warm start of a/tiny</title>" in source
+    assert page.count("figure") == 2 and "Loss" in page.text and "64 demonstrations" in page.text
+    assert "loss on demonstrations" in page.text and "4.000" in page.text and "1.333" in page.text
+    body = source.split("<main>")[1].split("What the metrics mean")[0]
+    for word in ("rollout", "acr", "reward", "not plotted", "held out"):
+        assert word not in body, word
 
 
 @pytest.mark.parametrize("missing", ["about.json", "config.yaml", "metrics.jsonl", "rollouts"])
@@ -110,7 +156,7 @@ def test_missing_parts_are_noted_and_the_rest_is_shown(tmp_path: Path, missing: 
     text = Page(write_report(tmp_path).read_text()).text
     assert missing in text
     assert ("Sample rollouts" in text) == (missing != "rollouts")
-    assert ("0.100 → 0.200" in text) == (missing != "metrics.jsonl")
+    assert ("Before and after" in text) == (missing != "metrics.jsonl")
 
 
 def test_an_empty_folder_and_unreadable_files_still_give_a_page(tmp_path: Path) -> None:
@@ -135,9 +181,12 @@ def test_series_and_the_choice_of_lines() -> None:
     clipping = next(plot for plot in PLOTS if plot.title.startswith("Clipping"))
     assert [line.metric for line in present(records, clipping)] == ["policy/clip_fraction_low"]
     assert [line.metric for line in present(records[1:], clipping)] == ["policy/clip_fraction_high"]
-    two = [{"step": 1, "reward/mean": 1, "reward/a/mean": 1, "reward/b/mean": 1, "eval/a/reward": 1, "reward/a/x": 1}]
-    assert [line.metric for line in reward_plot(two).lines] == ["reward/mean", "reward/a/mean", "reward/b/mean",
-                                                                "eval/a/reward"]
+    two = [{"step": 1, "reward/mean": 1, "reward/a/c/mean": 1, "reward/b/mean": 1, "eval/a/c/reward": 1,
+            "eval/a/c/reward_before": 0, "eval/temperature": 0.0, "reward/a/c/x": 1}]
+    assert [(line.metric, line.label) for line in reward_plot(two).lines] == [
+        ("reward/mean", "rollouts"), ("reward/a/c/mean", "a/c"), ("reward/b/mean", "b"),
+        ("eval/a/c/reward", "held out, greedy")]
+    assert series(two, "eval/a/c/reward") == ([0.0, 1.0], [0.0, 1.0])
 
 
 def test_every_metric_that_is_plotted_is_in_the_table() -> None:
@@ -165,6 +214,38 @@ def test_the_drawn_curve_has_the_shape_of_the_data() -> None:
     records = [{"step": step, "policy/kl_reference": value} for step, value in ((1, 1e-4), (2, 1e-2), (3, -1e-3))]
     (_, y1), (_, y2), (_, y3) = curve(draw(records, log_plot), "#3b7dd8")
     assert y1 - y2 == pytest.approx(2 * (y1 - y3), rel=1e-4)
+
+
+def plot_of(title: str) -> Plot:
+    return next(plot for plot in PLOTS if plot.title == title)
+
+
+def test_a_log_axis_ends_where_rounding_begins() -> None:
+    """Mismatches of exact rollouts are 1e-14: the axis stops at its floor, and a plot that is all noise goes."""
+    mismatch = plot_of("Mismatch")
+    records = [{"step": step, "mismatch/kl_k3": 1e-14, "mismatch/kl_k1": 0.0 if step == 2 else 1e-6} for step in (1, 2)]
+    svg = draw(records, mismatch)
+    labels = [float(text) for text in re.findall(r">(\d[\d.]*e-\d+)</text>", svg)]
+    assert labels and min(labels) >= NOISE_NATS
+    assert silent(records, mismatch) is None
+    quiet = [{**record, "mismatch/kl_k1": 0.0} for record in records]
+    assert silent(quiet, mismatch) == "at most 1e-8 in every step, which is rounding"
+
+
+def test_no_axis_without_a_curve() -> None:
+    clipping = plot_of("Clipping and correction")
+    assert silent([{"step": 1, "policy/clip_fraction_high": 0.0}], clipping) == "0 in every step"
+    assert silent([{"step": 1}], clipping) == "not recorded in this run"
+    assert silent([{"step": 1, "policy/clip_fraction_high": 0.1}], clipping) is None
+
+
+def test_two_curves_in_one_place_are_told_apart() -> None:
+    """The later one is dashed over the wider earlier one; curves that differ are both drawn whole."""
+    plot = Plot("Two", "", (Line("mismatch/ess", "tokens"), Line("mismatch/ess_sequence", "sequences")))
+    same = [{"step": step, "mismatch/ess": 0.999, "mismatch/ess_sequence": 0.9985} for step in (1, 2, 3)]
+    assert draw(same, plot).count("stroke-dasharray: ") == 2          # the curve and its legend
+    other = [{**record, "mismatch/ess_sequence": 0.9} for record in same]
+    assert "stroke-dasharray" not in draw(other, plot)
 
 
 @pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.title)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from lowroll.envs.rewards import ScorerPool
 from lowroll.evaluate import evaluate
 from lowroll.inprocess import RunResult, Session
 from lowroll.kv.cache import KVCache
+from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import read, reproducible
 from lowroll.model import hf, initialize, lora
 from lowroll.model.spec import spec_from_config
@@ -210,8 +212,39 @@ def test_evaluation_has_a_sampler_of_its_own(model: Path, tmp_path: Path, monkey
         train(tree)
         in_a_run = list(asked)
         evaluate(from_mapping(tree), ["fp32"])
-        assert asked == [plain | own] * 4 and in_a_run == asked[:2]
+        drawn = plain | {name: value for name, value in rollout.items() if name in names}
+        assert asked[-2:] == [plain | own] * 2 and in_a_run == asked[:-2]
+        # before the first step and after the last, greedily (or as asked) and as the rollouts are drawn
+        assert in_a_run == ([plain | own] * 2 + [drawn] * 2) * 2
         asked.clear()
+
+
+def test_a_run_is_measured_before_its_first_step_and_after_its_last(model: Path, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedily and as the rollouts are drawn; and the live view is told of every phase while it lasts."""
+    told: list[str] = []
+    monkeypatch.setattr(LiveView, "phase", lambda self, name, done, total: told.append(f"{name} {done}/{total}"))
+    env = {"id": "reverse-text", "name": "a/b", "args": {"template": "{text}", "max_words": 1, "max_len": 5}}
+    tree = settings(model, tmp_path / "run", env=[env], train={"max_steps": 3}, eval={"interval": 2, "num_examples": 4})
+    first, second, third = train(tree).records
+    here, there = ("reward", "pass_at_1"), ("sampled_reward", "sampled_pass_at_1")
+    names = {f"eval/a/b/{name}" for name in here + there}
+    assert {name for name in first if name.startswith("eval/a/b")} == {f"{name}_before" for name in names}
+    assert {name for name in names if name in second} == {f"eval/a/b/{name}" for name in here}
+    assert names <= set(third) and {r["eval/temperature"] for r in (first, second, third)} == {0.0}
+    assert all(record["time/eval"] > 0 for record in (first, second, third))
+
+    again = evaluate(from_mapping(tree), ["int8"])[0]                     # the model that the run began with
+    assert again["reward"] == first["eval/a/b/reward_before"]
+    drawn = from_mapping({**tree, "model": str(tmp_path / "run" / "final"),
+                          "eval": {**tree["eval"], "temperature": 1.0}})
+    assert evaluate(drawn, ["int8"])[0]["reward"] == third["eval/a/b/sampled_reward"]
+
+    order = [name for name, _ in itertools.groupby(line.rsplit(" ", 1)[0] for line in told)]
+    step = ["generate", "score", "learn", "publish"]
+    held_out = ["evaluate: generate", "evaluate: score"]
+    assert order == [*held_out * 2, *step, *step, *held_out, *step, *held_out * 2]
+    assert [line for line in told if line.startswith("learn")][:3] == ["learn 0/2", "learn 1/2", "learn 2/2"]
 
 
 def test_a_run_can_be_lengthened_when_nothing_is_scheduled_over_its_length(model: Path, tmp_path: Path) -> None:

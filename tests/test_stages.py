@@ -71,7 +71,7 @@ def test_mistakes_name_the_stage(text: str, line: str, tmp_path: Path) -> None:
     assert str(caught.value).replace(f"{tmp_path}/", "") == line
 
 
-def test_overrides_the_plan_and_a_run_that_ends_before_a_stage(tmp_path: Path,
+def test_overrides_the_plan_and_a_run_that_ends_before_a_stage(tmp_path: Path, unseen: None,
                                                                capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: m\nstages: [{step: 4, max_tokens: 128, rollouts_per_example: 16}]\n")

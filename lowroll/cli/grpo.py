@@ -4,7 +4,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from lowroll.cli.settings import add_folder_options, add_settings, read_settings
+from lowroll.cli.settings import add_folder_options, add_settings, read_settings, show
 
 if TYPE_CHECKING:
     from lowroll.config import RunConfig
@@ -16,16 +16,16 @@ def parser() -> argparse.ArgumentParser:
         "(output_dir) holds the resolved settings, metrics.jsonl, every rollout, checkpoints and the logs."))
     add_settings(p)
     add_folder_options(p)
-    p.add_argument("--dry-run", action="store_true", help="print the plan and the resolved settings, then stop")
+    p.add_argument("--dry-run", action="store_true",
+                   help="check model, environments, data and memory, print the plan and every setting, and stop")
     return p
 
 
 def run(arguments: argparse.Namespace) -> int:
     cfg = read_settings(arguments)
     if arguments.dry_run:
-        print("\n".join(f"# {line}" for line in plan(cfg)))
-        print(cfg.dump(), end="")
-        return 0
+        from lowroll.preflight import look_at_run
+        return show(cfg, plan(cfg), look_at_run(cfg, arguments.resume, arguments.overwrite))
     from lowroll.inprocess import run as train
     result = train(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     if result.signal:
@@ -50,26 +50,9 @@ def plan(cfg: RunConfig) -> list[str]:
         f"{rollout.max_tokens} tokens: at most {tokens:,} tokens generated",
         *(f"from step {stage.step}: {now.num_groups} prompts x {now.rollouts_per_example} rollouts of up to "
           f"{now.rollout.max_tokens} tokens" for stage in cfg.stages for now in [cfg.at(stage.step)]),
-        _cache(cfg),
         f"{updates} updates at learning rate {train.learning_rate:g} ({train.lr_scheduler_type}, "
         f"{train.warmup_steps} steps of warm-up)",
         f"algorithm {cfg.algorithm}, advantages {cfg.advantage}, correction {cfg.correction}, "
         f"{clip}, reduce {cfg.loss.reduce}",
         f"environments {', '.join(f'{env.name} ({env.weight:g})' for env in cfg.env)}; run folder {cfg.output_dir}",
     ]
-
-
-def _cache(cfg: RunConfig) -> str:
-    """The size of the KV cache, or what bounds it: the prompts' lengths are known once they are read."""
-    from lowroll.kv.capacity import SHARE, Workload
-    rollout, row = cfg.rollout, cfg.train.tokens_per_microbatch
-    if rollout.cache_tokens is not None:
-        return f"KV cache of {rollout.cache_tokens:,} tokens"
-    stages = [cfg, *(cfg.at(stage.step) for stage in cfg.stages)]
-    counts = [(now.num_groups, now.rollouts_per_example, now.rollout.max_tokens) for now in stages]
-    if cfg.eval.interval:
-        counts += [(cfg.eval.num_examples, cfg.eval.rollouts_per_example, now.rollout.max_tokens) for now in stages]
-    tokens = max(Workload(groups, n, row - response, response).tokens(rollout.page_size, rollout.max_batch)
-                 for groups, n, response in counts)
-    return (f"KV cache as the first prompts of the environments need it: at most {tokens:,} tokens (rows of {row:,}), "
-            f"and 1/{SHARE} of the free memory")

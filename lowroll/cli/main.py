@@ -10,8 +10,12 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lowroll.types import RunFailed
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
 
 COMMANDS = {
     "grpo": "train a model by reinforcement learning with cheap rollouts",
@@ -23,13 +27,22 @@ COMMANDS = {
     "diagnose": "say how much of the mismatch comes from weights, kernels, KV and staleness",
     "report": "write a run's page of plots",
     "demo": "build a tiny model and train it, in a few minutes and without a GPU",
+    "completion": "print a script that completes commands, options and settings in bash, zsh or fish",
 }
+# what people type for them
+MEANT = {"train": "grpo", "rl": "grpo", "run": "grpo", "ppo": "grpo run.yaml algorithm=ppo",
+         "dapo": "grpo run.yaml algorithm=dapo", "gspo": "grpo run.yaml algorithm=gspo", "finetune": "sft",
+         "evaluate": "eval", "test": "eval", "infer": "generate", "inference": "generate", "chat": "generate",
+         "merge": "export RUN OUT --as merged", "convert": "quantize", "plot": "report",
+         "resume": "grpo run.yaml --resume"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "help"):
+        if words[1:] and words[1] in COMMANDS:
+            return main([words[1], "--help"])
         print(usage())
         return 0 if words else 2
     if words[0] == "--version":
@@ -38,13 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = words[0]
     if name not in COMMANDS:
-        from difflib import get_close_matches
-        near = get_close_matches(name, COMMANDS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        print(f"error: unknown command {name!r}{hint}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"error: unknown command {name!r}{_meant(name, words[1:])}; commands: {', '.join(COMMANDS)}",
+              file=sys.stderr)
         return 2
     command = importlib.import_module(f"lowroll.cli.{name}")
-    arguments = command.parser().parse_intermixed_args(words[1:])
+    parser = command.parser()
+    arguments, unknown = parser.parse_known_intermixed_args(words[1:])
+    if unknown:
+        print(f"error: {explain(unknown[0], words[1:], parser)}", file=sys.stderr)
+        return 2
     try:
         return int(command.run(arguments) or 0)
     except KeyboardInterrupt:
@@ -62,6 +77,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _meant(name: str, rest: Sequence[str]) -> str:
+    """" (did you mean x?)" for a command that is none, or a file that was given in the place of one."""
+    from difflib import get_close_matches
+    if name.endswith((".yaml", ".yml")):
+        return f" (did you mean lowroll grpo {' '.join((name, *rest))}?)"
+    near = [MEANT[name]] if name in MEANT else get_close_matches(name, COMMANDS, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
+    """What to write in the place of an option that the command does not have."""
+    from difflib import get_close_matches
+    name, equals, value = option.lstrip("-").partition("=")
+    options = [word for action in parser._actions for word in action.option_strings]
+    near = get_close_matches(f"--{name}", options, n=1, cutoff=0.75)
+    if not near and any(action.dest == "settings" for action in parser._actions):
+        from lowroll.config.foreign import explain as explain_key
+        from lowroll.config.load import last_names
+        from lowroll.config.schema import RunConfig
+        key, rest = name.replace("-", "_"), words[words.index(option) + 1:] if option in words else []
+        value = value if equals else rest[0] if rest and "=" not in rest[0] else "true"
+        if told := explain_key((key,)):
+            return f"{option}: {told}; a setting is written key=value"
+        if "." in key or key in last_names(RunConfig):
+            return f"{option}: a setting is written {last_names(RunConfig).get(key, key)}={value}"
+    hint = f" (did you mean {near[0]}?)" if near else f"; {parser.prog} --help lists what there is"
+    return f"{option}: {parser.prog} has no such option{hint}"
 
 
 def usage() -> str:

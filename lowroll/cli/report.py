@@ -7,8 +7,8 @@ from pathlib import Path
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="lowroll report", description=(
-        "Write one self-contained HTML page about a run: reward, entropy, mismatch, lengths, clip fractions, the time "
-        "split, and sample rollouts."))
+        "Write one self-contained HTML page about a run: what changed, reward, entropy, mismatch, lengths, clipping, "
+        "time, and sample rollouts to open and search."))
     p.add_argument("run", metavar="RUN", type=Path, help="the run folder (output_dir)")
     p.add_argument("--out", metavar="FILE", type=Path, help="where to write the page (default: in the run folder)")
     return p

@@ -4,10 +4,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowroll.config import RunConfig
+    from lowroll.preflight import Findings
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]]*\s*=.*", re.DOTALL)
 
@@ -46,9 +48,23 @@ def read_settings(arguments: argparse.Namespace) -> RunConfig:
                 raise ConfigError(f"--{name}: this file is required beside the others")
         cfg = load_reference(three["train"], three["infer"], three["orch"], overrides)
     elif len(files) != 1:
-        raise ConfigError(f"give one YAML file, got {', '.join(files) if files else 'none'}")
+        odd = any(not word.endswith((".yaml", ".yml")) for word in files[1:])
+        hint = "; a setting is one word with its value, such as train.max_steps=20" if odd else ""
+        raise ConfigError(f"give one YAML file, got {', '.join(files) if files else 'none'}{hint}")
     else:
         cfg = load(files[0], overrides)
     for note in cfg.notes:
         print(note, file=sys.stderr)
     return cfg
+
+
+def show(cfg: RunConfig, plan: Sequence[str], found: Findings) -> int:
+    """Print what a dry run found: the plan as comments over the settings, so that the whole loads as a file again.
+    ValueError, a line each, when the run would fail."""
+    print("\n".join(f"# {line}" for line in (*plan, *found.lines)))
+    print(cfg.dump(), end="", flush=True)
+    for note in found.notes:
+        print(note, file=sys.stderr)
+    if found.problems:
+        raise ValueError("\n".join(found.problems))
+    return 0

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import argparse
 
-from lowroll.cli.settings import add_folder_options, add_settings, read_settings
+from lowroll.cli.settings import add_folder_options, add_settings, read_settings, show
 
 
 def parser() -> argparse.ArgumentParser:
@@ -12,15 +12,17 @@ def parser() -> argparse.ArgumentParser:
         "(sft.data). The settings are the section sft, and train for what both stages share."))
     add_settings(p)
     add_folder_options(p)
-    p.add_argument("--dry-run", action="store_true", help="print the resolved settings, then stop")
+    p.add_argument("--dry-run", action="store_true",
+                   help="check model, data and memory, print the plan and every setting, and stop")
     return p
 
 
 def run(arguments: argparse.Namespace) -> int:
     cfg = read_settings(arguments)
     if arguments.dry_run:
-        print(cfg.dump(), end="")
-        return 0
+        from lowroll.preflight import look_at_sft
+        found = look_at_sft(cfg, arguments.resume, arguments.overwrite)
+        return show(cfg, [f"warm start of {cfg.model}; run folder {cfg.output_dir}"], found)
     from lowroll.supervised import run_sft
     result = run_sft(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     if result.signal:

@@ -97,9 +97,9 @@ def dotted(path: Path) -> str:
     return text
 
 
-def nearest(word: str, known: list[str]) -> str:
+def nearest(word: str, known: list[str], cutoff: float = 0.6) -> str:
     """" (did you mean x?)", or "" when nothing is near."""
-    close = get_close_matches(word, known, n=1, cutoff=0.6)
+    close = get_close_matches(word, known, n=1, cutoff=cutoff)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
@@ -163,7 +163,9 @@ def _compose(text: str, name: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
+        what = str(error.problem or error.context)
+        hint = "; indent with spaces" if "'\\t'" in what else ""
+        raise ConfigError(f"{name}{line}: not valid YAML: {what}{hint}") from None
     except yaml.reader.ReaderError as error:
         line_number = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{name}:{line_number}: not valid YAML: {error.reason}") from None

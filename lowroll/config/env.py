@@ -10,7 +10,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Strict
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.document import Path
-from lowroll.config.section import Count, NotNegative, Positive, Probability, Problem, Section, Text, as_list
+from lowroll.config.section import Count, GroupSize, Penalty, Positive, Probability, Problem, Section, Text, as_list
+from lowroll.types import TEMPERATURES
 
 
 def _is_variable(name: str) -> str:
@@ -36,20 +37,30 @@ class EnvConfig(Section):
 Environments = Annotated[tuple[EnvConfig, ...], Strict(False), BeforeValidator(as_list), Field(min_length=1)]
 
 
-class EvalConfig(Section):
-    """Evaluation on the test split every `interval` steps (null: only when asked). `env` null: the training ones.
+def _greedy_or_drawn(value: float) -> float:
+    low, high = TEMPERATURES
+    if value != 0 and not low <= value <= high:
+        raise PydanticCustomError("temperature", "{text}", {
+            "text": f"must be 0 (greedy) or from {low:g} to {high:g}, got {value:g}"})
+    return value
 
-    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches it.
+
+class EvalConfig(Section):
+    """Evaluation on the test split every `interval` steps, before the first and after the last one (null: only when
+    asked). `env` null: the training ones.
+
+    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches it. Before the first
+    and after the last step the same prompts are drawn once more, as the rollouts are.
     """
 
     interval: Count | None = None
     num_examples: Count = 64
-    rollouts_per_example: Count = 1
-    temperature: NotNegative = 0.0                         # 0 is greedy
+    rollouts_per_example: GroupSize = 1
+    temperature: Annotated[float, AfterValidator(_greedy_or_drawn)] = 0.0   # 0 is greedy
     top_p: Probability = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0                 # 0 is off
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Positive = 1.0
+    repetition_penalty: Penalty = 1.0
     env: Environments | None = None
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path as FilePath
 from typing import Annotated, Any, TypeVar
 
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lowroll.config.document import ConfigError, Document, Mark, Path, dotted, nearest, parse, parse_value, plain
+from lowroll.config.foreign import explain, foreign_keys
 from lowroll.config.paths import anchor
 from lowroll.config.schema import RunConfig
 
@@ -41,6 +43,17 @@ def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
 def from_mapping(values: Mapping[str, object], overrides: Overrides = ()) -> RunConfig:
     """The same checks on a tree that was written in Python."""
     return build(Document(plain(dict(values), "config"), name="config"), overrides)
+
+
+def as_config(given: str | FilePath | RunConfig | Mapping[str, object], overrides: Overrides = ()) -> RunConfig:
+    """The settings that a caller in Python gives: a file, a tree of the same keys, or a RunConfig."""
+    if isinstance(given, (str, FilePath)):
+        return load(given, overrides)
+    if isinstance(given, RunConfig):
+        return from_mapping(given.model_dump(mode="json", exclude_unset=True), overrides) if overrides else given
+    if isinstance(given, Mapping):
+        return from_mapping(given, overrides)
+    raise ConfigError(f"config: expected a path, a mapping or a RunConfig, got {type(given).__name__}")
 
 
 def read(path: str | FilePath) -> Document:
@@ -106,6 +119,8 @@ def _explain(model: type[BaseModel], document: Document, details: ErrorDetails) 
     if details["type"] == "combination":
         return [_blame(document, *problem) for problem in details["ctx"]["problems"]]
     path = _written(loc, document.value)
+    if details["type"] == "extra_forbidden":
+        return [_blame(document, (key,), "unknown key" + hint) for key, hint in _hints(model, path, details["input"])]
     return [_blame(document, (path,), _message(model, loc, details))]
 
 
@@ -142,8 +157,6 @@ def _blame(document: Document, paths: tuple[Path, ...], message: str) -> str:
 def _message(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
     kind, context, value = details["type"], details.get("ctx", {}), details.get("input")
     got = f", got {_show(value)}"
-    if kind == "extra_forbidden":
-        return "unknown key" + _near_key(model, loc)
     if kind == "missing":
         return f"needs {loc[-1] + 1} entries" if isinstance(loc[-1], int) else "this key is required"
     if kind == "literal_error":
@@ -194,25 +207,40 @@ def _choices(expected: str) -> list[str]:
     return [choice.strip().strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
 
 
-def _near_key(model: type[BaseModel], loc: Path) -> str:
-    word = str(loc[-1])
+def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Path, str]]:
+    """An unknown key, or what is foreign in an unknown section, and what was meant by it: a near key of its section,
+    what another tool calls so, a key of this name elsewhere, or the nearest one anywhere."""
+    word = str(path[-1])
     section: type[BaseModel] | None = model
-    for part in loc[:-1]:
+    for part in path[:-1]:
         if isinstance(part, str) and section is not None and part in section.model_fields:
             section = _section(section.model_fields[part].annotation)
-    if section is not None and (hint := nearest(word, list(section.model_fields))):
-        return hint
-    elsewhere = [key for key in _keys(model) if key.rpartition(".")[2] == word]
-    return f" (did you mean {elsewhere[0]}?)" if elsewhere else ""
+    here = list(section.model_fields) if section is not None else []
+    foreign = list(foreign_keys(path, value)) if model is RunConfig else []
+    if foreign and not nearest(word, here, cutoff=0.85):
+        yield from ((key, f"; {explain(key)}") for key in foreign)
+        return
+    elsewhere = last_names(model)
+    if not (hint := f" (did you mean {elsewhere[word]}?)" if word in elsewhere else nearest(word, here)):
+        near = get_close_matches(word, elsewhere, n=1, cutoff=0.75) if model is RunConfig else []
+        hint = f" (did you mean {elsewhere[near[0]]}?)" if near else ""
+    yield path, hint
 
 
-def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+def last_names(model: type[BaseModel]) -> dict[str, str]:
+    """The last name of every key -> the key; of those that share one, what is rarely meant gives way."""
+    keys = sorted(reversed(known_keys(model)), key=lambda key: key.startswith(("train.", "rollout.")))
+    return {key.rpartition(".")[2]: key for key in keys}
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """The dotted keys of a section and of those inside it."""
     keys: list[str] = []
     for name, info in model.model_fields.items():
         keys.append(prefix + name)
         inner = _section(info.annotation)
         if inner is not None:
-            keys += _keys(inner, f"{prefix}{name}.")
+            keys += known_keys(inner, f"{prefix}{name}.")
     return keys
 
 

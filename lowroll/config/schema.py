@@ -21,7 +21,19 @@ from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
 from lowroll.config.guard import GuardConfig
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
-from lowroll.config.section import Count, NotNegative, Positive, Probability, Problem, Schedule, Section, Text
+from lowroll.config.section import (
+    Count,
+    GroupSize,
+    NotNegative,
+    Penalty,
+    Positive,
+    Probability,
+    Problem,
+    Schedule,
+    Section,
+    Temperature,
+    Text,
+)
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 
 
@@ -41,8 +53,8 @@ class TemperatureConfig(Section):
     """A sampling temperature that moves from start to end over the run."""
 
     type: Literal["linear", "cosine"]
-    start_temperature: Positive
-    end_temperature: Positive
+    start_temperature: Temperature
+    end_temperature: Temperature
 
 
 class RolloutConfig(Section):
@@ -53,12 +65,12 @@ class RolloutConfig(Section):
     kv: Annotated[None, BeforeValidator(_no_kv_policy)] = None
     max_tokens: Count = 64                                 # a response's longest length, in tokens
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     temp_scheduler: TemperatureConfig | None = None        # takes the place of `temperature`
     top_p: Probability = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0                 # 0 is off
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Positive = 1.0
+    repetition_penalty: Penalty = 1.0
     stop: Annotated[tuple[Text, ...], Strict(False)] = ()  # stop strings
     page_size: Count = 16                                  # tokens in a page of the KV cache
     max_batch: Count = 256                                 # sequences decoded together
@@ -171,7 +183,7 @@ class RunConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"   # auto: float32 on the CPU, bfloat16 on a GPU
     env: Environments = (EnvConfig(id="reverse-text"),)
     batch_size: Count = 64                                 # rollouts a step
-    rollouts_per_example: Count = 8                        # G, the group's size
+    rollouts_per_example: GroupSize = 8                    # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
     algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = "grpo"
     advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted", "gae"] | None = None   # null: the algorithm's
@@ -222,6 +234,10 @@ class RunConfig(Section):
         for stage in self.stages:
             cfg = _enter(cfg, stage) if stage.step <= step else cfg
         return cfg
+
+    def each_stage(self) -> list[RunConfig]:
+        """The settings of the run's beginning, and those of every later stage."""
+        return [self, *(self.at(stage.step) for stage in self.stages)]
 
     @property
     def objective_options(self) -> dict[str, Any]:

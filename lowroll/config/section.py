@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.document import Path
+from lowroll.types import MAX_SAMPLES, PENALTIES, TEMPERATURES
 
 Problem = tuple[tuple[Path, ...], str]     # the keys it concerns, the one to blame first; what is wrong
 
@@ -15,6 +16,9 @@ Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
+GroupSize = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
+Temperature = Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])]
+Penalty = Annotated[float, Field(ge=PENALTIES[0], le=PENALTIES[1])]
 Text = Annotated[str, Field(min_length=1)]
 Schedule = Literal["constant", "linear", "cosine"]
 

@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import Field
 
 from lowroll.config.document import Path
-from lowroll.config.section import Count, Problem, Section
+from lowroll.config.section import Count, GroupSize, Problem, Section
 
 # where a stage's key stands among the run's own keys
 KEYS: dict[str, tuple[str, ...]] = {
@@ -27,7 +27,7 @@ class StageConfig(Section):
     step: Annotated[int, Field(ge=2)]                      # the stage's first step; a run's first step is 1
     max_tokens: Count | None = None                        # rollout.max_tokens
     batch_size: Count | None = None
-    rollouts_per_example: Count | None = None
+    rollouts_per_example: GroupSize | None = None
     overlong_max: Count | None = None                      # dapo.overlong_max
     overlong_cache: Count | None = None                    # dapo.overlong_cache
 

@@ -2,6 +2,8 @@
 
     engine = Engine("path/to/model", weights="int8")
     groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
+    groups = engine.generate(["Name a prime."], n=8, max_tokens=64, seed=7)      # text, in the model's chat template
+    print(engine.text(groups[0].rollouts[0]))
 
 `add`, `step` and `abort` are the continuous-batching interface under `generate`; `adopt` takes new weights in place.
 One thread calls everything.
@@ -9,7 +11,7 @@ One thread calls everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,10 @@ from lowroll.kv.capacity import UNKNOWN_FREE, NoRoom, Workload, capacity
 from lowroll.kv.pages import PagePool
 from lowroll.model import hf
 from lowroll.model.experts import StackedLinear
-from lowroll.model.tokenizer import eos_id, load_tokenizer
+from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
-from lowroll.types import BehaviorTag, Group, PolicySpan, Request
+from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import beside, digest, publish, rollout_copy, rollout_load
 
@@ -114,14 +116,19 @@ class Engine:
 
     # -- the door -----------------------------------------------------------------------------------------------
 
-    def generate(self, requests: list[Request],
-                 on_progress: Callable[[int, int], None] | None = None) -> list[Group]:
+    def generate(self, requests: str | Sequence[Request | str],
+                 on_progress: Callable[[int, int], None] | None = None, *, chat: bool = True,
+                 **sampling: Any) -> list[Group]:
         """The groups of all requests, in their order. Checks every request before it starts any.
+
+        A text is a request too: what the user says, in the model's chat template, or with chat=False the beginning of
+        a text to go on with; `sampling` are its fields of `Request` (n, max_tokens, temperature, seed, ...).
 
         Requests that `add` queued go on meanwhile; their groups wait for `step`. on_progress(done, total) counts the
         finished ones of this call, after every turn; what it raises ends the call. ValueError names the request and the
-        field.
+        field, or says that there is no tokenizer.
         """
+        requests = self._as_requests([requests] if isinstance(requests, str) else requests, chat, sampling)
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
         handles = [self.scheduler.add(request) for request in requests]
@@ -138,6 +145,26 @@ class Engine:
             self.scheduler.finished(mine)
             raise
         return [done[handle] for handle in handles]
+
+    def text(self, rollout: Rollout) -> str:
+        """What a rollout says, without special tokens. ValueError when the engine has no tokenizer."""
+        return str(self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True,
+                                         clean_up_tokenization_spaces=False))
+
+    def _as_requests(self, given: Sequence[Request | str], chat: bool, sampling: dict[str, Any]) -> list[Request]:
+        if sampling and not any(isinstance(one, str) for one in given):
+            raise ValueError(f"{', '.join(sampling)}: a Request says this itself; it is for prompts that are texts")
+        known = [field.name for field in fields(Request) if field.name != "prompt_ids"]
+        for name in sampling:
+            if name not in known:
+                raise ValueError(f"{name}: a request has no such field; it has {', '.join(known)}")
+        return [Request(prompt_ids=self._encode(one, chat), **sampling) if isinstance(one, str) else one
+                for one in given]
+
+    def _encode(self, text: str, chat: bool) -> list[int]:
+        if chat:
+            return ChatTokenizer(self.tokenizer).encode_chat([{"role": "user", "content": text}])
+        return [int(token) for token in self.tokenizer.encode(text)]
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its handle. ValueError names the wrong field, and the others in flight go on."""

@@ -13,12 +13,9 @@ from array import array
 from hashlib import blake2b
 from typing import Any
 
-from lowroll.types import Request
+from lowroll.types import MAX_SAMPLES, PENALTIES, TEMPERATURES, Request
 
-MAX_SAMPLES = 1024
 MAX_SEED = 2**63 - 1
-TEMPERATURES = (1e-4, 1e4)      # beyond these, logits / temperature can leave float32
-PENALTIES = (1e-2, 1e2)
 
 
 def validate(request: Request, *, vocab_size: int, context_length: int, cache_tokens: int,

@@ -30,6 +30,7 @@ from lowroll.envs.table import nearest
 
 BLOCK = 256                # items of one list: some generators prepare data for each item at construction
 CHILD_LIMIT = 60.0         # seconds for a child to answer
+KILL_LIMIT = 5.0           # seconds for the kernel to reap a killed child
 
 LISTS = re.compile(r"[\w\s,'\"\[\]-]*")
 SUMS = re.compile(r"[\d\s()+*/.-]*")
@@ -171,7 +172,7 @@ class _Server:
         """End the child, if there is one."""
         if self.process is not None:
             self.process.kill()
-            self.process.communicate()
+            self.process.communicate(timeout=KILL_LIMIT)
             self.process = None
         if self.starter is not None:
             self.starter.shutdown(wait=False)

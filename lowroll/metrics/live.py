@@ -1,10 +1,15 @@
 """The run at the terminal: a panel that is redrawn in place, or one plain line a step where there is no terminal.
 
     step   12/100  reward  0.412 ▁▂▃▅▇  kl 1.2e-03  entropy 0.81  len 31.2  gen 912 tok/s  ...  eta 2m10s
+
+The panel keeps to the terminal's width: fewer columns where it is narrow, and what is too long is cut, never wrapped.
 """
 from __future__ import annotations
 
+import logging
+import re
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -21,12 +26,16 @@ from rich.text import Text
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASES = ("generate", "score", "learn", "publish")
 _WINDOW = 20                           # steps that the time left is estimated from
+_CELL = 25                             # columns of the terminal that a number with its label takes
+_MAX_HELD_OUT = 4                      # environments whose evaluation is shown
+_EVAL = re.compile(r"eval/(.+)/(reward|sampled_reward)(_before)?")
 
 
 class LiveView:
     """`with LiveView(total_steps, title) as view:` then `view.phase(...)` inside a step and `view.step(record)` after.
 
     `console` is for tests; on a terminal the panel is redrawn four times a second, otherwise each step prints a line.
+    Set `asked_to_stop` to what becomes true once the run was asked to stop: the panel says so from then on.
     """
 
     def __init__(self, total_steps: int, title: str, console: Console | None = None) -> None:
@@ -36,7 +45,9 @@ class LiveView:
         self._record: Mapping[str, Any] = {}
         self._rewards: deque[float] = deque(maxlen=32)
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
+        self._held_out: dict[str, str] = {}             # by environment
         self._phase: tuple[str, int, int] = ("start", 0, 0)
+        self.asked_to_stop: object = ()
         self._began = self._stepped = time.monotonic()
         self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._panel) \
             if self._console.is_terminal else None
@@ -44,7 +55,9 @@ class LiveView:
     def __enter__(self) -> LiveView:
         self._began = self._stepped = time.monotonic()
         if self._live:
+            terminal = sys.stderr
             self._live.start()
+            _redirect(terminal, sys.stderr)              # warnings go above the panel, which would write over them
         else:
             self._console.print(self.title, markup=False, highlight=False)
         return self
@@ -52,7 +65,9 @@ class LiveView:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         if self._live:
+            above = sys.stderr
             self._live.stop()
+            _redirect(above, sys.stderr)
 
     def phase(self, name: str, done: int, total: int) -> None:
         """`done` of `total` units of phase `name` of the current step are finished."""
@@ -67,6 +82,7 @@ class LiveView:
         self._record = record
         if (reward := record.get("reward/mean")) is not None:
             self._rewards.append(reward)
+        self._held_out |= held_out_words(record)
         now = time.monotonic()
         self._seconds.append(record.get("time/step") or now - self._stepped)
         self._stepped = now
@@ -87,8 +103,7 @@ class LiveView:
         parts += [f"{name} {_number(record.get(f'time/{name}'), '.2f')}s" for name in _PHASES]
         if "critic/loss" in record:
             parts.append(f"critic {_number(record.get('critic/explained_variance'), '.2f')}")
-        evals = [f"{name} {_number(value, '.3f')}" for name, value in record.items()
-                 if name.startswith("eval/") and name.endswith("/reward")]
+        evals = [f"{name} {_number(value, '.3f')}" for name, value in record.items() if _EVAL.fullmatch(name)]
         return "  ".join([*parts, *evals, *guard_words(record), f"eta {self._eta()}"])
 
     def _eta(self) -> str:
@@ -99,49 +114,86 @@ class LiveView:
 
     def _panel(self) -> Panel:
         record = self._record
-        step = int(record.get("step", 0))
-        grid = Table.grid(padding=(0, 2), expand=True)
-        for _ in range(4):
-            grid.add_column(justify="left", ratio=1)
-        for row in self._rows(record):
-            grid.add_row(*row)
+        step, inner = int(record.get("step", 0)), max(1, self._console.width - 4)
         name, done, total = self._phase
         progress = Table.grid(padding=(0, 2), expand=True)
-        progress.add_column(width=24)
+        progress.add_column(width=max(1, min(28, inner // 2)), no_wrap=True, overflow="ellipsis")
         progress.add_column(ratio=1)
-        elapsed = duration(time.monotonic() - self._began)
         progress.add_row(f"step {step}/{self.total_steps}", ProgressBar(self.total_steps, step, complete_style="cyan"))
-        progress.add_row(f"{name or 'step'} {done}/{total}" if total else name,
+        progress.add_row(f"{name} {done}/{total}" if total else name,
                          ProgressBar(max(total, 1), done, complete_style="cyan"))
-        if words := guard_words(record):
-            progress.add_row("", Text(", ".join(words), "yellow"))
-        return Panel(Group(progress, Text(), grid), title=Text(self.title, style="bold"),
+        columns = max(1, min(4, inner // _CELL))
+        grid = Table.grid(padding=(0, 2), expand=True)
+        for _ in range(columns):
+            grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        cells = self._cells(record, max(4, inner // columns - 16))
+        for first in range(0, len(cells), columns):
+            grid.add_row(*cells[first:first + columns])
+        elapsed = duration(time.monotonic() - self._began)
+        return Panel(Group(progress, Text(), grid, *self._lines(record)),
+                     title=Text(self.title, style="bold", overflow="ellipsis"),
                      subtitle=Text(f"elapsed {elapsed}  eta {self._eta()}"))
 
-    def _rows(self, record: Mapping[str, Any]) -> list[list[Text]]:
+    def _lines(self, record: Mapping[str, Any]) -> list[Text]:
+        """What takes a whole line of the panel."""
+        times = ", ".join(f"{phase} {_number(record.get(f'time/{phase}'), '.2f')}s" for phase in _PHASES)
+        lines = [Text(times, "dim")]
+        lines += [Text.assemble(("held out ", "dim"), (words, "bold"), (f"  {env}", "dim"))
+                  for env, words in list(self._held_out.items())[:_MAX_HELD_OUT]]
+        if words := guard_words(record):
+            lines.append(Text(", ".join(words), "yellow"))
+        if self.asked_to_stop:
+            lines.append(Text("stopping after this step; once more: at once", "bold yellow"))
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        return lines
+
+    def _cells(self, record: Mapping[str, Any], bars: int) -> list[Text]:
+        """The numbers of the last step, the most important one first. `bars`: the most that the rewards' curve has."""
         def cell(label: str, value: object, spec: str, unit: str = "") -> Text:
             return Text.assemble((f"{label} ", "dim"), (_number(value, spec), "bold"), (unit, "dim"))
 
         reward = cell("reward", record.get("reward/mean"), ".3f")
-        reward.append(f" {sparkline(self._rewards, 16)}", "green")
-        critic = [
-            [cell("value", record.get("critic/value_mean"), ".3f"),
-             cell("return", record.get("critic/return_mean"), ".3f"),
-             cell("explained variance", record.get("critic/explained_variance"), ".2f"),
-             cell("critic loss", record.get("critic/loss"), ".3g")]] if "critic/loss" in record else []
+        reward.append(f" {sparkline(self._rewards, min(bars, 16))}", "green")
+        critic = [cell("value", record.get("critic/value_mean"), ".3f"),
+                  cell("return", record.get("critic/return_mean"), ".3f"),
+                  cell("explained", record.get("critic/explained_variance"), ".2f"),
+                  cell("critic loss", record.get("critic/loss"), ".3g")] if "critic/loss" in record else []
         return [
-            [reward, cell("kl to behaviour", _kl(record), ".1e"), cell("entropy", _entropy(record), ".3f"),
-             cell("grad norm", record.get("optim/grad_norm"), ".3g")],
-            [cell("length", record.get("rollout/length_mean"), ".1f", " tokens"),
-             cell("truncated", _percent(record.get("rollout/truncated_fraction")), ".0f", " %"),
-             cell("no signal", _percent(record.get("reward/zero_std_fraction")), ".0f", " %"),
-             cell("ess", record.get("mismatch/ess"), ".3f")],
-            [cell("generate", record.get("perf/generate_tokens_per_second"), ".0f", " tok/s"),
-             cell("learn", record.get("perf/learn_tokens_per_second"), ".0f", " tok/s"),
-             cell("step", record.get("time/step"), ".2f", " s"),
-             Text(" ".join(f"{phase} {_number(record.get(f'time/{phase}'), '.2f')}s" for phase in _PHASES), "dim")],
-            *critic,
-        ]
+            reward, cell("kl to behaviour", _kl(record), ".1e"), cell("entropy", _entropy(record), ".3f"),
+            cell("grad norm", record.get("optim/grad_norm"), ".3g"),
+            cell("length", record.get("rollout/length_mean"), ".1f", " tokens"),
+            cell("truncated", _percent(record.get("rollout/truncated_fraction")), ".0f", " %"),
+            cell("no signal", _percent(record.get("reward/zero_std_fraction")), ".0f", " %"),
+            cell("ess", record.get("mismatch/ess"), ".3f"), *critic,
+            cell("generate", record.get("perf/generate_tokens_per_second"), ".0f", " tok/s"),
+            cell("learn", record.get("perf/learn_tokens_per_second"), ".0f", " tok/s"),
+            cell("step", record.get("time/step"), ".2f", " s")]
+
+
+def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
+    """The evaluations of a step, an environment each: the reward, how it was drawn, and when."""
+    found = {match[1]: record[name] for name in record if (match := _EVAL.fullmatch(name))
+             if match[2] == "reward" and not match[3]}
+    early = {match[1]: record[name] for name in record if (match := _EVAL.fullmatch(name))
+             if match[2] == "reward" and match[3]}
+    how = drawn_at(record.get("eval/temperature"))
+    words = {env: f"{_number(value, '.3f')} ({how}, before step {record['step']})" for env, value in early.items()}
+    return words | {env: f"{_number(value, '.3f')} ({how}, step {record['step']})" for env, value in found.items()}
+
+
+def drawn_at(temperature: object) -> str:
+    """How an evaluation drew its responses, in words."""
+    if not isinstance(temperature, (int, float)):
+        return "sampled"
+    return f"sampled, T = {temperature:g}" if temperature else "greedy"
+
+
+def _redirect(old: object, new: Any) -> None:
+    """Let what logs to the stream `old` log to `new`."""
+    for handler in logging.getLogger("lowroll").handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is old:
+            handler.setStream(new)
 
 
 def guard_words(record: Mapping[str, Any]) -> list[str]:

@@ -183,8 +183,16 @@ METRICS: tuple[Metric, ...] = (
     _M("sft/loss", "nats", "mean negative log-prob of the demonstrations' response tokens", "falls"),
     _M("sft/tokens", "tokens", "response tokens of the update"),
 
+    _M("eval/temperature", "", "the temperature that eval/<env>/* is drawn at; 0 is greedy"),
     _M("eval/<env>/reward", "reward", "mean raw score on held-out prompts", "rises"),
     _M("eval/<env>/pass_at_1", "fraction", "share of right responses", "rises", _PASS),
+    _M("eval/<env>/reward_before", "reward", "eval/<env>/reward before the first update; in the record of step 1"),
+    _M("eval/<env>/pass_at_1_before", "fraction", "eval/<env>/pass_at_1 before the first update"),
+    _M("eval/<env>/sampled_reward", "reward", "eval/<env>/reward of responses that are drawn as the rollouts are; in "
+       "the last step", "rises, also where a lower temperature alone would not have done it"),
+    _M("eval/<env>/sampled_pass_at_1", "fraction", "eval/<env>/pass_at_1 of these responses", "rises", _PASS),
+    _M("eval/<env>/sampled_reward_before", "reward", "eval/<env>/sampled_reward before the first update"),
+    _M("eval/<env>/sampled_pass_at_1_before", "fraction", "eval/<env>/sampled_pass_at_1 before the first update"),
     _M("eval/<env>/avg_at_k", "fraction", "share of right responses among the first k of a prompt"),
     _M("eval/<env>/pass_at_k", "fraction", "chance that one of k responses is right (unbiased estimate)", "", _PASS),
     _M("eval/<env>/length_mean", "tokens", "mean response length on held-out prompts"),

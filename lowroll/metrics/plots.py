@@ -6,10 +6,13 @@ mismatch, lengths, clipping, gradient, time, throughput.
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from lowroll.metrics.live import drawn_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +22,9 @@ Record = dict[str, Any]
 _INK = "#0a0b0c"                       # replaced by currentColor
 _COLOURS = ("#3b7dd8", "#e07b39", "#2f9e73", "#c04f8a", "#8a6fd1", "#b08d1e", "#5aa7b8", "#9a9a9a")
 _SMOOTH_FROM = 40                      # steps from which the plain curve fades behind its running mean
+_SAME = 0.01                           # share of the axis within which two curves are one line on the page
+_WIDTH = 4.6                           # inches; text is 9 points high, and readable on a phone
+_EVAL = re.compile(r"eval/(.+)/(reward|sampled_reward)")
 
 
 @dataclass(frozen=True)
@@ -41,15 +47,18 @@ class Plot:
     unit: str = ""
     right_unit: str = ""
     log: bool = False
+    floor: float = 0.0                 # of a log axis: what is below is rounding noise, and drawn at it
     stacked: bool = False
     bottom: float | None = 0.0         # lower end of the axis, None to let it float
 
+
+NOISE_NATS = 1e-8                      # KL below it is the rounding of float32 log-probs
 
 PLOTS: tuple[Plot, ...] = (
     Plot("Entropy", "from the learner's logits, and as estimated from the drawn tokens",
          (Line("policy/entropy", "learner"), Line("rollout/entropy_estimate", "rollouts")), "nats"),
     Plot("Mismatch", "KL between the policy that drew the tokens and the learner",
-         (Line("mismatch/kl_k3", "k3"), Line("mismatch/kl_k1", "|k1|")), "nats", log=True),
+         (Line("mismatch/kl_k3", "k3"), Line("mismatch/kl_k1", "|k1|")), "nats", log=True, floor=NOISE_NATS),
     Plot("Effective sample size", "of the importance weights; 1 is no mismatch",
          (Line("mismatch/ess", "tokens"), Line("mismatch/ess_sequence", "sequences"))),
     Plot("Response length", "and the share of responses cut by the token limit",
@@ -71,7 +80,7 @@ PLOTS: tuple[Plot, ...] = (
          (Line("critic/loss", "loss"), Line("critic/clip_fraction", "clipped", right=True)), "loss", "fraction"),
     Plot("Weights", "the step's update beside the rounding of the rollout's format, and the codes that it flipped",
          (Line("weights/normalized_update", "update"), Line("weights/normalized_quant_error", "rounding"),
-          Line("weights/codes_flipped_fraction", "codes flipped")), "share", log=True),
+          Line("weights/codes_flipped_fraction", "codes flipped")), "share", log=True, floor=1e-12),
     Plot("Gradient and learning rate", "norm before clipping",
          (Line("optim/grad_norm", "gradient norm"), Line("optim/lr", "learning rate", right=True)),
          "norm", "learning rate"),
@@ -89,15 +98,28 @@ PLOTS: tuple[Plot, ...] = (
 
 def reward_plot(records: Sequence[Record]) -> Plot:
     """Reward of the rollouts with every environment's evaluation beside it."""
-    evals = sorted({name for record in records for name in record
-                    if name.startswith("eval/") and name.endswith("/reward")})
-    envs = sorted({name for record in records for name in record
-                   if re.fullmatch(r"reward/[^/]+/mean", name)})
+    envs = sorted({name for record in records for name in record if re.fullmatch(r"reward/.+/mean", name)})
+    evals = evaluated(records)
     lines = [Line("reward/mean", "rollouts")]
-    lines += [Line(name, name.split("/")[1]) for name in envs if len(envs) > 1]
-    lines += [Line(name, f"held out: {name.split('/')[1]}", points=True) for name in evals]
+    lines += [Line(name, middle(name)) for name in envs if len(envs) > 1]
+    lines += [Line(name, f"held out, {how}" + (f": {env}" if len(evals) > 2 else ""), points=True)
+              for name, env, how in evals]
     return Plot("Reward", "mean raw score of the rollouts, with one standard deviation, and on held-out prompts",
                 tuple(lines), "reward", bottom=None)
+
+
+def evaluated(records: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """The rewards on held-out prompts that a run has: metric, environment, and how the responses were drawn."""
+    names = {name.removesuffix("_before") for record in records for name in record if name.startswith("eval/")}
+    how = {metric: drawn_at(next((r[source] for r in records if source in r), None))
+           for metric, source in (("reward", "eval/temperature"), ("sampled_reward", "rollout/temperature"))}
+    found = (_EVAL.fullmatch(name) for name in sorted(names))
+    return [(match[0], match[1], how[match[2]]) for match in found if match]
+
+
+def middle(metric: str) -> str:
+    """The environment of `reward/<env>/mean`."""
+    return metric.split("/", 1)[1].rsplit("/", 1)[0]
 
 
 def length_plot(records: Sequence[Record]) -> Plot:
@@ -109,8 +131,11 @@ def length_plot(records: Sequence[Record]) -> Plot:
 
 
 def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[float]]:
-    """Steps and values of `metric`, records without it left out."""
+    """Steps and values of `metric`, records without it left out. What was measured before a step belongs to the one
+    before that."""
     pairs = [(record["step"], record[metric]) for record in records if record.get(metric) is not None]
+    early = f"{metric}_before"
+    pairs = [(record["step"] - 1, record[early]) for record in records if record.get(early) is not None] + pairs
     return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
 
@@ -119,6 +144,18 @@ def present(records: Sequence[Record], plot: Plot) -> list[Line]:
     known = [line for line in plot.lines if series(records, line.metric)[0]]
     lively = [line for line in known if any(series(records, line.metric)[1])]
     return lively or known
+
+
+def silent(records: Sequence[Record], plot: Plot) -> str | None:
+    """Why there is nothing to see in `plot`, or None when there is something."""
+    values = [abs(value) for line in plot.lines for value in series(records, line.metric)[1]]
+    if not values:
+        return "not recorded in this run"
+    if not any(values):
+        return "0 in every step"
+    if plot.log and max(values) <= plot.floor:
+        return f"at most {_power_label(plot.floor, 0)} in every step, which is rounding"
+    return None
 
 
 def draw(records: Sequence[Record], plot: Plot) -> str:
@@ -130,7 +167,7 @@ def draw(records: Sequence[Record], plot: Plot) -> str:
         "text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
         "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(5.6, 2.9), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, 2.7), layout="constrained")
         axes = figure.add_subplot()
         lines = present(records, plot)
         if plot.stacked:
@@ -143,33 +180,64 @@ def draw(records: Sequence[Record], plot: Plot) -> str:
 
 def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequence[Line]) -> None:
     twin = axes.twinx() if any(line.right for line in lines) else None
+    data = {line: series(records, line.metric) for line in lines}
+    if plot.log:
+        data = {line: (steps, [max(abs(value), plot.floor) for value in values])
+                for line, (steps, values) in data.items()}
+    hidden = _hidden(data, plot)
     for colour, line in zip(_cycle(len(lines)), lines, strict=True):
-        steps, values = series(records, line.metric)
+        steps, values = data[line]
         target = twin if line.right and twin else axes
-        if plot.log:
-            values = [abs(value) for value in values]
         if line.points:
             target.plot(steps, values, "o-", color=colour, label=_label(line), markersize=4.5, linewidth=1.4, zorder=4)
             continue
-        style = "--" if line.right else "-"
+        style = (0, (2.5, 2.5)) if line in hidden else "--" if line.right else "-"
+        width = 1.6 if line in hidden or line not in hidden.values() else 3.2
         marker = "o" if len(steps) == 1 else None
         if len(steps) >= _SMOOTH_FROM and not line.right:
             target.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
             values = _running_mean(values, max(5, len(values) // 25))
-        target.plot(steps, values, style, marker=marker, markersize=4, color=colour, label=_label(line), linewidth=1.6)
+        target.plot(steps, values, linestyle=style, marker=marker, markersize=4, color=colour, label=_label(line),
+                    linewidth=width)
         if line.metric == "reward/mean":
             _draw_band(axes, records, colour)
-    if plot.log and any(value for line in lines for value in series(records, line.metric)[1]):
+    if plot.log and any(value for _, values in data.values() for value in values):
         _log_scale(axes)
     elif plot.bottom is not None:
-        axes.set_ylim(bottom=plot.bottom)
+        _from(axes, plot.bottom)
     if twin:
-        twin.set_ylim(bottom=0)
+        _from(twin, 0.0)
         twin.set_ylabel(plot.right_unit)
         twin.spines[["top"]].set_visible(False)
         for curve in twin.get_lines():
             if not str(curve.get_label()).startswith("_"):
                 axes.plot([], [], "--", color=curve.get_color(), label=f"{curve.get_label()} (right)")
+
+
+def _from(axes: Axes, bottom: float) -> None:
+    """An axis from `bottom` on, with room for a line at either end of it."""
+    top = axes.get_ylim()[1]
+    room = 0.04 * ((top - bottom) or 1.0)
+    axes.set_ylim(bottom - room, top + room)
+
+
+def _hidden(data: Mapping[Line, tuple[list[float], list[float]]], plot: Plot) -> dict[Line, Line]:
+    """The lines that would be drawn over an earlier one of the same axis, and which that is."""
+    def heights(line: Line) -> list[float]:
+        return [math.log(value) if plot.log and value > 0 else value for value in data[line][1]]
+
+    found: dict[Line, Line] = {}
+    for right in (False, True):
+        lines = [line for line in data if line.right == right and not line.points and data[line][1]]
+        bottom = [] if plot.log or plot.bottom is None else [plot.bottom]
+        every = [*bottom, *(height for line in lines for height in heights(line))]
+        reach = _SAME * (max(every) - min(every) or 1.0) if every else 0.0
+        for place, line in enumerate(lines):
+            under = (other for other in lines[:place] if data[other][0] == data[line][0] and max(
+                abs(a - b) for a, b in zip(heights(line), heights(other), strict=True)) <= reach)
+            if (other := next(under, None)) is not None:
+                found[line] = found.get(other, other)
+    return found
 
 
 def _log_scale(axes: Axes) -> None:
@@ -222,8 +290,10 @@ def _dress(figure: Figure, axes: Axes, plot: Plot) -> None:
     axes.tick_params(length=3)
     handles, labels = axes.get_legend_handles_labels()
     if len(plot.lines) > 1:
-        figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, fontsize=8,
-                      handlelength=1.4, columnspacing=1.1)
+        longest = max(map(len, labels), default=0)
+        columns = max(1, min(4, int(72 * _WIDTH / (4.2 * longest + 32))))         # points: 4.2 a letter, 32 a sample
+        figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=8,
+                      handlelength=2.0, columnspacing=1.1)
 
 
 def _to_svg(figure: Figure) -> str:

@@ -33,9 +33,9 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def resolve(source: str | Path, revision: str | None = None) -> Path:
-    """A local model folder, downloading a hub id (its newest commit, or the revision) when the path does not exist.
-    ValueError says what was tried."""
+def resolve(source: str | Path, revision: str | None = None, weights: bool = True) -> Path:
+    """A local model folder, downloading a hub id (its newest commit, or the revision) when the path does not exist;
+    without its weights when they are not wanted. ValueError says what was tried."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -44,9 +44,9 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
         raise ValueError(f"model: {name!r} is neither a folder nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
 
+    wanted = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(name, revision=revision,
-                                      allow_patterns=["*.safetensors", "*.json", "*.jinja", "merges.txt"]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:   # the hub's errors are many; the user needs one line
         raise ValueError(f"model: {name!r} is no local folder, and the hub could not deliver it "
                          f"({type(error).__name__}: {str(error).splitlines()[0]})") from error
@@ -118,9 +118,7 @@ def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
         from lowroll.model import base
 
         return base.load(folder, device, dtype, weights)
-    spec, layout = read_spec(folder), read_folder_layout(folder)
-    files = _weight_files(folder)
-    _check_headers(folder, spec, files, layout)
+    spec, layout, files = read_headers(folder)
     if dtype is None:
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     model = Transformer(spec, "meta", dtype)
@@ -146,6 +144,15 @@ def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
                              f"{_DTYPES.get(dtype, dtype)}")
     model.freqs = model.freqs.to(device)
     return model.eval()
+
+
+def read_headers(folder: Path) -> tuple[ModelSpec, Layout | None, dict[str, Path]]:
+    """The spec of a folder, how it stores its linear layers, and the file of each tensor, checked as far as headers
+    go. ValueError as `load` says, but for the values of the weights."""
+    spec, layout = read_spec(folder), read_folder_layout(folder)
+    files = _weight_files(folder)
+    _check_headers(folder, spec, files, layout)
+    return spec, layout, files
 
 
 def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:

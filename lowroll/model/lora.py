@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lowroll.model.adapter import Adapter
 from lowroll.model.hf import copy_tokenizer, low_bit_format, resolve
+from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, all_finite
 
@@ -41,16 +42,7 @@ def attach(model: Transformer, rank: int, alpha: float, targets: Sequence[str] =
     A fresh adapter is exactly the identity. ValueError names an unknown target, a rank below 1, or targets that are
     experts' matrices: those stay as they are.
     """
-    unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(TARGETS))
-    if unknown or not targets:
-        raise ValueError(f"lora_target_modules: expected a list out of {', '.join(TARGETS)}, got {unknown or targets}")
-    if model.spec.num_experts and (inside := sorted(set(targets) & set(_EXPERTS))):
-        raise ValueError(f"lora_target_modules: {', '.join(inside)} are experts' matrices in "
-                         f"{model.spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}")
-    if rank < 1:
-        raise ValueError(f"lora_rank: expected at least 1, got {rank}")
-    if not math.isfinite(alpha):
-        raise ValueError(f"lora_alpha: expected a finite number, got {alpha}")
+    check(model.spec, rank, alpha, targets)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for _, linear in model.linears():
@@ -65,6 +57,20 @@ def attach(model: Transformer, rank: int, alpha: float, targets: Sequence[str] =
             linear.adapter.a[part] = nn.Parameter(a_RK.to(model.device))
             linear.adapter.b[part] = nn.Parameter(torch.zeros(linear.parts[part], rank, device=model.device))
     return model
+
+
+def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
+    """ValueError as `attach` says, for a model of this spec."""
+    unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(TARGETS))
+    if unknown or not targets:
+        raise ValueError(f"lora_target_modules: expected a list out of {', '.join(TARGETS)}, got {unknown or targets}")
+    if spec.num_experts and (inside := sorted(set(targets) & set(_EXPERTS))):
+        raise ValueError(f"lora_target_modules: {', '.join(inside)} are experts' matrices in "
+                         f"{spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}")
+    if rank < 1:
+        raise ValueError(f"lora_rank: expected at least 1, got {rank}")
+    if not math.isfinite(alpha):
+        raise ValueError(f"lora_alpha: expected a finite number, got {alpha}")
 
 
 @contextmanager

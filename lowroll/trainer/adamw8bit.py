@@ -18,15 +18,19 @@ BLOCK = 256
 FIX = "pip install 'lowroll[bnb]', or choose train.optimizer=adamw"
 
 
-def make(groups: list[dict[str, Any]], rate: float, betas: tuple[float, float], eps: float) -> Any:
-    """The library's optimizer; `moved` is the squared 2-norm of the updates since it was last set to 0, weight decay
-    left out. ValueError with the fix where the library is missing."""
+def find() -> Any:
+    """The library's class. ValueError with the fix where the library is missing."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ValueError(f"optimizer: adamw8bit needs bitsandbytes 0.50 or later ({error}); {FIX}") from None
+    return AdamW8bit
 
-    class Measured(AdamW8bit):
+
+def make(groups: list[dict[str, Any]], rate: float, betas: tuple[float, float], eps: float) -> Any:
+    """The library's optimizer; `moved` is the squared 2-norm of the updates since it was last set to 0, weight decay
+    left out. ValueError as `find` says."""
+    class Measured(find()):             # type: ignore[misc]
         moved = 0.0
 
         def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:

@@ -49,6 +49,7 @@ class Trainer:
         self.save_offending = save_offending
         self.before_first = before_first
         self.deadline_s = deadline_s
+        self.on_phase: Callable[[str, int, int], object] | None = None
         self.version = 0
         self.last_step: int | None = None
 
@@ -57,9 +58,11 @@ class Trainer:
         batch = self.channel.receive(self.deadline_s)
         self._refuse_replay(batch)
         started = time.monotonic()
+        self._tell("learn", 0, self.settings.minibatches)
         first = self.before_first(batch) if self.before_first is not None and self.last_step is None else {}
         metrics = {**first, **self._learn(batch)}
         learned = time.monotonic()
+        self._tell("publish", 0, 0)
         self.last_step = batch.step
         self.version += 1
         metrics |= self.publish(self.version) or {}
@@ -81,13 +84,17 @@ class Trainer:
     def _learn(self, batch: Batch) -> dict[str, float]:
         try:
             metrics = learn(self.model, batch, self.optimizer, self.settings, self.reference, self.critic,
-                            self.teacher)
+                            self.teacher, on_update=lambda done, total: self._tell("learn", done, total))
         except TrainingDiverged:
             self._keep(batch)
             raise
         if metrics["optim/skipped"] or metrics.get("critic/skipped"):
             self._keep(batch)
         return metrics
+
+    def _tell(self, phase: str, done: int, total: int) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase, done, total)
 
     def _keep(self, batch: Batch) -> None:
         if self.save_offending is not None:

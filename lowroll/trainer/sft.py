@@ -199,6 +199,8 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
 
     ValueError names the file and line of the first row that is not a conversation ending with the assistant.
     """
+    if not path.is_file():
+        raise ValueError(f"sft.data: {path}: no such file")
     found = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):

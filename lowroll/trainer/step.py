@@ -185,12 +185,13 @@ def _record(device: torch.device) -> torch.cuda.Event | None:
 
 def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: LearnSettings,
           reference: Transformer | None = None, critic: Critic | None = None,
-          teacher: Transformer | None = None) -> dict[str, float]:
+          teacher: Transformer | None = None,
+          on_update: Callable[[int, int], object] | None = None) -> dict[str, float]:
     """Update the model from a batch and return its metrics (names as in `lowroll.metrics.names`).
 
     `reference` is the frozen model of the KL term; None with a LoRA model means the model with its adapter off.
     With a `critic`, which is updated too, rewards become token advantages; without, samples bring their own.
-    `teacher` is the frozen model of AIPO's teacher_tau.
+    `teacher` is the frozen model of AIPO's teacher_tau. `on_update(done, total)` is called after each update.
     Raises ValueError, before anything changes, for a batch that cannot be learned from, and TrainingDiverged.
     """
     samples = batch.samples
@@ -229,6 +230,8 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
         if critic is not None and judged is not None:
             record |= critic.update(samples, minibatch.samples, judged)
         records.append(record)
+        if on_update is not None:
+            on_update(len(records), len(plan))
         _refuse_divergence(batch.step, record, optimizer, critic)
     return _merge(records) | {"optim/lr": rate} | ({} if judged is None else judged.metrics) | distances
 

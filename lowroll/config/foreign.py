@@ -1,0 +1,143 @@
+"""Keys that people bring from other tools (TRL, verl, prime-rl, slime, Surogate, vLLM), and what they mean here.
+
+`RENAMED` says what to write instead, `ABSENT` what is not there yet and what there is, `NEEDLESS` why there is no such
+key. A key is looked up by its dotted end, so `n_gpus_per_node` stands for `trainer.n_gpus_per_node` too, and
+`rollout.n` for `actor_rollout_ref.rollout.n`. What is listed nowhere is left to the nearest known key.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lowroll.config.document import Path
+
+GROUP = "rollouts_per_example (rollouts a prompt)"
+BATCH = "batch_size (rollouts a step, all prompts together)"
+ROW = "train.tokens_per_microbatch (packed tokens a forward pass; a prompt and its response must fit in)"
+RENAMED: dict[str, str] = {
+    # the model, the run
+    "model_name": "model", "model_name_or_path": "model", "model_path": "model", "model.path": "model",
+    "model.name": "model", "base_model": "model", "hf_checkpoint": "model", "pretrained_model_name_or_path": "model",
+    "save_dir": "output_dir", "run_name": "output_dir (a run is named by its folder)",
+    "experiment_name": "output_dir (a run is named by its folder)", "default_local_dir": "output_dir",
+    "bf16": "dtype: bfloat16", "fp16": "dtype: bfloat16 (float16 is not there)", "torch_dtype": "dtype",
+    "environment": "env", "environments": "env", "dataset": "env (its args.path names the data)",
+    "dataset_name": "env.0.args.path", "train_files": "env.0.args.path", "val_files": "env.0.args.test_path",
+    "prompt_data": "env.0.args.path", "data_path": "env.0.args.path",
+    "reward_funcs": "env (a reward is the scorer of an environment: examples/my_env.py)",
+    "reward_func": "env (a reward is the scorer of an environment: examples/my_env.py)",
+    "custom_reward_function": "env (a reward is the scorer of an environment: examples/my_env.py)",
+    "reward_model": "env (a reward is the scorer of an environment: examples/my_env.py)",
+    # rollouts
+    "num_generations": GROUP, "n_samples_per_prompt": GROUP, "group_size": GROUP, "rollout.n": GROUP,
+    "rollouts_per_prompt": GROUP, "samples_per_prompt": GROUP,
+    "max_completion_length": "rollout.max_tokens", "max_new_tokens": "rollout.max_tokens",
+    "max_response_length": "rollout.max_tokens", "response_length": "rollout.max_tokens",
+    "rollout_max_response_len": "rollout.max_tokens", "rollout_temperature": "rollout.temperature",
+    "rollout_top_p": "rollout.top_p", "rollout_top_k": "rollout.top_k", "stop_strings": "rollout.stop",
+    "quantization": "rollout.weights", "quantize": "rollout.weights", "rollout_precision": "rollout.weights",
+    "max_num_seqs": "rollout.max_batch", "gpu_memory_utilization": "rollout.cache_tokens (tokens of the KV cache)",
+    "free_cache_engine": "rollout.release_cache", "enable_sleep_mode": "rollout.release_cache",
+    # batches and lengths
+    "train_batch_size": BATCH, "global_batch_size": BATCH, "rollout_batch_size": BATCH, "generation_batch_size": BATCH,
+    "per_device_train_batch_size": BATCH, "per_gpu_batch_size": BATCH,
+    "gradient_accumulation_steps": "train.minibatches (updates a batch; packing needs no accumulation)",
+    "ppo_mini_batch_size": "train.minibatches (how many updates a batch gives)",
+    "mini_batch_size": "train.minibatches (how many updates a batch gives)",
+    "num_iterations": "train.minibatches (updates a batch; a batch is learnt from once)",
+    "ppo_micro_batch_size_per_gpu": ROW, "micro_batch_size": ROW, "ppo_max_token_len_per_gpu": ROW,
+    "max_tokens_per_gpu": ROW, "seq_len": ROW, "max_seq_len": ROW, "max_seq_length": ROW, "sequence_len": ROW,
+    "max_length": ROW, "max_model_len": ROW,
+    "max_prompt_length": f"{ROW}; longer prompts are passed over",
+    # the learner
+    "lr": "train.learning_rate", "optim.lr": "train.learning_rate", "lr_scheduler": "train.lr_scheduler_type",
+    "optim": "train.optimizer", "warmup_ratio": "train.warmup_steps", "lr_warmup_steps": "train.warmup_steps",
+    "total_training_steps": "train.max_steps", "num_steps": "train.max_steps", "num_rollout": "train.max_steps",
+    "num_train_epochs": "train.max_steps", "total_epochs": "train.max_steps", "epochs": "train.max_steps",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "enable_gradient_checkpointing": "train.activation_checkpointing", "recompute": "train.activation_checkpointing",
+    "max_grad_clip": "train.max_grad_norm", "clip_grad": "train.max_grad_norm", "grad_clip": "train.max_grad_norm",
+    "adam_beta1": "train.betas", "adam_beta2": "train.betas", "adam_epsilon": "train.eps",
+    "lora_r": "train.lora_rank", "use_peft": "train.lora: true", "peft_config": "train.lora: true, train.lora_rank",
+    "lora_config": "train.lora: true, train.lora_rank", "target_modules": "train.lora_target_modules",
+    "qlora": "train.lora: true with rollout.weights: nf4", "load_in_4bit": "train.lora: true with rollout.weights: nf4",
+    # the objective
+    "beta": "loss.kl_coef", "kl_beta": "loss.kl_coef", "kl_loss_coef": "loss.kl_coef",
+    "init_kl_coef": "loss.kl_coef", "use_kl_loss": "loss.kl_coef (0 is off)", "kl_loss_type": "loss.kl_estimator",
+    "epsilon": "loss.eps_low, loss.eps_high", "clip_ratio": "loss.eps_low, loss.eps_high",
+    "eps_clip": "loss.eps_low, loss.eps_high", "cliprange": "loss.eps_low, loss.eps_high",
+    "epsilon_high": "loss.eps_high", "clip_ratio_high": "loss.eps_high", "eps_clip_high": "loss.eps_high",
+    "clip_ratio_low": "loss.eps_low", "clip_ratio_c": "loss.dual_clip", "loss_type": "algorithm, loss.reduce",
+    "loss_agg_mode": "loss.reduce", "adv_estimator": "algorithm", "advantage_estimator": "algorithm",
+    "scale_rewards": "algorithm: dr_grpo or grpo_no_std",
+    "importance_sampling_level": "algorithm: gspo (sequence) or grpo (token)",
+    "tis_imp_ratio_cap": "loss.cap", "use_tis": "correction: tis",
+    "filter_groups": "dapo.dynamic_sampling", "mask_truncated_completions": "dapo.overlong_max, dapo.overlong_cache",
+    "overlong_buffer": "dapo.overlong_max, dapo.overlong_cache",
+    # what is kept and said
+    "save_steps": "ckpt.interval", "save_freq": "ckpt.interval", "save_interval": "ckpt.interval",
+    "checkpoint_interval": "ckpt.interval", "save_total_limit": "ckpt.keep_last",
+    "eval_steps": "eval.interval", "test_freq": "eval.interval", "eval_interval": "eval.interval",
+    "resume_from_checkpoint": "lowroll grpo run.yaml --resume", "resume": "lowroll grpo run.yaml --resume",
+    "resume_mode": "lowroll grpo run.yaml --resume", "load": "lowroll grpo run.yaml --resume",
+}
+
+ONE_DEVICE = ("several GPUs or processes; a run has one device (`device`), and train.lora, rollout.weights: nvfp4 and "
+              "train.optimizer: adamw8bit make it hold larger models")
+SYNCHRONOUS = "asynchronous rollouts; every batch is drawn from the weights that learn from it"
+OWN_ENGINE = "another engine; rollouts come from lowroll's own (rollout.weights, rollout.max_batch)"
+TRACKER = "trackers; metrics.jsonl has every number, and `lowroll report` draws them"
+ABSENT: dict[str, str] = {
+    **dict.fromkeys((
+        "gpus", "num_gpus", "n_gpus", "ngpus", "n_gpus_per_node", "num_gpus_per_node", "num_gpus_per_engine",
+        "actor_num_gpus_per_node", "actor_num_nodes", "rollout_num_gpus", "rollout_num_gpus_per_engine", "nnodes",
+        "num_nodes", "num_processes", "world_size", "tp", "dp", "pp", "tensor_parallel_size", "data_parallel_size",
+        "pipeline_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "expert_model_parallel_size", "sequence_parallel_size", "ulysses_sequence_parallel_size", "deepspeed", "fsdp",
+        "fsdp_config", "ddp", "zero_level", "zero_stage", "accelerate", "ray", "ray_kwargs", "colocate", "megatron",
+        "distributed", "offload", "param_offload", "optimizer_offload"), ONE_DEVICE),
+    **dict.fromkeys(("max_async_level", "async_level", "max_off_policy_steps", "max_staleness", "staleness_threshold",
+                     "async_training", "fully_async", "update_weights_interval"), SYNCHRONOUS),
+    **dict.fromkeys(("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_server_host", "vllm_server_base_url",
+                     "engine", "backend", "rollout.name", "inference_engine", "vllm", "sglang", "sglang_server",
+                     "enforce_eager", "engine_kwargs", "server", "base_url", "host", "port"), OWN_ENGINE),
+    **dict.fromkeys(("report_to", "wandb", "use_wandb", "wandb_project", "project_name", "tensorboard", "mlflow",
+                     "trackio", "swanlab", "logger", "logging_dir", "monitor"), TRACKER),
+    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_token"),
+                    "publishing to the hub; final/ is a Hugging Face folder, and `hf upload` takes it there"),
+    **dict.fromkeys(("multi_turn", "max_turns", "tools", "tool_config", "agent", "max_tool_calls"),
+                    "several turns and tools; an environment asks once and scores one response"),
+    **dict.fromkeys(("sliding_window", "kv_cache_dtype", "kv_budget"), "a bounded or quantised KV cache; it is dense"),
+    "ref_model": "a reference model of its own; loss.kl_coef pulls to the model as it was at the start",
+}
+NEEDLESS: dict[str, str] = {
+    "trust_remote_code": "lowroll runs no code of a model's repository",
+    **dict.fromkeys(("logging_steps", "log_interval", "log_completions", "disable_tqdm"),
+                    "every step is recorded, with every rollout"),
+    "attn_implementation": "lowroll has its own attention",
+    "use_liger_kernel": "the fused kernels are lowroll's own, and always on",
+    "torch_compile": "decoding is captured in CUDA graphs by itself",
+    "max_steps_per_epoch": "the data is drawn anew without end, and train.max_steps says when to stop",
+}
+
+
+def explain(path: Path) -> str:
+    """What to write for a foreign key, or that it is not there yet; "" when nothing is known of it."""
+    words = [str(part).lower().replace("-", "_") for part in path]
+    for ending in (".".join(words[-2:]), words[-1]):
+        if ending in RENAMED:
+            return f"here it is {RENAMED[ending]}"
+        if ending in ABSENT:
+            return f"not there yet: {ABSENT[ending]}"
+        if ending in NEEDLESS:
+            return f"not needed: {NEEDLESS[ending]}"
+    return ""
+
+
+def foreign_keys(path: Path, value: Any) -> Iterator[Path]:
+    """The foreign keys in what was written at `path`: itself, or those in the section that it is."""
+    if explain(path):
+        yield path
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from foreign_keys((*path, key), inner)

@@ -1,0 +1,90 @@
+"""The report's sample rollouts: a few of several steps, with the gold answer, to be searched and opened one by one."""
+from __future__ import annotations
+
+import html
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from lowroll.metrics.page import escape
+
+Record = dict[str, Any]
+STEPS = 5                              # steps that are shown: the first, the last, and what lies evenly between
+A_STEP = 8                             # scored samples of each
+ERRORS = 2                             # and samples of it whose score failed
+_LONGEST = 8000                        # characters of a text
+_LINE = 160                            # characters of a text in a sample's one line
+
+
+def sample_section(run_dir: Path, notes: list[str]) -> str:
+    """The section, or nothing; what is missing or unreadable is added to `notes`."""
+    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    if not files:
+        notes.append("no sample rollouts: rollouts/ is absent or empty")
+        return ""
+    parts = []
+    for path in _spread(files, STEPS):
+        try:
+            samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+            shown = [_sample(label, sample) for label, sample in _pick(samples)]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            notes.append(f"rollouts/{path.name} is unreadable: {error}")
+            continue
+        step = path.stem.removeprefix("step_").lstrip("0") or "0"
+        parts.append(f"<details class=step open><summary>Step {html.escape(step)}: {len(shown)} of {len(samples)} "
+                     f"rollouts</summary>{''.join(shown)}</details>")
+    search = "<p><input id=search type=search placeholder='search the samples' hidden><span id=found></span></p>"
+    return f"<section><h2>Sample rollouts</h2>{search}{''.join(parts)}</section>" if parts else ""
+
+
+def _spread(items: list[Any], count: int) -> list[Any]:
+    """At most `count` of the items: the first, the last, and what lies evenly between."""
+    if len(items) <= count:
+        return items
+    return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
+
+
+def _pick(samples: list[Record]) -> list[tuple[str, Record]]:
+    """From the best reward to the worst, and scores that failed."""
+    scored = sorted((s for s in samples if s["score"]["type"] == "Score"), key=lambda s: -float(s["score"]["reward"]))
+    failed = [("no score", s) for s in samples if s["score"]["type"] != "Score"][:ERRORS]
+    picked = [("", sample) for sample in _spread(scored, A_STEP)]
+    if picked:
+        picked[-1] = ("worst", picked[-1][1])
+        picked[0] = ("best", picked[0][1])
+    return picked + failed
+
+
+def _sample(label: str, sample: Record) -> str:
+    rollout, score, behavior = sample["rollout"], sample["score"], sample["rollout"]["behavior"]
+    prompt, scored = sample["prompt"], score["type"] == "Score"
+    logprobs = [float(value) for value in rollout["logprobs"]]
+    reward = f"{float(score['reward']):.3f}" if scored else f"{score['kind']}: {score['message']}"
+    versions = ", ".join(map(str, sorted({span["version"] for span in behavior["policy"]})))
+    mean = f"{statistics.fmean(logprobs):.3f}" if logprobs else "-"
+    facts = (f"environment {prompt['env']}, {prompt['id']}; {len(logprobs)} tokens, ended by "
+             f"{rollout['finish_reason']}, mean log-prob {mean}; advantage {float(sample['advantage']):+.2f}; "
+             f"drawn by {behavior['weights']} v{versions}")
+    asked = "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in prompt["messages"])
+    last = prompt["messages"][-1].get("content", "") if prompt["messages"] else ""
+    head = f"<b>{escape(reward, 60)}</b><i>{label}</i>{_line(last)} → {_line(sample['text'])}"
+    texts = [("prompt", asked), _gold(prompt), ("response", sample["text"])]
+    if not scored:
+        texts.append(("score", reward))
+    body = "".join(f"\n<h4>{name}</h4>\n<pre>{escape(text, _LONGEST)}</pre>" for name, text in texts)
+    return f"<details class=sample><summary>{head}</summary>{body}<p>{escape(facts, 400)}</p></details>"
+
+
+def _gold(prompt: Record) -> tuple[str, str]:
+    """The gold answer under its name; of an environment that calls it otherwise, all that it keeps for its scorer."""
+    info = prompt.get("info") or {}
+    if "answer" in info:
+        return "gold answer", str(info["answer"])
+    if info:
+        return "what the scorer knows", json.dumps(info, ensure_ascii=False)
+    return "gold answer", "none is stored"
+
+
+def _line(text: object) -> str:
+    return escape(" ".join(str(text).split()), _LINE)
