@@ -57,8 +57,8 @@ class Place:
 
 def configuration(config: str | Path | RunConfig | Mapping[str, object],
                   overrides: Mapping[str, object]) -> RunConfig:
-    """The settings of a YAML file, a mapping or a RunConfig. An `env` may be, or have as its `id`, an Environment class; one of a
-    notebook or script becomes a file in `output_dir/environments`."""
+    """The settings of a YAML file, a mapping or a RunConfig. An `env` may be, or have as its `id`, an Environment
+    class; one of a notebook or script becomes a file in `output_dir/environments`."""
     classes: list[type[Environment]] = []
 
     def read(write: Callable[[type[Environment]], str]) -> RunConfig:
