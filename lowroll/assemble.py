@@ -55,14 +55,14 @@ class Place:
         return _DENSE[self.dtype]
 
 
-def configuration(config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object]) -> RunConfig:
-    """The settings of a YAML file, a mapping or a RunConfig. In a mapping an `env` may be, or have as its `id`, an
-    Environment class; one of a notebook or script becomes a file in `output_dir/environments`."""
+def configuration(config: str | Path | RunConfig | Mapping[str, object],
+                  overrides: Mapping[str, object]) -> RunConfig:
+    """The settings of a YAML file, a mapping or a RunConfig. An `env` may be, or have as its `id`, an Environment
+    class; one of a notebook or script becomes a file in `output_dir/environments`."""
     classes: list[type[Environment]] = []
 
     def read(write: Callable[[type[Environment]], str]) -> RunConfig:
-        tree = cells.replaced(config, write) if isinstance(config, Mapping) else config
-        return as_config(tree, cells.replaced(overrides, write))
+        return as_config(cells.replaced(config, write), cells.replaced(overrides, write))
 
     def look(cls: type[Environment]) -> str:
         classes.append(cls)

@@ -62,8 +62,9 @@ STATE = ("trainer", "orchestrator", "guard", "widened")                         
 def run(config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object] | None = None, *,
         resume: bool = False, overwrite: bool = False) -> RunResult:
     """Train as a YAML file, a nested mapping of the same keys or a RunConfig says; returns the run folder and its
-    records. overrides: dotted keys, {"train.max_steps": 20}. In Python the `id` of an environment may be a class, also
-    one of a notebook's cell: see `lowroll.envs.cells`.
+    records. overrides: dotted keys, {"train.max_steps": 20}.
+
+    In Python the `id` of an environment may be a class, also one of a notebook's cell: see `lowroll.envs.cells`.
 
     ValueError names what is wrong with the configuration, the model, the data or the run folder, before training
     starts. A folder that holds a run with steps is refused; with `resume`, its newest undamaged checkpoint is

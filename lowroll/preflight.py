@@ -199,12 +199,7 @@ def _beside(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenize
 def _workloads(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping[str, Environment],
                held_out: Mapping[str, Environment]) -> list[Workload]:
     """What will be in the engine together. ValueError when no prompt of an environment leaves room for a response."""
-    for env in envs.values():
-        shortest = min(assemble.prompt_lengths(env, "train", assemble.LOOKED_AT, chat))
-        for now in cfg.each_stage():
-            if shortest > (most := assemble.longest_prompt(now, model)):
-                raise ValueError(f"env {env.name!r}: the shortest of its first prompts has {shortest} tokens, and "
-                                 f"there is room for {most} beside the {now.rollout.max_tokens} of rollout.max_tokens")
+    assemble.check_prompts(cfg, model, chat, envs)
     return assemble.workloads(assemble.with_cache(cfg, None), model, chat, envs, held_out)
 
 

@@ -75,7 +75,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
             name = f"<cell {number}>"
             if keep:
                 linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-            exec(compile(text, name, "exec"), vars(main))
+            exec(compile(text, name, "exec", dont_inherit=True), vars(main))  # noqa: S102
         return vars(main)
     return run
 
@@ -93,6 +93,9 @@ def test_a_class_of_a_cell_trains_and_its_text_is_in_the_run_folder(notebook: An
     again = lowroll.run(tmp_path / "run" / "config.yaml", {"train.max_steps": 2}, resume=True)
     assert len(again.records) == 2
     assert as_file(Turn, tmp_path / "run" / "environments") == f"{file}:Turn"
+    cell = "from __future__ import annotations\n" + CELL.replace("-> float", "-> NotYetKnown")
+    later = notebook(TOOLS, cell)["Turn"]
+    assert make(as_file(later, tmp_path), name="Turn").validate(2).ok
 
 
 def test_what_has_no_text_is_refused_by_name(notebook: Any, tmp_path: Path) -> None:

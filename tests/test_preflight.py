@@ -81,7 +81,7 @@ def test_a_dry_run_fails_where_the_run_would(model: Path, tmp_path: Path, capsys
     scorer = errors("env=[{id: raises.py}]")
     assert "raises.py': its scorer fails on 8 of 8 of its own answers" in scorer and "ZeroDivisionError" in scorer
     assert "neither a folder nor a hub id" in errors("model=nowhere")
-    assert "the shortest of its first prompts" in errors("train.tokens_per_microbatch=8")
+    assert "train.tokens_per_microbatch: 8 tokens are too few: the" in errors("train.tokens_per_microbatch=8")
     assert "leaves no room for a prompt" in errors("rollout.max_tokens=4096", "train.tokens_per_microbatch=8192")
     assert "memory: the run holds" in errors("rollout.cache_tokens=1000000000000")
     assert "already holds a run; continue it with --resume" in errors("output_dir=old")
@@ -168,7 +168,8 @@ def test_a_model_of_the_hub_is_looked_at_without_its_weights(model: Path, tmp_pa
     shutil.copytree(model, small, ignore=shutil.ignore_patterns("*.safetensors"))
     asked: list[list[str]] = []
 
-    def snapshot_download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert not local_files_only
         asked.append(allow_patterns)
         return str(small)
 

@@ -6,6 +6,7 @@ and plain constants. What has no such text (an open client, a tensor, a lambda) 
 Not seen is what is changed in a class or constant after its cell has run and without its name in the class's text.
 """
 from __future__ import annotations
+import __future__
 
 import ast
 import builtins
@@ -65,6 +66,9 @@ def source(cls: type[Environment]) -> str:
     imports = [text for text in parts.values() if text.startswith(("import ", "from "))]
     others = [text for text in parts.values() if text not in imports]
     head = f"# The class {cls.__name__} of a notebook or script, and what it uses; written by lowroll.run."
+    if any(found.__code__.co_flags & __future__.annotations.compiler_flag for found in vars(cls).values()
+           if isinstance(found, types.FunctionType)):
+        head += "\nfrom __future__ import annotations\n"
     return "\n".join([head, *sorted(imports), "", "\n\n\n".join(others)]) + "\n"
 
 
