@@ -78,6 +78,8 @@ def build(root: Path, stack: ExitStack) -> Bench:
     bench = Bench(root, stack, model, whole, {}, 0.0)
     done = strike.warm_up(bench.words(whole), root)
     assert done.code == 0, done.text
+    done = strike.warm_up(["report", str(whole)], root)
+    assert done.code == 0, done.text
     bench.prints = fingerprint(whole)
     bench.seconds = attempt(bench.words(root / "again")).seconds
     return bench
