@@ -275,6 +275,8 @@ def _resumed(bench: Bench, out: Path, kind: str) -> str:
     done = attempt([*words, "--resume"])
     if kind == "config.yaml" and done.code == 2 and not done.trouble and not (out / kind).exists():
         return ""                                  # without it the folder is not known as a run's
+    if kind == "final" and done.code == 2 and not done.trouble and "output_dir: " in done.text:
+        return ""                                  # what somebody may have changed is not removed
     if done.trouble or done.code:
         return f"does not go on: {done.trouble or done.text[-800:]}"
     after = fingerprint(out)
