@@ -7,13 +7,19 @@ import os
 from pathlib import Path
 
 import pytest
+from test_run import TINY, fingerprint, settings
 
+import lowroll
+from lowroll import demo
 from lowroll.attempt import log_file
 from lowroll.checkpoint.faults import VARIABLE, observers
 from lowroll.checkpoint.files import append_line, write_file
 from lowroll.checkpoint.space import Space
+from lowroll.config import from_mapping
+from lowroll.export import newest_batch
 from lowroll.metrics.record import Recorder, read
-from lowroll.types import RunFailed
+from lowroll.transport import write_rollouts
+from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, RunFailed, Sample, Score
 
 
 def refusing(times: int, code: int = errno.ENOSPC):
@@ -86,3 +92,38 @@ def test_a_log_that_cannot_be_written_costs_a_line_and_no_traceback(tmp_path: Pa
     shown = capfd.readouterr().err
     assert shown.count("attempt_2.log: No space left on device") == 1 and "Traceback" not in shown
     assert "Logging error" not in shown
+
+
+def test_a_run_whose_every_write_finds_the_disk_full_once_is_the_same_run(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model = demo.build_model(tmp_path / "model", 0, TINY)
+    tree = settings(model, tmp_path / "whole", train={"max_steps": 2, "warmup_steps": 0}, ckpt={"keep_last": 1})
+    lowroll.run(from_mapping(tree))
+    monkeypatch.setattr("lowroll.checkpoint.space.FIRST_PAUSE", 1e-3)
+    struck: list[str] = []
+
+    def full(point: str) -> None:
+        if point not in struck and point != "store.verified":     # which reads, and needs no room
+            struck.append(point)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    observers.append(full)
+    try:
+        lowroll.run(from_mapping({**tree, "output_dir": str(tmp_path / "run")}))
+    finally:
+        observers.remove(full)
+    assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
+    asked = {"file.begin/config.yaml", "file.begin/about.json", "file.appended/metrics.jsonl", "publish.begin",
+             "file.begin/step_000002.jsonl", "store.tensors_written/model", "publish.synced/config.json"}
+    assert asked <= set(struck) and caplog.text.count("there is room again") > 6
+
+
+def test_damaged_rollouts_cost_their_reader_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tag = BehaviorTag((PolicySpan(0, "d"),), "int8")
+    sample = Sample(Prompt("p", "e", [], {}), [1, 2], Rollout([3], [-0.5], "stop", tag), "a", Score(1.0))
+    for step in (1, 2):
+        write_rollouts(tmp_path / "rollouts", Batch(step, [sample, sample], 1.0))
+    path = tmp_path / "rollouts" / "step_000002.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"text":"a"', b'"text":"b"', 1))
+    batch = newest_batch(tmp_path, 2)
+    assert batch is not None and batch.step == 1
+    assert "step_000002.jsonl: line 2: damaged" in caplog.text and "older rollouts take its place" in caplog.text

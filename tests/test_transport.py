@@ -310,6 +310,32 @@ def test_rollout_files_are_replaced_whole_and_truncated(tmp_path: Path, monkeypa
         read_rollouts(folder / "step_000001.jsonl")
 
 
+def test_no_damage_to_a_rollout_file_is_read_as_rollouts(tmp_path: Path) -> None:
+    """Flips, cuts, zeroed tails, and lines that are gone, doubled or exchanged; a file under another step's name."""
+    path = write_rollouts(tmp_path, Batch(3, [sample_of(i) for i in range(4)], 0.7))
+    whole, rng = path.read_bytes(), random.Random(0)
+    for trial in range(200):
+        data, lines, at = bytearray(whole), whole.splitlines(keepends=True), rng.randrange(len(whole))
+        if trial % 4 == 0:
+            data[at] ^= 1 << rng.randrange(8)
+        elif trial % 4 == 1:
+            del data[at:]
+        elif trial % 4 == 2:
+            data[at:] = bytes(len(data) - at)
+        else:
+            i, j = rng.sample(range(1, 5), 2)
+            lines[i:i + 1] = rng.choice([[], [lines[i]] * 2, [lines[j]]])
+            data = bytearray(b"".join(lines))
+        path.write_bytes(data)
+        with pytest.raises(CodecError, match=r"step_000003\.jsonl: "):
+            read_rollouts(path)
+    older = encode_batch(Batch(3, [sample_of(1)], 0.7))                          # of a lowroll without checksums
+    path.write_bytes(older)
+    assert read_rollouts(path).samples == [sample_of(1)]
+    with pytest.raises(CodecError, match=r"step_000004\.jsonl: holds the rollouts of step 3"):
+        read_rollouts(path.rename(tmp_path / "step_000004.jsonl"))
+
+
 def test_the_room_opens_without_torch() -> None:
     code = "import sys, lowroll.transport; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

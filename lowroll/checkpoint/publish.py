@@ -48,7 +48,7 @@ class DiskFullError(OSError):
 
 
 class NotSyncedError(OSError):
-    """The folder is published and whole, but the entry of its name may not have reached the disk."""
+    """The folder is published, but what tells that it is safe on the disk has failed."""
 
 
 def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, Any]) -> Path:

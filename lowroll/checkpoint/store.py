@@ -90,7 +90,8 @@ class Store:
         """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
 
         Each entry of `tensors` becomes `<name>.safetensors`; `state` must be JSON data that comes back as it went in
-        (no NaN, tuples or non-string keys: ValueError naming the place). FileExistsError when `step` is here already.
+        (no NaN, tuples or non-string keys: ValueError naming the place). FileExistsError when `step` is here already,
+        NotSyncedError when it is published and could not be read back.
         """
         _check_save(step, tensors)
         text = _encode_state(state)
@@ -107,8 +108,11 @@ class Store:
         except NotSyncedError as error:
             synced = False
             log.warning("%s; older checkpoints stay for now", error)
-        verify_folder(path)
-        faultpoint("store.verified")
+        try:
+            verify_folder(path)
+            faultpoint("store.verified")
+        except OSError as error:
+            raise NotSyncedError(f"{path} is published, but could not be read back: {error.strerror}") from error
         if synced:
             self._apply_retention(step)
         return path
