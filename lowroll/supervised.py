@@ -138,8 +138,8 @@ def progress(steps: int) -> Iterator[Callable[[Record], str]]:
             step = int(record["step"])
             first = first or step
             left = (time.monotonic() - began) / (step - first + 1) * (steps - step)
-            line = (f"step {step:>4}/{steps}  loss {record['sft/loss'] or float('nan'):.4f}  "
-                    f"lr {record['optim/lr']:.1e}  grad norm {record['optim/grad_norm'] or float('nan'):.3g}  "
+            line = (f"step {step:>4}/{steps}  loss {_shown(record['sft/loss'], '.4f')}  "
+                    f"lr {record['optim/lr']:.1e}  grad norm {_shown(record['optim/grad_norm'], '.3g')}  "
                     f"eta {duration(left)}")
             on_phase("sft", step, steps)
             if not sys.stderr.isatty() and (step in (1, steps) or step % max(1, steps // LINES) == 0):
@@ -147,6 +147,10 @@ def progress(steps: int) -> Iterator[Callable[[Record], str]]:
             return line
 
         yield show
+
+
+def _shown(value: float | None, spec: str) -> str:
+    return "nan" if value is None else format(value, spec)
 
 
 def _learner(cfg: RunConfig, where: assemble.Place) -> SftLearner:

@@ -126,19 +126,6 @@ def arm(point: str, action: str) -> Callable[[], object]:
     return lambda: os.environ.update({VARIABLE: f"{point}:{action}"})
 
 
-def passed_points(words: list[str], folder: Path) -> list[str]:
-    """The fault points that a command passes."""
-    log = folder / "points"
-
-    def watch() -> None:
-        file = log.open("a")
-        observers.append(lambda name: print(name, file=file, flush=True))
-
-    done = attempt(words, watch)
-    assert done.code == 0, done.text
-    return list(dict.fromkeys(log.read_text().splitlines()))
-
-
 def calls(under: Path, number: int, action: str, count: Path | None = None) -> Callable[[], object]:
     """Strike at the `number`-th call of the process that concerns something under a folder. count: where to keep how
     many there are."""
@@ -187,9 +174,17 @@ def with_count(path: Path, value: int) -> None:
     os.close(descriptor)
 
 
-def passed_calls(words: list[str], under: Path, folder: Path) -> int:
-    """How many calls of a command concern something under a folder."""
-    log = folder / "calls"
-    done = attempt(words, calls(under, 1 << 40, "kill", log))
+def passed(words: list[str], under: Path, folder: Path) -> tuple[list[str], int]:
+    """The fault points that a command passes, and how many of its calls concern something under a folder. Kept in
+    another folder."""
+    points, number = folder / "points", folder / "calls"
+    count = calls(under, 1 << 40, "kill", number)
+
+    def watch() -> None:
+        file = points.open("a")
+        observers.append(lambda name: print(name, file=file, flush=True))
+        count()
+
+    done = attempt(words, watch)
     assert done.code == 0, done.text
-    return int(log.read_text())
+    return list(dict.fromkeys(points.read_text().splitlines())), int(number.read_text())

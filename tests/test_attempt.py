@@ -18,7 +18,7 @@ from test_run import TINY, copy_stopped_after, fingerprint
 from test_run import settings as grpo_settings
 
 import lowroll
-from lowroll import demo, stop
+from lowroll import demo, stop, supervised
 from lowroll.attempt import RunResult
 from lowroll.checkpoint.faults import VARIABLE, observers
 from lowroll.checkpoint.lock import RunLock, RunLockedError
@@ -396,6 +396,9 @@ def test_the_log_tells_the_story(model: Path, tree: dict[str, Any], tmp_path: Pa
     capsys.readouterr()
     sft(tree)
     assert capsys.readouterr().err.count("loss ") == 4 == story(tmp_path / "run").count("loss ")
+    with supervised.progress(3) as show:
+        assert "loss 0.0000  lr 0.0e+00  grad norm nan" in show({"step": 2, "sft/loss": 0.0, "optim/lr": 0.0,
+                                                                 "optim/grad_norm": None})
 
 
 def test_a_log_that_cannot_be_written_costs_a_line(tree: dict[str, Any], tmp_path: Path,

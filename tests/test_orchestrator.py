@@ -415,7 +415,7 @@ def test_error_rate_rule():
     assert build(settings, rule=failing(5)).step(0).stats["reward/error_rate"] == 0.05          # 5 % is not over 5 %
     orchestrator = build(settings, rule=failing(6))
     with pytest.raises(ScoringFailed, match=r"6 of the last 100 scores are errors \(limit 5.0%\): 5 timeout, 1 crash; "
-                                            r"first: crash: broke\\x0a0"):
+                                            r"first: crash: broke\\n0"):
         orchestrator.step(0)
     assert orchestrator.channel.sent == [] and orchestrator.state()["ledger"]["planned"] == 0
 

@@ -153,7 +153,7 @@ def test_the_error_rate_is_judged_from_so_many_scores_on_and_above_the_limit_alo
 
 def test_errors_are_listed_by_how_often_and_then_by_name() -> None:
     errors = [ScoreError(kind, f"{kind}\n") for kind in ("timeout", "memory", "crash", "memory")]
-    assert describe(errors) == "2 memory, 1 crash, 1 timeout; first: timeout: timeout\\x0a"
+    assert describe(errors) == "2 memory, 1 crash, 1 timeout; first: timeout: timeout\\n"
     assert describe([ScoreError("crash", "x" * 501)]).endswith(": " + "x" * 500)
 
 

@@ -46,7 +46,7 @@ from lowroll.checkpoint.publish import MANIFEST, DamagedError, verify_folder
 from lowroll.metrics.record import read, reproducible
 from lowroll.transport import read_rollouts
 
-STEPS = 5
+STEPS = 4
 SHARES = {"kills": 6, "errors": 5, "damage": 6, "exports": 4, "folders": 4, "pieces": 3}
 
 
@@ -63,7 +63,7 @@ class Bench:
     places: list[tuple[list[str], int]] = field(default_factory=list)
 
     def tree(self, out: Path, **changes: Any) -> dict[str, Any]:
-        return settings(self.model, out, **{"train": {"max_steps": STEPS}, "ckpt": {"interval": 1, "keep_last": 4},
+        return settings(self.model, out, **{"train": {"max_steps": STEPS}, "ckpt": {"interval": 1, "keep_last": 3},
                                             "eval": {"interval": 2, "num_examples": 2}, **changes})
 
     def words(self, out: Path, **changes: Any) -> list[str]:
@@ -147,7 +147,7 @@ def errors(bench: Bench, rng: random.Random) -> Iterator[str]:
 
     def trial(how: str, before: Callable[[], object]) -> str:
         out = _fresh(bench.root / "killed")
-        words = bench.words(out, ckpt={"interval": 1, "keep_last": 4, "wait_for_space": 0})
+        words = bench.words(out, ckpt={"interval": 1, "keep_last": 3, "wait_for_space": 0})
         done = attempt(words, before)
         problem = done.trouble or (go_on(bench, out, words)[0] if done.code else "")
         return f"{how}: {problem}" if problem else ""
@@ -179,8 +179,7 @@ def _places(bench: Bench) -> tuple[list[str], int]:
     folder.mkdir()
     out = _fresh(bench.root / "killed")
     if not bench.places:
-        bench.places.append((strike.passed_points(bench.words(out), folder),
-                             strike.passed_calls(bench.words(_fresh(out)), out, folder)))
+        bench.places.append(strike.passed(bench.words(out), out, folder))
     return bench.places[0]
 
 
@@ -326,9 +325,7 @@ def exports(bench: Bench, rng: random.Random) -> Iterator[str]:
         _fresh(out.parent).mkdir()
         folder = _fresh(bench.root / "places")
         folder.mkdir()
-        points = strike.passed_points(words, folder)
-        shutil.rmtree(out)
-        number = strike.passed_calls(words, out.parent, folder)
+        points, number = strike.passed(words, out.parent, folder)
         for action in ("kill", *strike.ERRORS):
             jobs += [(name, f"{action} at {point}", strike.arm(point, action)) for point in points]
             jobs += [(name, f"{action} at call {k}", strike.calls(out.parent, k, action)) for k in range(1, number + 1)]

@@ -143,7 +143,6 @@ class _Worker:
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         return f"{how}: {words}" if words else how
 
-
     def ask_to_end(self) -> None:
         """Tell its keeper, though a scorer may have stopped that one."""
         for number in (signal.SIGTERM, signal.SIGCONT):

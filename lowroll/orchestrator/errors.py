@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from lowroll.types import RunFailed, Score, ScoreError
+from lowroll.types import RunFailed, Score, ScoreError, printable
 
 MESSAGE_LIMIT = 500                # characters of a scorer's message that may enter a log
 
@@ -68,6 +68,4 @@ def describe(errors: list[ScoreError]) -> str:
     """The kinds with their counts, most frequent first, and the first message, clipped and without control marks."""
     kinds = Counter(error.kind for error in errors)
     listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=lambda item: (-item[1], item[0])))
-    message = errors[0].message[:MESSAGE_LIMIT]
-    printable = "".join(mark if mark.isprintable() else f"\\x{ord(mark):02x}" for mark in message)
-    return f"{listed}; first: {errors[0].kind}: {printable}"
+    return f"{listed}; first: {errors[0].kind}: {printable(errors[0].message[:MESSAGE_LIMIT], 4 * MESSAGE_LIMIT)}"
