@@ -15,7 +15,7 @@ from typing import TypeVar
 from lowroll import assemble, budget, supervised
 from lowroll.assemble import Place
 from lowroll.config import EnvConfig, RunConfig
-from lowroll.envs import Environment
+from lowroll.envs import Environment, child
 from lowroll.kv.capacity import Workload
 from lowroll.model import claims, hf, lora
 from lowroll.model.spec import read_spec
@@ -58,6 +58,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     envs = _environments(cfg, cfg.env, found)
     held_out = _environments(cfg, cfg.eval.env, found) if cfg.eval.env else envs
     found.attempt(lambda: _settings(cfg))
+    found.attempt(lambda: child.check_count(cfg.score.workers))       # below, one worker tries
     if model is not None:
         found.attempt(lambda: assemble.longest_prompt(cfg, model))
         found.attempt(lambda: assemble.check_stages(cfg, model))

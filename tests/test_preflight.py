@@ -77,6 +77,7 @@ def test_a_dry_run_fails_where_the_run_would(model: Path, tmp_path: Path, capsys
     two = errors("env.0.id=reverse_text", "env.0.args={}", "train.lora=true", "train.lora_target_modules=[x]")
     assert "unknown environment 'reverse_text' (did you mean 'reverse-text'?)" in two
     assert "error: lora_target_modules: expected" in two                      # every problem in one look
+    assert "error: score.workers: 100000 is more than the " in errors("score.workers=100000")
     assert "max_wordz" in errors("env.0.args={max_wordz: 2}")
     scorer = errors("env=[{id: raises.py}]")
     assert "raises.py': its scorer fails on 8 of 8 of its own answers" in scorer and "ZeroDivisionError" in scorer
