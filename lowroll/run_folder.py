@@ -27,7 +27,7 @@ from lowroll.checkpoint.replacement import foreign_in, replace_folder, settle_fo
 from lowroll.checkpoint.space import Space
 from lowroll.checkpoint.store import DAMAGED, Checkpoint, Store, check_pieces
 from lowroll.config import RunConfig
-from lowroll.metrics.record import ABOUT_FILE, METRICS_FILE, Recorder, write_about
+from lowroll.metrics.record import ABOUT_FILE, METRICS_FILE, Recorder, computed_otherwise, write_about
 from lowroll.metrics.report import REPORT_FILE, is_report
 from lowroll.transport.rollout_log import rollout_files, truncate_rollouts
 
@@ -158,8 +158,10 @@ class RunFolder:
         ended = (read_meta(self.final) or {}).get("step") == saved.step < before["train"]["max_steps"]
         return identity.FOR_SIGNAL if ended else ()
 
-    def resume(self, step: int) -> Recorder:
+    def resume(self, step: int, about: Mapping[str, str]) -> Recorder:
         """Go on after the checkpoint of a step: what came after it goes, and the settings are those of now."""
+        for words in computed_otherwise(self.path, about):
+            log.warning("resumed elsewhere, so not bit for bit as the run would have gone on: %s", words)
         recorder = Recorder(self.path)
         for later_gone in (recorder.truncate, partial(truncate_rollouts, self.path / "rollouts"), self.store.truncate):
             self.space.write(self.path, partial(later_gone, step))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_run import TINY, copy_stopped_after, fingerprint
 from test_run import settings as grpo_settings
 
@@ -248,6 +249,18 @@ def test_a_supervised_run_resumed_after_any_step_is_bitwise_the_uninterrupted_on
     for change in ({"seed": 1}, {"sft": {**tree["sft"], "steps": 5}}):
         with pytest.raises(ValueError, match="resume: the configuration is not that of the checkpoint: s"):
             sft({**tree, **change}, resume=True)
+
+
+def test_a_resumption_elsewhere_says_that_bits_may_differ(tree: dict[str, Any], caplog: pytest.LogCaptureFixture,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    tree["sft"] |= {"steps": 1}
+    sft(tree)
+    sft(tree, resume=True)
+    assert "resumed elsewhere" not in caplog.text
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    sft(tree, resume=True)
+    assert f"device was cpu, float32, {threads} threads and is cpu, float32, {threads + 1} threads" in caplog.text
 
 
 def test_other_demonstrations_are_refused(tree: dict[str, Any], tmp_path: Path) -> None:
