@@ -276,6 +276,17 @@ def test_other_demonstrations_are_refused(tree: dict[str, Any], tmp_path: Path) 
 
 # -- signals ----------------------------------------------------------------------------------------------------------
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """A shell's background job, as the tests may be, begins with SIGINT ignored, and one of nohup with SIGHUP."""
+    before = {number: signal.getsignal(number) for number in stop.SIGNALS}
+    for number in stop.SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def at_step_two(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
     """Something happens in the second step."""
