@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +26,7 @@ from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import Sampling, Settings
 from lowroll.quant.formats import get_format
+from lowroll.run_folder import ENVIRONMENTS
 from lowroll.trainer.critic import Critic, CriticSettings
 from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.trainer.optim import OptimSettings
@@ -56,10 +56,12 @@ class Place:
 
 
 def configuration(config: str | Path | RunConfig | Mapping[str, object],
-                  overrides: Mapping[str, object]) -> RunConfig:
+                  overrides: Mapping[str, object]) -> tuple[RunConfig, dict[Path, str]]:
     """The settings of a YAML file, a mapping or a RunConfig. An `env` may be, or have as its `id`, an Environment
-    class; one of a notebook or script becomes a file in `output_dir/environments`."""
+    class; one of a notebook or script needs a file in `output_dir/environments`. Beside the settings the texts of
+    these files, which are not written here."""
     classes: list[type[Environment]] = []
+    texts: dict[Path, str] = {}
 
     def read(write: Callable[[type[Environment]], str]) -> RunConfig:
         return as_config(cells.replaced(config, write), cells.replaced(overrides, write))
@@ -68,8 +70,14 @@ def configuration(config: str | Path | RunConfig | Mapping[str, object],
         classes.append(cls)
         return "reverse-text"
 
+    def name(cls: type[Environment]) -> str:
+        path, text = cells.as_file(cls, Path(cfg.output_dir) / ENVIRONMENTS)
+        if text is not None:
+            texts[path] = text
+        return f"{path}:{cls.__qualname__}"
+
     cfg = read(look)
-    return read(partial(cells.as_file, folder=Path(cfg.output_dir) / "environments")) if classes else cfg
+    return read(name) if classes else cfg, texts
 
 
 def place(cfg: RunConfig) -> Place:
@@ -230,7 +238,7 @@ def _row(cfg: RunConfig, model: Transformer) -> tuple[int, str, str]:
 def check_prompts(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping[str, Environment],
                   split: str = "train") -> None:
     """ValueError naming the setting to which all of an environment's first prompts are too long."""
-    for now in (cfg, *(cfg.at(stage.step) for stage in cfg.stages)):
+    for now in cfg.each_stage():
         most = longest_prompt(now, model)
         for env in envs.values():
             lengths = prompt_lengths(env, split, LOOKED_AT, chat)

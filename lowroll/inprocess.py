@@ -71,10 +71,13 @@ def run(config: str | Path | RunConfig | Mapping[str, object], overrides: Mappin
     continued; with `overwrite`, what it made is replaced, and nothing else. SIGINT, SIGTERM and SIGHUP finish the step,
     write a checkpoint and return. A run for which dynamic sampling finds nothing to learn from any more finishes early.
     """
-    cfg = assemble.configuration(config, overrides or {}).resolved()
+    cfg, texts = assemble.configuration(config, overrides or {})
+    cfg = cfg.resolved()
     last = cfg.train.max_steps
     with ExitStack() as stack:
-        folder = stack.enter_context(attempt(cfg, "grpo", resume, overwrite)).path
+        home = stack.enter_context(attempt(cfg, "grpo", resume, overwrite))
+        home.keep(texts)
+        folder = home.path
         session = Session(cfg, stack, resume)
         first = session.resume() if resume else session.begin()
         view = stack.enter_context(LiveView(last, f"{folder}: {cfg.algorithm}, {cfg.correction}"))

@@ -1,7 +1,7 @@
 """The folder of a run: what a run makes there, what is somebody else's, and how a run begins, goes on and is saved.
 
     config.yaml     the settings; its first line says which command's run the folder holds
-    about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, .lock, report.html
+    about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, environments/, .lock, report.html
 
 Nothing that a run did not make is removed or written over. Files are a run's by their names, in a folder whose
 config.yaml a run wrote; checkpoints and final/ by their manifests. What is in the way is refused at the start.
@@ -33,7 +33,7 @@ from lowroll.transport.rollout_log import rollout_files, truncate_rollouts
 
 log = logging.getLogger(__name__)
 
-CONFIG, FINAL, LOGS = "config.yaml", "final", "logs"
+CONFIG, FINAL, LOGS, ENVIRONMENTS = "config.yaml", "final", "logs", "environments"
 BATCHES = ("rollouts", "offending")
 META = ("command", "config", "base", "read", "step", "tensors")        # beside the state of a checkpoint
 _MARK = re.compile(r"# lowroll (\w+): the settings of the run in this folder\n")
@@ -89,7 +89,7 @@ class RunFolder:
             self._refuse_own_inputs()
 
     def _in_the_way(self, made: str | None, overwrite: bool) -> Iterator[str]:
-        folders = [self.path / name for name in (self.store.folder.name, LOGS, *BATCHES)]
+        folders = [self.path / name for name in (self.store.folder.name, LOGS, ENVIRONMENTS, *BATCHES)]
         yield from (f"{path} is not a folder" for path in folders if os.path.lexists(path) and not path.is_dir())
         if made is None:
             names = (CONFIG, ABOUT_FILE, METRICS_FILE, FINAL)
@@ -121,6 +121,13 @@ class RunFolder:
         """Finish what an attempt that died was putting in place or removing."""
         settle_folder(self.final)
         self.store.clean()
+
+    def keep(self, texts: Mapping[Path, str]) -> None:
+        """Write the files of environments that a notebook or script named, unless they are here."""
+        for path, text in texts.items():
+            if not path.exists():
+                path.parent.mkdir(exist_ok=True)
+                self.space.write(path, partial(write_file, path, text.encode()))
 
     def begin(self, about: Mapping[str, str]) -> Recorder:
         """Begin a run: what an earlier one made goes, then what describes this one is written."""
@@ -185,7 +192,8 @@ class RunFolder:
         self.space.write(path, lambda: write_file(path, (mark + self.cfg.dump()).encode()))
 
     def _clear(self) -> None:
-        """Remove what a run made, but for its logs, and the settings: they go last, when others take their place."""
+        """Remove what a run made, but for its logs and environments, and the settings: they go last, when others take
+        their place."""
         if self.made_by() is None:
             return
         for name in (METRICS_FILE, ABOUT_FILE, *([REPORT_FILE] if is_report(self.path / REPORT_FILE) else [])):
@@ -200,6 +208,6 @@ class RunFolder:
         for folder in (damaged, self.store.folder, *(self.path / name for name in BATCHES)):
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
-        stays = sorted(path.name for path in self.path.iterdir() if path.name not in (LOCK, CONFIG, LOGS))
+        stays = sorted(path.name for path in self.path.iterdir() if path.name not in (LOCK, CONFIG, LOGS, ENVIRONMENTS))
         if stays:
             log.warning("%s: left as they are, for no run made them: %s", self.path, ", ".join(stays))

@@ -92,10 +92,17 @@ def test_a_class_of_a_cell_trains_and_its_text_is_in_the_run_folder(notebook: An
     assert env.validate(8).ok and env.prompt(0) == Turn(name="Turn", more=1).prompt(0)
     again = lowroll.run(tmp_path / "run" / "config.yaml", {"train.max_steps": 2}, resume=True)
     assert len(again.records) == 2
-    assert as_file(Turn, tmp_path / "run" / "environments") == f"{file}:Turn"
+    assert as_file(Turn, tmp_path / "run" / "environments") == (file, file.read_text())
+    kept = sorted(tmp_path.rglob("*"))
+    Later = notebook(TOOLS, CELL.replace("length = 3", "length = 4"))["Turn"]
+    with pytest.raises(ValueError, match="already holds a run"):
+        lowroll.run({**tree, "env": [{"id": Later}]})
+    assert sorted(tmp_path.rglob("*")) == kept                 # a run that is refused has written nothing
     cell = "from __future__ import annotations\n" + CELL.replace("-> float", "-> NotYetKnown")
     later = notebook(TOOLS, cell)["Turn"]
-    assert make(as_file(later, tmp_path), name="Turn").validate(2).ok
+    path, text = as_file(later, tmp_path)
+    path.write_text(text)
+    assert make(f"{path}:Turn", name="Turn").validate(2).ok
 
 
 def test_what_has_no_text_is_refused_by_name(notebook: Any, tmp_path: Path) -> None:
@@ -107,4 +114,5 @@ def test_what_has_no_text_is_refused_by_name(notebook: Any, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="^the text of Other cannot be found"):
         as_file(notebook(TOOLS, CELL.replace("class Turn", "class Other"), keep=False)["Other"], tmp_path)
     assert not list(tmp_path.iterdir())
-    assert as_file(type(make("reverse-text")), tmp_path).endswith("lowroll/envs/reverse_text.py:ReverseText")
+    path, text = as_file(type(make("reverse-text")), tmp_path)
+    assert path.match("lowroll/envs/reverse_text.py") and text is None

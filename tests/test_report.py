@@ -6,12 +6,15 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lowroll.checkpoint.seal import seal
 from lowroll.metrics.page import SCRIPT
 from lowroll.metrics.plots import (
     NOISE_NATS,
@@ -302,3 +305,19 @@ def test_a_page_of_somebody_else_stays(tmp_path: Path) -> None:
     assert out.read_text() == "<!doctype html><p>mine"
     out.unlink()
     assert write_report(tmp_path).read_bytes() == write_report(tmp_path).read_bytes()
+
+
+def test_a_strangers_run_folder_is_reported(tmp_path: Path) -> None:
+    """Who wrote the lines may have made their checksums, and anything else."""
+    lines: list[Any] = [{"step": 1, "reward/mean": value} for value in ("x", [1], 10**400)]
+    lines += [{"step": 10**400}, {"step": 2, "reward/mean": 0.5}]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(seal(json.dumps(line).encode()) + b"\n" for line in lines))
+    (tmp_path / "about.json").write_text("[" * 100_000)
+    (tmp_path / "checkpoints" / "step_999999999").mkdir(parents=True)
+    (tmp_path / "rollouts").mkdir()
+    for name in ("config.yaml", "rollouts/step_000001.jsonl"):
+        os.mkfifo(tmp_path / name)
+    text = write_report(tmp_path).read_text()
+    for told in ("steps 1, 3 to ", "about.json is unreadable", "config.yaml is unreadable",
+                 "step_000001.jsonl is unreadable"):
+        assert told in text

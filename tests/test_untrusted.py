@@ -9,7 +9,11 @@ import json
 import os
 import resource
 import shutil
+import signal
 import struct
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace as replace_fields
@@ -443,6 +447,27 @@ def test_a_template_that_behaves_at_first(monkeypatch: pytest.MonkeyPatch) -> No
     del sly
     assert child.poll() is not None                       # nobody is left behind
     assert template.template("x", ()) is template.template("x", ())
+
+
+def test_a_template_says_the_same_each_time_and_outlives_a_thread() -> None:
+    broken, good = template.Template("{% if %}", {}), template.Template("{{ messages[0].content }}", {})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="chat template: TemplateSyntaxError"):
+            broken.render(TALK)
+    first = threading.Thread(target=good.render, args=(TALK,))
+    first.start()
+    first.join()
+    child = good.child
+    assert good.render(TALK) == "Be brief.\n" and good.child is child
+
+
+def test_a_looping_template_ends_without_its_parent() -> None:
+    source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    setup = {"template": source, "variables": {}, "memory_mb": 512, "seconds": 0.5}
+    asked = {"messages": TALK, "add_generation_prompt": True}
+    done = subprocess.run([sys.executable, "-P", template.__file__.replace(".py", "_child.py")], timeout=30,
+                          input=f"{json.dumps(setup)}\n{json.dumps(asked)}\n", text=True, capture_output=True)
+    assert done.returncode == -signal.SIGALRM and done.stdout == '{"ready": true}\n'
 
 
 # -- manifests --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,10 @@ _RUST = re.compile(r"\(os error ([0-9]+)\)")            # how safetensors words 
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of a file. OSError with its name, also when reading fails half way."""
+    """The bytes of a regular file. OSError with its name, also when reading fails half way."""
     with naming(path):
+        if not stat.S_ISREG(os.stat(path).st_mode):         # a FIFO would be waited for
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         return Path(path).read_bytes()
 
 

@@ -41,22 +41,17 @@ def _is_environment(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Environment)
 
 
-def as_file(cls: type[Environment], folder: Path) -> str:
-    """The id of an environment class, `path/to/file.py:Class`; a class of a notebook or script is written to `folder`.
+def as_file(cls: type[Environment], folder: Path) -> tuple[Path, str | None]:
+    """The file of an environment class; of a class of a notebook or script the one that it needs in `folder`, and the
+    text to write there.
 
     The file's name has a digest of its text, so no other one is replaced. ValueError when the class has no text, or
     uses what has none.
     """
     if cls.__module__ != MAIN:
-        return f"{Path(inspect.getfile(cls)).resolve()}:{cls.__qualname__}"
+        return Path(inspect.getfile(cls)).resolve(), None
     text = source(cls)
-    path = folder.absolute() / f"{cls.__name__}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
-    return f"{path}:{cls.__name__}"
+    return folder.absolute() / f"{cls.__name__}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py", text
 
 
 def source(cls: type[Environment]) -> str:

@@ -21,6 +21,7 @@ import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ ABOUT_FILE = "about.json"
 LOST = "record/lost"
 Record = dict[str, Any]                # "step": int, every other key: float or None
 _MOST_TOLD = 5                         # damaged lines that get a line in the log each
+_MOST_LOST = 100_000                   # lost records that are marked: a folder may claim any step
+_MOST_STEPS = 10**9
 
 
 class Recorder:
@@ -165,8 +168,8 @@ class _Found:
     in_order: bool = True              # every line is a record, and their steps grow
 
     def lost(self, step: int) -> list[int]:
-        """The steps from 1 to `step` that have no record here."""
-        return [number for number in range(1, step + 1) if number not in self.lines]
+        """The steps from 1 to `step` that have no record here, the first _MOST_LOST of them."""
+        return list(islice((number for number in range(1, step + 1) if number not in self.lines), _MOST_LOST))
 
     def content(self, step: int) -> bytes:
         """The file of a run that has made `step` steps."""
@@ -186,7 +189,7 @@ def _scan(path: Path) -> _Found:
     for number, line in enumerate(lines, 1):
         try:
             content, has_sum = unseal(line)
-            step = _step_of(content, has_sum)
+            step = _step_of(content)
             if not has_sum and (sealed or not last < step <= last + 1 + len(lines)):
                 raise ValueError(f"step {step} without a checksum does not follow step {last}")
         except ValueError as error:
@@ -208,15 +211,16 @@ def _scan(path: Path) -> _Found:
     return found
 
 
-def _step_of(content: bytes, has_sum: bool) -> int:
-    """The step of a record. ValueError unless it is one: without a checksum its values must show it."""
+def _step_of(content: bytes) -> int:
+    """The step of a record. ValueError unless it is one: who writes a checksum may be a stranger."""
     try:
         record = json.loads(content)
         step = record["step"]
-        numbers = has_sum or all(value is None or type(value) in (int, float) for value in record.values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        numbers = all(value is None or type(value) in (int, float) and math.isfinite(value)
+                      for value in record.values())
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    if type(step) is not int or step < 0:
+    if type(step) is not int or not 0 <= step < _MOST_STEPS:
         raise ValueError(f"step {step!r} is not a count")
     if not numbers or FIELD in record:
         raise ValueError("a value is not a number")
@@ -234,7 +238,8 @@ def _marker(step: int) -> Record:
 def _newest_checkpoint(folder: Path) -> int:
     """The newest step with a checkpoint: the record is written before. -1 without any."""
     steps = [path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")]
-    return max((int(step) for step in steps if step.isascii() and step.isdigit() and len(step) < 10), default=-1)
+    numbers = (int(step) for step in steps if step.isascii() and step.isdigit() and len(step) < 20)
+    return max((number for number in numbers if number < _MOST_STEPS), default=-1)
 
 
 def spans(steps: Iterable[int]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lowroll.checkpoint.files import read_file
 from lowroll.metrics.live import duration, guard_words
 from lowroll.metrics.names import METRICS, find
 from lowroll.metrics.page import escape, page
@@ -78,13 +79,13 @@ def _lost(records: Sequence[Record]) -> list[str]:
 def _read_about(run_dir: Path, notes: list[str]) -> Record:
     path = run_dir / ABOUT_FILE
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
+        about = json.loads(read_file(path))
         if isinstance(about, dict):
             return about
         notes.append(f"{ABOUT_FILE} is not an object")
     except FileNotFoundError:
         notes.append(f"{ABOUT_FILE} is absent: the header shows the folder's name only")
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{ABOUT_FILE} is unreadable: {error}")
     return {}
 
@@ -218,7 +219,11 @@ def _config(run_dir: Path, notes: list[str]) -> str:
     if not path.exists():
         notes.append("config.yaml is absent")
         return ""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = read_file(path).decode(errors="replace")
+    except OSError as error:
+        notes.append(f"config.yaml is unreadable: {error}")
+        return ""
     return f"<details open><summary>Configuration</summary><pre>{escape(text, _MAX_CONFIG)}</pre></details>"
 
 

@@ -35,7 +35,7 @@ class Template:
     def __init__(self, source: str, variables: dict[str, str]) -> None:
         if len(source) > MOST_TEMPLATE:
             raise ValueError(f"chat template: {len(source):,} characters; {MOST_TEMPLATE:,} at most")
-        self.setup = {"template": source, "variables": variables, "memory_mb": MEMORY_MB}
+        self.setup = {"template": source, "variables": variables, "memory_mb": MEMORY_MB, "seconds": 2 * SECONDS}
         self.child: subprocess.Popen[bytes] | None = None
         self.lock = threading.Lock()
 
@@ -47,7 +47,7 @@ class Template:
         with self.lock:
             if self.child is None:
                 self.child = _start()
-                weakref.finalize(self, _end, self.child)
+                self.end_child = weakref.finalize(self, _end, self.child)
                 self._ask(self.setup)
             return str(self._ask({"messages": messages, "add_generation_prompt": open_turn})["text"])
 
@@ -56,12 +56,17 @@ class Template:
         try:
             reply = _exchange(self.child, json.dumps(message).encode() + b"\n", time.monotonic() + SECONDS)
         except BaseException:          # an answer may still be on its way: nobody may take it for another one's
-            _end(self.child)
-            self.child = None
+            self._forget_child()
             raise
         if "error" in reply:
+            if message is self.setup:  # it has no template to render, and has ended
+                self._forget_child()
             raise ValueError(f"chat template: {printable(reply['error'])}")
         return reply
+
+    def _forget_child(self) -> None:
+        self.end_child()
+        self.child = None
 
 
 @lru_cache(maxsize=4)
@@ -72,9 +77,8 @@ def template(source: str, variables: tuple[tuple[str, str], ...]) -> Template:
 
 def _start() -> subprocess.Popen[bytes]:
     kept = {key: os.environ[key] for key in _KEEP_ENV if key in os.environ}
-    child = subprocess.Popen([sys.executable, "-P", str(_CHILD), str(os.getpid())], stdin=subprocess.PIPE,
-                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=kept, start_new_session=True,
-                             bufsize=0)
+    child = subprocess.Popen([sys.executable, "-P", str(_CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                             stderr=subprocess.DEVNULL, env=kept, start_new_session=True, bufsize=0)
     assert child.stdin is not None and child.stdout is not None
     for pipe in (child.stdin, child.stdout):
         os.set_blocking(pipe.fileno(), False)
