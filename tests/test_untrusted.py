@@ -9,7 +9,9 @@ import json
 import os
 import resource
 import shutil
+import signal
 import struct
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace as replace_fields
@@ -443,6 +445,23 @@ def test_a_template_that_behaves_at_first(monkeypatch: pytest.MonkeyPatch) -> No
     del sly
     assert child.poll() is not None                       # nobody is left behind
     assert template.template("x", ()) is template.template("x", ())
+
+
+def test_a_template_whose_child_was_ended_has_another() -> None:
+    """Somebody kills it, or the thread that started it ends, as a notebook's does; in a fork it is the parent's."""
+    talk, plain = [{"role": "user", "content": "hi"}], template.Template("{{ messages[0].content }}", {})
+    starter = threading.Thread(target=plain.render, args=(talk,))
+    starter.start()
+    starter.join()
+    assert plain.render(talk) == "hi"
+    os.kill(plain.child.pid, signal.SIGKILL)
+    assert plain.render(talk) == "hi"
+    forked = os.fork()
+    if forked == 0:
+        os._exit(0 if plain.render(talk) == "hi" else 1)
+    child = plain.child
+    assert os.waitpid(forked, 0)[1] == 0
+    assert plain.render(talk) == "hi" and plain.child is child
 
 
 # -- manifests --------------------------------------------------------------------------------------------------------
