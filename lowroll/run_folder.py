@@ -29,7 +29,7 @@ from lowroll.checkpoint.store import DAMAGED, Checkpoint, Store, check_pieces
 from lowroll.config import RunConfig
 from lowroll.metrics.record import ABOUT_FILE, METRICS_FILE, Recorder, write_about
 from lowroll.metrics.report import REPORT_FILE, is_report
-from lowroll.transport.rollout_log import rollout_files, truncate_rollouts
+from lowroll.transport.rollout_log import is_rollouts, rollout_files, truncate_rollouts
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,9 @@ class RunFolder:
             yield from (f"{path} is not of a run of this folder" for path in paths)
         elif os.path.lexists(self.final) and (foreign := foreign_in(self.final)):
             yield foreign
+        if made is not None and overwrite:
+            paths = [path for name in BATCHES for _, path in rollout_files(self.path / name)]
+            yield from (f"{path} does not begin as rollouts do" for path in paths if not is_rollouts(path))
         for path in sorted(self.store.folder.glob("step_*")):
             if not _STEP.fullmatch(path.name):
                 continue
@@ -196,7 +199,7 @@ class RunFolder:
             if path.exists() and not foreign_in(path, contents=False):
                 shutil.rmtree(path)
         for folder in (damaged, self.store.folder, *(self.path / name for name in BATCHES)):
-            if folder.is_dir() and not any(folder.iterdir()):
+            if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
                 folder.rmdir()
         stays = sorted(path.name for path in self.path.iterdir() if path.name not in (LOCK, CONFIG, LOGS))
         if stays:

@@ -177,6 +177,22 @@ def test_overwriting_replaces_a_run_and_nothing_else(tree: dict[str, Any], tmp_p
     assert (run / "notes.txt").read_text() == "a person's" and "no run made them: notes.txt" in caplog.text
 
 
+def test_overwriting_a_run_whose_folders_lie_elsewhere(tree: dict[str, Any], tmp_path: Path) -> None:
+    """Checkpoints on a larger disk, and a place for rollouts in which somebody keeps files of such a name."""
+    run = tmp_path / "run"
+    fresh = sft(tree)
+    mine = tmp_path / "rollouts" / "step_000001.jsonl"
+    write(mine)
+    (run / "checkpoints").rename(tmp_path / "checkpoints")
+    for name in ("checkpoints", "rollouts"):
+        (run / name).symlink_to(tmp_path / name)
+    with pytest.raises(ValueError, match="step_000001.jsonl does not begin as rollouts do. A run would write there"):
+        sft(tree, overwrite=True)
+    mine.unlink()
+    assert learned(sft(tree, overwrite=True).folder) == learned(fresh.folder)
+    assert (run / "checkpoints").is_symlink()
+
+
 # -- kills ------------------------------------------------------------------------------------------------------------
 
 def in_a_child(action: Callable[[], object], fault: str = "") -> int:
