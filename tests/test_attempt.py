@@ -249,6 +249,49 @@ def test_a_kill_at_any_point_costs_nothing(tree: dict[str, Any], tmp_path: Path,
         shutil.rmtree(tmp_path / folder)
 
 
+def test_a_kill_while_an_old_run_is_removed(tree: dict[str, Any], tmp_path: Path) -> None:
+    """A folder that is half gone is nobody's: the run that replaces it can begin again. Until the last checkpoint has
+    gone, the old run has all that it made."""
+    run, folders = tmp_path / "run", [2]
+    sft({**tree, "ckpt": {"interval": 2, "keep_last": None}})
+    shutil.copytree(run, tmp_path / "kept")
+    whole = learned(run)
+
+    def die_removing(folder: Path, *_: object, **__: object) -> None:
+        folders[0] -= 1
+        (folder / "MANIFEST.json").unlink()
+        if folders[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+    def replace() -> None:
+        shutil.rmtree = die_removing
+        sft({**tree, "seed": 4}, overwrite=True)
+
+    assert in_a_child(replace) == signal.SIGKILL                 # two checkpoints are gone, and half of final/
+    assert len(sft({**tree, "seed": 4}, overwrite=True).records) == 4
+    assert not [*run.glob(".tmp*"), *run.glob("final-*")]
+    shutil.rmtree(run)
+    (tmp_path / "kept").rename(run)
+    folders[0] = 1
+    assert in_a_child(replace) == signal.SIGKILL                 # the older checkpoint is gone
+    sft({**tree, "ckpt": {"interval": 2, "keep_last": None}}, resume=True)
+    assert learned(run) == whole
+
+
+def test_damaged_settings_without_a_checkpoint_are_named(tree: dict[str, Any], tmp_path: Path) -> None:
+    run = sft(tree).folder
+    shutil.rmtree(run / "checkpoints")
+    mark = (run / "config.yaml").read_text().splitlines()[0]
+    for text in ("model: [", "a", "\x00"):
+        (run / "config.yaml").write_text(f"{mark}\n{text}")
+        with pytest.raises(ValueError, match=r"^\S+config.yaml: damaged, and there is no checkpoint to go on with: "
+                                             r"--overwrite begins again"):
+            sft(tree, resume=True)
+
+
 @pytest.mark.parametrize("train", [{}, {"lora": True, "lora_rank": 2}, {"optimizer": "muon"}])
 def test_a_supervised_run_resumed_after_any_step_is_bitwise_the_uninterrupted_one(
         train: dict[str, Any], tree: dict[str, Any], tmp_path: Path) -> None:
