@@ -1,7 +1,7 @@
 """Tests marked `interpreted`: kernels in Triton's interpreter, on CPU tensors, in one process of their own.
 
-`pytest` with TRITON_INTERPRET=1 runs every chosen test of the mark in a child, which starts before the first test of any
-kind and works beside the others. It writes each outcome as a line of JSON, and every test reports its own. Within the
+`pytest` with TRITON_INTERPRET=1 runs every chosen test of the mark in a child, which starts before the first test and
+works beside the others. It writes each outcome as a line of JSON, and every test reports its own. Within the
 child a marked test simply runs.
 
 The interpreter's limits: products of bfloat16 are silently wrong and its bfloat16 rounding is not the device's (test
