@@ -13,7 +13,6 @@ as sampled and by `MIN_GREEDY_GAIN` of the most likely responses.
 """
 from __future__ import annotations
 
-import shutil
 import statistics
 import tempfile
 import time
@@ -27,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lowroll import assemble
-from lowroll.checkpoint.replacement import foreign_in
+from lowroll.checkpoint.replacement import foreign_in, remove_published
 from lowroll.config import RunConfig, from_mapping
 from lowroll.engine.engine import Engine
 from lowroll.inprocess import run
@@ -223,7 +222,7 @@ def _clear(folder: Path, cfg: RunConfig) -> None:
     if foreign := next(filter(None, map(foreign_in, models)), None):
         raise ValueError(f"output_dir: {foreign}. The demo would write there: move it, or name another folder")
     for path in models:
-        shutil.rmtree(path)
+        remove_published(path, folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
 

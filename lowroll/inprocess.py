@@ -186,7 +186,7 @@ class Session:
         self.widened = saved.state["widened"]
         self._restore_guard(saved.state["guard"])
         self._publish(self.trainer.version)
-        self.recorder = self.home.resume(saved.step)
+        self.recorder = self.home.resume(saved.step, assemble.about(self.cfg, self.where, self.model))
         self.made = self._saved_at = saved.step
         log.info("resumed after step %d", saved.step)
         return saved.step + 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,13 +22,13 @@ from lowroll import identity
 from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import LOCK
 from lowroll.checkpoint.publish import read_meta
-from lowroll.checkpoint.replacement import foreign_in, replace_folder, settle_folder
+from lowroll.checkpoint.replacement import foreign_in, remove_published, replace_folder, settle_folder
 from lowroll.checkpoint.space import Space
 from lowroll.checkpoint.store import DAMAGED, Checkpoint, Store, check_pieces
 from lowroll.config import RunConfig
-from lowroll.metrics.record import ABOUT_FILE, METRICS_FILE, Recorder, write_about
+from lowroll.metrics.record import ABOUT_FILE, METRICS_FILE, Recorder, computed_otherwise, write_about
 from lowroll.metrics.report import REPORT_FILE, is_report
-from lowroll.transport.rollout_log import rollout_files, truncate_rollouts
+from lowroll.transport.rollout_log import is_rollouts, rollout_files, truncate_rollouts
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +97,9 @@ class RunFolder:
             yield from (f"{path} is not of a run of this folder" for path in paths)
         elif os.path.lexists(self.final) and (foreign := foreign_in(self.final)):
             yield foreign
+        if made is not None and overwrite:
+            paths = [path for name in BATCHES for _, path in rollout_files(self.path / name)]
+            yield from (f"{path} does not begin as rollouts do" for path in paths if not is_rollouts(path))
         for path in sorted(self.store.folder.glob("step_*")):
             if not _STEP.fullmatch(path.name):
                 continue
@@ -147,8 +149,7 @@ class RunFolder:
             saved = self.store.load()
         except FileNotFoundError:
             if self.has_steps():
-                before = yaml.safe_load((self.path / CONFIG).read_text(encoding="utf-8"))
-                identity.refuse_other_settings(before, self.cfg, of="the run")
+                identity.refuse_other_settings(self._written(), self.cfg, of="the run")
             return None
         check_pieces("checkpoint", {"read": None, "cache_tokens": None, **saved.meta}, {*self.meta, "cache_tokens"})
         before = yaml.safe_load(saved.meta["config"])
@@ -161,12 +162,26 @@ class RunFolder:
             raise ValueError(f"{key}: {steps}, and the run has made {saved.step} steps")
         return saved
 
+    def _written(self) -> dict[str, Any]:
+        """The settings in config.yaml. ValueError when they cannot be read."""
+        path = self.path / CONFIG
+        try:
+            written = yaml.safe_load(path.read_bytes())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins again "
+                             f"({' '.join(str(error).split())})") from error
+        if not isinstance(written, dict):
+            raise ValueError(f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins again")
+        return written
+
     def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
         ended = (read_meta(self.final) or {}).get("step") == saved.step < before["train"]["max_steps"]
         return identity.FOR_SIGNAL if ended else ()
 
-    def resume(self, step: int) -> Recorder:
+    def resume(self, step: int, about: Mapping[str, str]) -> Recorder:
         """Go on after the checkpoint of a step: what came after it goes, and the settings are those of now."""
+        for words in computed_otherwise(self.path, about):
+            log.warning("resumed elsewhere, so not bit for bit as the run would have gone on: %s", words)
         recorder = Recorder(self.path)
         for later_gone in (recorder.truncate, partial(truncate_rollouts, self.path / "rollouts"), self.store.truncate):
             self.space.write(self.path, partial(later_gone, step))
@@ -194,17 +209,17 @@ class RunFolder:
         their place."""
         if self.made_by() is None:
             return
-        for name in (METRICS_FILE, ABOUT_FILE, *([REPORT_FILE] if is_report(self.path / REPORT_FILE) else [])):
-            (self.path / name).unlink(missing_ok=True)
-        for name in BATCHES:
-            truncate_rollouts(self.path / name, -1)
-        self.store.truncate(-1)
+        self.store.truncate(-1)        # first: a run with a checkpoint has all that it made, until the last one goes
         damaged = self.store.folder / DAMAGED
         for path in [*(damaged.iterdir() if damaged.is_dir() else ()), self.final]:
             if path.exists() and not foreign_in(path, contents=False):
-                shutil.rmtree(path)
+                remove_published(path, self.path if path == self.final else self.store.folder)
+        for name in BATCHES:
+            truncate_rollouts(self.path / name, -1)
+        for name in (METRICS_FILE, ABOUT_FILE, *([REPORT_FILE] if is_report(self.path / REPORT_FILE) else [])):
+            (self.path / name).unlink(missing_ok=True)
         for folder in (damaged, self.store.folder, *(self.path / name for name in BATCHES)):
-            if folder.is_dir() and not any(folder.iterdir()):
+            if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
                 folder.rmdir()
         stays = sorted(path.name for path in self.path.iterdir() if path.name not in (LOCK, CONFIG, LOGS, ENVIRONMENTS))
         if stays:

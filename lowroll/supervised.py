@@ -88,7 +88,7 @@ class SftSession:
         if saved.meta["base"] != self.base_digest:
             raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
         self.learner.restore(saved.tensors, saved.state)
-        self.recorder = self.home.resume(saved.step)
+        self.recorder = self.home.resume(saved.step, _about(self.cfg, self.where, self.learner))
         self._saved_at = saved.step
         log.info("resumed after step %d", saved.step)
         return saved.step + 1

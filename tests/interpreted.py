@@ -1,7 +1,8 @@
 """Tests marked `interpreted`: kernels in Triton's interpreter, on CPU tensors, in one process of their own.
 
-The first such test starts `pytest` with TRITON_INTERPRET=1 on every collected test of the mark; the child writes each
-outcome as a line of JSON, and every test reports its own. Within the child a marked test simply runs.
+`pytest` with TRITON_INTERPRET=1 runs every chosen test of the mark in a child, which starts before the first test and
+works beside the others. It writes each outcome as a line of JSON, and every test reports its own. Within the
+child a marked test simply runs.
 
 The interpreter's limits: products of bfloat16 are silently wrong and its bfloat16 rounding is not the device's (test
 float16 and float32), inline assembly is missing, and loops over loaded bounds need numpy < 2.4.
@@ -11,9 +12,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,8 +24,7 @@ import pytest
 
 REPORT = "LOWROLL_INTERPRETED_REPORT"       # where the child writes
 SECONDS = 900
-OUTCOMES = pytest.StashKey[dict[str, str]]()
-MARKED = pytest.StashKey[list[str]]()
+CHILD = pytest.StashKey["Child"]()
 
 
 def unusable() -> str:
@@ -41,7 +43,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("interpreted")]
-    config.stash[MARKED] = [item.nodeid for item in marked]
     for item in marked:                     # whichever comes first waits for the child
         item.add_marker(pytest.mark.timeout(SECONDS + 60))
     if marked and (reason := unusable()):
@@ -49,33 +50,64 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """In the parent: the child begins."""
+    chosen = [item for item in session.items if item.get_closest_marker("interpreted")]
+    usable = any(item.get_closest_marker("skip") is None for item in chosen)
+    if usable and REPORT not in os.environ and not session.config.option.collectonly:
+        session.config.stash[CHILD] = Child.start(session.config.rootpath, [item.nodeid for item in chosen])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if CHILD in config.stash:
+        config.stash[CHILD].end()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """In the parent: the child's outcome stands for the call."""
     if REPORT in os.environ or pyfuncitem.get_closest_marker("interpreted") is None:
         return None
-    config = pyfuncitem.config
-    if OUTCOMES not in config.stash:
-        config.stash[OUTCOMES] = outcomes(config.rootpath, config.stash[MARKED])
-    failure = config.stash[OUTCOMES].get(pyfuncitem.nodeid, "the interpreting process did not get to this test")
+    outcomes = pyfuncitem.config.stash[CHILD].outcomes()
+    failure = outcomes.get(pyfuncitem.nodeid, "the interpreting process did not get to this test")
     if failure:
         pytest.fail(f"in the interpreting process:\n{failure}", pytrace=False)
     return True
 
 
-def outcomes(root: Path, tests: list[str]) -> dict[str, str]:
-    """The child's failures by test, "" for one that passed."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.jsonl"
-        report.touch()
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *tests], cwd=root,
-            env={**os.environ, "TRITON_INTERPRET": "1", REPORT: str(report)}, capture_output=True, text=True,
-            timeout=SECONDS)
-        lines = [json.loads(line) for line in report.read_text().splitlines()]
-    if not lines:
-        pytest.fail(f"the interpreting process ran no test:\n{done.stdout[-2000:]}{done.stderr[-2000:]}", pytrace=False)
-    return dict(lines)
+@dataclass
+class Child:
+    """The interpreting process."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    found: dict[str, str] | None = None
+
+    @classmethod
+    def start(cls, root: Path, tests: list[str]) -> Child:
+        folder = Path(tempfile.mkdtemp())
+        (folder / "report.jsonl").touch()
+        with (folder / "output").open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *tests], cwd=root,
+                env={**os.environ, "TRITON_INTERPRET": "1", REPORT: str(folder / "report.jsonl")},
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        return cls(folder, process)
+
+    def outcomes(self) -> dict[str, str]:
+        """The failures by test, "" for one that passed. Waits for the process."""
+        if self.found is None:
+            self.process.wait(SECONDS)
+            self.found = dict(json.loads(line) for line in (self.folder / "report.jsonl").read_text().splitlines())
+        if not self.found:
+            told = (self.folder / "output").read_text(errors="replace")[-4000:]
+            pytest.fail(f"the interpreting process ran no test:\n{told}", pytrace=False)
+        return self.found
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

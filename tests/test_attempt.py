@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_run import TINY, copy_stopped_after, fingerprint
 from test_run import settings as grpo_settings
 
@@ -177,6 +178,22 @@ def test_overwriting_replaces_a_run_and_nothing_else(tree: dict[str, Any], tmp_p
     assert (run / "notes.txt").read_text() == "a person's" and "no run made them: notes.txt" in caplog.text
 
 
+def test_overwriting_a_run_whose_folders_lie_elsewhere(tree: dict[str, Any], tmp_path: Path) -> None:
+    """Checkpoints on a larger disk, and a place for rollouts in which somebody keeps files of such a name."""
+    run = tmp_path / "run"
+    fresh = sft(tree)
+    mine = tmp_path / "rollouts" / "step_000001.jsonl"
+    write(mine)
+    (run / "checkpoints").rename(tmp_path / "checkpoints")
+    for name in ("checkpoints", "rollouts"):
+        (run / name).symlink_to(tmp_path / name)
+    with pytest.raises(ValueError, match="step_000001.jsonl does not begin as rollouts do. A run would write there"):
+        sft(tree, overwrite=True)
+    mine.unlink()
+    assert learned(sft(tree, overwrite=True).folder) == learned(fresh.folder)
+    assert (run / "checkpoints").is_symlink()
+
+
 # -- kills ------------------------------------------------------------------------------------------------------------
 
 def in_a_child(action: Callable[[], object], fault: str = "") -> int:
@@ -233,6 +250,49 @@ def test_a_kill_at_any_point_costs_nothing(tree: dict[str, Any], tmp_path: Path,
         shutil.rmtree(tmp_path / folder)
 
 
+def test_a_kill_while_an_old_run_is_removed(tree: dict[str, Any], tmp_path: Path) -> None:
+    """A folder that is half gone is nobody's: the run that replaces it can begin again. Until the last checkpoint has
+    gone, the old run has all that it made."""
+    run, folders = tmp_path / "run", [2]
+    sft({**tree, "ckpt": {"interval": 2, "keep_last": None}})
+    shutil.copytree(run, tmp_path / "kept")
+    whole = learned(run)
+
+    def die_removing(folder: Path, *_: object, **__: object) -> None:
+        folders[0] -= 1
+        (folder / "MANIFEST.json").unlink()
+        if folders[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+    def replace() -> None:
+        shutil.rmtree = die_removing
+        sft({**tree, "seed": 4}, overwrite=True)
+
+    assert in_a_child(replace) == signal.SIGKILL                 # two checkpoints are gone, and half of final/
+    assert len(sft({**tree, "seed": 4}, overwrite=True).records) == 4
+    assert not [*run.glob(".tmp*"), *run.glob("final-*")]
+    shutil.rmtree(run)
+    (tmp_path / "kept").rename(run)
+    folders[0] = 1
+    assert in_a_child(replace) == signal.SIGKILL                 # the older checkpoint is gone
+    sft({**tree, "ckpt": {"interval": 2, "keep_last": None}}, resume=True)
+    assert learned(run) == whole
+
+
+def test_damaged_settings_without_a_checkpoint_are_named(tree: dict[str, Any], tmp_path: Path) -> None:
+    run = sft(tree).folder
+    shutil.rmtree(run / "checkpoints")
+    mark = (run / "config.yaml").read_text().splitlines()[0]
+    for text in ("model: [", "a", "\x00"):
+        (run / "config.yaml").write_text(f"{mark}\n{text}")
+        with pytest.raises(ValueError, match=r"^\S+config.yaml: damaged, and there is no checkpoint to go on with: "
+                                             r"--overwrite begins again"):
+            sft(tree, resume=True)
+
+
 @pytest.mark.parametrize("train", [{}, {"lora": True, "lora_rank": 2}, {"optimizer": "muon"}])
 def test_a_supervised_run_resumed_after_any_step_is_bitwise_the_uninterrupted_one(
         train: dict[str, Any], tree: dict[str, Any], tmp_path: Path) -> None:
@@ -250,6 +310,18 @@ def test_a_supervised_run_resumed_after_any_step_is_bitwise_the_uninterrupted_on
             sft({**tree, **change}, resume=True)
 
 
+def test_a_resumption_elsewhere_says_that_bits_may_differ(tree: dict[str, Any], caplog: pytest.LogCaptureFixture,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    tree["sft"] |= {"steps": 1}
+    sft(tree)
+    sft(tree, resume=True)
+    assert "resumed elsewhere" not in caplog.text
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    sft(tree, resume=True)
+    assert f"device was cpu, float32, {threads} threads and is cpu, float32, {threads + 1} threads" in caplog.text
+
+
 def test_other_demonstrations_are_refused(tree: dict[str, Any], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
@@ -262,6 +334,17 @@ def test_other_demonstrations_are_refused(tree: dict[str, Any], tmp_path: Path) 
 
 
 # -- signals ----------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """A shell's background job, as the tests may be, begins with SIGINT ignored, and one of nohup with SIGHUP."""
+    before = {number: signal.getsignal(number) for number in stop.SIGNALS}
+    for number in stop.SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
 
 @pytest.fixture
 def at_step_two(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:

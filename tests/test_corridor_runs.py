@@ -215,10 +215,10 @@ def test_the_warm_start_is_neither_scaled_nor_aligned(model: Path, tmp_path: Pat
     from lowroll.supervised import run_sft
 
     tree = settings(model, tmp_path / "sft", sft={"steps": 2, "num_examples": 8, "batch_size": 4})
-    plain = load_file(run_sft(from_mapping(tree)) / "model.safetensors")
+    plain = load_file(run_sft(from_mapping(tree)).folder / "final" / "model.safetensors")
     shutil.rmtree(tmp_path / "sft")
     tree["train"] |= {"uaq_scale": 1.5, "forward": "aligned"}
-    again = run_sft(from_mapping(tree))
+    again = run_sft(from_mapping(tree)).folder / "final"
     assert all(torch.equal(t, plain[name]) for name, t in load_file(again / "model.safetensors").items())
     assert scaling.applied(hf.load(again)) is None
 

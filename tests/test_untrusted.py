@@ -470,6 +470,23 @@ def test_a_looping_template_ends_without_its_parent() -> None:
     assert done.returncode == -signal.SIGALRM and done.stdout == '{"ready": true}\n'
 
 
+def test_a_template_whose_child_was_ended_has_another() -> None:
+    """Somebody kills it, or the thread that started it ends, as a notebook's does; in a fork it is the parent's."""
+    talk, plain = [{"role": "user", "content": "hi"}], template.Template("{{ messages[0].content }}", {})
+    starter = threading.Thread(target=plain.render, args=(talk,))
+    starter.start()
+    starter.join()
+    assert plain.render(talk) == "hi"
+    os.kill(plain.child.pid, signal.SIGKILL)
+    assert plain.render(talk) == "hi"
+    forked = os.fork()
+    if forked == 0:
+        os._exit(0 if plain.render(talk) == "hi" else 1)
+    child = plain.child
+    assert os.waitpid(forked, 0)[1] == 0
+    assert plain.render(talk) == "hi" and plain.child is child
+
+
 # -- manifests --------------------------------------------------------------------------------------------------------
 
 MANIFESTS: dict[str, tuple[str, Change]] = {

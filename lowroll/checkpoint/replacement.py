@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import sync_folder
-from lowroll.checkpoint.publish import MANIFEST, DamagedError, published_files, verify_folder
+from lowroll.checkpoint.publish import (
+    MANIFEST,
+    TEMPORARY,
+    DamagedError,
+    published_files,
+    remove_leftovers,
+    verify_folder,
+)
 
 log = logging.getLogger(__name__)
 
@@ -57,14 +65,25 @@ def replace_folder(dest: Path, publish: Callable[[Path], object]) -> Path:
 
 
 def settle_folder(dest: Path) -> None:
-    """Finish what a process began that died in `replace_folder`: afterwards `dest` is the newest whole one."""
+    """Finish what a process began that died in `replace_folder` or `remove_published`: afterwards `dest` is the newest
+    whole one."""
     new, old = _beside(dest)
+    remove_leftovers(dest.parent)
     if new.is_dir() and not dest.exists():
         os.rename(new, dest)
         sync_folder(dest.parent)
     for leftover in (new, old):
         if leftover.is_dir():
             _discard(leftover, dest)
+
+
+def remove_published(folder: Path, trash: Path) -> None:
+    """Remove a folder that was published. A process that dies in between leaves it in `trash`, a folder of the same
+    disk, as what a dead writer leaves: the next one there removes it."""
+    aside = trash / f"{TEMPORARY}{folder.name}-{secrets.token_hex(4)}"
+    os.rename(folder, aside)
+    faultpoint("replace.trashed")
+    shutil.rmtree(aside)
 
 
 def _beside(dest: Path) -> tuple[Path, Path]:
@@ -75,7 +94,7 @@ def _discard(folder: Path, dest: Path) -> None:
     """Remove a folder that was published; one that holds anything else is kept under a name that people see."""
     foreign = foreign_in(folder)
     if not foreign:
-        shutil.rmtree(folder)
+        remove_published(folder, folder.parent)
         return
     count = 1
     while (kept := dest.with_name(f"{dest.name}-{count}")).exists():

@@ -117,11 +117,26 @@ def reproducible(record: Mapping[str, Any]) -> Record:
 def write_about(folder: Path, about: Mapping[str, str]) -> Record:
     """Write `about.json`: the caller's facts (title, model, env, rollout, correction, device, ...), then the versions
     of what is installed and the machine. Returns what was written."""
-    content: Record = {**about, "versions": _versions(), "machine": _machine()}
+    content: Record = {**about, **_computed_by()}
     path = Path(folder) / ABOUT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, (json.dumps(content, indent=1) + "\n").encode())
     return content
+
+
+def computed_otherwise(folder: Path, about: Mapping[str, str]) -> list[str]:
+    """What the last bits of results depend on (device and threads, versions, machine), where it is not what
+    `about.json` says; nothing where that cannot be read."""
+    try:
+        before = json.loads(read_file(Path(folder) / ABOUT_FILE))
+        facts = {"device": about["device"], **_computed_by()}
+        return [f"{name} was {before[name]} and is {now}" for name, now in facts.items() if before[name] != now]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _computed_by() -> dict[str, str]:
+    return {"versions": _versions(), "machine": _machine()}
 
 
 def _versions() -> str:

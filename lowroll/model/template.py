@@ -2,7 +2,8 @@
 
 A template is a program that a model folder brings. jinja's sandbox keeps it from the machine, and not from looping or
 from filling the memory, and one that behaves on a first conversation may do so on the thousandth: every conversation is
-rendered in the child. A template has one child, which is started with the first conversation and then stays.
+rendered in the child. A template has one child, which is started with the first conversation and then stays; one that
+was ended is replaced.
 """
 from __future__ import annotations
 
@@ -27,6 +28,10 @@ _CHILD = Path(__file__).with_name("template_child.py")
 _KEEP_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 
 
+class Ended(ValueError):
+    """The child has ended."""
+
+
 class Template:
     """`render` says what a conversation looks like to the model. For one thread at a time; others wait.
 
@@ -44,12 +49,24 @@ class Template:
 
         ValueError in one line for what the template raises, and when it takes too long or too much memory."""
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        asked = {"messages": messages, "add_generation_prompt": open_turn}
         with self.lock:
-            if self.child is None:
-                self.child = _start()
-                self.end_child = weakref.finalize(self, _end, self.child)
-                self._ask(self.setup)
-            return str(self._ask({"messages": messages, "add_generation_prompt": open_turn})["text"])
+            served = self.child is not None
+            try:
+                return self._text(asked)
+            except Ended:
+                if not served:
+                    raise
+            return self._text(asked)   # it has served before: somebody else has ended it, and another one may do
+
+    def _text(self, asked: dict[str, Any]) -> str:
+        if self.child is not None and self.child.poll() is not None:      # also in a fork, where it is somebody else's
+            self._forget_child()
+        if self.child is None:
+            self.child = _start()
+            self.end_child = weakref.finalize(self, _end, self.child)
+            self._ask(self.setup)
+        return str(self._ask(asked)["text"])
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self.child is not None
@@ -111,7 +128,7 @@ def _exchange(child: subprocess.Popen[bytes], request: bytes, until: float) -> d
                     if not left:
                         ready.unregister(to_child)
                 elif not (piece := os.read(from_child, 1 << 20)):
-                    raise ValueError(f"chat template: its process ended; it may use {MEMORY_MB} MB of memory")
+                    raise Ended(f"chat template: its process ended; it may use {MEMORY_MB} MB of memory")
                 else:
                     reply += piece
     found: dict[str, Any] = json.loads(reply)

@@ -15,6 +15,7 @@ from lowroll.transport.codec import CodecError, decode_batch, encode_batch
 from lowroll.types import Batch
 
 _FILE = re.compile(r"step_([0-9]{6,})\.jsonl")
+_BEGINS = b'{"kind":"batch",'
 
 
 def write_rollouts(folder: Path, batch: Batch) -> Path:
@@ -43,6 +44,14 @@ def rollout_files(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of every rollout file in `folder`, ascending by step."""
     found = ((_FILE.fullmatch(path.name), path) for path in Path(folder).glob("step_*.jsonl"))
     return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def is_rollouts(path: Path) -> bool:
+    """Whether `write_rollouts` wrote a file, by the beginning of its first line."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_BEGINS)) == _BEGINS
 
 
 def truncate_rollouts(folder: Path, step: int) -> None:
