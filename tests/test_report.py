@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lowroll.checkpoint.faults import VARIABLE
 from lowroll.checkpoint.seal import seal
 from lowroll.metrics.page import SCRIPT
 from lowroll.metrics.plots import (
@@ -321,3 +322,13 @@ def test_a_strangers_run_folder_is_reported(tmp_path: Path) -> None:
     for told in ("steps 1, 3 to ", "about.json is unreadable", "config.yaml is unreadable",
                  "step_000001.jsonl is unreadable"):
         assert told in text
+
+
+def test_a_full_disk_leaves_the_page_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorder(tmp_path).write(1, {"reward/mean": 0.5})
+    before = write_report(tmp_path).read_bytes()
+    monkeypatch.setenv(VARIABLE, "file.written/report.html:enospc")
+    with pytest.raises(OSError, match="report.html"):
+        write_report(tmp_path)
+    assert (tmp_path / "report.html").read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "report.html"]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowroll.checkpoint.files import read_file
+from lowroll.checkpoint.files import read_file, write_file
 from lowroll.metrics.live import duration, guard_words
 from lowroll.metrics.names import METRICS, find
 from lowroll.metrics.page import escape, page
@@ -55,9 +54,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     if out.exists() and not is_report(out):
         raise ValueError(f"{out}: it is there already and is no report of lowroll; name another file with --out")
     out.parent.mkdir(parents=True, exist_ok=True)
-    tmp = out.with_name(f".tmp-{out.name}")
-    tmp.write_text(page(escape(title, 200), "\n".join(body)), encoding="utf-8", errors="replace")
-    os.replace(tmp, out)
+    write_file(out, page(escape(title, 200), "\n".join(body)).encode(errors="replace"))
     return out
 
 
