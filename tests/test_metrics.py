@@ -301,3 +301,14 @@ def test_the_room_opens_without_torch_or_matplotlib() -> None:
     code = ("import sys, lowroll.metrics, lowroll.metrics.live, lowroll.metrics.report\n"
             "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_a_reader_who_goes_away_is_an_error_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich would end the program without a word: `lowroll grpo run.yaml | head` has exit code 141."""
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    with pytest.raises(BrokenPipeError), LiveView(2, "run") as view:
+        view.note("a word")

@@ -31,6 +31,14 @@ _MAX_HELD_OUT = 4                      # environments whose evaluation is shown
 _EVAL = re.compile(r"eval/(.+)/(reward|sampled_reward)(_before)?")
 
 
+class Terminal(Console):
+    """The standard output. When its reader goes away that is an error like others, not the end of the program."""
+
+    def on_broken_pipe(self) -> None:
+        """Called while the error is handled."""
+        raise
+
+
 class LiveView:
     """`with LiveView(total_steps, title) as view:` then `view.phase(...)` inside a step and `view.step(record)` after.
 
@@ -41,7 +49,7 @@ class LiveView:
     def __init__(self, total_steps: int, title: str, console: Console | None = None) -> None:
         self.total_steps = total_steps
         self.title = title
-        self._console = console or Console()
+        self._console = console or Terminal()
         self._record: Mapping[str, Any] = {}
         self._rewards: deque[float] = deque(maxlen=32)
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
