@@ -2,6 +2,7 @@
 
     config.yaml     the settings; its first line says which command's run the folder holds
     about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, .lock, report.html
+    environments/   classes of a notebook, named by their text: of this run as of the one before it
 
 Nothing that a run did not make is removed or written over. Files are a run's by their names, in a folder whose
 config.yaml a run wrote; checkpoints and final/ by their manifests. What is in the way is refused at the start.
@@ -33,7 +34,7 @@ from lowroll.transport.rollout_log import rollout_files, truncate_rollouts
 
 log = logging.getLogger(__name__)
 
-CONFIG, FINAL, LOGS = "config.yaml", "final", "logs"
+CONFIG, FINAL, LOGS, CELLS = "config.yaml", "final", "logs", "environments"
 BATCHES = ("rollouts", "offending")
 META = ("command", "config", "base", "read", "step", "tensors")        # beside the state of a checkpoint
 _MARK = re.compile(r"# lowroll (\w+): the settings of the run in this folder\n")
@@ -75,6 +76,10 @@ class RunFolder:
         """ValueError when the folder cannot be used so, naming what is in the way. Changes nothing."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"output_dir: {self.path} is not a folder")
+        there = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(f"output_dir: {self.path} cannot be written: {there} is "
+                             f"{'write-protected' if there.is_dir() else 'not a folder'}")
         made = self.made_by()
         if resume and made is None and not (self.path / LOCK).exists():
             raise ValueError(f"output_dir: {self.path} holds no run to resume")
@@ -198,6 +203,6 @@ class RunFolder:
         for folder in (damaged, self.store.folder, *(self.path / name for name in BATCHES)):
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
-        stays = sorted(path.name for path in self.path.iterdir() if path.name not in (LOCK, CONFIG, LOGS))
+        stays = sorted(path.name for path in self.path.iterdir() if path.name not in (LOCK, CONFIG, LOGS, CELLS))
         if stays:
             log.warning("%s: left as they are, for no run made them: %s", self.path, ", ".join(stays))
