@@ -24,7 +24,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.run_folder import RunFolder
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.sft import encode_all
-from lowroll.types import Prompt, ScoreError
+from lowroll.types import Prompt, Score, ScoreError
 
 T = TypeVar("T")
 ANSWERS = 8                # of an environment's own that are scored
@@ -55,10 +55,10 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     where = found.attempt(lambda: assemble.place(cfg))
     model = found.attempt(lambda: _learner(cfg, where, found)) if where else None
     chat = found.attempt(lambda: assemble.tokenizer(cfg.model)) if model else None
+    found.attempt(lambda: child.check_count(cfg.score.workers))
     envs = _environments(cfg, cfg.env, found)
     held_out = _environments(cfg, cfg.eval.env, found) if cfg.eval.env else envs
     found.attempt(lambda: _settings(cfg))
-    found.attempt(lambda: child.check_count(cfg.score.workers))       # below, one worker tries
     if model is not None:
         found.attempt(lambda: assemble.longest_prompt(cfg, model))
         found.attempt(lambda: assemble.check_stages(cfg, model))
@@ -141,21 +141,12 @@ def _ask(env: Environment, cfg: RunConfig, envs: tuple[EnvConfig, ...], found: F
     try:
         golds = [(prompt, env.gold(prompt)) for prompt in prompts]
     except Exception as error:     # the run never asks for an answer, so this is no more than a note
-        found.notes.append(f"env {env.name!r}: it gives no answer of its own, so its scorer was not tried "
-                           f"({type(error).__name__}: {error})")
+        why = f"{type(error).__name__}: {error}".removesuffix(": ")
+        found.notes.append(f"env {env.name!r}: it gives no answer of its own, so its scorer was tried on the prompts "
+                           f"alone ({why})")
+        _score_prompts(env, cfg, envs, prompts, found)
         return
-    own = tuple(one for one in envs if one.name == env.name)
-    _score(env, cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})}), own, golds, found)
-
-
-def _score(env: Environment, cfg: RunConfig, own: tuple[EnvConfig, ...], golds: list[tuple[Prompt, str]],
-           found: Findings) -> None:
-    try:
-        with assemble.scorer(cfg, own) as pool:
-            results = pool.score(golds)
-    except RuntimeError as error:                # no worker could build the environment
-        found.problems.append(f"env {env.name!r}: {error}")
-        return
+    results = _score(env, cfg, envs, golds, found)
     errors = [result for result in results if isinstance(result, ScoreError)]
     if len(errors) > cfg.score.max_error_rate * len(results):
         found.problems.append(f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} of its own "
@@ -164,6 +155,31 @@ def _score(env: Environment, cfg: RunConfig, own: tuple[EnvConfig, ...], golds: 
     if rejected:
         found.notes.append(f"env {env.name!r}: {rejected} of {len(results)} of its own answers score below 1 "
                            "(lowroll.envs.make(...).validate() shows them)")
+
+
+def _score_prompts(env: Environment, cfg: RunConfig, envs: tuple[EnvConfig, ...], prompts: list[Prompt],
+                   found: Findings) -> None:
+    """What a scorer makes of responses that need not be good ones: a score of a wrong type is a problem, an exception
+    is worth a look."""
+    results = _score(env, cfg, envs, [(prompt, "some text") for prompt in prompts], found)
+    errors = [result for result in results if isinstance(result, ScoreError)]
+    if errors:
+        said = found.problems if any(error.kind == "invalid" for error in errors) else found.notes
+        said.append(f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} responses "
+                    f"({errors[0].kind}: {errors[0].message})")
+
+
+def _score(env: Environment, cfg: RunConfig, envs: tuple[EnvConfig, ...], responses: list[tuple[Prompt, str]],
+           found: Findings) -> list[Score | ScoreError]:
+    """What one real worker says to these responses; [] when there is none, which is a problem."""
+    own = tuple(one for one in envs if one.name == env.name)
+    alone = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
+    try:
+        with assemble.scorer(alone, own) as pool:
+            return list(pool.score(responses))
+    except RuntimeError as error:                # no worker could build the environment
+        found.problems.append(f"env {env.name!r}: {error}")
+        return []
 
 
 def _has_tests(env: Environment) -> None:

@@ -74,6 +74,10 @@ class RunFolder:
         """ValueError when the folder cannot be used so, naming what is in the way. Changes nothing."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"output_dir: {self.path} is not a folder")
+        there = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(f"output_dir: {self.path} cannot be written: {there} is "
+                             f"{'write-protected' if there.is_dir() else 'not a folder'}")
         made = self.made_by()
         if resume and made is None and not (self.path / LOCK).exists():
             raise ValueError(f"output_dir: {self.path} holds no run to resume")

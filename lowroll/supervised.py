@@ -28,7 +28,7 @@ from lowroll.weights.publish import digest
 
 log = logging.getLogger(__name__)
 
-LINES = 20                         # of progress in all, where there is no terminal
+LINES = 20                         # of progress in all
 
 
 def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
@@ -130,7 +130,7 @@ def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> Non
 
 @contextmanager
 def progress(steps: int) -> Iterator[Callable[[Record], str]]:
-    """`show(record)` puts a step into words: a bar at a terminal, else a line now and then on the standard error."""
+    """`show(record)` puts a step into words: a line now and then, and a bar at a terminal."""
     began, first = time.monotonic(), 0
     with phases() as on_phase:
         def show(record: Record) -> str:
@@ -142,7 +142,7 @@ def progress(steps: int) -> Iterator[Callable[[Record], str]]:
                     f"lr {record['optim/lr']:.1e}  grad norm {_shown(record['optim/grad_norm'], '.3g')}  "
                     f"eta {duration(left)}")
             on_phase("sft", step, steps)
-            if not sys.stderr.isatty() and (step in (1, steps) or step % max(1, steps // LINES) == 0):
+            if step in (1, steps) or step % max(1, steps // LINES) == 0:
                 print(line, file=sys.stderr)
             return line
 

@@ -80,7 +80,8 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_a_class_of_a_cell_trains_and_its_text_is_in_the_run_folder(notebook: Any, tmp_path: Path) -> None:
+def test_a_class_of_a_cell_trains_and_its_text_is_in_the_run_folder(notebook: Any, tmp_path: Path,
+                                                                    caplog: pytest.LogCaptureFixture) -> None:
     Turn = notebook(TOOLS, CELL)["Turn"]
     model = demo.build_model(tmp_path / "model", 0, TINY)
     tree = settings(model, tmp_path / "run", train={"max_steps": 2, "warmup_steps": 0}, env=[{"id": Turn}])
@@ -98,6 +99,8 @@ def test_a_class_of_a_cell_trains_and_its_text_is_in_the_run_folder(notebook: An
     with pytest.raises(ValueError, match="already holds a run"):
         lowroll.run({**tree, "env": [{"id": Later}]})
     assert sorted(tmp_path.rglob("*")) == kept                 # a run that is refused has written nothing
+    assert len(lowroll.run(tree, {"env.0.args.more": 1, "train.max_steps": 1}, overwrite=True).records) == 1
+    assert "no run made them" not in caplog.text and file.exists()            # it is the new run's too
     cell = "from __future__ import annotations\n" + CELL.replace("-> float", "-> NotYetKnown")
     later = notebook(TOOLS, cell)["Turn"]
     path, text = as_file(later, tmp_path)

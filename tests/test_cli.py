@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import lowroll
+from lowroll.cli.eval import show
 from lowroll.cli.main import COMMANDS, main
 from lowroll.config import load
 from lowroll.quant.formats import get_format
@@ -152,7 +153,8 @@ def test_a_bug_keeps_its_traceback(module: Callable[..., types.ModuleType], run_
 
 
 def test_eval_compares_dense_and_rollout_precision(module: Callable[..., types.ModuleType], run_yaml: str,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+                                                   capsys: pytest.CaptureFixture[str],
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def evaluate(cfg: Any, weights: list[str]) -> list[dict[str, Any]]:
@@ -165,6 +167,11 @@ def test_eval_compares_dense_and_rollout_precision(module: Callable[..., types.M
     assert (cfg.eval.rollouts_per_example, cfg.eval.num_examples, cfg.eval.temperature) == (4, 16, 0.01)
     out = capsys.readouterr().out
     assert "pass@1" in out and out.count("0.25") == 2 and out.count("reverse-text") == 2
+    assert "sampled at T = 0.01, at most 16 held-out prompts, 4 responses each" in " ".join(out.split())
+    monkeypatch.setenv("COLUMNS", "30")
+    show(evaluate(cfg, ["int8"]), "greedy")
+    out = capsys.readouterr().out
+    assert "…" not in out and "reverse" in out                       # a narrow terminal folds and cuts nothing
 
     assert main(["eval", "--model", "m", "--env", "a", "--env", "b", "--weights", "int8,bf16",
                  "rollout.top_p=0.5"]) == 0

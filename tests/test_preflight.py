@@ -62,6 +62,7 @@ def test_a_dry_run_fails_where_the_run_would(model: Path, tmp_path: Path, capsys
     monkeypatch.chdir(tmp_path)
     Path("raises.py").write_text(SCORER % "1 / 0")
     Path("strict.py").write_text(SCORER % "Score(0.25)")
+    Path("silent.py").write_text((SCORER % "None").replace('return "yes"', "raise NotImplementedError"))
     Path("old").mkdir()
     Path("old/metrics.jsonl").write_text('{"step": 1}\n')
     Path("old/config.yaml").write_text("# lowroll grpo: the settings of the run in this folder\nmodel: m\n")
@@ -87,6 +88,9 @@ def test_a_dry_run_fails_where_the_run_would(model: Path, tmp_path: Path, capsys
     assert "memory: the run holds" in errors("rollout.cache_tokens=1000000000000")
     assert "already holds a run; continue it with --resume" in errors("output_dir=old")
     assert "no CUDA device" in errors("device=cuda") or torch.cuda.is_available()
+    assert "score.workers: 100000 is more than" in errors("score.workers=100000")
+    assert "output_dir: run.yaml/out cannot be written: " in errors("output_dir=run.yaml/out")
+    assert "8 of 8 responses (invalid: " in errors("env=[{id: silent.py}]")    # though it knows no answer of its own
     weights = model / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-8])

@@ -195,6 +195,7 @@ def test_a_lost_record_is_a_gap_that_the_page_tells_of(tmp_path: Path) -> None:
     content = rollouts.read_bytes()
     rollouts.write_bytes(content.replace(b'"group":', b'"grouq":', 1))
     text = Page(write_report(tmp_path).read_text()).text
+    assert "steps 1 to 6, 1 of their records lost" in text
     assert "the records of step 3 are lost" in text and "step_000001.jsonl: line 2: damaged" in text
     records = read(tmp_path)
     steps, values = with_gaps(records, *series(records, "reward/mean"))
@@ -245,6 +246,15 @@ def test_the_drawn_curve_has_the_shape_of_the_data() -> None:
 
 def plot_of(title: str) -> Plot:
     return next(plot for plot in PLOTS if plot.title == title)
+
+
+def test_a_value_between_two_gaps_is_a_dot() -> None:
+    plot = plot_of("KL to the reference")
+    records = [{"step": step, "policy/kl_reference": 0.1 * step} for step in range(1, 6)]
+    whole = draw(records, plot)
+    lost = [record if i != 3 else {"step": 4, "record/lost": 1.0} for i, record in enumerate(records)]
+    dots = [svg.count('fill: #3b7dd8') for svg in (whole, draw(lost, plot))]
+    assert dots[0] == 0 and dots[1] > 0
 
 
 def test_a_log_axis_ends_where_rounding_begins() -> None:

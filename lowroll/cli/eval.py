@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     cfg = settings(arguments)
     from lowroll.evaluate import evaluate
     rows = evaluate(cfg, list(dict.fromkeys(arguments.weights.split(",") if arguments.weights else ())))
-    show(rows)
+    show(rows, title(cfg))
     return 0
 
 
@@ -48,18 +48,25 @@ def settings(arguments: argparse.Namespace) -> RunConfig:
     arguments.settings += [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
     files, overrides = split(arguments.settings)
     if any((files, arguments.train, arguments.orch)):
-        return read_settings(arguments)
+        return read_settings(arguments, tell=False)
     if not (arguments.model and arguments.env):
         raise ConfigError("give a run's YAML file, or --model and --env")
     return from_mapping({"model": arguments.model}, overrides)
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
+def title(cfg: RunConfig) -> str:
+    """How the responses were drawn, and to how many prompts."""
+    drawn, each = cfg.eval, cfg.eval.rollouts_per_example
+    how = "greedy" if drawn.temperature == 0 else f"sampled at T = {drawn.temperature:g}"
+    return f"{cfg.model}: {how}, at most {drawn.num_examples} held-out prompts, {each} response{'s' * (each > 1)} each"
+
+
+def show(rows: Sequence[dict[str, Any]], title: str = "") -> None:
     """Print one row a format and environment."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(*columns)
+    table = Table(*(Column(name, overflow="fold") for name in columns), title=title)
     for row in rows:
         table.add_row(*(_cell(row.get(name)) for name in columns))
     console = Console()

@@ -35,8 +35,11 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if word not in overrides], overrides
 
 
-def read_settings(arguments: argparse.Namespace) -> RunConfig:
-    """Load what the arguments name and print what was chosen for the user. Raises ConfigError."""
+def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig:
+    """Load what the arguments name. Raises ConfigError.
+
+    tell: print what was chosen for the user, which is about learning from rollouts.
+    """
     from lowroll.config import ConfigError, load, load_reference
     files, overrides = split(arguments.settings)
     three = {name: getattr(arguments, name) for name in ("train", "infer", "orch")}
@@ -53,7 +56,7 @@ def read_settings(arguments: argparse.Namespace) -> RunConfig:
         raise ConfigError(f"give one YAML file, got {', '.join(files) if files else 'none'}{hint}")
     else:
         cfg = load(files[0], overrides)
-    for note in cfg.notes:
+    for note in cfg.notes if tell else ():
         print(note, file=sys.stderr)
     return cfg
 

@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    cfg = read_settings(arguments)
+    cfg = read_settings(arguments, tell=False)
     if arguments.dry_run:
         from lowroll.preflight import look_at_sft
         found = look_at_sft(cfg, arguments.resume, arguments.overwrite)

@@ -146,6 +146,12 @@ def with_gaps(records: Sequence[Record], steps: list[float], values: list[float]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
+def _alone(values: Sequence[float]) -> list[int]:
+    """Which values have none beside them, so that no line would show them."""
+    known = [False, *(not math.isnan(value) for value in values), False]
+    return [i - 1 for i in range(1, len(known) - 1) if known[i] and not (known[i - 1] or known[i + 1])]
+
+
 def present(records: Sequence[Record], plot: Plot) -> list[Line]:
     """The lines of `plot` that have data; a line that is zero throughout is dropped when others are not."""
     known = [line for line in plot.lines if series(records, line.metric)[0]]
@@ -200,12 +206,13 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
             continue
         style = (0, (2.5, 2.5)) if line in hidden else "--" if line.right else "-"
         width = 1.6 if line in hidden or line not in hidden.values() else 3.2
-        marker = "o" if len(steps) == 1 else None
         if len(steps) >= _SMOOTH_FROM and not line.right:
             target.plot(*with_gaps(records, steps, values), color=colour, linewidth=0.8, alpha=0.35)
             values = _running_mean(values, max(5, len(values) // 25))
-        target.plot(*with_gaps(records, steps, values), linestyle=style, marker=marker, markersize=4, color=colour,
-                    label=_label(line), linewidth=width)
+        xs, ys = with_gaps(records, steps, values)
+        alone = _alone(ys)
+        target.plot(xs, ys, linestyle=style, marker="o" if alone else None, markersize=4, markevery=alone,
+                    color=colour, label=_label(line), linewidth=width)
         if line.metric == "reward/mean":
             _draw_band(axes, records, colour)
     if plot.log and any(value for _, values in data.values() for value in values):
@@ -267,8 +274,9 @@ def _draw_band(axes: Axes, records: Sequence[Record], colour: str) -> None:
             if r.get("reward/mean") is not None and r.get("reward/std") is not None]
     if len(rows) > 1:
         steps, means, deviations = (list(column) for column in zip(*rows, strict=True))
-        lows, highs = ([m + sign * d for m, d in zip(means, deviations, strict=True)] for sign in (-1, 1))
-        axes.fill_between(steps, lows, highs, color=colour, alpha=0.13, linewidth=0)
+        lows, highs = (with_gaps(records, steps, [m + sign * d for m, d in zip(means, deviations, strict=True)])
+                       for sign in (-1, 1))
+        axes.fill_between(lows[0], lows[1], highs[1], color=colour, alpha=0.13, linewidth=0)
 
 
 def _draw_stack(axes: Axes, records: Sequence[Record], lines: Sequence[Line]) -> None:

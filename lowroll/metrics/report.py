@@ -112,6 +112,8 @@ def _header(run_dir: Path, title: str, about: Record, records: Sequence[Record],
                     for name in names)
     name = about.get("title") or run_dir.resolve().name
     span = f"steps {records[0]['step']} to {records[-1]['step']}" if records else "no steps"
+    lost = sum(bool(record.get("record/lost")) for record in records)
+    span += f", {lost} of their records lost" if lost else ""
     return (f"<header><h1>{escape(title, 200)}</h1><p class=sub>{escape(name, 200)}, {span}</p><dl>{facts}</dl>"
             "</header>")
 

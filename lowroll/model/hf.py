@@ -46,7 +46,7 @@ def resolve(source: str | Path, revision: str | None = None, weights: bool = Tru
         return folder
     name = str(source)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ValueError(f"model: {name!r} is neither a folder nor a hub id of the form owner/name")
+        raise ValueError(f"model {name!r} is neither a folder nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
