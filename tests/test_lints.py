@@ -99,7 +99,7 @@ def waits_without_end(node: ast.AST) -> bool:
         return any(keyword.arg == "wait" and ast.unparse(keyword.value) == "True" for keyword in node.keywords)
     if name == "select" and "objectives" not in called:
         return count == 0 and not timed
-    at_once = name == "poll" and "process" in called       # subprocess's poll does not wait
+    at_once = name == "poll" and called.split(".")[-2] in ("process", "child")    # subprocess's does not wait
     return name in ALWAYS or (name in WAITS and count == 0 and not timed and not at_once)
 
 
