@@ -90,6 +90,8 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture
 
 def test_a_dry_run_prints_settings_that_load_again(unseen: None, capsys: pytest.CaptureFixture[str], run_yaml: str,
                                                    tmp_path: Path) -> None:
+    assert main(["grpo", run_yaml, "--dry-run", "eval.interval=2", "eval.num_examples=2000"]) == 0
+    assert "# evaluation before step 1, every 2 steps and after the last: up to 2,000" in capsys.readouterr().out
     assert main(["grpo", run_yaml, "train.max_steps=3", "--dry-run", "train.minibatches=2"]) == 0
     out, err = capsys.readouterr()
     assert "# 3 steps of 8 prompts x 8 rollouts of up to 64 tokens: at most 12,288 tokens generated" in out

@@ -65,6 +65,9 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     # keys
     ("model: m\n\ttrain: {}\n", [], ["run.yaml:2: not valid YAML: found character '\\t' that cannot start any token; "
                                      "indent with spaces"]),
+    ("model: m\ntrain.max_steps: 3\n", [],
+     ["run.yaml:2: train.max_steps: unknown key; with dots it is an override, "
+      "in a file it is train: {max_steps: ...}"]),
     ("model: m\ntrain:\n  max_stepz: 3\n", [],
      ["run.yaml:3: train.max_stepz: unknown key (did you mean max_steps?)"]),
     ("model: m\n\nmax_steps: 3\n", [], ["run.yaml:3: max_steps: unknown key (did you mean train.max_steps?)"]),

@@ -49,6 +49,8 @@ def test_prompts_as_text(model: Path) -> None:
     assert [group.request.max_tokens for group in mixed] == [3, 2]
     for call, told in ((lambda: engine.generate("a", max_token=3), "max_token: a request has no such field; it has n,"),
                        (lambda: engine.generate([lowroll.Request(prompt_ids=ids)], n=3), "n: a Request says this"),
+                       (lambda: engine.generate([[5, 6]]), r"requests\[0\]: expected a text or a Request \(token ids"),
+                       (lambda: engine.generate(5), "requests: expected a text, a Request or a list of them, got int"),
                        (lambda: engine.generate(["a", "b"], top_p=2), r"requests\[0\]\.top_p"),
                        (lambda: lowroll.Engine(hf.load(model), cache_tokens=512).generate("a"), r"pass Engine\(...")):
         with pytest.raises(ValueError, match=told):

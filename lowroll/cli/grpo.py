@@ -54,5 +54,16 @@ def plan(cfg: RunConfig) -> list[str]:
         f"{train.warmup_steps} steps of warm-up)",
         f"algorithm {cfg.algorithm}, advantages {cfg.advantage}, correction {cfg.correction}, "
         f"{clip}, reduce {cfg.loss.reduce}",
+        *_evaluations(cfg),
         f"environments {', '.join(f'{env.name} ({env.weight:g})' for env in cfg.env)}; run folder {cfg.output_dir}",
     ]
+
+
+def _evaluations(cfg: RunConfig) -> list[str]:
+    """What the evaluations of the run cost; nothing of a run that has none."""
+    drawn = cfg.eval
+    if not drawn.interval:
+        return []
+    return [f"evaluation before step 1, every {drawn.interval} steps and after the last: up to {drawn.num_examples:,} "
+            f"held-out prompts x {drawn.rollouts_per_example} responses an environment each time, twice before step 1 "
+            "and after the last (eval.num_examples; eval.interval: null has none)"]

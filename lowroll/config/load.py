@@ -211,6 +211,10 @@ def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Pat
     """An unknown key, or what is foreign in an unknown section, and what was meant by it: a near key of its section,
     what another tool calls so, a key of this name elsewhere, or the nearest one anywhere."""
     word = str(path[-1])
+    if "." in word and ".".join(map(str, path)) in known_keys(model):
+        nested = ": {".join(word.split(".")) + ": ..." + "}" * word.count(".")
+        yield path, f"; with dots it is an override, in a file it is {nested}"
+        return
     section: type[BaseModel] | None = model
     for part in path[:-1]:
         if isinstance(part, str) and section is not None and part in section.model_fields:

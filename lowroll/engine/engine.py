@@ -116,7 +116,7 @@ class Engine:
 
     # -- the door -----------------------------------------------------------------------------------------------
 
-    def generate(self, requests: str | Sequence[Request | str],
+    def generate(self, requests: str | Request | Sequence[Request | str],
                  on_progress: Callable[[int, int], None] | None = None, *, chat: bool = True,
                  **sampling: Any) -> list[Group]:
         """The groups of all requests, in their order. Checks every request before it starts any.
@@ -128,7 +128,7 @@ class Engine:
         finished ones of this call, after every turn; what it raises ends the call. ValueError names the request and the
         field, or says that there is no tokenizer.
         """
-        requests = self._as_requests([requests] if isinstance(requests, str) else requests, chat, sampling)
+        requests = self._as_requests(requests, chat, sampling)
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
         handles = [self.scheduler.add(request) for request in requests]
@@ -151,7 +151,15 @@ class Engine:
         return str(self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True,
                                          clean_up_tokenization_spaces=False))
 
-    def _as_requests(self, given: Sequence[Request | str], chat: bool, sampling: dict[str, Any]) -> list[Request]:
+    def _as_requests(self, given: str | Request | Sequence[Request | str], chat: bool,
+                     sampling: dict[str, Any]) -> list[Request]:
+        given = [given] if isinstance(given, str | Request) else given
+        if not isinstance(given, list | tuple):
+            raise ValueError(f"requests: expected a text, a Request or a list of them, got {type(given).__name__}")
+        for i, one in enumerate(given):
+            if not isinstance(one, str | Request):
+                raise ValueError(f"requests[{i}]: expected a text or a Request (token ids: Request(prompt_ids=...)), "
+                                 f"got {type(one).__name__}")
         if sampling and not any(isinstance(one, str) for one in given):
             raise ValueError(f"{', '.join(sampling)}: a Request says this itself; it is for prompts that are texts")
         known = [field.name for field in fields(Request) if field.name != "prompt_ids"]
