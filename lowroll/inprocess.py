@@ -210,7 +210,7 @@ class Session:
         self._before = self.orchestrator.state()
         stage = self._enter(step)
         with self.stop.droppable():
-            first = self.evaluate(sampled=True) if self.cfg.eval.interval and step == 1 else {}
+            first = self._evaluate_before(step)
             batch = self.orchestrator.step(step, self.trainer.version)
         if self.cfg.rollout.release_cache:
             self.engine.release()
@@ -227,6 +227,13 @@ class Session:
         record = self.home.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
         self.made = step
         return record
+
+    def _evaluate_before(self, step: int) -> dict[str, float]:
+        """`eval/*` of the policy that the run begins with; nothing before later steps."""
+        if not self.cfg.eval.interval or step > 1:
+            return {}
+        self.on_note("evaluating the policy before step 1 (eval.interval: null leaves evaluations out)")
+        return self.evaluate(sampled=True)
 
     def evaluate(self, sampled: bool) -> dict[str, float]:
         """`eval/*` of the current policy in the rollout precision, without noise, on the test splits; with `sampled`,

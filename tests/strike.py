@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ def attempt(words: list[str], before: Callable[[], object] | None = None, kill_a
         while not ended[0]:
             seconds = time.monotonic() - began
             if kill_after is not None and seconds > kill_after or (odd := odd or _excess(pid, seconds, deadline)):
-                os.killpg(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):             # it ended just now
+                    os.killpg(pid, signal.SIGKILL)
                 ended = os.waitpid(pid, 0)
                 break
             if meanwhile is not None:

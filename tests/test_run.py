@@ -234,6 +234,9 @@ def test_a_run_is_measured_before_its_first_step_and_after_its_last(model: Path,
     assert names <= set(third) and {r["eval/temperature"] for r in (first, second, third)} == {0.0}
     assert all(record["time/eval"] > 0 for record in (first, second, third))
 
+    story = (tmp_path / "run" / "logs" / "attempt_1.log").read_text()
+    assert story.count("evaluating the policy before step 1 (eval.interval: null leaves evaluations out)") == 1
+
     again = evaluate(from_mapping(tree), ["int8"])[0]                     # the model that the run began with
     assert again["reward"] == first["eval/a/b/reward_before"]
     drawn = from_mapping({**tree, "model": str(tmp_path / "run" / "final"),

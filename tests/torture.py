@@ -63,7 +63,7 @@ class Bench:
     places: list[tuple[list[str], int]] = field(default_factory=list)
 
     def tree(self, out: Path, **changes: Any) -> dict[str, Any]:
-        return settings(self.model, out, **{"train": {"max_steps": STEPS}, "ckpt": {"interval": 1, "keep_last": 3},
+        return settings(self.model, out, **{"train": {"max_steps": STEPS}, "ckpt": {"interval": 1, "keep_last": 4},
                                             "eval": {"interval": 2, "num_examples": 2}, **changes})
 
     def words(self, out: Path, **changes: Any) -> list[str]:
