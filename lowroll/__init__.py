@@ -25,8 +25,8 @@ __all__ = ["BehaviorTag", "Engine", "Group", "QTensor", "Request", "Rollout",
            "formats", "objectives", "quantize", "run", "score"]
 
 # Between two parallel loops OpenMP's threads spin for a millisecond, and beside a busy process each waits for one that
-# has lost its core: 40 times slower (docs/LOG.md, 2026-11-22). A short spin costs an idle machine nothing that could be
-# measured, and changes no number. It is read when torch is loaded; who sets a policy knows better.
+# has lost its core: 40 times slower (docs/LOG.md, 2026-11-22). A short spin changes no number, and on an
+# idle machine the speeds lie in the same range. It is read when torch is loaded; who sets a policy knows better.
 if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
