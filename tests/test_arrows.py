@@ -15,23 +15,24 @@ FILES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 # room: (rooms that it may import, packages beside the standard library)
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
+    "machine": (set(), set()),
     # config -> types: what the engine can be asked for bounds what a file may ask for
     "config": ({"types"}, {"pydantic", "pydantic_core", "yaml"}),
     # quant -> kernels: a format multiplies by its kernel
     "quant": ({"kernels"}, {"torch"}),
     "checkpoint": ({"types"}, {"torch", "safetensors"}),
     # model -> checkpoint: folders of weights are published by the one atomic publisher, which knows no model
-    "model": ({"quant", "kernels", "types", "checkpoint"}, {"torch", "safetensors", "transformers", "huggingface_hub",
-                                                            "jinja2"}),
+    "model": ({"quant", "kernels", "types", "machine", "checkpoint"},
+              {"torch", "safetensors", "transformers", "huggingface_hub", "jinja2"}),
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner does
     "kv": ({"quant", "kernels", "types", "model"}, {"torch"}),
     "weights": ({"model", "quant", "kernels", "types"}, {"torch"}),
     # engine -> weights: the engine adopts through the one corridor
-    "engine": ({"model", "quant", "kv", "kernels", "transport", "metrics", "types", "weights"}, {"torch"}),
+    "engine": ({"model", "quant", "kv", "kernels", "transport", "metrics", "types", "machine", "weights"}, {"torch"}),
     "objectives": (set(), {"torch"}),
     "advantages": (set(), set()),
-    "envs": ({"types"}, {"math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym",
+    "envs": ({"types", "machine"}, {"math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym",
                         "datasets"}),
     # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
     "transport": ({"types", "config", "checkpoint"}, set()),
@@ -45,7 +46,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
 COMPOSITION = {"assemble", "attempt", "budget", "calibration", "inprocess", "identity", "evaluate", "diagnose",
                "preflight", "run_folder", "stop", "supervised", "demo", "export", "cli", "__main__"}
 TORCH_FREE = ("engine/scheduler.py", "engine/sequence.py", "engine/request.py", "kv/pages.py", "kv/capacity.py")
-LIGHT = ("types", "config", "advantages", "envs", "transport", "metrics", "orchestrator", "cli.main",
+LIGHT = ("types", "machine", "config", "advantages", "envs", "transport", "metrics", "orchestrator", "cli.main",
          "engine.scheduler", "engine.request", "kv.pages", "kv.capacity")
 
 

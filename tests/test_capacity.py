@@ -11,6 +11,7 @@ from test_scheduler import FakeRunner, check_invariants, tag
 from tiny import hf_folder
 
 import lowroll
+from lowroll import machine
 from lowroll.engine import engine as engine_module
 from lowroll.engine.scheduler import Scheduler
 from lowroll.kv.capacity import SHARE, Workload, capacity
@@ -95,9 +96,21 @@ def test_an_engine_takes_what_its_loads_can_use(tmp_path: Path, monkeypatch: pyt
         cache_tokens(SHARE * 15 * each)
 
 
-def test_the_free_memory_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bytes; None where the system does not say."""
+def test_the_memory_of_a_machine_and_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In bytes; None where the system does not say. A container's files that nobody needs are free."""
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "GROUP", tmp_path)
+    assert engine_module.free_memory(torch.device("cpu")) is None
+    whole = machine.total_memory()
     for text, expected in (("MemTotal: 9 kB\nMemAvailable:    100 kB\n", 102_400), ("MemTotal: 9 kB\n", None),
                            ("MemAvailable: much kB\n", None)):
-        monkeypatch.setattr(Path, "read_text", lambda path, text=text: text)
+        (tmp_path / "meminfo").write_text(text)
         assert engine_module.free_memory(torch.device("cpu")) == expected
+    (tmp_path / "meminfo").write_text("MemAvailable: 100 kB\n")
+    for limit, used, free in (("max\n", 0, 102_400), ("60000\n", 50_000, 14_000), ("60000\n", 70_000, 0),
+                              ("900000\n", 50_000, 102_400)):
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+        (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 4000\n")
+        assert machine.free_memory() == free
+        assert machine.total_memory() == (whole if limit == "max\n" else int(limit))

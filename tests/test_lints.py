@@ -40,7 +40,6 @@ ENDLESS = {                                # waits without a time, and what look
     ("model/recompute.py", "_unpack"): "the same",
     ("model/shards.py", "finish"): "a thread reads 16 MB of a file: the kernel ends that, or nothing can",
     ("model/shards.py", "stream"): "the same threads: the tensors that they write to must outlive them",
-    ("model/template.py", "_text"): "a process's poll, which does not wait",
 }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from test_rewards import alive, eventually
 
+from lowroll import machine
 from lowroll.envs import Environment, child, make
 from lowroll.envs.rewards import ScorerPool
 from lowroll.metrics.names import find
@@ -131,7 +132,7 @@ def test_more_workers_than_the_machine_holds_are_refused_before_any_starts(folde
     monkeypatch.setattr(child, "start", lambda *_: pytest.fail("a worker was started"))
     with pytest.raises(ValueError, match=r"^score\.workers: 100000 is more than the \d+ that this machine holds \("):
         pool_of(folder, num_workers=100_000)
-    monkeypatch.setattr(child, "_free_mb", lambda: 600)
+    monkeypatch.setattr(machine, "free_memory", lambda: 600 << 20)
     with pytest.raises(ValueError, match=r"more than the 9 .*\(0\.6 GB of free memory, 64 MB each\)"):
         pool_of(folder, num_workers=10)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowroll import machine
 from lowroll.engine.request import validate
 from lowroll.engine.runner import Runner
 from lowroll.engine.scheduler import Scheduler
@@ -346,8 +347,4 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)     # by torch, for later
         return int(torch.cuda.mem_get_info(device)[0]) + kept
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
+    return machine.free_memory()

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from lowroll import machine
+
 KEEP_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 SET_ENV = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 PR_SET_PDEATHSIG = 1
@@ -73,8 +75,8 @@ def check_count(workers: int) -> None:
     cores, files = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1, _open_files()
     limits = {f"{cores} cores, {A_CORE} workers each": cores * A_CORE, f"{files} open files, {CHILD_FILES} each":
               files // CHILD_FILES}
-    if (memory := _free_mb()) is not None:
-        limits[f"{memory / 1024:.1f} GB of free memory, {CHILD_MB} MB each"] = memory // CHILD_MB
+    if (memory := machine.free_memory()) is not None:
+        limits[f"{memory / 2**30:.1f} GB of free memory, {CHILD_MB} MB each"] = memory // (CHILD_MB << 20)
     why, most = min(limits.items(), key=lambda limit: limit[1])
     if workers > max(FEW, most):
         raise ValueError(f"score.workers: {workers} is more than the {max(FEW, most)} that this machine holds ({why})")
@@ -83,12 +85,3 @@ def check_count(workers: int) -> None:
 def _open_files() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else 1 << 20
-
-
-def _free_mb() -> int | None:
-    """Memory that is free, or can be freed at once; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) >> 10 for line in lines if line.startswith("MemAvailable:")), None)

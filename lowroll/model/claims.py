@@ -5,11 +5,11 @@ allocated before the numbers fit each other.
 """
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
+from lowroll import machine
 from lowroll.model.spec import ModelSpec
 
 LEAST_BITS = 4             # of a stored weight, whatever the format
@@ -52,13 +52,4 @@ def total_memory(device: torch.device | str) -> int | None:
     place = torch.device(device)
     if place.type == "cuda":
         return int(torch.cuda.mem_get_info(place)[1])
-    if place.type != "cpu":
-        return None
-    try:
-        found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    except (OSError, ValueError):
-        return None
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        found.append(int(text))
-    return min(found)
+    return machine.total_memory() if place.type == "cpu" else None

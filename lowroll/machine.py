@@ -1,0 +1,51 @@
+"""The memory of this machine that the process may use: less than there is where a container bounds it.
+
+Bytes, as the kernel says them (/proc/meminfo, and the control group of version 2 that a container sees as its own);
+None where the system does not say.
+"""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MEMINFO = Path("/proc/meminfo")
+GROUP = Path("/sys/fs/cgroup")
+
+
+def total_memory() -> int | None:
+    """What the process may use in all."""
+    try:
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+    limit = _limit()
+    return found if limit is None else min(found, limit)
+
+
+def free_memory() -> int | None:
+    """What is free, or can be freed at once."""
+    try:
+        lines = MEMINFO.read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    limit = _limit()
+    return free if limit is None else max(0, min(free, limit - _held()))
+
+
+def _limit() -> int | None:
+    """The bound of the container; None where there is none."""
+    try:
+        return int((GROUP / "memory.max").read_text())
+    except (OSError, ValueError):              # no such file, or "max"
+        return None
+
+
+def _held() -> int:
+    """What the container uses, without the files that the kernel only keeps because nobody needs their place."""
+    try:
+        used = int((GROUP / "memory.current").read_text())
+        kept = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
+        return used - int(kept.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return 0
