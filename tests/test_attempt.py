@@ -25,6 +25,7 @@ from lowroll.checkpoint.faults import VARIABLE, observers
 from lowroll.checkpoint.lock import RunLock, RunLockedError
 from lowroll.checkpoint.store import Store
 from lowroll.config import from_mapping, load
+from lowroll.inprocess import Session
 from lowroll.metrics.record import read, reproducible
 from lowroll.metrics.report import write_report
 from lowroll.orchestrator.loop import Orchestrator
@@ -443,14 +444,15 @@ def test_a_run_whose_reader_is_gone_gets_to_its_checkpoint(tree: dict[str, Any],
     assert Store(tmp_path / "run" / "checkpoints").load().step == 2
 
 
-def test_a_long_generation_is_dropped_and_made_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                     ) -> None:
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_long_generation_is_dropped_and_made_again(at: int, model: Path, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     tree = grpo_settings(model, tmp_path / "whole", train={"max_steps": 3}, ckpt={"interval": 50})
     whole = fingerprint(lowroll.run(from_mapping(tree)).folder)
     made = Orchestrator.step
 
     def stepped(self: Orchestrator, number: int, version: int | None = None) -> Any:
-        if number == 2:
+        if number == at:
             signal.raise_signal(signal.SIGTERM)
         return made(self, number, version)
 
@@ -460,9 +462,28 @@ def test_a_long_generation_is_dropped_and_made_again(model: Path, tmp_path: Path
             slow.setattr(stop, "DROP_S", drop_s)
             slow.setattr(Orchestrator, "step", stepped)
             assert lowroll.run(from_mapping(cut)).signal == signal.SIGTERM
-        assert Store(tmp_path / name / "checkpoints").steps() == [1 if name == "dropped" else 2]
-        assert ("step 2 was dropped" in story(tmp_path / name)) == (name == "dropped")
+        assert Store(tmp_path / name / "checkpoints").steps() == [at - 1 if name == "dropped" else at]
+        assert (f"step {at} was dropped" in story(tmp_path / name)) == (name == "dropped")
         assert fingerprint(lowroll.run(from_mapping(cut), resume=True).folder) == whole
+
+
+def test_the_evaluation_before_the_first_step_can_be_dropped(model: Path, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = grpo_settings(model, tmp_path / "whole", train={"max_steps": 2}, ckpt={"interval": 50},
+                         eval={"interval": 2, "num_examples": 4})
+    whole = fingerprint(lowroll.run(from_mapping(tree)).folder)
+    cut, evaluate = {**tree, "output_dir": str(tmp_path / "cut")}, Session.evaluate
+
+    def evaluated(self: Session, sampled: bool) -> dict[str, float]:
+        signal.raise_signal(signal.SIGTERM)
+        return evaluate(self, sampled)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(stop, "DROP_S", 0.0)
+        slow.setattr(Session, "evaluate", evaluated)
+        assert lowroll.run(from_mapping(cut)).signal == signal.SIGTERM
+    assert read(tmp_path / "cut") == [] and "step 1 was dropped" in story(tmp_path / "cut")
+    assert fingerprint(lowroll.run(from_mapping(cut), resume=True).folder) == whole
 
 
 # -- its log ----------------------------------------------------------------------------------------------------------
