@@ -111,7 +111,7 @@ EXPECTED = {
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):        # the latter where it ends while it is read
         return False
 
 
