@@ -129,7 +129,7 @@ class Session:
             reference=assemble.reference(cfg, self.where), critic=assemble.critic(cfg, self.where, self.chat),
             teacher=assemble.teacher(cfg, self.where, self.chat),
             save_offending=self._save_offending, before_first=self._first_look, deadline_s=60.0)
-        self.inputs = identity.read_by(cfg)
+        self.inputs = dict(self.home.inputs)
         if self.trainer.teacher is not None:
             self.inputs[identity.TEACHER] = digest(self.trainer.teacher)
         self.recorder: Recorder
@@ -159,10 +159,7 @@ class Session:
 
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""
-        about = assemble.about(self.cfg, self.where, self.model)
-        self.recorder = self.home.begin(about)
-        for name, words in about.items():
-            log.info("%s: %s", name, words)
+        self.recorder = self.home.begin(assemble.about(self.cfg, self.where, self.model))
         return 1
 
     def resume(self) -> int:
@@ -174,8 +171,7 @@ class Session:
         if saved is None:
             log.warning("the run ended before its first checkpoint; it begins again with step 1")
             return self.begin()
-        if saved.meta["base"] != self.base_digest:
-            raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
+        self.home.check_base(saved, self.base_digest)
         identity.refuse_other_files(saved.meta["read"], self.inputs)
         check_pieces("checkpoint", saved.state, STATE)
         if (saved.state["trainer"].get("last_step") or 0) != saved.step:

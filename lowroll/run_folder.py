@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ class RunFolder:
         self.space = Space(cfg.ckpt.wait_for_space)
         self.meta = META if command == "sft" else (*META, "cache_tokens")
         self.length = ("train.max_steps", cfg.train.max_steps) if command == "grpo" else ("sft.steps", cfg.sft.steps)
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """What the run reads beside its settings and weights (`identity.read_by`)."""
+        return identity.read_by(self.cfg, self.command)
 
     # -- whose it is ----------------------------------------------------------------------------------------------
 
@@ -141,6 +146,8 @@ class RunFolder:
         self._write_config()
         self.space.write(self.path / ABOUT_FILE,
                          lambda: write_about(self.path, {"command": self.command, **about}))
+        for name, words in about.items():
+            log.info("%s: %s", name, words)
         return Recorder(self.path)
 
     def find(self) -> Checkpoint | None:
@@ -160,7 +167,7 @@ class RunFolder:
         identity.refuse_other_settings(before, self.cfg, self._may_change(saved, before))
         read = saved.meta.get("read")
         identity.refuse_other_files(read and {name: read[name] for name in read if name != identity.TEACHER},
-                                    identity.read_by(self.cfg, self.command))
+                                    self.inputs)
         check_pieces("checkpoint", saved.meta, self.meta)
         if steps < saved.step:
             raise ValueError(f"{key}: {steps}, and the run has made {saved.step} steps")
@@ -181,6 +188,11 @@ class RunFolder:
     def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
         ended = (read_meta(self.final) or {}).get("step") == saved.step < before["train"]["max_steps"]
         return identity.FOR_SIGNAL if ended else ()
+
+    def check_base(self, saved: Checkpoint, base: str) -> None:
+        """ValueError unless the digest of the model's weights is that of the run's beginning."""
+        if saved.meta["base"] != base:
+            raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
 
     def resume(self, step: int, about: Mapping[str, str]) -> Recorder:
         """Go on after the checkpoint of a step: what came after it goes, and the settings are those of now."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from lowroll import assemble, identity
+from lowroll import assemble
 from lowroll.attempt import RunResult, attempt, drive
 from lowroll.config import RunConfig
 from lowroll.metrics.live import duration
@@ -67,16 +67,13 @@ class SftSession:
         self.where = assemble.place(cfg)
         self.learner = _learner(cfg, self.where)
         self.base_digest = digest(self.learner.model)
-        self.inputs = identity.read_by(cfg, "sft")
+        self.inputs = home.inputs
         self.recorder: Recorder
         self._saved_at: int | None = None
 
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""
-        about = _about(self.cfg, self.where, self.learner)
-        self.recorder = self.home.begin(about)
-        for name, words in about.items():
-            log.info("%s: %s", name, words)
+        self.recorder = self.home.begin(_about(self.cfg, self.where, self.learner))
         return 1
 
     def resume(self) -> int:
@@ -85,8 +82,7 @@ class SftSession:
         if saved is None:
             log.warning("the run ended before its first checkpoint; it begins again with step 1")
             return self.begin()
-        if saved.meta["base"] != self.base_digest:
-            raise ValueError(f"model: the weights of {self.cfg.model} are not those that the run began with")
+        self.home.check_base(saved, self.base_digest)
         self.learner.restore(saved.tensors, saved.state)
         self.recorder = self.home.resume(saved.step, _about(self.cfg, self.where, self.learner))
         self._saved_at = saved.step
