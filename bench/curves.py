@@ -1,16 +1,19 @@
 """Learning curves: the same run with every price of rollouts and every way to pay for the mismatch.
 
-The task is `arithmetic` (expressions reduced line by line) for a Qwen3-shaped model of 3.2 M parameters, warm-started
-by SFT until it solves part of it. Every run of a seed starts from the same weights, draws the same prompts and makes
-the same number of updates; only what its row of `VARIANTS` says differs. The learner is in float32, so that what is
-measured is the rollouts' price. Runs go side by side in processes of their own, one thread each: they are small.
+The task is `arithmetic` (expressions reduced line by line) for a Qwen3-shaped model of 3.2 M
+parameters, warm-started by SFT until it solves part of it. Every run of a seed starts from the same
+weights, draws the same prompts and makes the same number of updates; only what its row of
+`VARIANTS` says differs. The learner is in float32, so that what is measured is the rollouts' price.
+Runs go side by side in processes of their own, one thread each: they are small.
 
-    python -m bench.curves [--steps 150] [--seeds 3] [--jobs 8] [--device auto] [--out FOLDER] [--only NAME ...]
+    python -m bench.curves [--steps 150] [--seeds 3] [--jobs 8] [--device auto] [--out FOLDER]
+    [--only NAME ...]
                            [--change JSON]
 
-writes `curves.json` (every curve of every run, the machine and the settings) into the folder; `docs/tables.py` makes
-the tables and pictures of docs/results.md from it.
+writes `curves.json` (every curve of every run, the machine and the settings) into the folder;
+`docs/tables.py` makes the tables and pictures of docs/results.md from it.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -39,22 +42,47 @@ from lowroll.demo import build_model, held_out
 from lowroll.inprocess import run
 from lowroll.supervised import warm_start
 
-MODEL: dict[str, Any] = {**DEMO, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,
-                         "num_key_value_heads": 2, "head_dim": 64}
-
-SETTINGS: dict[str, Any] = {
-    "env": [{"id": "arithmetic", "args": {"template": "{text}", "min_steps": 1, "max_steps": 3, "max_operand": 9}}],
-    "batch_size": 1024, "rollouts_per_example": 8, "algorithm": "grpo", "dtype": "float32",
-    "loss": {"reduce": "token-mean"},
-    "rollout": {"max_tokens": 48, "max_batch": 1024, "cache_tokens": 131072},
-    "train": {"learning_rate": 4e-5, "warmup_steps": 5, "minibatches": 4, "weight_decay": 0.0,
-              "tokens_per_microbatch": 16384},
-    "ckpt": {"interval": 10_000, "keep_last": 1},
-    "sft": {"steps": 450, "batch_size": 128, "learning_rate": 1e-3, "warmup_steps": 20, "num_examples": 65536},
+MODEL: dict[str, Any] = {
+    **DEMO,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
 }
 
-# TBPO's bounds are on the geometric mean of a response's ratios. QaRL's 3e-4 belongs to its learning rate of 1e-6; the
-# steps here are some hundred times as large, and so are the bounds.
+SETTINGS: dict[str, Any] = {
+    "env": [
+        {
+            "id": "arithmetic",
+            "args": {"template": "{text}", "min_steps": 1, "max_steps": 3, "max_operand": 9},
+        }
+    ],
+    "batch_size": 1024,
+    "rollouts_per_example": 8,
+    "algorithm": "grpo",
+    "dtype": "float32",
+    "loss": {"reduce": "token-mean"},
+    "rollout": {"max_tokens": 48, "max_batch": 1024, "cache_tokens": 131072},
+    "train": {
+        "learning_rate": 4e-5,
+        "warmup_steps": 5,
+        "minibatches": 4,
+        "weight_decay": 0.0,
+        "tokens_per_microbatch": 16384,
+    },
+    "ckpt": {"interval": 10_000, "keep_last": 1},
+    "sft": {
+        "steps": 450,
+        "batch_size": 128,
+        "learning_rate": 1e-3,
+        "warmup_steps": 20,
+        "num_examples": 65536,
+    },
+}
+
+# TBPO's bounds are on the geometric mean of a response's ratios. QaRL's 3e-4 belongs to its
+# learning rate of 1e-6; the steps here are some hundred times as large, and so are the bounds.
 BANDS: dict[str, Any] = {"eps_low": 0.03, "eps_high": 0.04, "tbpo": {"eps_negative": 0.07}}
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -64,17 +92,35 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int4 uncorrected": {"rollout": {"weights": "int4"}, "correction": "none", "force": True},
     "int4 tis": {"rollout": {"weights": "int4"}, "correction": "tis"},
     "int4 acr": {"rollout": {"weights": "int4"}, "correction": "acr"},
-    "int4 acr uaq": {"rollout": {"weights": "int4"}, "correction": "acr", "train": {"uaq_scale": 1.5}},
-    "int4 aligned tbpo": {"rollout": {"weights": "int4"}, "correction": "tbpo", "train": {"forward": "aligned"},
-                          "loss": BANDS},
+    "int4 acr uaq": {
+        "rollout": {"weights": "int4"},
+        "correction": "acr",
+        "train": {"uaq_scale": 1.5},
+    },
+    "int4 aligned tbpo": {
+        "rollout": {"weights": "int4"},
+        "correction": "tbpo",
+        "train": {"forward": "aligned"},
+        "loss": BANDS,
+    },
     "bf16 noise": {"rollout": {"weights": "bf16"}, "correction": "acr", "noise": {}},
     "nvfp4": {"rollout": {"weights": "nvfp4"}, "correction": "acr"},
     "nvfp4 noise": {"rollout": {"weights": "nvfp4"}, "correction": "acr", "noise": {}},
 }
 
-CURVES = ("reward/mean", "mismatch/kl_k3", "mismatch/weight_max", "mismatch/ess", "policy/entropy",
-          "rollout/length_mean", "optim/grad_norm", "weights/codes_flipped_fraction", "time/step", "time/generate",
-          "time/learn")
+CURVES = (
+    "reward/mean",
+    "mismatch/kl_k3",
+    "mismatch/weight_max",
+    "mismatch/ess",
+    "policy/entropy",
+    "rollout/length_mean",
+    "optim/grad_norm",
+    "weights/codes_flipped_fraction",
+    "time/step",
+    "time/generate",
+    "time/learn",
+)
 HELD_OUT = 512
 
 
@@ -87,49 +133,85 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
     return out
 
 
-def settings(variant: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]) -> RunConfig:
+def settings(
+    variant: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
+) -> RunConfig:
     """The run of a variant and a seed, as a user's YAML file would say it."""
-    place = {"model": str(folder / "model"), "output_dir": str(folder / f"{variant.replace(' ', '-')}-{seed}"),
-             "seed": seed, "device": device, "train": {"max_steps": steps}}
+    place = {
+        "model": str(folder / "model"),
+        "output_dir": str(folder / f"{variant.replace(' ', '-')}-{seed}"),
+        "seed": seed,
+        "device": device,
+        "train": {"max_steps": steps},
+    }
     return from_mapping(merged(merged(merged(SETTINGS, change), VARIANTS[variant]), place))
 
 
 def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, float]:
-    """Write the warm-started model as `folder/model`; returns its held-out reward before training."""
+    """Write the warm-started model as `folder/model`; returns its held-out reward before
+    training."""
     cfg = settings("bf16", 0, 10, folder, device, change)
-    loss = warm_start(cfg, build_model(folder / "untrained", 0, MODEL), folder / "model")["sft/loss"]
+    loss = warm_start(cfg, build_model(folder / "untrained", 0, MODEL), folder / "model")[
+        "sft/loss"
+    ]
     return {"sft_loss": loss, **rewards(cfg, folder / "model")}
 
 
 def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
     """Mean reward of a model folder on held-out expressions, with its dense weights."""
-    return {name: held_out(cfg, model, "dense", temperature, HELD_OUT)
-            for name, temperature in (("sampled", 1.0), ("greedy", 0.0))}
+    return {
+        name: held_out(cfg, model, "dense", temperature, HELD_OUT)
+        for name, temperature in (("sampled", 1.0), ("greedy", 0.0))
+    }
 
 
-def train(variant: str, seed: int, gpu: int, *, steps: int, folder: Path, device: str,
-          change: Mapping[str, Any]) -> dict[str, Any]:
+def train(
+    variant: str,
+    seed: int,
+    gpu: int,
+    *,
+    steps: int,
+    folder: Path,
+    device: str,
+    change: Mapping[str, Any],
+) -> dict[str, Any]:
     """One run, in a process of its own. Returns its curves and what its final model reaches."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(gpu)
     began = time.monotonic()
     cfg = settings(variant, seed, steps, folder, device, change)
-    with (folder / f"{Path(cfg.output_dir).name}.log").open("w") as log, redirect_stdout(log), redirect_stderr(log):
+    with (
+        (folder / f"{Path(cfg.output_dir).name}.log").open("w") as log,
+        redirect_stdout(log),
+        redirect_stderr(log),
+    ):
         result = run(cfg)
         after = rewards(cfg, result.folder / "final")
     curves = {name: [_short(record.get(name)) for record in result.records] for name in CURVES}
     shutil.rmtree(result.folder)
-    return {"variant": variant, "seed": seed, "seconds": round(time.monotonic() - began, 1), "after": after,
-            "curves": curves}
+    return {
+        "variant": variant,
+        "seed": seed,
+        "seconds": round(time.monotonic() - began, 1),
+        "after": after,
+        "curves": curves,
+    }
 
 
 def _short(value: object) -> float | None:
     return None if value is None else float(f"{float(str(value)):.5g}")
 
 
-HEAD = ("variant", "reward, last 10 steps", "held out, dense weights", "KL, first 10 steps", "KL, last 10",
-        "largest weight", "entropy, last 10")
+HEAD = (
+    "variant",
+    "reward, last 10 steps",
+    "held out, dense weights",
+    "KL, first 10 steps",
+    "KL, last 10",
+    "largest weight",
+    "entropy, last 10",
+)
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -137,13 +219,22 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     rows = []
     for variant in dict.fromkeys(one["variant"] for one in runs):
         own = [one for one in runs if one["variant"] == variant]
-        last = {name: [statistics.fmean(one["curves"][name][-10:]) for one in own]
-                for name in ("reward/mean", "mismatch/kl_k3", "policy/entropy")}
+        last = {
+            name: [statistics.fmean(one["curves"][name][-10:]) for one in own]
+            for name in ("reward/mean", "mismatch/kl_k3", "policy/entropy")
+        }
         first_kl = [statistics.fmean(one["curves"]["mismatch/kl_k3"][:10]) for one in own]
-        rows.append((variant, _range(last["reward/mean"]), _range([one["after"]["sampled"] for one in own]),
-                     f"{statistics.fmean(first_kl):.1e}", f"{statistics.fmean(last['mismatch/kl_k3']):.1e}",
-                     f"{max(value for one in own for value in one['curves']['mismatch/weight_max']):.1f}",
-                     f"{statistics.fmean(last['policy/entropy']):.3f}"))
+        rows.append(
+            (
+                variant,
+                _range(last["reward/mean"]),
+                _range([one["after"]["sampled"] for one in own]),
+                f"{statistics.fmean(first_kl):.1e}",
+                f"{statistics.fmean(last['mismatch/kl_k3']):.1e}",
+                f"{max(value for one in own for value in one['curves']['mismatch/weight_max']):.1f}",
+                f"{statistics.fmean(last['policy/entropy']):.3f}",
+            )
+        )
     return rows
 
 
@@ -166,7 +257,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=8, help="runs side by side")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
+    parser.add_argument(
+        "--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--change", default="{}", help="JSON of settings that differ from SETTINGS")
     args = parser.parse_args()
@@ -176,18 +269,29 @@ def main() -> None:
         before = warm_started(folder, args.device, change)
         console.print(f"warm start: {before} in {time.monotonic() - began:.0f} s")
         work = partial(train, steps=args.steps, folder=folder, device=args.device, change=change)
-        about = {"date": date.today().isoformat(), "machine": {**machine(), "device": _device(args.device)},
-                 "steps": args.steps, "settings": merged(SETTINGS, change), "before": before}
+        about = {
+            "date": date.today().isoformat(),
+            "machine": {**machine(), "device": _device(args.device)},
+            "steps": args.steps,
+            "settings": merged(SETTINGS, change),
+            "before": before,
+        }
         context, gpus = multiprocessing.get_context("spawn"), max(1, torch.cuda.device_count())
         with ProcessPoolExecutor(args.jobs, mp_context=context, max_tasks_per_child=1) as pool:
             jobs = [(name, seed) for seed in range(args.seeds) for name in args.only]
-            waiting = [pool.submit(work, name, seed, i % gpus) for i, (name, seed) in enumerate(jobs)]
+            waiting = [
+                pool.submit(work, name, seed, i % gpus) for i, (name, seed) in enumerate(jobs)
+            ]
             for done in as_completed(waiting):
                 runs.append(done.result())
                 last = runs[-1]
-                console.print(f"{len(runs)} of {len(waiting)}: {last['variant']}, seed {last['seed']}, "
-                              f"{last['seconds']} s, {last['after']}")
-                store(args.out, about, runs, time.monotonic() - began)     # a stopped command keeps what it has
+                console.print(
+                    f"{len(runs)} of {len(waiting)}: {last['variant']}, seed {last['seed']}, "
+                    f"{last['seconds']} s, {last['after']}"
+                )
+                store(
+                    args.out, about, runs, time.monotonic() - began
+                )  # a stopped command keeps what it has
     show(console, runs)
     console.print(f"{args.out / 'curves.json'}, {time.monotonic() - began:.0f} s")
 
@@ -196,7 +300,9 @@ def store(folder: Path, about: dict[str, Any], runs: list[dict[str, Any]], secon
     """Write the finished runs as `folder/curves.json`, sorted by variant and seed."""
     folder.mkdir(parents=True, exist_ok=True)
     runs.sort(key=lambda one: (list(VARIANTS).index(one["variant"]), one["seed"]))
-    (folder / "curves.json").write_text(json.dumps({**about, "seconds": round(seconds), "runs": runs}) + "\n")
+    (folder / "curves.json").write_text(
+        json.dumps({**about, "seconds": round(seconds), "runs": runs}) + "\n"
+    )
 
 
 def _device(asked: str) -> str:

@@ -1,23 +1,25 @@
 """The engine against `transformers.generate`, and its INT8 weights against its own dense ones.
 
-The work is an RL step's: 8 prompts of 64 tokens, 8 samples each, response lengths log-normal (median 48, sigma 1, at
-most 384), the same list of lengths forced on every engine, the same random weights of a real shape (speed does not
-depend on the values). All engines sample at temperature 1 and count the useful tokens only: those within a sample's
-length. Seconds are of the whole call, prefill included.
+The work is an RL step's: 8 prompts of 64 tokens, 8 samples each, response lengths log-normal
+(median 48, sigma 1, at most 384), the same list of lengths forced on every engine, the same random
+weights of a real shape (speed does not depend on the values). All engines sample at temperature 1
+and count the useful tokens only: those within a sample's length. Seconds are of the whole call,
+prefill included.
 
     ours            one request a prompt with n = 8; a sample ends by drawing its stop id, which is put in the place
                     of its last token. Log-probs of all tokens are recorded, as always.
     unshared        the same with one request a sample: what is left without running a group's prompt once.
     transformers    float32, SDPA attention, inference mode, num_return_sequences = 8 (no padding: the prompts are
-                    equally long), a stopping criterion that ends each row at its length, and the static cache, which
-                    is faster here than the default one. The batch runs until its longest row is done, because that is
-                    what `generate` does. No log-probs.
+                    equally long), a stopping criterion that ends each row at its length, and the
+                    static cache, which is faster here than the default one. The batch runs until
+                    its longest row is done, because that is what `generate` does. No log-probs.
 
-The sides run in turns. Two threads need two idle cores: a machine that is busy with anything else hits the smaller
-steps hardest (docs/LOG.md), so look at the load that is stored with the numbers.
+The sides run in turns. Two threads need two idle cores: a machine that is busy with anything else
+hits the smaller steps hardest (docs/LOG.md), so look at the load that is stored with the numbers.
 
     python -m bench.engine [--rounds 3] [--threads 2] [--model demo|100m] [--out FOLDER]
 """
+
 from __future__ import annotations
 
 import argparse
@@ -41,13 +43,21 @@ from lowroll.model import hf, initialize
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 
-STOP = 1        # the id that ends a sample
+STOP = 1  # the id that ends a sample
 CONTEXT = 512
 MODELS: dict[str, dict[str, Any]] = {
     "demo": {**DEMO, "vocab_size": 261, "max_position_embeddings": CONTEXT},
-    "100m": {**DEMO, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8,
-             "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192,
-             "max_position_embeddings": CONTEXT},
+    "100m": {
+        **DEMO,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 8192,
+        "max_position_embeddings": CONTEXT,
+    },
 }
 
 
@@ -59,12 +69,30 @@ class Workload:
     lengths: list[list[int]]
 
     @classmethod
-    def lognormal(cls, vocab_size: int, *, num_prompts: int = 8, samples: int = 8, prompt_tokens: int = 64,
-                  median: float = 48.0, sigma: float = 1.0, most: int = 384, seed: int = 0) -> Workload:
+    def lognormal(
+        cls,
+        vocab_size: int,
+        *,
+        num_prompts: int = 8,
+        samples: int = 8,
+        prompt_tokens: int = 64,
+        median: float = 48.0,
+        sigma: float = 1.0,
+        most: int = 384,
+        seed: int = 0,
+    ) -> Workload:
         dice = random.Random(seed)
-        prompts = [[dice.randrange(2, vocab_size) for _ in range(prompt_tokens)] for _ in range(num_prompts)]
-        lengths = [[min(most, max(1, round(dice.lognormvariate(math.log(median), sigma)))) for _ in range(samples)]
-                   for _ in range(num_prompts)]
+        prompts = [
+            [dice.randrange(2, vocab_size) for _ in range(prompt_tokens)]
+            for _ in range(num_prompts)
+        ]
+        lengths = [
+            [
+                min(most, max(1, round(dice.lognormvariate(math.log(median), sigma))))
+                for _ in range(samples)
+            ]
+            for _ in range(num_prompts)
+        ]
         return cls(prompts, lengths)
 
     @property
@@ -79,34 +107,52 @@ class Workload:
 def ours(engine: Engine, work: Workload, share: bool = True) -> Callable[[], list[list[int]]]:
     """A call that runs the workload on our engine; returns the number of tokens of every sample.
 
-    share: one request a prompt, whose prompt runs once; otherwise one request a sample, as if all prompts differed.
+    share: one request a prompt, whose prompt runs once; otherwise one request a sample, as if all
+    prompts differed.
     """
     length_of: dict[tuple[str, int], int] = {}
     requests = []
     for i, (prompt, lengths) in enumerate(zip(work.prompts, work.lengths, strict=True)):
         for j, group in enumerate([lengths] if share else [[length] for length in lengths]):
             length_of.update({(f"{i}.{j}", sample): length for sample, length in enumerate(group)})
-            requests.append(Request(prompt, n=len(group), max_tokens=work.longest, stop_ids=(STOP,), ignore_eos=True,
-                                    seed=7, id=f"{i}.{j}"))
+            requests.append(
+                Request(
+                    prompt,
+                    n=len(group),
+                    max_tokens=work.longest,
+                    stop_ids=(STOP,),
+                    ignore_eos=True,
+                    seed=7,
+                    id=f"{i}.{j}",
+                )
+            )
     draw = engine.runner.run
 
     def scripted(plan: Plan) -> list[Drawn]:
-        """What the runner drew, with each sample's last token replaced by the stop id, and no stop before it."""
+        """What the runner drew, with each sample's last token replaced by the stop id, and no stop
+        before it."""
         drawn = []
         for row in draw(plan):
             past = len(row.sequence.token_ids) + 1
             end = length_of[row.sequence.request.id, row.sequence.sample]
-            drawn.append(replace(row, token_ids=[STOP if past + i == end else STOP + 1 if token == STOP else token
-                                                 for i, token in enumerate(row.token_ids)]))
+            drawn.append(
+                replace(
+                    row,
+                    token_ids=[
+                        STOP if past + i == end else STOP + 1 if token == STOP else token
+                        for i, token in enumerate(row.token_ids)
+                    ],
+                )
+            )
         return drawn
 
     def run() -> list[list[int]]:
         engine.pool.clear_prefixes()  # every round prefills its prompts
-        engine.runner.run = scripted      # type: ignore[method-assign]
+        engine.runner.run = scripted  # type: ignore[method-assign]
         try:
             groups = engine.generate(requests)
         finally:
-            engine.runner.run = draw      # type: ignore[method-assign]
+            engine.runner.run = draw  # type: ignore[method-assign]
         counts = iter([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
         return [[next(counts) for _ in lengths] for lengths in work.lengths]
 
@@ -131,47 +177,78 @@ def transformers_generate(model: Any, work: Workload) -> Callable[[], int]:
 
     def run() -> int:
         with torch.inference_mode():
-            out_BT = model.generate(prompts_BT, attention_mask=torch.ones_like(prompts_BT), do_sample=True, top_k=0,
-                                    top_p=1.0, temperature=1.0, num_return_sequences=len(work.lengths[0]),
-                                    max_new_tokens=work.longest, stopping_criteria=stop, eos_token_id=None,
-                                    pad_token_id=0, cache_implementation="static")
+            out_BT = model.generate(
+                prompts_BT,
+                attention_mask=torch.ones_like(prompts_BT),
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+                num_return_sequences=len(work.lengths[0]),
+                max_new_tokens=work.longest,
+                stopping_criteria=stop,
+                eos_token_id=None,
+                pad_token_id=0,
+                cache_implementation="static",
+            )
         return int(out_BT.shape[1]) - prompts_BT.shape[1]
 
     return run
 
 
-def compare(name: str, config: dict[str, Any], work: Workload, rounds: int, must: float | None,
-            int8_must: float | None) -> list[Row]:
+def compare(
+    name: str,
+    config: dict[str, Any],
+    work: Workload,
+    rounds: int,
+    must: float | None,
+    int8_must: float | None,
+) -> list[Row]:
     """Run every contestant in turns on one model; the rows of the comparison."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         hf.save(initialize(Transformer(spec_from_config(config)), seed=0), folder)
-        peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+        peer = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
         master = hf.load(folder, "cpu")
     cache_tokens = sum(map(len, work.lengths)) * (len(work.prompts[0]) + work.longest + 16)
-    engines = {weights: Engine(master, weights, device="cpu", cache_tokens=cache_tokens)
-               for weights in ("fp32", "bf16", "int8")}
+    engines = {
+        weights: Engine(master, weights, device="cpu", cache_tokens=cache_tokens)
+        for weights in ("fp32", "bf16", "int8")
+    }
     contestants: dict[str, Callable[[], Any]] = {
         "transformers": transformers_generate(peer, work),
         **{weights: ours(engine, work) for weights, engine in engines.items()},
-        "unshared": ours(engines["fp32"], work, share=False)}
-    transformers_generate(peer, replace(work, lengths=[[4] * len(row) for row in work.lengths]))()      # warm-up
+        "unshared": ours(engines["fp32"], work, share=False),
+    }
+    transformers_generate(
+        peer, replace(work, lengths=[[4] * len(row) for row in work.lengths])
+    )()  # warm-up
     for side, run in contestants.items():
-        assert side == "transformers" or run() == work.lengths, f"the {side} engine did not keep to the lengths"
+        assert side == "transformers" or run() == work.lengths, (
+            f"the {side} engine did not keep to the lengths"
+        )
     seconds = interleave(contestants, rounds)
 
     def row(title: str, side: str, other: str, least: float | None = None) -> Row:
-        return speed_row(f"{name}: {title}", work.useful_tokens, "tokens/s", seconds[side], seconds[other], least)
+        return speed_row(
+            f"{name}: {title}", work.useful_tokens, "tokens/s", seconds[side], seconds[other], least
+        )
 
-    return [row("fp32 engine / transformers fp32", "fp32", "transformers", must),
-            row("fp32 engine, prompts not shared / transformers fp32", "unshared", "transformers"),
-            row("int8 engine / transformers fp32", "int8", "transformers"),
-            row("int8 engine / our fp32 engine", "int8", "fp32", int8_must),
-            row("int8 engine / our bf16 engine", "int8", "bf16")]
+    return [
+        row("fp32 engine / transformers fp32", "fp32", "transformers", must),
+        row("fp32 engine, prompts not shared / transformers fp32", "unshared", "transformers"),
+        row("int8 engine / transformers fp32", "int8", "transformers"),
+        row("int8 engine / our fp32 engine", "int8", "fp32", int8_must),
+        row("int8 engine / our bf16 engine", "int8", "bf16"),
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Engine against transformers.generate, INT8 against dense.")
+    parser = argparse.ArgumentParser(
+        description="Engine against transformers.generate, INT8 against dense."
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", choices=MODELS, action="append", help="default: all")
@@ -183,8 +260,17 @@ def main() -> int:
         work = Workload.lognormal(MODELS[name]["vocab_size"])
         rows += compare(name, MODELS[name], work, args.rounds, 2.0, 1.5 if name == "100m" else None)
     met = show(f"Engine, {args.threads} threads, 64 sequences, 8 a prompt", rows)
-    path = write("engine", rows, args.out, rounds=args.rounds, sequences=64, prompt_tokens=64, median_length=48,
-                 sigma=1.0, longest=384)
+    path = write(
+        "engine",
+        rows,
+        args.out,
+        rounds=args.rounds,
+        sequences=64,
+        prompt_tokens=64,
+        median_length=48,
+        sigma=1.0,
+        longest=384,
+    )
     print(path)
     return 0 if met else 1
 

@@ -1,15 +1,18 @@
-"""Every rollout format on the demo's model: what it costs, and how far it is from the dense weights.
+"""Every rollout format on the demo's model: what it costs, and how far it is from the dense
+weights.
 
-    bits      a weight, with the scales of its group
-    error     ||W - Q(W)|| / ||W|| over all linear weights
-    KL        of the dense model's next-token distribution to the quantised one's, mean over the tokens of held-out
-              demonstrations, nats; activations are quantised too where the format says so
-    tokens/s  of the engine on CPU on the demo's kind of batch, in turns, median of the rounds
-    bytes     of the weight files that `lowroll quantize` writes (embeddings and norms stay dense);
-              none where a block of the format would reach over two parts of a fused matrix of this small model
+bits      a weight, with the scales of its group
+error     ||W - Q(W)|| / ||W|| over all linear weights
+KL        of the dense model's next-token distribution to the quantised one's, mean over the tokens of held-out
+          demonstrations, nats; activations are quantised too where the format says so
+tokens/s  of the engine on CPU on the demo's kind of batch, in turns, median of the rounds
+bytes     of the weight files that `lowroll quantize` writes (embeddings and norms stay dense);
+          none where a block of the format would reach over two parts of a fused matrix of this
+          small model
 
-    python -m bench.formats [--rounds 3] [--threads 1] [--out FOLDER]
+python -m bench.formats [--rounds 3] [--threads 1] [--out FOLDER]
 """
+
 from __future__ import annotations
 
 import argparse
@@ -45,7 +48,10 @@ def texts(cfg: RunConfig, folder: Path) -> list[list[int]]:
     """Token ids of held-out demonstrations: prompt and gold response."""
     chat, (env,) = assemble.tokenizer(folder), assemble.environments(cfg.env, cfg.seed).values()
     prompts = [env.prompt(i, "test") for i in range(NUM_TEXTS)]
-    return [chat.encode_chat(prompt.messages) + chat.encode_response(env.gold(prompt)) for prompt in prompts]
+    return [
+        chat.encode_chat(prompt.messages) + chat.encode_response(env.gold(prompt))
+        for prompt in prompts
+    ]
 
 
 @torch.inference_mode()
@@ -66,7 +72,8 @@ def weight_error(model: Transformer, format: str) -> float:
 
 
 def checkpoint_bytes(folder: Path, format: str) -> int | None:
-    """Bytes of the quantised folder's weights; None where the model's sizes do not let the fused parts be cut."""
+    """Bytes of the quantised folder's weights; None where the model's sizes do not let the fused
+    parts be cut."""
     try:
         return quantize_folder(folder, folder.parent / format, format).bytes
     except ValueError as error:
@@ -81,25 +88,57 @@ def measure(cfg: RunConfig, folder: Path, rounds: int) -> list[dict[str, Any]]:
     batch, dense = texts(cfg, folder), hf.load(folder)
     truth = next_token_logprobs(dense, batch)
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    rows: list[dict[str, Any]] = [{"format": "fp32", "bits": 32.0, "error": 0.0, "kl": 0.0,
-                                   "tokens_per_second": speed["fp32"], "bytes": weight_bytes}]
+    rows: list[dict[str, Any]] = [
+        {
+            "format": "fp32",
+            "bits": 32.0,
+            "error": 0.0,
+            "kl": 0.0,
+            "tokens_per_second": speed["fp32"],
+            "bytes": weight_bytes,
+        }
+    ]
     for name in low_bit:
         logp = next_token_logprobs(rollout_copy(hf.load(folder), name, torch.float32), batch)
-        rows.append({"format": name, "bits": get_format(name).bits, "error": weight_error(dense, name),
-                     "kl": float((truth.exp() * (truth - logp)).sum(-1).mean()),
-                     "tokens_per_second": speed[name], "bytes": checkpoint_bytes(folder, name)})
+        rows.append(
+            {
+                "format": name,
+                "bits": get_format(name).bits,
+                "error": weight_error(dense, name),
+                "kl": float((truth.exp() * (truth - logp)).sum(-1).mean()),
+                "tokens_per_second": speed[name],
+                "bytes": checkpoint_bytes(folder, name),
+            }
+        )
     return rows
 
 
-HEAD = ("format", "bits a weight", "weight error", "KL, nats a token", "CPU tokens/s", "of fp32", "checkpoint bytes")
+HEAD = (
+    "format",
+    "bits a weight",
+    "weight error",
+    "KL, nats a token",
+    "CPU tokens/s",
+    "of fp32",
+    "checkpoint bytes",
+)
 
 
 def cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """The measured rows as text, under HEAD; the first is the dense one."""
     dense = rows[0]["tokens_per_second"]
-    return [(row["format"], f"{row['bits']:g}", f"{row['error']:.4f}", f"{row['kl']:.1e}",
-             f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second'] / dense:.2f}x",
-             "-" if row["bytes"] is None else f"{row['bytes']:,}") for row in rows]
+    return [
+        (
+            row["format"],
+            f"{row['bits']:g}",
+            f"{row['error']:.4f}",
+            f"{row['kl']:.1e}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['tokens_per_second'] / dense:.2f}x",
+            "-" if row["bytes"] is None else f"{row['bytes']:,}",
+        )
+        for row in rows
+    ]
 
 
 def main() -> None:
@@ -113,16 +152,25 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
         cfg = settings(Path(scratch), 0, "cpu")
-        cfg = cfg.model_copy(update={"sft": cfg.sft.model_copy(update={"steps": args.sft_steps, "warmup_steps": 0})})
-        warm_start(cfg, build_model(Path(scratch) / "untrained", 0, CONFIG), Path(scratch) / "model")
+        cfg = cfg.model_copy(
+            update={"sft": cfg.sft.model_copy(update={"steps": args.sft_steps, "warmup_steps": 0})}
+        )
+        warm_start(
+            cfg, build_model(Path(scratch) / "untrained", 0, CONFIG), Path(scratch) / "model"
+        )
         rows = measure(cfg, Path(scratch) / "model", args.rounds)
     table = Table(*HEAD, title="rollout formats")
     for row in cells(rows):
         table.add_row(*row)
     Console().print(table)
     args.out.mkdir(parents=True, exist_ok=True)
-    record = {"date": date.today().isoformat(), "machine": machine(), "rounds": args.rounds,
-              "sft_steps": args.sft_steps, "rows": rows}
+    record = {
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "rounds": args.rounds,
+        "sft_steps": args.sft_steps,
+        "rows": rows,
+    }
     (args.out / "formats.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -1,18 +1,21 @@
-"""Peak memory of a learner step with chunked log-probs, against the same step with materialised logits.
+"""Peak memory of a learner step with chunked log-probs, against the same step with materialised
+logits.
 
-One policy-gradient step (forward, log-probs and entropy of every token, backward, AdamW) of a small decoder on 8k
-packed tokens with a vocabulary of 150k: there the logits, not the model, decide the memory. Both sides share model,
-attention, optimiser and objective; they differ in one call:
+One policy-gradient step (forward, log-probs and entropy of every token, backward, AdamW) of a small
+decoder on 8k packed tokens with a vocabulary of 150k: there the logits, not the model, decide the
+memory. Both sides share model, attention, optimiser and objective; they differ in one call:
 
     ours    lowroll.model.logprobs.token_log_probs: 1024 rows of logits at a time, made again in the backward pass
     peer    logits [T, V] in float32, torch.log_softmax, gather: what a textbook trainer does. It computes no entropy,
             which would cost it another [T, V].
 
-Each side runs in a process of its own. Its peak is the process's high-water mark of resident memory in the step
-(VmHWM, reset before it) minus what was resident before the step: model, optimiser state and libraries are in neither.
+Each side runs in a process of its own. Its peak is the process's high-water mark of resident memory
+in the step (VmHWM, reset before it) minus what was resident before the step: model, optimiser state
+and libraries are in neither.
 
     python -m bench.learner [--tokens 8192] [--vocab 150000] [--hidden 128] [--out FOLDER]
 """
+
 from __future__ import annotations
 
 import argparse
@@ -36,7 +39,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.trainer.optim import Optimizer, OptimSettings
 
 LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
-DEADLINE = 900       # seconds that one side may take
+DEADLINE = 900  # seconds that one side may take
 
 
 def chunked(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
@@ -53,23 +56,40 @@ SIDES: dict[str, LogProbs] = {"ours": chunked, "peer": materialised}
 
 def measure(side: str, tokens: int, vocab: int, hidden: int) -> dict[str, float]:
     """Peak bytes, seconds and the objective of one step, in this process."""
-    spec = spec_from_config({**DEMO, "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": 2,
-                             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": hidden // 2,
-                             "vocab_size": vocab})
+    spec = spec_from_config(
+        {
+            **DEMO,
+            "hidden_size": hidden,
+            "intermediate_size": 3 * hidden,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": hidden // 2,
+            "vocab_size": vocab,
+        }
+    )
     model = initialize(Transformer(spec), seed=0)
     optimizer = Optimizer(dict(model.named_parameters()), OptimSettings())
-    step(model, optimizer, SIDES[side], tokens=64)       # moments, gradients and libraries are resident from now on
+    step(
+        model, optimizer, SIDES[side], tokens=64
+    )  # moments, gradients and libraries are resident from now on
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")        # resets VmHWM
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     began = time.perf_counter()
     objective = step(model, optimizer, SIDES[side], tokens)
-    return {"bytes": resident("VmHWM") - before, "seconds": time.perf_counter() - began, "objective": objective}
+    return {
+        "bytes": resident("VmHWM") - before,
+        "seconds": time.perf_counter() - began,
+        "objective": objective,
+    }
 
 
 def step(model: Transformer, optimizer: Optimizer, log_probs: LogProbs, tokens: int) -> float:
     """One update on random packed sequences of 64 tokens; returns its objective."""
     generator = torch.Generator().manual_seed(1)
-    ids_T, targets_T = (torch.randint(0, model.spec.vocab_size, (tokens,), generator=generator) for _ in range(2))
+    ids_T, targets_T = (
+        torch.randint(0, model.spec.vocab_size, (tokens,), generator=generator) for _ in range(2)
+    )
     advantages_T = torch.randn(tokens, generator=generator)
     hidden_TD = model(ids_T, torch.arange(tokens) % 64, varlen([64] * (tokens // 64)))
     objective = (log_probs(hidden_TD, model.lm_head_weight, targets_T) * advantages_T).mean()
@@ -86,17 +106,34 @@ def resident(field: str) -> int:
 
 
 def in_own_process(side: str, args: argparse.Namespace) -> dict[str, float]:
-    words = [sys.executable, "-m", "bench.learner", "--side", side, "--tokens", str(args.tokens),
-             "--vocab", str(args.vocab), "--hidden", str(args.hidden), "--threads", str(args.threads)]
+    words = [
+        sys.executable,
+        "-m",
+        "bench.learner",
+        "--side",
+        side,
+        "--tokens",
+        str(args.tokens),
+        "--vocab",
+        str(args.vocab),
+        "--hidden",
+        str(args.hidden),
+        "--threads",
+        str(args.threads),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE)
     if done.returncode:
-        raise RuntimeError(f"the {side} side failed ({done.returncode}): {done.stderr.strip()[-500:]}")
+        raise RuntimeError(
+            f"the {side} side failed ({done.returncode}): {done.stderr.strip()[-500:]}"
+        )
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Peak memory of a learner step against materialised logits.")
+    parser = argparse.ArgumentParser(
+        description="Peak memory of a learner step against materialised logits."
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=150_000)
     parser.add_argument("--hidden", type=int, default=128)
@@ -111,15 +148,42 @@ def main() -> int:
     sides = {side: in_own_process(side, args) for side in SIDES}
     ours, peer = sides["ours"], sides["peer"]
     if abs(ours["objective"] - peer["objective"]) > 1e-4 * abs(peer["objective"]) + 1e-7:
-        raise RuntimeError(f"the sides computed different objectives: {ours['objective']} and {peer['objective']}")
+        raise RuntimeError(
+            f"the sides computed different objectives: {ours['objective']} and {peer['objective']}"
+        )
     name = f"learner step, {args.tokens} tokens x {args.vocab} vocabulary"
     memory, seconds = peer["bytes"] / ours["bytes"], peer["seconds"] / ours["seconds"]
-    rows = [Row(f"{name}: peak memory, materialised / chunked", "MB", ours["bytes"] / 1e6, peer["bytes"] / 1e6, memory,
-                (memory, memory), must=3.0),
-            Row(f"{name}: time, materialised / chunked", "tokens/s", args.tokens / ours["seconds"],
-                args.tokens / peer["seconds"], seconds, (seconds, seconds))]
+    rows = [
+        Row(
+            f"{name}: peak memory, materialised / chunked",
+            "MB",
+            ours["bytes"] / 1e6,
+            peer["bytes"] / 1e6,
+            memory,
+            (memory, memory),
+            must=3.0,
+        ),
+        Row(
+            f"{name}: time, materialised / chunked",
+            "tokens/s",
+            args.tokens / ours["seconds"],
+            args.tokens / peer["seconds"],
+            seconds,
+            (seconds, seconds),
+        ),
+    ]
     met = show("Learner", rows)
-    print(write("learner", rows, args.out, tokens=args.tokens, vocab=args.vocab, hidden=args.hidden, rounds=1))
+    print(
+        write(
+            "learner",
+            rows,
+            args.out,
+            tokens=args.tokens,
+            vocab=args.vocab,
+            hidden=args.hidden,
+            rounds=1,
+        )
+    )
     return 0 if met else 1
 
 

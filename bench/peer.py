@@ -1,8 +1,11 @@
-"""The other engine of a comparison, as a child process that takes turns with ours (`bench.vllm_worker`).
+"""The other engine of a comparison, as a child process that takes turns with ours
+(`bench.vllm_worker`).
 
-Waits are for the child's next line: until it is ready, and for each call. Every wait has a deadline, names what it
-waits for, and ends early when the child does; the error carries the child's last words.
+Waits are for the child's next line: until it is ready, and for each call. Every wait has a
+deadline, names what it waits for, and ends early when the child does; the error carries the child's
+last words.
 """
+
 from __future__ import annotations
 
 import json
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
-START_S = 420.0        # seconds to import, make the weights, compile and capture the graphs
+START_S = 420.0  # seconds to import, make the weights, compile and capture the graphs
 CALL_S = 180.0
 CLOSE_S = 20.0
 
@@ -29,17 +32,27 @@ class PeerFailed(RuntimeError):
 class Peer:
     """A running worker. `ready` is its first answer. Made and closed by one thread."""
 
-    def __init__(self, settings: Mapping[str, Any], command: Sequence[str], path: str | None = None,
-                 start_s: float = START_S) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        command: Sequence[str],
+        path: str | None = None,
+        start_s: float = START_S,
+    ) -> None:
         environment = os.environ | ({"PYTHONPATH": path} if path else {})
         self._errors = tempfile.TemporaryFile()
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                             stderr=self._errors, env=environment)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=environment,
+            )
         except OSError as error:
             raise PeerFailed(f"{command[0]}: {error}") from None
         self._answers: queue.Queue[bytes | None] = queue.Queue()
-        self.failed = False            # once it has, its answers are out of step: it is not asked again
+        self.failed = False  # once it has, its answers are out of step: it is not asked again
         threading.Thread(target=self._listen, daemon=True).start()
         try:
             self.ready = self._ask(settings, "being ready", start_s)
@@ -47,12 +60,20 @@ class Peer:
             self.close()
             raise
 
-    def generate(self, prompts: list[list[int]], copies: int, new_tokens: int, deadline_s: float = CALL_S) -> float:
+    def generate(
+        self, prompts: list[list[int]], copies: int, new_tokens: int, deadline_s: float = CALL_S
+    ) -> float:
         """Seconds of one call that makes `new_tokens` tokens for every copy of every prompt."""
-        answer = self._ask({"prompts": prompts, "copies": copies, "new_tokens": new_tokens},
-                           f"{copies * len(prompts)} responses of {new_tokens} tokens", deadline_s)
+        answer = self._ask(
+            {"prompts": prompts, "copies": copies, "new_tokens": new_tokens},
+            f"{copies * len(prompts)} responses of {new_tokens} tokens",
+            deadline_s,
+        )
         if answer["tokens"] != copies * len(prompts) * new_tokens:
-            raise PeerFailed(f"it made {answer['tokens']} tokens instead of {copies * len(prompts)} x {new_tokens}")
+            raise PeerFailed(
+                f"it made {answer['tokens']} tokens instead of {copies * len(prompts)} x "
+                f"{new_tokens}"
+            )
         return float(answer["seconds"])
 
     def close(self) -> None:
@@ -61,7 +82,7 @@ class Peer:
             try:
                 self._process.stdin.close()
             except BrokenPipeError:
-                pass                               # it ended before
+                pass  # it ended before
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -82,14 +103,15 @@ class Peer:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass                                   # its end arrives as the next answer
+            pass  # its end arrives as the next answer
         try:
             line = self._answers.get(timeout=deadline_s)
         except queue.Empty:
             self.failed = True
             self._process.kill()
-            raise PeerFailed(f"no answer within {deadline_s:g} s, waiting for {awaited}; "
-                             f"{self._last_words()}") from None
+            raise PeerFailed(
+                f"no answer within {deadline_s:g} s, waiting for {awaited}; {self._last_words()}"
+            ) from None
         if line is None:
             self.failed = True
             code = self._process.wait(CLOSE_S)
@@ -105,15 +127,21 @@ class Peer:
 
     def _last_words(self) -> str:
         self._errors.seek(0)
-        lines = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line
+            for line in self._errors.read().decode(errors="replace").splitlines()
+            if line.strip()
+        ]
         return f"its last words: {' | '.join(lines[-4:])[-600:]}" if lines else "it said nothing"
 
 
 def vllm_command(python: str | None = None) -> list[str]:
-    """How to start the vLLM worker: with the given Python, the one of LOWROLL_VLLM_PYTHON, or this one."""
+    """How to start the vLLM worker: with the given Python, the one of LOWROLL_VLLM_PYTHON, or this
+    one."""
     return [python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable, "-P", str(WORKER)]
 
 
 def vllm_path(path: str | None = None) -> str | None:
-    """The folder that vLLM is unpacked in, when it is not installed: given, or of LOWROLL_VLLM_PATH."""
+    """The folder that vLLM is unpacked in, when it is not installed: given, or of
+    LOWROLL_VLLM_PATH."""
     return path or os.environ.get("LOWROLL_VLLM_PATH")

@@ -1,11 +1,14 @@
 """What a decode step must read at least, and how fast this device can read.
 
-A step of B rows streams every linear weight once (of a mixture of experts, those that the rows touch, as
-`bench.routing` counts them), the bfloat16 head, and the keys and values of all rows. The measured bandwidth is the
-better of a copy (bytes read and written) and of a sum (bytes read) over buffers far larger than the cache.
+A step of B rows streams every linear weight once (of a mixture of experts, those that the rows
+touch, as `bench.routing` counts them), the bfloat16 head, and the keys and values of all rows. The
+measured bandwidth is the better of a copy (bytes read and written) and of a sum (bytes read) over
+buffers far larger than the cache.
 
-    time at the roofline = (linear weights * bits / 8 + head * 2 + B * context * KV bytes a token) / bandwidth
+    time at the roofline = (linear weights * bits / 8 + head * 2 + B * context * KV bytes a token) /
+    bandwidth
 """
+
 from __future__ import annotations
 
 import statistics
@@ -21,19 +24,31 @@ PASSES = 8
 
 
 def linear_weights(config: dict[str, Any], touched: float | None = None) -> float:
-    """Weights of the linear layers: with all experts, or with as many of a layer as a step touches."""
+    """Weights of the linear layers: with all experts, or with as many of a layer as a step
+    touches."""
     spec = spec_from_config(config)
-    q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
+    q, kv, hidden = (
+        spec.num_heads * spec.head_dim,
+        spec.num_kv_heads * spec.head_dim,
+        spec.hidden_size,
+    )
     mlp = 3.0 * hidden * spec.intermediate_size
     if experts := config.get("num_experts"):
-        mlp = 3.0 * hidden * config["moe_intermediate_size"] * (experts if touched is None else touched)
+        mlp = (
+            3.0
+            * hidden
+            * config["moe_intermediate_size"]
+            * (experts if touched is None else touched)
+        )
     return spec.num_layers * (hidden * (2 * q + 2 * kv) + mlp)
 
 
 def weight_bytes(config: dict[str, Any], format: str, touched: float | None = None) -> float:
     """Bytes of the linear weights in a format and of the bfloat16 head."""
-    return (linear_weights(config, touched) * get_format(format).bits / 8
-            + 2 * config["vocab_size"] * config["hidden_size"])
+    return (
+        linear_weights(config, touched) * get_format(format).bits / 8
+        + 2 * config["vocab_size"] * config["hidden_size"]
+    )
 
 
 def kv_bytes_per_token(config: dict[str, Any]) -> int:
@@ -42,8 +57,11 @@ def kv_bytes_per_token(config: dict[str, Any]) -> int:
     return 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim
 
 
-def step_bytes(config: dict[str, Any], format: str, batch: int, context: float, touched: float | None = None) -> float:
-    """Bytes that a decode step of `batch` rows must read when each has `context` tokens behind it."""
+def step_bytes(
+    config: dict[str, Any], format: str, batch: int, context: float, touched: float | None = None
+) -> float:
+    """Bytes that a decode step of `batch` rows must read when each has `context` tokens behind
+    it."""
     return weight_bytes(config, format, touched) + batch * context * kv_bytes_per_token(config)
 
 

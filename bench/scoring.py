@@ -1,12 +1,14 @@
-"""Does the scorer of mathematics say the truth? Gold answers in their usual forms must be right, near misses wrong.
+"""Does the scorer of mathematics say the truth? Gold answers in their usual forms must be right,
+near misses wrong.
 
     python -m bench.scoring --data FOLDER      # with the files of FILES
 
-Of every gold answer: the forms in which people and models write it, and near misses of four kinds (a digit, a sign, a
-name, a bracket or function). It prints a line a file: forms, refused forms, near misses, accepted ones, errors, answers
-that could not be judged, CPU seconds. Ends with 1 where a form is refused, more than one near miss in a thousand is
-accepted, or anything is an error.
+Of every gold answer: the forms in which people and models write it, and near misses of four kinds
+(a digit, a sign, a name, a bracket or function). It prints a line a file: forms, refused forms,
+near misses, accepted ones, errors, answers that could not be judged, CPU seconds. Ends with 1 where
+a form is refused, more than one near miss in a thousand is accepted, or anything is an error.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -21,13 +23,33 @@ from lowroll.envs import make
 from lowroll.envs.problems import Problems
 from lowroll.types import Prompt
 
-FILES = {"gsm8k_test.jsonl": "gsm8k", "gsm8k_train.jsonl": "gsm8k", "math500.jsonl": "math",
-         "minerva_math.jsonl": "math", "gaokao2023en.jsonl": "math"}
+FILES = {
+    "gsm8k_test.jsonl": "gsm8k",
+    "gsm8k_train.jsonl": "gsm8k",
+    "math500.jsonl": "math",
+    "minerva_math.jsonl": "math",
+    "gaokao2023en.jsonl": "math",
+}
 PLAIN = re.compile(r"-?[\d.]+")
 QUANTITY = re.compile(r"[-\d.,]+|\\frac\{\d+\}\{\d+\}")
-CHANGES = (("+", "-"), ("-", "+"), ("-", ""), ("(", "["), ("[", "("), (")", "]"), ("]", ")"), ("<", ">"),
-           (r"\leq", "<"), ("=", r"\neq "), (r"\sin", r"\cos"), (r"\cos", r"\sin"), (r"\cup", r"\cap"),
-           (r"\pi", ""), (r"\sqrt", ""), (r"\infty", "0"))
+CHANGES = (
+    ("+", "-"),
+    ("-", "+"),
+    ("-", ""),
+    ("(", "["),
+    ("[", "("),
+    (")", "]"),
+    ("]", ")"),
+    ("<", ">"),
+    (r"\leq", "<"),
+    ("=", r"\neq "),
+    (r"\sin", r"\cos"),
+    (r"\cos", r"\sin"),
+    (r"\cup", r"\cap"),
+    (r"\pi", ""),
+    (r"\sqrt", ""),
+    (r"\infty", "0"),
+)
 ACCEPTED = 0.001
 
 
@@ -52,9 +74,16 @@ class Count:
 
 def usual_forms(gold: str, hashes: bool) -> Iterator[str]:
     """Responses that state a gold answer."""
-    for content in (gold, f"{gold}.", f"${gold}$", rf"\,{gold}\;", f" {gold} ", gold.replace(r"\frac", r"\dfrac"),
-                    gold.replace(r"\cdot", r"\times"), re.sub(r"(?<!\\left)\(", r"\\left(", re.sub(
-                        r"(?<!\\right)\)", r"\\right)", gold))):
+    for content in (
+        gold,
+        f"{gold}.",
+        f"${gold}$",
+        rf"\,{gold}\;",
+        f" {gold} ",
+        gold.replace(r"\frac", r"\dfrac"),
+        gold.replace(r"\cdot", r"\times"),
+        re.sub(r"(?<!\\left)\(", r"\\left(", re.sub(r"(?<!\\right)\)", r"\\right)", gold)),
+    ):
         yield rf"\boxed{{{content}}}"
     yield rf"**\boxed{{{gold}}}**"
     yield rf"\fbox{{{gold}}}"
@@ -70,29 +99,43 @@ def usual_forms(gold: str, hashes: bool) -> Iterator[str]:
         for separator in (",", r"\,", "{,}", r",\!"):
             yield rf"\boxed{{{int(gold):,}}}".replace(",", separator)
     if hashes:
-        yield from (f"#### {form}" for form in (gold, f"**{gold}**", rf"\${gold}", f"${gold}$", f"{gold} dollars.",
-                                                f"{gold}.00", f"**\\${gold}**"))
+        yield from (
+            f"#### {form}"
+            for form in (
+                gold,
+                f"**{gold}**",
+                rf"\${gold}",
+                f"${gold}$",
+                f"{gold} dollars.",
+                f"{gold}.00",
+                f"**\\${gold}**",
+            )
+        )
 
 
 def near_misses(gold: str) -> Iterator[str]:
     """Other answers, one change away."""
     for digit in re.finditer(r"\d", gold):
-        for other in ("8" if digit[0] == "9" else str(int(digit[0]) + 1), str((int(digit[0]) + 5) % 10)):
-            yield gold[:digit.start()] + other + gold[digit.end():]
+        for other in (
+            "8" if digit[0] == "9" else str(int(digit[0]) + 1),
+            str((int(digit[0]) + 5) % 10),
+        ):
+            yield gold[: digit.start()] + other + gold[digit.end() :]
     for old, new in CHANGES:
         for place in re.finditer(re.escape(old), gold):
             if old not in "()[]" or not re.search(r"left|right|sqrt|text", gold):
-                yield gold[:place.start()] + new + gold[place.end():]
+                yield gold[: place.start()] + new + gold[place.end() :]
     if not PLAIN.fullmatch(gold) and r"\{x|" not in gold:
         for name in re.finditer(r"(?<![A-Za-z\\])[a-pr-z](?![A-Za-z])", gold):
-            yield gold[:name.start()] + "q" + gold[name.end():]
+            yield gold[: name.start()] + "q" + gold[name.end() :]
     yield from (f"{gold}+1", f"7919-({gold})", f"{gold}, 77777")
     if gold != "0":
         yield from (f"-({gold})", f"2({gold})") if len(gold) > 1 or not gold.isalpha() else ()
 
 
 def sweep(path: Path, env_id: str, limit: int | None = None) -> Count:
-    """Score the forms and near misses of the first `limit` gold answers of a file, each different one once."""
+    """Score the forms and near misses of the first `limit` gold answers of a file, each different
+    one once."""
     env = make(env_id, args={"test_path": str(path)})
     assert isinstance(env, Problems)
     count, seen = Count(), set()
@@ -117,7 +160,7 @@ def judge(env: Problems, prompt: Prompt, text: str, reward: float, count: Count)
         score = env.score(prompt, text)
         seen: float | str = score.reward
         count.unjudged += score.metrics["unjudged"] > 0
-    except Exception as error:         # counted and shown
+    except Exception as error:  # counted and shown
         seen = f"{type(error).__name__}: {error}"
         count.errors += 1
     count.forms += reward == 1.0
@@ -130,7 +173,9 @@ def judge(env: Problems, prompt: Prompt, text: str, reward: float, count: Count)
 
 def main(arguments: list[str] | None = None) -> int:
     """Sweep all files of a folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="the folder of the data sets")
     parser.add_argument("--limit", type=int, help="gold answers a file; all by default")
     options = parser.parse_args(arguments)
@@ -138,8 +183,12 @@ def main(arguments: list[str] | None = None) -> int:
     for name, env_id in FILES.items():
         count = sweep(options.data / name, env_id, options.limit)
         ok = ok and count.ok
-        print(f"{name}: {count.forms} forms, {count.refused} refused; {count.misses} near misses, {count.accepted} "
-              f"accepted; {count.errors} errors; {count.unjudged} not judged; {count.seconds:.1f} s", flush=True)
+        print(
+            f"{name}: {count.forms} forms, {count.refused} refused; {count.misses} near misses, "
+            f"{count.accepted} "
+            f"accepted; {count.errors} errors; {count.unjudged} not judged; {count.seconds:.1f} s",
+            flush=True,
+        )
         for example in count.examples[:20]:
             print(f"    {example}")
     return 0 if ok else 1

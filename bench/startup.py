@@ -1,9 +1,11 @@
 """Seconds from `lowroll.Engine(folder)` to the first token of a folder that is in the page cache.
 
-The engine starts in a new process, as a user's does: no kernel is loaded, no graph captured, no context made. Kernels
-that were compiled before lie in the user's cache on disk. The folder holds random weights and was just written, so its
-bytes are in memory. The clock starts at the call, after the imports, whose seconds are a row of their own.
+The engine starts in a new process, as a user's does: no kernel is loaded, no graph captured, no
+context made. Kernels that were compiled before lie in the user's cache on disk. The folder holds
+random weights and was just written, so its bytes are in memory. The clock starts at the call, after
+the imports, whose seconds are a row of their own.
 """
+
 from __future__ import annotations
 
 import json
@@ -28,26 +30,35 @@ SHARED = Path("/dev/shm")
 def rows(model: str, format: str, device: torch.device) -> list[Row]:
     """Both rows, of a folder that is deleted afterwards."""
     files = hf.contents(random_model(SHAPES[model], device))
-    with tempfile.TemporaryDirectory(dir=_place(sum(tensor.nbytes for tensor in files[1].values()))) as temporary:
+    with tempfile.TemporaryDirectory(
+        dir=_place(sum(tensor.nbytes for tensor in files[1].values()))
+    ) as temporary:
         folder = Path(temporary)
         hf.write(files, folder, None)
         del files
         if device.type == "cuda":
             torch.cuda.empty_cache()
         found = in_new_process(folder, format)
-    return [Row(first_token(model, format), "s", found["first_token"]),
-            Row(f"{model} {format}: imports before it", "s", found["imports"])]
+    return [
+        Row(first_token(model, format), "s", found["first_token"]),
+        Row(f"{model} {format}: imports before it", "s", found["imports"]),
+    ]
 
 
 def in_new_process(folder: Path, format: str) -> dict[str, float]:
-    """What `report` prints. RuntimeError, with its last words, when it fails or takes longer than the deadline."""
+    """What `report` prints. RuntimeError, with its last words, when it fails or takes longer than
+    the deadline."""
     command = [sys.executable, "-m", "bench.decode", "--first-token", str(folder), format]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no first token within {DEADLINE_S:g} s of starting the process") from None
+        raise RuntimeError(
+            f"no first token within {DEADLINE_S:g} s of starting the process"
+        ) from None
     if done.returncode:
-        raise RuntimeError(f"the process ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+        raise RuntimeError(
+            f"the process ended with {done.returncode}: {done.stderr.strip()[-500:]}"
+        )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -68,11 +79,16 @@ def report(folder: str, format: str) -> int:
 def _process_began() -> float:
     """Unix time at which this process was started."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    booted = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime")
+    booted = next(
+        int(line.split()[1])
+        for line in Path("/proc/stat").read_text().splitlines()
+        if line[:5] == "btime"
+    )
     return booted + ticks / 100
 
 
 def _place(num_bytes: int) -> Path:
-    """Memory, when the folder fits there twice; the temporary folder, and its page cache, otherwise."""
+    """Memory, when the folder fits there twice; the temporary folder, and its page cache,
+    otherwise."""
     fits = SHARED.is_dir() and shutil.disk_usage(SHARED).free > 2 * num_bytes
     return SHARED if fits else Path(tempfile.gettempdir())

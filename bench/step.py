@@ -8,12 +8,15 @@
     publish     Engine.adopt: the new weights in the engine, in place, with their digest
     idle        the step's wall clock less all of these: batching, advantages, bookkeeping
 
-The device is waited for at each border, so a part's seconds are its own. Numbers are medians over the steps after a
-first one that warms up. A second measurement is publication alone, all linear weights of a bfloat16 learner into
-another format, in place: `weights.publish.publish` as the trainer calls it.
+The device is waited for at each border, so a part's seconds are its own. Numbers are medians over
+the steps after a first one that warms up. A second measurement is publication alone, all linear
+weights of a bfloat16 learner into another format, in place: `weights.publish.publish` as the
+trainer calls it.
 
-    python -m bench.step [--cases NAME ...] [--steps 3] [--publish qwen2.5-7b:fp8 ...] [--out FOLDER]
+    python -m bench.step [--cases NAME ...] [--steps 3] [--publish qwen2.5-7b:fp8 ...] [--out
+    FOLDER]
 """
+
 from __future__ import annotations
 
 import argparse
@@ -53,7 +56,7 @@ class Case:
 
     model: str
     weights: str
-    rank: int | None = None          # of LoRA; None: all weights learn
+    rank: int | None = None  # of LoRA; None: all weights learn
     prompts: int = 32
     samples: int = 8
     prompt_tokens: int = 256
@@ -66,7 +69,10 @@ class Case:
         return f"{self.model} {learning}, {self.weights} rollouts"
 
 
-CASES = {"1.5b": Case("qwen2.5-1.5b", "fp8", tokens_per_microbatch=16384), "7b-lora": Case("qwen2.5-7b", "fp8", 16)}
+CASES = {
+    "1.5b": Case("qwen2.5-1.5b", "fp8", tokens_per_microbatch=16384),
+    "7b-lora": Case("qwen2.5-7b", "fp8", 16),
+}
 
 
 @dataclass
@@ -86,7 +92,8 @@ class Clock:
 
     @contextmanager
     def log_probs(self) -> Iterator[None]:
-        """Inside, passes of the learner that have no objective count as log-prob and not as update."""
+        """Inside, passes of the learner that have no objective count as log-prob and not as
+        update."""
         run = Forward.run
 
         def timed(forward: Forward, indices: Sequence[int], objective: Any = None) -> Any:
@@ -98,11 +105,11 @@ class Clock:
             self.seconds["update"] -= self.seconds["log-prob"] - before
             return trace
 
-        Forward.run = timed          # type: ignore[method-assign]
+        Forward.run = timed  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Forward.run = run        # type: ignore[method-assign]
+            Forward.run = run  # type: ignore[method-assign]
 
 
 class Loop:
@@ -113,11 +120,20 @@ class Loop:
         self.model = _learner(case, device)
         rows = case.prompts * case.samples
         cache = case.prompts * (case.prompt_tokens + 16) + rows * (case.new_tokens + 48)
-        self.engine = Engine(self.model, weights=case.weights, dtype=self.model.dtype, max_batch=rows,
-                             cache_tokens=cache, max_prefill_tokens=16384)
-        self.optimizer = Optimizer(self.model.trainable_parameters(), OptimSettings(learning_rate=1e-6))
-        self.settings = LearnSettings(objectives.select("grpo", "tis"),
-                                      tokens_per_microbatch=case.tokens_per_microbatch)
+        self.engine = Engine(
+            self.model,
+            weights=case.weights,
+            dtype=self.model.dtype,
+            max_batch=rows,
+            cache_tokens=cache,
+            max_prefill_tokens=16384,
+        )
+        self.optimizer = Optimizer(
+            self.model.trainable_parameters(), OptimSettings(learning_rate=1e-6)
+        )
+        self.settings = LearnSettings(
+            objectives.select("grpo", "tis"), tokens_per_microbatch=case.tokens_per_microbatch
+        )
 
     def step(self) -> dict[str, float]:
         """One RL step; its seconds by part."""
@@ -141,9 +157,17 @@ class Loop:
 
     def _requests(self) -> list[Request]:
         case, dice = self.case, random.Random(self.version)
-        return [Request([dice.randrange(2, self.model.spec.vocab_size) for _ in range(case.prompt_tokens)],
-                        n=case.samples, max_tokens=case.new_tokens, min_tokens=case.new_tokens, ignore_eos=True,
-                        seed=self.version) for _ in range(case.prompts)]
+        return [
+            Request(
+                [dice.randrange(2, self.model.spec.vocab_size) for _ in range(case.prompt_tokens)],
+                n=case.samples,
+                max_tokens=case.new_tokens,
+                min_tokens=case.new_tokens,
+                ignore_eos=True,
+                seed=self.version,
+            )
+            for _ in range(case.prompts)
+        ]
 
 
 def _learner(case: Case, device: torch.device) -> Transformer:
@@ -163,9 +187,22 @@ def _batch(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]
     samples = []
     for index, (group, marks) in enumerate(zip(groups, scores, strict=True)):
         prompt = Prompt(str(index), "stub", [])
-        for rollout, score, advantage in zip(group.rollouts, marks, grpo([m.reward for m in marks]), strict=True):
-            samples.append(Sample(prompt, group.request.prompt_ids, rollout, "", score, advantage,
-                                  [1] * len(rollout.token_ids), index, score.reward))
+        for rollout, score, advantage in zip(
+            group.rollouts, marks, grpo([m.reward for m in marks]), strict=True
+        ):
+            samples.append(
+                Sample(
+                    prompt,
+                    group.request.prompt_ids,
+                    rollout,
+                    "",
+                    score,
+                    advantage,
+                    [1] * len(rollout.token_ids),
+                    index,
+                    score.reward,
+                )
+            )
     return Batch(step, samples, temperature=1.0)
 
 
@@ -175,21 +212,35 @@ def step_rows(case: Case, device: torch.device, steps: int) -> list[Row]:
     loop.step()
     taken = [loop.step() for _ in range(steps)]
     whole = statistics.median(sum(seconds.values()) for seconds in taken)
-    rows = [Row(f"{case.name}: {part}", "s", statistics.median(seconds[part] for seconds in taken)) for part in PARTS]
+    rows = [
+        Row(f"{case.name}: {part}", "s", statistics.median(seconds[part] for seconds in taken))
+        for part in PARTS
+    ]
     tokens = case.prompts * case.samples * case.new_tokens
-    return [*rows, Row(f"{case.name}: whole step", "s", whole),
-            Row(f"{case.name}: response tokens over the whole step", "tokens/s", tokens / whole)]
+    return [
+        *rows,
+        Row(f"{case.name}: whole step", "s", whole),
+        Row(f"{case.name}: response tokens over the whole step", "tokens/s", tokens / whole),
+    ]
 
 
 def publish_rows(model: str, weights: str, device: torch.device, rounds: int = 9) -> list[Row]:
     """Milliseconds of publication alone, and with the digest that `adopt` takes."""
     master = random_model(SHAPES[model], device)
-    engine = Engine(master, weights=weights, dtype=master.dtype if weights != "fp32" else None, max_batch=1,
-                    cache_tokens=64)
+    engine = Engine(
+        master,
+        weights=weights,
+        dtype=master.dtype if weights != "fp32" else None,
+        max_batch=1,
+        cache_tokens=64,
+    )
     places = _places(engine.model)
     ways: dict[str, Callable[[int], object]] = {
         publishing(model, weights): lambda version: publish(master, engine.model),
-        f"{model} adopt bf16 to {weights} in place, with its digest": lambda version: engine.adopt(master, version)}
+        f"{model} adopt bf16 to {weights} in place, with its digest": lambda version: engine.adopt(
+            master, version
+        ),
+    }
     rows = []
     for name, run in ways.items():
         taken = []
@@ -205,12 +256,16 @@ def publish_rows(model: str, weights: str, device: torch.device, rounds: int = 9
 
 
 def _places(model: Transformer) -> list[int]:
-    tensors = [linear.weight.tensors.values() for _, linear in model.linears()]       # type: ignore[union-attr]
-    return [tensor.data_ptr() for stored in tensors for tensor in stored] + [p.data_ptr() for p in model.parameters()]
+    tensors = [linear.weight.tensors.values() for _, linear in model.linears()]  # type: ignore[union-attr]
+    return [tensor.data_ptr() for stored in tensors for tensor in stored] + [
+        p.data_ptr() for p in model.parameters()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="A whole RL step by the real parts, and publication alone.")
+    parser = argparse.ArgumentParser(
+        description="A whole RL step by the real parts, and publication alone."
+    )
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, metavar="NAME")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--publish", nargs="*", default=["qwen2.5-7b:fp8"], metavar="MODEL:FORMAT")
@@ -228,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for job in jobs:
         rows += (new := job())
         merge("step", new, out, steps=args.steps)
-        gc.collect()                      # an engine and its scheduler hold each other
+        gc.collect()  # an engine and its scheduler hold each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
     met = show("A whole RL step", rows)

@@ -1,8 +1,9 @@
 """What the project holds itself to on one H200, as data: `must` is the promise, `aim` the hope.
 
-A target names rows of one file in bench/baselines/. The commands put its numbers into their rows, and
-`docs/tables.py` prints a line for each target, with the reasons of the rows that miss.
+A target names rows of one file in bench/baselines/. The commands put its numbers into their rows,
+and `docs/tables.py` prints a line for each target, with the reasons of the rows that miss.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -13,7 +14,8 @@ from bench.record import Goal, Row
 
 @dataclass(frozen=True)
 class Target:
-    """`rows` are names of rows in `file`; `must` and `aim` have one entry for each, None where nothing is promised."""
+    """`rows` are names of rows in `file`; `must` and `aim` have one entry for each, None where
+    nothing is promised."""
 
     quantity: str
     file: str
@@ -45,11 +47,21 @@ def publishing(model: str, format: str) -> str:
     return f"{model} publish bf16 to {format} in place"
 
 
-def _rollouts(model: str, format: str, must: tuple[float | None, ...], aim: tuple[float | None, ...],
-              batches: tuple[int, ...] = (1, 64, 256)) -> Target:
+def _rollouts(
+    model: str,
+    format: str,
+    must: tuple[float | None, ...],
+    aim: tuple[float | None, ...],
+    batches: tuple[int, ...] = (1, 64, 256),
+) -> Target:
     sizes = " / ".join(map(str, batches))
-    return Target(f"{model} {format} rollout over vLLM with log-probs, B = {sizes}", "decode",
-                  tuple(rollout(model, format, batch) for batch in batches), must, aim)
+    return Target(
+        f"{model} {format} rollout over vLLM with log-probs, B = {sizes}",
+        "decode",
+        tuple(rollout(model, format, batch) for batch in batches),
+        must,
+        aim,
+    )
 
 
 TARGETS: tuple[Target, ...] = (
@@ -62,44 +74,79 @@ TARGETS: tuple[Target, ...] = (
     _rollouts("qwen3-30b-a3b", "bf16", (None,) * 2, (None,) * 2, (1, 64)),
     _rollouts("qwen3-30b-a3b", "fp8", (None,) * 3, (None,) * 3),
     _rollouts("qwen3-30b-a3b", "nvfp4", (None,) * 3, (None,) * 3),
-    Target("qwen2.5-7b bf16 decode, fraction of the measured bandwidth roofline, B = 1 / 64 / 256", "decode",
-           tuple(roof("qwen2.5-7b", "bf16", batch) for batch in (1, 64, 256)), (0.7, 0.6, 0.6), (0.82, 0.8, 0.8),
-           "ours at least"),
-    Target("qwen2.5-7b bf16, seconds from Engine(folder) to the first token", "decode",
-           (first_token("qwen2.5-7b", "bf16"),), (20.0,), (8.0,), "ours at most"),
-    Target("qwen2.5-7b nvfp4 with fp8 bulk over own bf16, log-normal lengths, GSM8K- / MATH-like", "decode",
-           (adaptive("qwen2.5-7b", "gsm8k-like"), adaptive("qwen2.5-7b", "math-like")), (1.4, 1.4), (1.6, 1.6)),
-    Target("qwen2.5-7b publish bf16 to fp8 in place, ms", "step", (publishing("qwen2.5-7b", "fp8"),), (30.0,), (8.0,),
-           "ours at most"),
+    Target(
+        "qwen2.5-7b bf16 decode, fraction of the measured bandwidth roofline, B = 1 / 64 / 256",
+        "decode",
+        tuple(roof("qwen2.5-7b", "bf16", batch) for batch in (1, 64, 256)),
+        (0.7, 0.6, 0.6),
+        (0.82, 0.8, 0.8),
+        "ours at least",
+    ),
+    Target(
+        "qwen2.5-7b bf16, seconds from Engine(folder) to the first token",
+        "decode",
+        (first_token("qwen2.5-7b", "bf16"),),
+        (20.0,),
+        (8.0,),
+        "ours at most",
+    ),
+    Target(
+        "qwen2.5-7b nvfp4 with fp8 bulk over own bf16, log-normal lengths, GSM8K- / MATH-like",
+        "decode",
+        (adaptive("qwen2.5-7b", "gsm8k-like"), adaptive("qwen2.5-7b", "math-like")),
+        (1.4, 1.4),
+        (1.6, 1.6),
+    ),
+    Target(
+        "qwen2.5-7b publish bf16 to fp8 in place, ms",
+        "step",
+        (publishing("qwen2.5-7b", "fp8"),),
+        (30.0,),
+        (8.0,),
+        "ours at most",
+    ),
 )
 
 
 def aimed(rows: Iterable[Row]) -> list[Row]:
     """The rows with what their targets demand of them."""
-    wanted = {name: {"must": must, "aim": aim, "goal": target.goal} for target in TARGETS
-              for name, must, aim in zip(target.rows, target.must, target.aim, strict=True)}
+    wanted = {
+        name: {"must": must, "aim": aim, "goal": target.goal}
+        for target in TARGETS
+        for name, must, aim in zip(target.rows, target.must, target.aim, strict=True)
+    }
     return [replace(row, **wanted.get(row.name, {})) for row in rows]
 
 
 # Why a row misses what it must, by the beginning of its name; the profiles are in docs/LOG.md.
 REASONS: dict[str, str] = {
-    rollout("qwen2.5-7b", "bf16", 256):
-        "the products of a step take 5.4 ms (4.3 at the measured peak of arithmetic), the head 0.4, attention 0.6 to "
-        "1.3 as responses grow, norms, rotations, gate and draw about 0.6, and the rest lies between launches: it is "
-        "bound by arithmetic, in the same cuBLAS kernels as vLLM's (profile: docs/LOG.md)",
-    roof("qwen2.5-7b", "bf16", 256):
-        "products and head need 4.6 ms at the measured peak of arithmetic, as long as all bytes of the step, and "
-        "attention's bytes come on top (profile: docs/LOG.md)",
-    rollout("qwen2.5-7b", "int8", 256):
-        "of 6.7 ms a step the products take 3.8 (13 / 11 / 69 / 41 us a layer, fp8's 11 / 10 / 54 / 35): Triton's int8 "
-        "product reaches 1,000 TOPS, and a kernel of wgmma in CUDA with K dealt evenly 880 (tables: docs/LOG.md)",
-    "qwen2.5-1.5b full, 16384 tokens: transformers":
-        "of 312 ms the products take 217, at 93 % of the measured peak, attention 28, the gate 18, AdamW 11 to 15, "
-        "norms 9, log-probs 7, and 9 the device waits (profile: docs/LOG.md); turns reached 1.24 to 1.29",
+    rollout(
+        "qwen2.5-7b", "bf16", 256
+    ): "the products of a step take 5.4 ms (4.3 at the measured peak of arithmetic), the head 0.4, "
+    "attention 0.6 to "
+    "1.3 as responses grow, norms, rotations, gate and draw about 0.6, and the rest lies between "
+    "launches: it is "
+    "bound by arithmetic, in the same cuBLAS kernels as vLLM's (profile: docs/LOG.md)",
+    roof(
+        "qwen2.5-7b", "bf16", 256
+    ): "products and head need 4.6 ms at the measured peak of arithmetic, as long as all bytes of "
+    "the step, and "
+    "attention's bytes come on top (profile: docs/LOG.md)",
+    rollout(
+        "qwen2.5-7b", "int8", 256
+    ): "of 6.7 ms a step the products take 3.8 (13 / 11 / 69 / 41 us a layer, fp8's 11 / 10 / 54 / "
+    "35): Triton's int8 "
+    "product reaches 1,000 TOPS, and a kernel of wgmma in CUDA with K dealt evenly 880 (tables: "
+    "docs/LOG.md)",
+    "qwen2.5-1.5b full, 16384 tokens: transformers": "of 312 ms the products take 217, at 93 % of "
+    "the measured peak, attention 28, the gate 18, AdamW 11 to 15, "
+    "norms 9, log-probs 7, and 9 the device waits (profile: docs/LOG.md); turns reached 1.24 to "
+    "1.29",
 }
 
 
 def reason(row: Row) -> str:
-    """Why the row misses its target; empty for one that does not miss, or that nobody has looked into."""
+    """Why the row misses its target; empty for one that does not miss, or that nobody has looked
+    into."""
     known = (text for name, text in REASONS.items() if row.name.startswith(name))
     return next(known, "") if row.verdict == "missed" else ""

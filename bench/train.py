@@ -1,21 +1,25 @@
-"""The learner against transformers (and PEFT for an adapter): tokens a second and peak memory of a training step.
+"""The learner against transformers (and PEFT for an adapter): tokens a second and peak memory of a
+training step.
 
-Work: 16,384 tokens a step in 8 sequences of 2,048, random weights of the exact Qwen2.5 shapes in bfloat16, one AdamW
-update a step. Every token but the first of a sequence carries loss.
+Work: 16,384 tokens a step in 8 sequences of 2,048, random weights of the exact Qwen2.5 shapes in
+bfloat16, one AdamW update a step. Every token but the first of a sequence carries loss.
 
     ours    `trainer.step.learn` on a batch of such sequences, all of it: packing, forward, log-probs and entropies of
-            the drawn tokens, the clipped objective, backward, the statistics of the step, AdamW on float32 masters.
+            the drawn tokens, the clipped objective, backward, the statistics of the step, AdamW on
+            float32 masters.
     peer    AutoModelForCausalLM with SDPA attention, its own loss (cross entropy of its logits), fused AdamW on its
-            parameters as they are: bfloat16 when all learn, PEFT's float32 adapter otherwise. Rank 16, all linears.
+            parameters as they are: bfloat16 when all learn, PEFT's float32 adapter otherwise. Rank
+            16, all linears.
 
-The peer runs in the settings of PEER_SETTINGS: all rows at once with gradient checkpointing or without, and half of
-them twice without. Those that do not fit are left out; the fastest is what ours is held against, in speed and in
-memory. A row beside them has its least memory with the 16,384 tokens at once. Ours has one setting for all rows. A
-side is built anew for each of its turns, so the memory of the other is never in its peak, and runs one step that is
-not timed.
+The peer runs in the settings of PEER_SETTINGS: all rows at once with gradient checkpointing or
+without, and half of them twice without. Those that do not fit are left out; the fastest is what
+ours is held against, in speed and in memory. A row beside them has its least memory with the 16,384
+tokens at once. Ours has one setting for all rows. A side is built anew for each of its turns, so
+the memory of the other is never in its peak, and runs one step that is not timed.
 
     python -m bench.train [--models qwen2.5-1.5b,qwen2.5-7b] [--rounds 3] [--out FOLDER]
 """
+
 from __future__ import annotations
 
 import argparse
@@ -39,12 +43,13 @@ from lowroll.trainer.step import LearnSettings, learn
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
 
 RANK, ALPHA, RATE = 16, 32.0, 1e-5
-STEPS = 3        # timed steps of a turn
+STEPS = 3  # timed steps of a turn
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: a model's config, with an adapter or in full, on `rows` sequences of `length` tokens."""
+    """What is trained: a model's config, with an adapter or in full, on `rows` sequences of
+    `length` tokens."""
 
     name: str
     config: dict[str, Any]
@@ -53,7 +58,7 @@ class Job:
     length: int = 2048
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
-    checkpointing: bool | float = False     # ours: `Transformer.activation_checkpointing`
+    checkpointing: bool | float = False  # ours: `Transformer.activation_checkpointing`
     logprob_chunk: int = 1024
 
     @property
@@ -65,9 +70,11 @@ class Job:
         return f"{self.name} {'LoRA r16' if self.lora else 'full'}, {self.tokens} tokens"
 
 
-JOBS = {"qwen2.5-1.5b": Job("qwen2.5-1.5b", SHAPES["qwen2.5-1.5b"], lora=False, logprob_chunk=4096),
-        "qwen2.5-7b": Job("qwen2.5-7b", SHAPES["qwen2.5-7b"], lora=True, checkpointing=0.15)}
-MUST = {"qwen2.5-1.5b": (1.3, 1.6), "qwen2.5-7b": (1.4, 2.0)}           # (must, aim) of the speed
+JOBS = {
+    "qwen2.5-1.5b": Job("qwen2.5-1.5b", SHAPES["qwen2.5-1.5b"], lora=False, logprob_chunk=4096),
+    "qwen2.5-7b": Job("qwen2.5-7b", SHAPES["qwen2.5-7b"], lora=True, checkpointing=0.15),
+}
+MUST = {"qwen2.5-1.5b": (1.3, 1.6), "qwen2.5-7b": (1.4, 2.0)}  # (must, aim) of the speed
 MUST_MEMORY = (0.6, 0.4)
 
 
@@ -98,10 +105,24 @@ def batch(job: Job) -> Batch:
     generator = torch.Generator().manual_seed(1)
     samples = []
     for i in range(job.rows):
-        first, *ids = torch.randint(0, job.config["vocab_size"], (job.length + 1,), generator=generator).tolist()
-        rollout = Rollout(ids, [-12.0] * len(ids), "length", BehaviorTag((PolicySpan(0, ""),), "bf16"))
-        samples.append(Sample(Prompt(f"p{i // 4}", "bench", [{"role": "user", "content": ""}]), [first], rollout, "",
-                              Score(1.0), advantage=1.0 if i % 2 else -1.0, loss_mask=[1] * len(ids), group=i // 4))
+        first, *ids = torch.randint(
+            0, job.config["vocab_size"], (job.length + 1,), generator=generator
+        ).tolist()
+        rollout = Rollout(
+            ids, [-12.0] * len(ids), "length", BehaviorTag((PolicySpan(0, ""),), "bf16")
+        )
+        samples.append(
+            Sample(
+                Prompt(f"p{i // 4}", "bench", [{"role": "user", "content": ""}]),
+                [first],
+                rollout,
+                "",
+                Score(1.0),
+                advantage=1.0 if i % 2 else -1.0,
+                loss_mask=[1] * len(ids),
+                group=i // 4,
+            )
+        )
     return Batch(1, samples, temperature=1.0)
 
 
@@ -114,8 +135,9 @@ def ours(job: Job) -> Callable[[], object]:
         model.requires_grad_(True)
     model.activation_checkpointing = job.checkpointing
     optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=RATE))
-    settings = LearnSettings(select("grpo"), tokens_per_microbatch=job.tokens,
-                             logprob_chunk=job.logprob_chunk)
+    settings = LearnSettings(
+        select("grpo"), tokens_per_microbatch=job.tokens, logprob_chunk=job.logprob_chunk
+    )
     steps = batch(job)
     return lambda: learn(model, steps, optimizer, settings)
 
@@ -124,9 +146,13 @@ def peer(job: Job, setting: PeerSetting) -> Callable[[], object]:
     """A call that makes one step with transformers, and PEFT for an adapter."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**{key: value for key, value in job.config.items() if key != "torch_dtype"})
+    config = AutoConfig.for_model(
+        **{key: value for key, value in job.config.items() if key != "torch_dtype"}
+    )
     with torch.device(job.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=job.dtype, attn_implementation="sdpa"
+        )
     model.train()
     if setting.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -135,11 +161,19 @@ def peer(job: Job, setting: PeerSetting) -> Callable[[], object]:
 
         if setting.checkpointing:
             model.enable_input_require_grads()
-        model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM",
-                                                 target_modules=list(lora.TARGETS)))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, fused=True)
+        model = get_peft_model(
+            model,
+            LoraConfig(
+                r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", target_modules=list(lora.TARGETS)
+            ),
+        )
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=RATE, fused=True
+    )
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, job.config["vocab_size"], (job.rows, job.length), generator=generator).to(job.device)
+    ids = torch.randint(
+        0, job.config["vocab_size"], (job.rows, job.length), generator=generator
+    ).to(job.device)
 
     def step() -> None:
         for piece in ids.chunk(setting.pieces):
@@ -172,9 +206,12 @@ def fitting(job: Job) -> dict[PeerSetting, Turn]:
     found = {}
     for setting in PEER_SETTINGS:
         try:
-            found[setting] = turn(lambda s=setting: peer(job, s), 1, job.device == "cuda")     # type: ignore[misc]
-            print(f"{job.title}: peer, {setting}: {job.tokens / found[setting].seconds:,.0f} tokens/s, "
-                  f"{found[setting].bytes / 2**30:.1f} GiB", file=sys.stderr)
+            found[setting] = turn(lambda s=setting: peer(job, s), 1, job.device == "cuda")  # type: ignore[misc]
+            print(
+                f"{job.title}: peer, {setting}: {job.tokens / found[setting].seconds:,.0f} tokens/s, "
+                f"{found[setting].bytes / 2**30:.1f} GiB",
+                file=sys.stderr,
+            )
         except torch.OutOfMemoryError:
             print(f"{job.title}: peer, {setting}: does not fit", file=sys.stderr)
     return found
@@ -188,25 +225,50 @@ def compare(job: Job, rounds: int, must: tuple[float, float], steps: int = STEPS
     for number in range(rounds):
         sides["ours"].append(turn(lambda: ours(job), steps, on_cuda))
         sides["peer"].append(turn(lambda: peer(job, fastest), steps, on_cuda))
-        told = ", ".join(f"{side} {job.tokens / turns[-1].seconds:,.0f} tokens/s" for side, turns in sides.items())
+        told = ", ".join(
+            f"{side} {job.tokens / turns[-1].seconds:,.0f} tokens/s"
+            for side, turns in sides.items()
+        )
         print(f"{job.title}: round {number + 1} of {rounds}: {told}", file=sys.stderr)
     seconds = {side: [t.seconds for t in turns] for side, turns in sides.items()}
     ratios = [theirs / mine for mine, theirs in zip(seconds["ours"], seconds["peer"], strict=True)]
-    speed = Row(f"{job.title}: transformers{' + PEFT' if job.lora else ''} ({fastest})", "tokens/s",
-                job.tokens / statistics.median(seconds["ours"]), job.tokens / statistics.median(seconds["peer"]),
-                statistics.median(ratios), (min(ratios), max(ratios)), *must)
+    speed = Row(
+        f"{job.title}: transformers{' + PEFT' if job.lora else ''} ({fastest})",
+        "tokens/s",
+        job.tokens / statistics.median(seconds["ours"]),
+        job.tokens / statistics.median(seconds["peer"]),
+        statistics.median(ratios),
+        (min(ratios), max(ratios)),
+        *must,
+    )
     if not on_cuda:
         return [speed]
     peak = max(t.bytes for t in sides["ours"])
 
     def memory(setting: PeerSetting, what: str, must: tuple[float | None, float | None]) -> Row:
         theirs = tried[setting].bytes
-        return Row(f"{job.title}: peak memory, ours / the peer's {what}", "GiB", peak / 2**30, theirs / 2**30,
-                   peak / theirs, None, *must, goal="ratio at most", note=f"the peer: {setting}")
+        return Row(
+            f"{job.title}: peak memory, ours / the peer's {what}",
+            "GiB",
+            peak / 2**30,
+            theirs / 2**30,
+            peak / theirs,
+            None,
+            *must,
+            goal="ratio at most",
+            note=f"the peer: {setting}",
+        )
 
     whole = [setting for setting in tried if setting.pieces == 1]
-    return [speed, memory(fastest, "at that speed", MUST_MEMORY),
-            *([memory(min(whole, key=lambda s: tried[s].bytes), "least", (None, None))] if whole else [])]
+    return [
+        speed,
+        memory(fastest, "at that speed", MUST_MEMORY),
+        *(
+            [memory(min(whole, key=lambda s: tried[s].bytes), "least", (None, None))]
+            if whole
+            else []
+        ),
+    ]
 
 
 def main() -> int:
@@ -214,7 +276,9 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(JOBS), help=f"out of {', '.join(JOBS)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of a turn")
-    parser.add_argument("--checkpointing", help="ours, in the place of the default: all, or a share of the layers")
+    parser.add_argument(
+        "--checkpointing", help="ours, in the place of the default: all, or a share of the layers"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[Row] = []
@@ -224,7 +288,9 @@ def main() -> int:
         job = JOBS[name]
         _, args.out = settle(parser, job.device, args.out)
         if args.checkpointing:
-            job = replace(job, checkpointing=args.checkpointing == "all" or float(args.checkpointing))
+            job = replace(
+                job, checkpointing=args.checkpointing == "all" or float(args.checkpointing)
+            )
         rows += compare(job, args.rounds, MUST[name], args.steps)
     met = show("Training", rows)
     print(merge("train", rows, args.out, rounds=args.rounds, steps=args.steps, length=2048))

@@ -1,21 +1,25 @@
 """vLLM in a process of its own, taking turns with ours on one GPU: JSON lines in, JSON lines out.
 
-It needs no lowroll: it runs with the Python that vLLM is installed for. The first line in is the settings (`Peer`
-writes them), the first line out {"ready": true, "seconds": ..., "vllm": ...}. Then each
+It needs no lowroll: it runs with the Python that vLLM is installed for. The first line in is the
+settings (`Peer` writes them), the first line out {"ready": true, "seconds": ..., "vllm": ...}. Then
+each
 
     {"prompts": [[...], ...], "copies": 8, "new_tokens": 256}      one call of LLM.generate, each prompt `copies` times
 
-is answered by {"seconds": ..., "tokens": ...}. The end of the input ends the process. What vLLM prints goes to the
-error stream.
+is answered by {"seconds": ..., "tokens": ...}. The end of the input ends the process. What vLLM
+prints goes to the error stream.
 
-vLLM gets its best settings for this work: dummy weights in the format's own layout, CUDA graphs of the very batch
-sizes that will run, prefix caching, the engine in this process, no detokenising. The sampled token's log-prob is asked
-for, because RL needs it. flashinfer's sampler is off where flashinfer is missing (VLLM_USE_FLASHINFER_SAMPLER).
+vLLM gets its best settings for this work: dummy weights in the format's own layout, CUDA graphs of
+the very batch sizes that will run, prefix caching, the engine in this process, no detokenising. The
+sampled token's log-prob is asked for, because RL needs it. flashinfer's sampler is off where
+flashinfer is missing (VLLM_USE_FLASHINFER_SAMPLER).
 
-A mixture of experts is routed by vLLM's own simulator for performance tests (VLLM_MOE_ROUTING_SIMULATION_STRATEGY):
-every token goes to uniformly random experts. It takes the place of the softmax and choice of the largest on the
-router's logits, which are still computed; dummy weights, whose codes are whatever memory held, route by accident.
+A mixture of experts is routed by vLLM's own simulator for performance tests
+(VLLM_MOE_ROUTING_SIMULATION_STRATEGY): every token goes to uniformly random experts. It takes the
+place of the softmax and choice of the largest on the router's logits, which are still computed;
+dummy weights, whose codes are whatever memory held, route by accident.
 """
+
 from __future__ import annotations
 
 import json
@@ -27,35 +31,62 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-Generate = Callable[[list[list[int]], int], int]       # prompts, new tokens of each -> tokens made
+Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens of each -> tokens made
 
 
 def _weights(**changes: Any) -> dict[str, Any]:
-    return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False, **changes}
+    return {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel",
+        "dynamic": False,
+        **changes,
+    }
 
 
 _PER_TOKEN = {"strategy": "token", "dynamic": True}
-FORMATS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None] | None] = {   # layout, weights, activations
+FORMATS: dict[
+    str, tuple[str, dict[str, Any], dict[str, Any] | None] | None
+] = {  # layout, weights, activations
     "bf16": None,
     "int8": ("int-quantized", _weights(), _weights(**_PER_TOKEN)),
     "fp8": ("float-quantized", _weights(type="float"), _weights(type="float", **_PER_TOKEN)),
     "int4": ("pack-quantized", _weights(num_bits=4, strategy="group", group_size=128), None),
-    "nvfp4": ("nvfp4-pack-quantized", _weights(num_bits=4, type="float", strategy="tensor_group", group_size=16), None),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        _weights(num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        None,
+    ),
 }
 
 
 def config(shape: dict[str, Any], format: str) -> dict[str, Any]:
-    """config.json of the shape with its linear layers in a format, as compressed-tensors writes it."""
+    """config.json of the shape with its linear layers in a format, as compressed-tensors writes
+    it."""
     quantized = FORMATS[format]
     if quantized is None:
         return shape
     layout, weights, activations = quantized
     # A router picks experts and is tiny: no tool quantises it.
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
-    return {**shape, "quantization_config": {
-        "quant_method": "compressed-tensors", "format": layout, "ignore": ["lm_head", "re:.*mlp.gate$"],
-        "kv_cache_scheme": None, "quantization_status": "compressed", "global_compression_ratio": None,
-        "config_groups": {"group_0": group}}}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+    }
+    return {
+        **shape,
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": layout,
+            "ignore": ["lm_head", "re:.*mlp.gate$"],
+            "kv_cache_scheme": None,
+            "quantization_status": "compressed",
+            "global_compression_ratio": None,
+            "config_groups": {"group_0": group},
+        },
+    }
 
 
 def load(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
@@ -74,23 +105,45 @@ def load(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     folder = Path(tempfile.gettempdir()) / "bench-vllm" / f"{settings['name']}-{settings['format']}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(settings["shape"], settings["format"])))
-    llm = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length,
-              max_num_seqs=most, max_num_batched_tokens=16384, enable_prefix_caching=True,
-              gpu_memory_utilization=settings["memory_fraction"], kv_cache_memory_bytes=settings["cache_bytes"],
-              compilation_config={"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": most},
-              disable_log_stats=True)
+    llm = LLM(
+        model=str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=length,
+        max_num_seqs=most,
+        max_num_batched_tokens=16384,
+        enable_prefix_caching=True,
+        gpu_memory_utilization=settings["memory_fraction"],
+        kv_cache_memory_bytes=settings["cache_bytes"],
+        compilation_config={"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": most},
+        disable_log_stats=True,
+    )
 
     if mixture and (routers := set(llm.apply_model(routers_of)[0])) != {"RoutingSimulatorRouter"}:
         raise RuntimeError(f"vLLM's experts are routed by {routers}, not by its simulator")
 
     def generate(prompts: list[list[int]], new_tokens: int) -> int:
-        sampling = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=new_tokens, min_tokens=new_tokens,
-                                  ignore_eos=True, logprobs=0, detokenize=False)
-        answers = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], sampling, use_tqdm=False)
+        sampling = SamplingParams(
+            temperature=1.0,
+            top_p=1.0,
+            max_tokens=new_tokens,
+            min_tokens=new_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+        )
+        answers = llm.generate(
+            [TokensPrompt(prompt_token_ids=ids) for ids in prompts], sampling, use_tqdm=False
+        )
         assert all(answer.outputs[0].logprobs is not None for answer in answers)
         return sum(len(answer.outputs[0].token_ids) for answer in answers)
 
-    return generate, {"ready": True, "seconds": time.perf_counter() - began, "vllm": vllm.__version__}
+    return generate, {
+        "ready": True,
+        "seconds": time.perf_counter() - began,
+        "vllm": vllm.__version__,
+    }
 
 
 def routers_of(model: Any) -> list[str]:
@@ -98,8 +151,11 @@ def routers_of(model: Any) -> list[str]:
     return [type(module.router).__name__ for module in model.modules() if hasattr(module, "router")]
 
 
-def serve(lines: Iterable[str], say: Callable[[dict[str, Any]], None],
-          load: Callable[[dict[str, Any]], tuple[Generate, dict[str, Any]]]) -> None:
+def serve(
+    lines: Iterable[str],
+    say: Callable[[dict[str, Any]], None],
+    load: Callable[[dict[str, Any]], tuple[Generate, dict[str, Any]]],
+) -> None:
     """Answer every line until they end."""
     orders = iter(lines)
     generate, ready = load(json.loads(next(orders)))
@@ -113,11 +169,16 @@ def serve(lines: Iterable[str], say: Callable[[dict[str, Any]], None],
 
 
 def main() -> None:
-    for name, value in (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), ("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"),
-                        ("VLLM_LOGGING_LEVEL", "WARNING"), ("VLLM_USE_FLASHINFER_SAMPLER", "0")):
+    for name, value in (
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("HF_HUB_OFFLINE", "1"),
+        ("VLLM_NO_USAGE_STATS", "1"),
+        ("VLLM_LOGGING_LEVEL", "WARNING"),
+        ("VLLM_USE_FLASHINFER_SAMPLER", "0"),
+    ):
         os.environ.setdefault(name, value)
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)                         # whatever libraries print must not get between the answers
+    os.dup2(2, 1)  # whatever libraries print must not get between the answers
 
     def say(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=channel, flush=True)

@@ -1,8 +1,10 @@
-"""The generated parts of the documentation: `python docs/tables.py` writes them, a test keeps them true.
+"""The generated parts of the documentation: `python docs/tables.py` writes them, a test keeps them
+true.
 
-A part stands between `<!-- table: NAME -->` and `<!-- end -->` in README.md or docs/*.md and comes from the code, or
-from the numbers that `make bench` stored. Edit the source, then run this.
+A part stands between `<!-- table: NAME -->` and `<!-- end -->` in README.md or docs/*.md and comes
+from the code, or from the numbers that `make bench` stored. Edit the source, then run this.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -37,56 +39,88 @@ def pages() -> list[Path]:
 
 def filled(text: str) -> str:
     """`text` with every generated part made anew. ValueError for a part that nobody makes."""
+
     def fill(match: re.Match[str]) -> str:
         if match[2] not in PARTS:
             raise ValueError(f"unknown table {match[2]!r}; known: {', '.join(PARTS)}")
         return match[1] + PARTS[match[2]]().strip("\n") + "\n" + match[3]
+
     return BLOCK.sub(fill, text)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 def metrics() -> str:
     from lowroll.metrics import names
+
     return names.table()
 
 
 def objectives() -> str:
     from lowroll.objectives import TABLE
+
     rows = []
     for name, objective in TABLE.items():
-        needs = ["learner", *["proximal"] * objective.needs_proximal, *["behavior"] * objective.needs_behavior]
-        options = ", ".join(f"{key} {value}" for key, value in objective.options.items() if value is not None)
-        rows.append((f"`{name}`", f"`{objective.formula}`", ", ".join(needs), options, objective.source))
+        needs = [
+            "learner",
+            *["proximal"] * objective.needs_proximal,
+            *["behavior"] * objective.needs_behavior,
+        ]
+        options = ", ".join(
+            f"{key} {value}" for key, value in objective.options.items() if value is not None
+        )
+        rows.append(
+            (f"`{name}`", f"`{objective.formula}`", ", ".join(needs), options, objective.source)
+        )
     return table(("name", "token term, to maximise", "log-probs", "options", "source"), rows)
 
 
 def algorithms() -> str:
     from lowroll.config.algorithms import ALGORITHMS
-    return table(("algorithm", "advantage", "clip", "reduce", "dynamic sampling"),
-                 [(f"`{name}`", f"`{a.advantage}`", f"{a.eps_low:g} / {a.eps_high:g}", f"`{a.reduce}`",
-                   "yes" if a.dynamic_sampling else "no") for name, a in ALGORITHMS.items()])
+
+    return table(
+        ("algorithm", "advantage", "clip", "reduce", "dynamic sampling"),
+        [
+            (
+                f"`{name}`",
+                f"`{a.advantage}`",
+                f"{a.eps_low:g} / {a.eps_high:g}",
+                f"`{a.reduce}`",
+                "yes" if a.dynamic_sampling else "no",
+            )
+            for name, a in ALGORITHMS.items()
+        ],
+    )
 
 
 def auto() -> str:
     from lowroll.config import from_mapping
     from lowroll.config.auto import AUTO
+
     rows = []
     for row in AUTO:
         options = from_mapping({"model": "m", **row.example}).objective_options
-        shown = ", ".join(f"{name} {options[name]:g}" for name in ("eps_low", "eps_high", "eps_negative", "cap", "veto")
-                          if options.get(name) is not None)
+        shown = ", ".join(
+            f"{name} {options[name]:g}"
+            for name in ("eps_low", "eps_high", "eps_negative", "cap", "veto")
+            if options.get(name) is not None
+        )
         under = "" if row.gspo == row.correction else f" (`{row.gspo}` under gspo)"
         rows.append((row.price, row.forward, f"`{row.correction}`{under}", shown, row.source))
-    return table(("rollouts", "learner's forward", "correction", "thresholds (grpo)", "source"), rows)
+    return table(
+        ("rollouts", "learner's forward", "correction", "thresholds (grpo)", "source"), rows
+    )
 
 
 def formats() -> str:
     from lowroll.quant.formats import formats as known
+
     return table(("format", "what it is"), [(f"`{name}`", text) for name, text in known().items()])
 
 
@@ -94,20 +128,33 @@ def environments() -> str:
     import importlib
 
     from lowroll.envs.table import REASONING_GYM, TABLE
+
     rows = []
-    for name, place in {**TABLE, f"{REASONING_GYM}<generator>": "lowroll.envs.reasoning_gym:ReasoningGym"}.items():
+    for name, place in {
+        **TABLE,
+        f"{REASONING_GYM}<generator>": "lowroll.envs.reasoning_gym:ReasoningGym",
+    }.items():
         module, _, class_name = place.partition(":")
         home = importlib.import_module(module)
-        arguments = [key for key in inspect.signature(getattr(home, class_name)).parameters
-                     if key not in ("name", "seed", "generator", "options")]
-        summary = (home.__doc__ or "").split("\n")[0].partition(": ")[2] or (home.__doc__ or "").split("\n")[0]
+        arguments = [
+            key
+            for key in inspect.signature(getattr(home, class_name)).parameters
+            if key not in ("name", "seed", "generator", "options")
+        ]
+        summary = (home.__doc__ or "").split("\n")[0].partition(": ")[2] or (
+            home.__doc__ or ""
+        ).split("\n")[0]
         rows.append((f"`{name}`", summary.rstrip("."), ", ".join(f"`{key}`" for key in arguments)))
     return table(("id", "task", "args"), rows)
 
 
 def commands() -> str:
     from lowroll.cli.main import COMMANDS
-    return table(("command", "what it does"), [(f"`lowroll {name}`", text) for name, text in COMMANDS.items()])
+
+    return table(
+        ("command", "what it does"),
+        [(f"`lowroll {name}`", text) for name, text in COMMANDS.items()],
+    )
 
 
 ON_GPU = ("decode", "train", "step")
@@ -115,8 +162,15 @@ ON_GPU = ("decode", "train", "step")
 
 def measured() -> str:
     """The stored results of `make bench`, a table a file."""
-    paths = [path for path in sorted((ROOT / "bench" / "baselines").glob("*.json")) if path.stem not in ON_GPU]
-    return "\n".join(_file(path.stem) for path in paths) or "Nothing is stored in bench/baselines/: run `make bench`.\n"
+    paths = [
+        path
+        for path in sorted((ROOT / "bench" / "baselines").glob("*.json"))
+        if path.stem not in ON_GPU
+    ]
+    return (
+        "\n".join(_file(path.stem) for path in paths)
+        or "Nothing is stored in bench/baselines/: run `make bench`.\n"
+    )
 
 
 def gpu() -> str:
@@ -125,27 +179,50 @@ def gpu() -> str:
 
 
 def targets() -> str:
-    """What the project holds itself to on one GPU, and what was measured, with the reason for what was missed."""
+    """What the project holds itself to on one GPU, and what was measured, with the reason for what
+    was missed."""
     from bench.record import read_row
     from bench.targets import TARGETS
+
     records = {name: _stored(name) for name in ON_GPU}
-    found = {name: {row["name"]: read_row(row) for row in record.get("rows", ())} for name, record in records.items()}
-    lines = [_target(t.quantity, [found[t.file].get(name) for name in t.rows], t.must, t.aim) for t in TARGETS]
+    found = {
+        name: {row["name"]: read_row(row) for row in record.get("rows", ())}
+        for name, record in records.items()
+    }
+    lines = [
+        _target(t.quantity, [found[t.file].get(name) for name in t.rows], t.must, t.aim)
+        for t in TARGETS
+    ]
     named = {name for target in TARGETS for name in target.rows}
-    lines += [_target(f"{row.name}, {row.unit}", [row], (row.must,), (row.aim,)) for name in ("train", "step")
-              for row in found[name].values() if row.must is not None and row.name not in named]
+    lines += [
+        _target(f"{row.name}, {row.unit}", [row], (row.must,), (row.aim,))
+        for name in ("train", "step")
+        for row in found[name].values()
+        if row.must is not None and row.name not in named
+    ]
     heads = [f"{_machine(record)} ({name})." for name, record in records.items() if record]
-    return "\n".join([*(heads or [NOT_RUN]), "",
-                      table(("target", "ours", "the other", "ratio", "must", "aim", "result"), lines)])
+    return "\n".join(
+        [
+            *(heads or [NOT_RUN]),
+            "",
+            table(("target", "ours", "the other", "ratio", "must", "aim", "result"), lines),
+        ]
+    )
 
 
 NOT_RUN = "Nothing of this is stored in bench/baselines/ yet: run `make bench-gpu` on a machine with a GPU."
 
 
-def _target(quantity: str, rows: Sequence[Row | None], must: Sequence[float | None],
-            aim: Sequence[float | None]) -> tuple[str, ...]:
-    """A line: the rows' values side by side, one verdict where they agree, and why a row was missed or not run."""
+def _target(
+    quantity: str,
+    rows: Sequence[Row | None],
+    must: Sequence[float | None],
+    aim: Sequence[float | None],
+) -> tuple[str, ...]:
+    """A line: the rows' values side by side, one verdict where they agree, and why a row was missed
+    or not run."""
     from bench.targets import reason
+
     def beside(values: Iterable[float | None]) -> str:
         shown = [_number(value) for value in values]
         return " / ".join(shown) if set(shown) - {"-"} else "-"
@@ -154,9 +231,15 @@ def _target(quantity: str, rows: Sequence[Row | None], must: Sequence[float | No
     said = verdicts[0] or "no target" if len(set(verdicts)) == 1 else " / ".join(verdicts)
     found = [row for row in rows if row is not None]
     notes = [reason(row) or (row.note if row.verdict == "not run" else "") for row in found]
-    return (quantity, beside(row and row.ours for row in rows), beside(row and row.peer for row in rows),
-            beside(row and row.ratio for row in rows), beside(must), beside(aim),
-            ": ".join([said, "; ".join(filter(None, dict.fromkeys(notes)))]) if any(notes) else said)
+    return (
+        quantity,
+        beside(row and row.ours for row in rows),
+        beside(row and row.peer for row in rows),
+        beside(row and row.ratio for row in rows),
+        beside(must),
+        beside(aim),
+        ": ".join([said, "; ".join(filter(None, dict.fromkeys(notes)))]) if any(notes) else said,
+    )
 
 
 def _stored(name: str) -> dict[str, Any]:
@@ -166,39 +249,53 @@ def _stored(name: str) -> dict[str, Any]:
 
 def _machine(record: Mapping[str, Any]) -> str:
     machine, beside = record["machine"], record.get("settings", {}).get("vllm")
-    place = (f"one {machine['gpu']}, driver {machine['driver']}" if "gpu" in machine
-             else f"{machine['cpu']}, {machine['threads']} threads")
-    return (f"{record['date']}: {place}, torch {machine['torch']}, transformers {machine['transformers']}"
-            + (f", vLLM {beside}" if beside else ""))
+    place = (
+        f"one {machine['gpu']}, driver {machine['driver']}"
+        if "gpu" in machine
+        else f"{machine['cpu']}, {machine['threads']} threads"
+    )
+    return (
+        f"{record['date']}: {place}, torch {machine['torch']}, transformers {machine['transformers']}"
+        + (f", vLLM {beside}" if beside else "")
+    )
 
 
 def _file(name: str) -> str:
     """One file's rows."""
     record = _stored(name)
-    body = table(("ours / the other", "unit", "ours", "the other", "ratio (spread)", "must be"),
-                 [_comparison(row) for row in record["rows"]])
+    body = table(
+        ("ours / the other", "unit", "ours", "the other", "ratio (spread)", "must be"),
+        [_comparison(row) for row in record["rows"]],
+    )
     return f"`{name}`, {_machine(record)}.\n\n{body}\n"
 
 
 def curves() -> str:
-    """What `python -m bench.curves` stored: a line a variant, means over the seeds with their range."""
+    """What `python -m bench.curves` stored: a line a variant, means over the seeds with their
+    range."""
     from bench.curves import HEAD, summary
+
     record = json.loads((RESULTS / "curves.json").read_text())
     machine = record["machine"]
     seeds = len({run["seed"] for run in record["runs"]})
-    head = (f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps, {seeds} seeds, "
-            f"{record['seconds']} s for all runs. Held-out reward of the warm-started model: "
-            f"{record['before']['sampled']:.3f}.")
+    head = (
+        f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps, {seeds} seeds, "
+        f"{record['seconds']} s for all runs. Held-out reward of the warm-started model: "
+        f"{record['before']['sampled']:.3f}."
+    )
     return head + "\n\n" + table(HEAD, summary(record["runs"]))
 
 
 def prices() -> str:
     """What `python -m bench.formats` stored."""
     from bench.formats import HEAD, cells
+
     record = json.loads((RESULTS / "formats.json").read_text())
     machine = record["machine"]
     head = f"{record['date']}, {machine['cpu']}, {machine['threads']} thread, torch {machine['torch']}."
-    return head + "\n\n" + table(HEAD, [(f"`{name}`", *rest) for name, *rest in cells(record["rows"])])
+    return (
+        head + "\n\n" + table(HEAD, [(f"`{name}`", *rest) for name, *rest in cells(record["rows"])])
+    )
 
 
 def _comparison(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -206,7 +303,9 @@ def _comparison(row: Mapping[str, Any]) -> tuple[str, ...]:
     extent = f" ({spread[0]:.2f} to {spread[1]:.2f})" if spread and spread[0] != spread[1] else ""
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}x{extent}"
     kind = row.get("goal", "ratio at least")
-    must = "" if bound is None else f"{bound:g}x" if kind == "ratio at least" else f"{kind} {bound:g}"
+    must = (
+        "" if bound is None else f"{bound:g}x" if kind == "ratio at least" else f"{kind} {bound:g}"
+    )
     return row["name"], row["unit"], _number(row["ours"]), _number(row["peer"]), ratio, must
 
 
@@ -214,9 +313,24 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-PARTS: dict[str, Callable[[], str]] = {part.__name__: part for part in (
-    metrics, objectives, algorithms, auto, formats, environments, commands, measured, gpu, targets, curves, prices)}
+PARTS: dict[str, Callable[[], str]] = {
+    part.__name__: part
+    for part in (
+        metrics,
+        objectives,
+        algorithms,
+        auto,
+        formats,
+        environments,
+        commands,
+        measured,
+        gpu,
+        targets,
+        curves,
+        prices,
+    )
+}
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))       # for bench, which is not installed
+    sys.path.insert(0, str(ROOT))  # for bench, which is not installed
     main()

@@ -1,9 +1,12 @@
-"""An environment of your own: sort the letters of a word. In the YAML: env: [{id: my_env.py, args: {length: 6}}]
+"""An environment of your own: sort the letters of a word. In the YAML: env: [{id: my_env.py, args:
+{length: 6}}]
 
-`task` draws a task from a random generator; the framework keeps train and test apart. `score` returns a number, or a
-Score with more numbers for the log, also as `async def`. It may raise: that rollout is then left out, never scored 0.
-Check it with `lowroll.envs.make("examples/my_env.py").validate()`.
+`task` draws a task from a random generator; the framework keeps train and test apart. `score`
+returns a number, or a Score with more numbers for the log, also as `async def`. It may raise: that
+rollout is then left out, never scored 0. Check it with
+`lowroll.envs.make("examples/my_env.py").validate()`.
 """
+
 from __future__ import annotations
 
 import string

@@ -2,6 +2,7 @@
 
 The public names load on first use, so that `import lowroll` and its torch-free rooms stay light.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -21,17 +22,35 @@ if TYPE_CHECKING:
     from lowroll.quant.formats import quantize as quantize
 
 __version__ = "0.1.0"
-__all__ = ["BehaviorTag", "Engine", "Group", "QTensor", "Request", "Rollout",
-           "formats", "objectives", "quantize", "run", "score"]
+__all__ = [
+    "BehaviorTag",
+    "Engine",
+    "Group",
+    "QTensor",
+    "Request",
+    "Rollout",
+    "formats",
+    "objectives",
+    "quantize",
+    "run",
+    "score",
+]
 
-# Between two parallel loops OpenMP's threads spin for a millisecond, and beside a busy process each waits for one that
-# has lost its core: 40 times slower (docs/LOG.md, 2026-11-22). A short spin changes no number, and on an
-# idle machine the speeds lie in the same range. It is read when torch is loaded; who sets a policy knows better.
+# Between two parallel loops OpenMP's threads spin for a millisecond, and beside a busy process each
+# waits for one that has lost its core: 40 times slower (docs/LOG.md, 2026-11-22). A short spin
+# changes no number, and on an idle machine the speeds lie in the same range. It is read when torch
+# is loaded; who sets a policy knows better.
 if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-_HOMES = {"Engine": "engine.engine", "score": "model.scoring", "QTensor": "quant.formats",
-          "formats": "quant.formats", "quantize": "quant.formats", "run": "inprocess"}
+_HOMES = {
+    "Engine": "engine.engine",
+    "score": "model.scoring",
+    "QTensor": "quant.formats",
+    "formats": "quant.formats",
+    "quantize": "quant.formats",
+    "run": "inprocess",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
 """`python -m lowroll ...`: the command line, without its script."""
+
 import sys
 
 from lowroll.cli.main import main

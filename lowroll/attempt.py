@@ -1,9 +1,12 @@
-"""What surrounds an attempt at a run, of whatever kind: the folder that it owns, its log, and its steps.
+"""What surrounds an attempt at a run, of whatever kind: the folder that it owns, its log, and its
+steps.
 
-    with attempt(cfg, "grpo", resume) as folder:         lock and check output_dir; logs/attempt_N.log tells the story
-        with polite_stop() as stop:
-            drive(steps, first, last, every, show, stop)   step after step, until the last one or a signal
+with attempt(cfg, "grpo", resume) as folder: lock and check output_dir; logs/attempt_N.log tells the
+story
+    with polite_stop() as stop:
+        drive(steps, first, last, every, show, stop)   step after step, until the last one or a signal
 """
+
 from __future__ import annotations
 
 import logging
@@ -33,8 +36,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished (or politely interrupted) run. `ended`: why it finished before its last step. `signal`: the number of
-    the one that interrupted it, else 0."""
+    """A finished (or politely interrupted) run. `ended`: why it finished before its last step.
+    `signal`: the number of the one that interrupted it, else 0."""
 
     folder: Path
     records: list[Record]
@@ -60,17 +63,23 @@ class Steps(Protocol):
 
 
 @contextmanager
-def attempt(cfg: RunConfig, command: str, resume: bool = False, overwrite: bool = False) -> Iterator[RunFolder]:
-    """Own `output_dir` for one launch of a command. Everything that is logged in the block goes to its log file.
+def attempt(
+    cfg: RunConfig, command: str, resume: bool = False, overwrite: bool = False
+) -> Iterator[RunFolder]:
+    """Own `output_dir` for one launch of a command. Everything that is logged in the block goes to
+    its log file.
 
-    ValueError, before anything is changed, when the folder cannot be used so; RunLockedError when another process has
-    it. With `resume`, a run goes on there; with `overwrite`, what it made is replaced when the new one begins.
+    ValueError, before anything is changed, when the folder cannot be used so; RunLockedError when
+    another process has it. With `resume`, a run goes on there; with `overwrite`, what it made is
+    replaced when the new one begins.
     """
     if resume and overwrite:
-        raise ValueError("--overwrite: it replaces the run that --resume goes on with; give one of the two")
+        raise ValueError(
+            "--overwrite: it replaces the run that --resume goes on with; give one of the two"
+        )
     folder = RunFolder(cfg, command)
     if not (folder.path / LOCK).exists():
-        folder.check(resume, overwrite)               # a folder that no run has touched is not even given a lock
+        folder.check(resume, overwrite)  # a folder that no run has touched is not even given a lock
     with _lock(folder.path) as lock:
         folder.check(resume, overwrite)
         folder.settle()
@@ -78,11 +87,15 @@ def attempt(cfg: RunConfig, command: str, resume: bool = False, overwrite: bool 
             yield folder
 
 
-def drive(steps: Steps, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop) -> int:
-    """Make the steps `first` to `last`, with a checkpoint `every` so many, and finish; or stop when asked to, with a
-    checkpoint. `show` puts a record into words. Returns the signal that ended it early, else 0.
+def drive(
+    steps: Steps, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop
+) -> int:
+    """Make the steps `first` to `last`, with a checkpoint `every` so many, and finish; or stop when
+    asked to, with a checkpoint. `show` puts a record into words. Returns the signal that ended it
+    early, else 0.
 
-    The record of a step comes first: a process that dies before its checkpoint makes it again, and none is left out.
+    The record of a step comes first: a process that dies before its checkpoint makes it again, and
+    none is left out.
     """
     for step in range(first, last + 1):
         try:
@@ -114,7 +127,8 @@ def _lock(folder: Path) -> RunLock:
 
 
 class LogFile(logging.FileHandler):
-    """A log that cannot be written costs one line, and no run. What is held back is written when that works again."""
+    """A log that cannot be written costs one line, and no run. What is held back is written when
+    that works again."""
 
     _told = False
 
@@ -135,17 +149,24 @@ class LogFile(logging.FileHandler):
     def _tell(self, error: OSError) -> None:
         if not self._told:
             self._told = True
-            print(f"warning: {self.baseFilename}: {error.strerror}: lines of the log may be lost", file=sys.stderr)
+            print(
+                f"warning: {self.baseFilename}: {error.strerror}: lines of the log may be lost",
+                file=sys.stderr,
+            )
 
 
 @contextmanager
 def log_file(folder: Path, attempt: int) -> Iterator[None]:
-    """Everything that is logged in the block goes to logs/attempt_N.log, and warnings to the terminal too."""
+    """Everything that is logged in the block goes to logs/attempt_N.log, and warnings to the
+    terminal too."""
     (folder / LOGS).mkdir(exist_ok=True)
-    file, terminal = LogFile(folder / LOGS / f"attempt_{attempt}.log", encoding="utf-8"), logging.StreamHandler()
+    file, terminal = (
+        LogFile(folder / LOGS / f"attempt_{attempt}.log", encoding="utf-8"),
+        logging.StreamHandler(),
+    )
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal.setLevel(logging.WARNING)
-    terminal.addFilter(lambda record: not record.exc_info)        # the one that catches an error shows it
+    terminal.addFilter(lambda record: not record.exc_info)  # the one that catches an error shows it
     root = logging.getLogger("lowroll")
     before = root.level
     root.setLevel(logging.INFO)
@@ -164,15 +185,28 @@ def log_file(folder: Path, attempt: int) -> Iterator[None]:
 def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
     """The beginning of an attempt and its end, in the log; an error with its traceback."""
     began = time.monotonic()
-    log.info("lowroll %s (version %s), attempt %d in %s: process %d on %s, Python %s, torch %s", command,
-             lowroll.__version__, attempt, Path(cfg.output_dir).resolve(), os.getpid(), socket.gethostname(),
-             platform.python_version(), torch.__version__)
-    for note in cfg.notes if command == "grpo" else ():        # of rollouts and what pays for them
+    log.info(
+        "lowroll %s (version %s), attempt %d in %s: process %d on %s, Python %s, torch %s",
+        command,
+        lowroll.__version__,
+        attempt,
+        Path(cfg.output_dir).resolve(),
+        os.getpid(),
+        socket.gethostname(),
+        platform.python_version(),
+        torch.__version__,
+    )
+    for note in cfg.notes if command == "grpo" else ():  # of rollouts and what pays for them
         log.info("%s", note)
     try:
         yield
     except BaseException as error:
-        log.error("the attempt failed after %s: %s: %s", duration(time.monotonic() - began), type(error).__name__,
-                  error, exc_info=True)
+        log.error(
+            "the attempt failed after %s: %s: %s",
+            duration(time.monotonic() - began),
+            type(error).__name__,
+            error,
+            exc_info=True,
+        )
         raise
     log.info("the attempt took %s", duration(time.monotonic() - began))

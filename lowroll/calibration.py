@@ -1,8 +1,10 @@
 """Calibration text as token ids: what `weights.awq` measures the loudness of channels on.
 
 A `.jsonl` file holds one document a line, `{"text": "..."}` or `{"messages": [...]}` (through the
-chat template); each gives its first `length` tokens. Any other file is one plain text, cut into pieces of `length`.
+chat template); each gives its first `length` tokens. Any other file is one plain text, cut into
+pieces of `length`.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -13,11 +15,15 @@ from typing import Any
 from lowroll.envs.rows import read_jsonl
 from lowroll.model.tokenizer import ChatTokenizer
 
-_CHARACTERS_PER_TOKEN = 32      # of a plain text no more is read than could be needed
+_CHARACTERS_PER_TOKEN = 32  # of a plain text no more is read than could be needed
 
 
-def calibration_sequences(path: str | Path, tokenizer: Any, num_samples: int = 128, length: int = 512,
-                          ) -> list[list[int]]:
+def calibration_sequences(
+    path: str | Path,
+    tokenizer: Any,
+    num_samples: int = 128,
+    length: int = 512,
+) -> list[list[int]]:
     """At most `num_samples` sequences of at most `length` token ids, in the file's order.
 
     tokenizer: a transformers tokenizer. ValueError names the file, and the line that has no text.
@@ -28,8 +34,11 @@ def calibration_sequences(path: str | Path, tokenizer: Any, num_samples: int = 1
             raise ValueError(f"{name}: must be at least 1, is {value}")
     if not path.is_file():
         raise ValueError(f"calibration: {path}: no such file")
-    rows = _from_lines(path, tokenizer, length) if path.suffix == ".jsonl" else _from_text(
-        path, tokenizer, length, num_samples * length * _CHARACTERS_PER_TOKEN)
+    rows = (
+        _from_lines(path, tokenizer, length)
+        if path.suffix == ".jsonl"
+        else _from_text(path, tokenizer, length, num_samples * length * _CHARACTERS_PER_TOKEN)
+    )
     sequences = list(islice((ids for ids in rows if ids), num_samples))
     if not sequences:
         raise ValueError(f"calibration: {path}: no text in it")
@@ -44,11 +53,18 @@ def _from_lines(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
         elif isinstance(messages, list) and messages:
             try:
                 yield ChatTokenizer(tokenizer).encode_chat(messages, open_turn=False)[:length]
-            except (ValueError, AttributeError) as error:      # of the template; of messages that are no objects
-                raise ValueError(f"calibration: {where}: messages: the chat template refuses them ({error})") from error
+            except (
+                ValueError,
+                AttributeError,
+            ) as error:  # of the template; of messages that are no objects
+                raise ValueError(
+                    f"calibration: {where}: messages: the chat template refuses them ({error})"
+                ) from error
         else:
-            raise ValueError(f"calibration: {where}: expected a 'text' or a list of 'messages', found "
-                             f"{', '.join(sorted(row)) or 'nothing'}")
+            raise ValueError(
+                f"calibration: {where}: expected a 'text' or a list of 'messages', found "
+                f"{', '.join(sorted(row)) or 'nothing'}"
+            )
 
 
 def _from_text(path: Path, tokenizer: Any, length: int, characters: int) -> Iterator[list[int]]:
@@ -58,4 +74,4 @@ def _from_text(path: Path, tokenizer: Any, length: int, characters: int) -> Iter
     except UnicodeDecodeError as error:
         raise ValueError(f"calibration: {path}: not UTF-8 text ({error})") from None
     ids = tokenizer.encode(text)
-    yield from (ids[start:start + length] for start in range(0, len(ids), length))
+    yield from (ids[start : start + length] for start in range(0, len(ids), length))

@@ -1,13 +1,16 @@
-"""Which run a checkpoint belongs to: its settings, and what it reads beside them. A resumed run must have the same.
+"""Which run a checkpoint belongs to: its settings, and what it reads beside them. A resumed run
+must have the same.
 
     model                        what config.json says, key by key, and the files of its tokenizer and chat template
     train.teacher, critic.model  what their config.json says
     sft.data                     of a supervised run
     env                          the Python file that an environment is, and every file that one of its arguments names
 
-are recorded by their values and SHA-256 digests; weights have digests of their own (`weights.publish`). Not seen are
-modules that an environment's file imports, folders, data sets of the hub, and the versions of packages.
+are recorded by their values and SHA-256 digests; weights have digests of their own
+(`weights.publish`). Not seen are modules that an environment's file imports, folders, data sets of
+the hub, and the versions of packages.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -24,28 +27,46 @@ from lowroll.envs.table import split_file
 from lowroll.model import hf
 from lowroll.model.spec import read_config, read_spec
 
-# Settings that may differ between a run and its resumption, because no step computes anything else under them. The
-# guard decides after a step, about those that follow, and `no_signal` about a step that cannot be made: they do what
-# the new settings say from then on.
-MAY_CHANGE = ("output_dir", "ckpt", "score.workers", "score.max_error_rate", "eval", "guard", "force",
-              "rollout.release_cache", "dapo.no_signal")
-FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")      # too, after a run that ended because it found none
-TEACHER = "train.teacher: weights"     # read long after all else that a run reads
-CONFIG = "config.json: "                                       # of what a key of it says
-IDLE_FILES = ("generation_config.json",)                       # copied along, and never read
+# Settings that may differ between a run and its resumption, because no step computes anything else
+# under them. The guard decides after a step, about those that follow, and `no_signal` about a step
+# that cannot be made: they do what the new settings say from then on.
+MAY_CHANGE = (
+    "output_dir",
+    "ckpt",
+    "score.workers",
+    "score.max_error_rate",
+    "eval",
+    "guard",
+    "force",
+    "rollout.release_cache",
+    "dapo.no_signal",
+)
+FOR_SIGNAL = (
+    "dapo.dynamic_sampling",
+    "dapo.max_rounds",
+)  # too, after a run that ended because it found none
+TEACHER = "train.teacher: weights"  # read long after all else that a run reads
+CONFIG = "config.json: "  # of what a key of it says
+IDLE_FILES = ("generation_config.json",)  # copied along, and never read
 
 
 def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
     """What the run of a command reads beside its settings and weights: name -> value or digest."""
     found = {f"model: {CONFIG}{key}": value for key, value in _meaning(cfg.model).items()}
     folder = hf.resolve(cfg.model)
-    found |= {f"model: {name}": _digest(folder / name) for name in hf.TOKENIZER_FILES
-              if name not in IDLE_FILES and (folder / name).is_file()}
+    found |= {
+        f"model: {name}": _digest(folder / name)
+        for name in hf.TOKENIZER_FILES
+        if name not in IDLE_FILES and (folder / name).is_file()
+    }
     if command == "sft":
         if cfg.sft.data is not None:
             return found | {"sft.data": _digest(Path(cfg.sft.data))}
         return found | _read_by_environments(cfg)
-    beside = {"train.teacher": cfg.train.teacher, "critic.model": cfg.critic.model if cfg.algorithm == "ppo" else None}
+    beside = {
+        "train.teacher": cfg.train.teacher,
+        "critic.model": cfg.critic.model if cfg.algorithm == "ppo" else None,
+    }
     for key, source in beside.items():
         if source is not None:
             found |= {f"{key}: {CONFIG}{name}": value for name, value in _meaning(source).items()}
@@ -53,15 +74,21 @@ def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
 
 
 def _read_by_environments(cfg: RunConfig) -> dict[str, str]:
-    return {f"env {env.name or env.id}: {name}": _digest(path) for env in cfg.env for name, path in _files(env)}
+    return {
+        f"env {env.name or env.id}: {name}": _digest(path)
+        for env in cfg.env
+        for name, path in _files(env)
+    }
 
 
 def _meaning(source: str | Path) -> dict[str, str]:
-    """What config.json says to the model and to the tokenizer's loader; its other keys mean nothing here."""
+    """What config.json says to the model and to the tokenizer's loader; its other keys mean nothing
+    here."""
     folder = hf.resolve(source)
     spec = read_spec(folder)
-    return {field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare} | {
-        "model_type": repr(read_config(folder).get("model_type"))}
+    return {
+        field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare
+    } | {"model_type": repr(read_config(folder).get("model_type"))}
 
 
 def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
@@ -70,7 +97,7 @@ def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
         yield "its code", code
     for key, value in env.args.items():
         for text in texts(value):
-            if os.path.isfile(text):        # of a long text Path.is_file raises
+            if os.path.isfile(text):  # of a long text Path.is_file raises
                 yield key if text == value else f"{key}: {text}", Path(text)
 
 
@@ -89,48 +116,85 @@ def _digest(path: Path) -> str:
 
 
 def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """ValueError naming what the run read when it began and would read otherwise now. saved: as the checkpoint holds
-    it, None from before they held it."""
+    """ValueError naming what the run read when it began and would read otherwise now. saved: as the
+    checkpoint holds it, None from before they held it."""
     if saved is None:
-        raise ValueError("resume: the checkpoint is of an older lowroll and does not say what the run reads "
-                         "(tokenizer, data): continue it there, or begin a run with the model that it exports")
-    known = {key: value for key, value in now.items() if key in saved or CONFIG not in key}     # older ones say less
+        raise ValueError(
+            "resume: the checkpoint is of an older lowroll and does not say what the run reads "
+            "(tokenizer, data): continue it there, or begin a run with the model that it exports"
+        )
+    known = {
+        key: value for key, value in now.items() if key in saved or CONFIG not in key
+    }  # older ones say less
     _refuse("the run does not read what it began with", saved, known, _text)
 
 
-def refuse_other_settings(saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = (),
-                          of: str = "the checkpoint") -> None:
-    """ValueError naming the settings that differ and may not from those of the checkpoint (or of the run).
+def refuse_other_settings(
+    saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = (), of: str = "the checkpoint"
+) -> None:
+    """ValueError naming the settings that differ and may not from those of the checkpoint (or of
+    the run).
 
-    What is computed in a step may not change, but for settings of `more`. A run may be lengthened when nothing is
-    scheduled over its length.
+    What is computed in a step may not change, but for settings of `more`. A run may be lengthened
+    when nothing is scheduled over its length.
     """
     before, after = _flatten(saved), _flatten(yaml.safe_load(cfg.dump()))
-    unscheduled = (cfg.train.lr_scheduler_type == "constant" and cfg.rollout.temp_scheduler is None
-                   and cfg.noise is None)
-    free = (*MAY_CHANGE, *more, *(["train.max_steps"] if unscheduled else []),
-            *(["sft.steps"] if cfg.sft.lr_scheduler_type == "constant" else []))
-    held = {key for key in before.keys() | after.keys()
-            if not any(key == name or key.startswith(f"{name}.") for name in free)}
+    unscheduled = (
+        cfg.train.lr_scheduler_type == "constant"
+        and cfg.rollout.temp_scheduler is None
+        and cfg.noise is None
+    )
+    free = (
+        *MAY_CHANGE,
+        *more,
+        *(["train.max_steps"] if unscheduled else []),
+        *(["sft.steps"] if cfg.sft.lr_scheduler_type == "constant" else []),
+    )
+    held = {
+        key
+        for key in before.keys() | after.keys()
+        if not any(key == name or key.startswith(f"{name}.") for name in free)
+    }
     held -= {key for key in before.keys() & after.keys() if _same(before[key], after[key])}
-    _refuse(f"the configuration is not that of {of}", {key: before[key] for key in held & before.keys()},
-            {key: after[key] for key in held & after.keys()}, repr)
+    _refuse(
+        f"the configuration is not that of {of}",
+        {key: before[key] for key in held & before.keys()},
+        {key: after[key] for key in held & after.keys()},
+        repr,
+    )
 
 
 def _same(before: object, after: object) -> bool:
-    """Whether two settings are equal, or name files and folders that have only moved: digests hold what is in them."""
+    """Whether two settings are equal, or name files and folders that have only moved: digests hold
+    what is in them."""
     if isinstance(before, dict) and isinstance(after, dict):
-        return before.keys() == after.keys() and all(_same(before[key], after[key]) for key in before)
+        return before.keys() == after.keys() and all(
+            _same(before[key], after[key]) for key in before
+        )
     if isinstance(before, list) and isinstance(after, list):
         return len(before) == len(after) and all(map(_same, before, after))
-    moved = isinstance(before, str) and isinstance(after, str) and os.path.isabs(after) and os.path.exists(after)
-    return before == after or moved and os.path.basename(str(before)) == os.path.basename(str(after))
+    moved = (
+        isinstance(before, str)
+        and isinstance(after, str)
+        and os.path.isabs(after)
+        and os.path.exists(after)
+    )
+    return (
+        before == after or moved and os.path.basename(str(before)) == os.path.basename(str(after))
+    )
 
 
-def _refuse(what: str, before: Mapping[str, Any], after: Mapping[str, Any], show: Callable[[Any], str]) -> None:
-    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+def _refuse(
+    what: str, before: Mapping[str, Any], after: Mapping[str, Any], show: Callable[[Any], str]
+) -> None:
+    changed = sorted(
+        key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
+    )
     if changed:
-        words = "; ".join(f"{key} was {show(before.get(key))} and is {show(after.get(key))}" for key in changed[:5])
+        words = "; ".join(
+            f"{key} was {show(before.get(key))} and is {show(after.get(key))}"
+            for key in changed[:5]
+        )
         raise ValueError(f"resume: {what}: {words}")
 
 
@@ -144,5 +208,8 @@ def _text(value: str | None) -> str:
 def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
     if not isinstance(tree, dict):
         return {prefix: tree}
-    return {key: value for name, branch in tree.items()
-            for key, value in _flatten(branch, f"{prefix}.{name}" if prefix else str(name)).items()}
+    return {
+        key: value
+        for name, branch in tree.items()
+        for key, value in _flatten(branch, f"{prefix}.{name}" if prefix else str(name)).items()
+    }

@@ -1,8 +1,10 @@
-"""The memory of this machine that the process may use: less than there is where a container bounds it.
+"""The memory of this machine that the process may use: less than there is where a container bounds
+it.
 
-Bytes, as the kernel says them (/proc/meminfo, and the control group of version 2 that a container sees as its own);
-None where the system does not say.
+Bytes, as the kernel says them (/proc/meminfo, and the control group of version 2 that a container
+sees as its own); None where the system does not say.
 """
+
 from __future__ import annotations
 
 import os
@@ -26,7 +28,9 @@ def free_memory() -> int | None:
     """What is free, or can be freed at once."""
     try:
         lines = MEMINFO.read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        free = next(
+            int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")
+        )
     except (OSError, StopIteration, ValueError):
         return None
     limit = _limit()
@@ -37,12 +41,13 @@ def _limit() -> int | None:
     """The bound of the container; None where there is none."""
     try:
         return int((GROUP / "memory.max").read_text())
-    except (OSError, ValueError):              # no such file, or "max"
+    except (OSError, ValueError):  # no such file, or "max"
         return None
 
 
 def _held() -> int:
-    """What the container uses, without the files that the kernel only keeps because nobody needs their place."""
+    """What the container uses, without the files that the kernel only keeps because nobody needs
+    their place."""
     try:
         used = int((GROUP / "memory.current").read_text())
         kept = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())

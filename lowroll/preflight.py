@@ -1,10 +1,13 @@
-"""What `--dry-run` looks at: all that would end a run before its first step, found in seconds, with nothing written.
+"""What `--dry-run` looks at: all that would end a run before its first step, found in seconds, with
+nothing written.
 
-Environments are made and their data read; a few of their own answers go through a real scoring worker. Of models the
-configuration, the tokenizer and the headers of the weights are read, never the weights; of a hub id that is not here
-yet, the small files are fetched and the headers are left out. What does not fit is collected, so that one look shows it
-all. Values that only a load can see (a weight that is not finite) remain for the run.
+Environments are made and their data read; a few of their own answers go through a real scoring
+worker. Of models the configuration, the tokenizer and the headers of the weights are read, never
+the weights; of a hub id that is not here yet, the small files are fetched and the headers are left
+out. What does not fit is collected, so that one look shows it all. Values that only a load can see
+(a weight that is not finite) remain for the run.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -27,12 +30,13 @@ from lowroll.trainer.sft import encode_all
 from lowroll.types import Prompt, Score, ScoreError
 
 T = TypeVar("T")
-ANSWERS = 8                # of an environment's own that are scored
+ANSWERS = 8  # of an environment's own that are scored
 
 
 @dataclass
 class Findings:
-    """`lines` are the plan's, `notes` what deserves a second look, `problems` what would end the run."""
+    """`lines` are the plan's, `notes` what deserves a second look, `problems` what would end the
+    run."""
 
     lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -66,7 +70,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         _ask(env, cfg, cfg.env, found)
     if cfg.eval.interval:
         for env in held_out.values():
-            found.attempt(lambda env=env: _has_tests(env))      # type: ignore[misc]
+            found.attempt(lambda env=env: _has_tests(env))  # type: ignore[misc]
     if where is None or model is None or chat is None or found.problems:
         return found
     beside = found.attempt(lambda: _beside(cfg, where, model, chat))
@@ -87,13 +91,18 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     examples = found.attempt(lambda: supervised.examples(cfg))
     if where is None or model is None or chat is None or examples is None:
         return found
-    samples = found.attempt(lambda: encode_all(chat.tokenizer, examples, model.spec.vocab_size,
-                                               model.spec.max_position))
+    samples = found.attempt(
+        lambda: encode_all(chat.tokenizer, examples, model.spec.vocab_size, model.spec.max_position)
+    )
     if samples is not None:
         lengths = [len(sample.prompt_ids) + len(sample.rollout.token_ids) for sample in samples]
-        found.lines.append(f"{len(samples):,} demonstrations of {sum(lengths) / len(lengths):,.0f} tokens on average, "
-                           f"{max(lengths):,} at most; {cfg.sft.steps} steps of {cfg.sft.batch_size} at learning rate "
-                           f"{cfg.sft.learning_rate:g}")
+        found.lines.append(
+            f"{len(samples):,} demonstrations of {sum(lengths) / len(lengths):,.0f} tokens on "
+            f"average, "
+            f"{max(lengths):,} at most; {cfg.sft.steps} steps of {cfg.sft.batch_size} at learning "
+            f"rate "
+            f"{cfg.sft.learning_rate:g}"
+        )
         _budget(found, budget.plan_sft(cfg, where, model, max(lengths) * cfg.sft.batch_size))
     return found
 
@@ -103,7 +112,9 @@ def _learner(cfg: RunConfig, where: Place, found: Findings) -> Transformer:
     assemble.refuse_adapter("model", cfg.model)
     model = _outline("model", cfg.model, where, found)
     if cfg.train.lora:
-        lora.check(model.spec, cfg.train.lora_rank, cfg.train.lora_alpha, cfg.train.lora_target_modules)
+        lora.check(
+            model.spec, cfg.train.lora_rank, cfg.train.lora_alpha, cfg.train.lora_target_modules
+        )
     return model
 
 
@@ -119,83 +130,121 @@ def _outline(key: str, source: str, where: Place, found: Findings) -> Transforme
     return Transformer(spec, "meta", where.dtype)
 
 
-def _environments(cfg: RunConfig, wanted: tuple[EnvConfig, ...], found: Findings) -> dict[str, Environment]:
+def _environments(
+    cfg: RunConfig, wanted: tuple[EnvConfig, ...], found: Findings
+) -> dict[str, Environment]:
     """Those that can be made, by name."""
     made: dict[str, Environment] = {}
     for env in wanted:
-        made |= found.attempt(lambda env=env: assemble.environments((env,), cfg.seed)) or {}    # type: ignore[misc]
+        made |= found.attempt(lambda env=env: assemble.environments((env,), cfg.seed)) or {}  # type: ignore[misc]
     return made
 
 
 def _ask(env: Environment, cfg: RunConfig, envs: tuple[EnvConfig, ...], found: Findings) -> None:
-    """A few tasks of an environment: prompts, its own answers, and what a real worker's scorer says to them."""
+    """A few tasks of an environment: prompts, its own answers, and what a real worker's scorer says
+    to them."""
     try:
         size = env.size("train")
-        prompts = [env.prompt(index) for index in range(ANSWERS if size is None else min(ANSWERS, size))]
-    except Exception as error:     # an environment's own code may raise anything; the look goes on to the next
-        found.problems.append(f"env {env.name!r}: no prompt could be drawn ({type(error).__name__}: {error})")
+        prompts = [
+            env.prompt(index) for index in range(ANSWERS if size is None else min(ANSWERS, size))
+        ]
+    except (
+        Exception
+    ) as error:  # an environment's own code may raise anything; the look goes on to the next
+        found.problems.append(
+            f"env {env.name!r}: no prompt could be drawn ({type(error).__name__}: {error})"
+        )
         return
     if not prompts:
         found.problems.append(f"env {env.name!r}: its train split has no task")
         return
     try:
         golds = [(prompt, env.gold(prompt)) for prompt in prompts]
-    except Exception as error:     # the run never asks for an answer, so this is no more than a note
+    except Exception as error:  # the run never asks for an answer, so this is no more than a note
         why = f"{type(error).__name__}: {error}".removesuffix(": ")
-        found.notes.append(f"env {env.name!r}: it gives no answer of its own, so its scorer was tried on the prompts "
-                           f"alone ({why})")
+        found.notes.append(
+            f"env {env.name!r}: it gives no answer of its own, so its scorer was tried on the "
+            f"prompts "
+            f"alone ({why})"
+        )
         _score_prompts(env, cfg, envs, prompts, found)
         return
     results = _score(env, cfg, envs, golds, found)
     errors = [result for result in results if isinstance(result, ScoreError)]
     if len(errors) > cfg.score.max_error_rate * len(results):
-        found.problems.append(f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} of its own "
-                              f"answers ({errors[0].kind}: {errors[0].message})")
+        found.problems.append(
+            f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} of its own "
+            f"answers ({errors[0].kind}: {errors[0].message})"
+        )
     rejected = sum(not isinstance(result, ScoreError) and result.reward < 1 for result in results)
     if rejected:
-        found.notes.append(f"env {env.name!r}: {rejected} of {len(results)} of its own answers score below 1 "
-                           "(lowroll.envs.make(...).validate() shows them)")
+        found.notes.append(
+            f"env {env.name!r}: {rejected} of {len(results)} of its own answers score below 1 "
+            "(lowroll.envs.make(...).validate() shows them)"
+        )
 
 
-def _score_prompts(env: Environment, cfg: RunConfig, envs: tuple[EnvConfig, ...], prompts: list[Prompt],
-                   found: Findings) -> None:
-    """What a scorer makes of responses that need not be good ones: a score of a wrong type is a problem, an exception
-    is worth a look."""
+def _score_prompts(
+    env: Environment,
+    cfg: RunConfig,
+    envs: tuple[EnvConfig, ...],
+    prompts: list[Prompt],
+    found: Findings,
+) -> None:
+    """What a scorer makes of responses that need not be good ones: a score of a wrong type is a
+    problem, an exception is worth a look."""
     results = _score(env, cfg, envs, [(prompt, "some text") for prompt in prompts], found)
     errors = [result for result in results if isinstance(result, ScoreError)]
     if errors:
         said = found.problems if any(error.kind == "invalid" for error in errors) else found.notes
-        said.append(f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} responses "
-                    f"({errors[0].kind}: {errors[0].message})")
+        said.append(
+            f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} responses "
+            f"({errors[0].kind}: {errors[0].message})"
+        )
 
 
-def _score(env: Environment, cfg: RunConfig, envs: tuple[EnvConfig, ...], responses: list[tuple[Prompt, str]],
-           found: Findings) -> list[Score | ScoreError]:
+def _score(
+    env: Environment,
+    cfg: RunConfig,
+    envs: tuple[EnvConfig, ...],
+    responses: list[tuple[Prompt, str]],
+    found: Findings,
+) -> list[Score | ScoreError]:
     """What one real worker says to these responses; [] when there is none, which is a problem."""
     own = tuple(one for one in envs if one.name == env.name)
     alone = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
     try:
         with assemble.scorer(alone, own) as pool:
             return list(pool.score(responses))
-    except RuntimeError as error:                # no worker could build the environment
+    except RuntimeError as error:  # no worker could build the environment
         found.problems.append(f"env {env.name!r}: {error}")
         return []
 
 
 def _has_tests(env: Environment) -> None:
     if env.size("test") == 0:
-        raise ValueError(f"eval: environment {env.name!r} has no test split; set its test_path, or eval.interval: null")
+        raise ValueError(
+            f"eval: environment {env.name!r} has no test split; set its test_path, or "
+            f"eval.interval: null"
+        )
 
 
 def _settings(cfg: RunConfig) -> None:
     """What the learner's parts refuse by themselves."""
-    for make in (assemble.learn_settings, assemble.optim_settings, assemble.guard, assemble.noise_schedule):
+    for make in (
+        assemble.learn_settings,
+        assemble.optim_settings,
+        assemble.guard,
+        assemble.noise_schedule,
+    ):
         make(cfg)
     if cfg.train.optimizer == "adamw8bit":
         adamw8bit.find()
 
 
-def _beside(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer) -> dict[str, Transformer]:
+def _beside(
+    cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer
+) -> dict[str, Transformer]:
     """The shapes of the models that a run holds beside the learner."""
     beside, scratch = {}, Findings()
     if cfg.loss.kl_coef and not cfg.train.lora:
@@ -209,13 +258,21 @@ def _beside(cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenize
         if source is not None:
             assemble.refuse_adapter("critic.model", source)
             assemble.refuse_other_vocabulary("critic.model", source, cfg, chat)
-        beside["critic"] = model if source is None else _outline("critic.model", source, where, scratch)
+        beside["critic"] = (
+            model if source is None else _outline("critic.model", source, where, scratch)
+        )
     return beside
 
 
-def _workloads(cfg: RunConfig, model: Transformer, chat: ChatTokenizer, envs: Mapping[str, Environment],
-               held_out: Mapping[str, Environment]) -> list[Workload]:
-    """What will be in the engine together. ValueError when no prompt of an environment leaves room for a response."""
+def _workloads(
+    cfg: RunConfig,
+    model: Transformer,
+    chat: ChatTokenizer,
+    envs: Mapping[str, Environment],
+    held_out: Mapping[str, Environment],
+) -> list[Workload]:
+    """What will be in the engine together. ValueError when no prompt of an environment leaves room
+    for a response."""
     assemble.check_prompts(cfg, model, chat, envs)
     return assemble.workloads(assemble.with_cache(cfg, None), model, chat, envs, held_out)
 

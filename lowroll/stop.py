@@ -1,10 +1,11 @@
 """The wish to stop: SIGINT, SIGTERM and SIGHUP let a run finish its step and write a checkpoint.
 
-    first signal       the step ends as usual; one that still generates or scores after DROP_S is dropped
-    second signal      has its usual, immediate effect (one that comes within a second is taken for the first one:
-                       terminals, shells and wrappers often send two)
-    END_S later        the process ends without a checkpoint, if it still has not stopped
+first signal       the step ends as usual; one that still generates or scores after DROP_S is dropped
+second signal      has its usual, immediate effect (one that comes within a second is taken for the first one:
+                   terminals, shells and wrappers often send two)
+END_S later        the process ends without a checkpoint, if it still has not stopped
 """
+
 from __future__ import annotations
 
 import logging
@@ -22,7 +23,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-DROP_S = 20.0                      # batch systems kill 30 s or more after they ask, and a checkpoint takes time too
+DROP_S = 20.0  # batch systems kill 30 s or more after they ask, and a checkpoint takes time too
 END_S = 600.0
 ECHO_S = 1.0
 
@@ -32,7 +33,8 @@ class StepDropped(Exception):
 
 
 class Stop:
-    """Whether a run was asked to stop, as its truth value; `signal` is the number of the signal that did, else 0."""
+    """Whether a run was asked to stop, as its truth value; `signal` is the number of the signal
+    that did, else 0."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -44,7 +46,8 @@ class Stop:
         return bool(self.signal)
 
     def check(self) -> None:
-        """Raise StepDropped when the step takes too long for a run that was asked to stop, and can be dropped."""
+        """Raise StepDropped when the step takes too long for a run that was asked to stop, and can
+        be dropped."""
         if self.signal and self._droppable and time.monotonic() - self._asked_at > DROP_S:
             raise StepDropped
 
@@ -62,7 +65,9 @@ class Stop:
         if self.signal:
             return time.monotonic() - self._asked_at < ECHO_S
         self.signal, self._asked_at = number, time.monotonic()
-        threading.Thread(target=self._wait, name="stop", daemon=True).start()      # it may write, a handler may not
+        threading.Thread(
+            target=self._wait, name="stop", daemon=True
+        ).start()  # it may write, a handler may not
         return True
 
     def close(self) -> None:
@@ -71,21 +76,33 @@ class Stop:
 
     def _wait(self) -> None:
         name = signal.Signals(self.signal).name
-        log.warning("%s: finishing this step, then stopping. A step that still generates in %.0f s is dropped, to be "
-                    "made again by --resume. Signal again to stop at once; in %.0f s that happens by itself", name,
-                    DROP_S, END_S)
+        log.warning(
+            "%s: finishing this step, then stopping. A step that still generates in %.0f s is "
+            "dropped, to be "
+            "made again by --resume. Signal again to stop at once; in %.0f s that happens by "
+            "itself",
+            name,
+            DROP_S,
+            END_S,
+        )
         if self._over.wait(END_S):
             return
-        log.error("%s: not stopped after %.0f s; ending without a checkpoint of this step: --resume goes on from the "
-                  "newest one", name, END_S)
+        log.error(
+            "%s: not stopped after %.0f s; ending without a checkpoint of this step: --resume goes "
+            "on from the "
+            "newest one",
+            name,
+            END_S,
+        )
         if sys.stdout.isatty():
-            os.write(sys.stdout.fileno(), b"\x1b[?25h\n")              # a live view has hidden the cursor
+            os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # a live view has hidden the cursor
         os._exit(128 + self.signal)
 
 
 def leave_lost_outputs() -> None:
-    """Write to nowhere where nobody reads any more, a closed terminal or a pipe without a reader: what ends the reader
-    often ends the run too, and a run that is asked to stop must get to its checkpoint."""
+    """Write to nowhere where nobody reads any more, a closed terminal or a pipe without a reader:
+    what ends the reader often ends the run too, and a run that is asked to stop must get to its
+    checkpoint."""
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)
@@ -106,7 +123,7 @@ def polite_stop() -> Iterator[Stop]:
                 signal.signal(caught, handler)
             signal.raise_signal(number)
 
-    if threading.current_thread() is threading.main_thread():          # else signals are somebody else's
+    if threading.current_thread() is threading.main_thread():  # else signals are somebody else's
         for number in SIGNALS:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, ask)

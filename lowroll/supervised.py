@@ -1,8 +1,10 @@
-"""`lowroll sft`: a supervised warm start from the configuration, published as a Hugging Face folder.
+"""`lowroll sft`: a supervised warm start from the configuration, published as a Hugging Face
+folder.
 
-A run of it has what any run has (`attempt`): its folder and lock, checkpoints and exact resume, a polite stop, its log.
-`warm_start` is the training alone, for what is part of something larger.
+A run of it has what any run has (`attempt`): its folder and lock, checkpoints and exact resume, a
+polite stop, its log. `warm_start` is the training alone, for what is part of something larger.
 """
+
 from __future__ import annotations
 
 import logging
@@ -23,19 +25,26 @@ from lowroll.model import hf, lora
 from lowroll.run_folder import RunFolder
 from lowroll.stop import polite_stop
 from lowroll.trainer.optim import OptimSettings
-from lowroll.trainer.sft import Demonstration, SftLearner, SftSettings, demonstrations, read_demonstrations
+from lowroll.trainer.sft import (
+    Demonstration,
+    SftLearner,
+    SftSettings,
+    demonstrations,
+    read_demonstrations,
+)
 from lowroll.weights.publish import digest
 
 log = logging.getLogger(__name__)
 
-LINES = 20                         # of progress in all
+LINES = 20  # of progress in all
 
 
 def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
-    """Train as `cfg.sft` (and `cfg.train` for what both stages share) says; returns the run folder and its records.
+    """Train as `cfg.sft` (and `cfg.train` for what both stages share) says; returns the run folder
+    and its records.
 
-    The trained model, or the adapter, is `output_dir/final`. The folder is treated as by `lowroll.run`, `resume`,
-    `overwrite` and signals included.
+    The trained model, or the adapter, is `output_dir/final`. The folder is treated as by
+    `lowroll.run`, `resume`, `overwrite` and signals included.
     """
     cfg = cfg.resolved()
     with attempt(cfg, "sft", resume, overwrite) as folder:
@@ -47,7 +56,8 @@ def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) ->
 
 
 def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
-    """Train the model of folder `source` on demonstrations, publish it as folder `target`; the last step's metrics."""
+    """Train the model of folder `source` on demonstrations, publish it as folder `target`; the last
+    step's metrics."""
     cfg = cfg.model_copy(update={"model": str(source)})
     learner, metrics = _learner(cfg, assemble.place(cfg)), dict[str, float]()
     with progress(cfg.sft.steps) as show:
@@ -59,7 +69,8 @@ def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
 
 
 class SftSession:
-    """The parts of one supervised run. With `resume`, ValueError when the newest checkpoint is another run's."""
+    """The parts of one supervised run. With `resume`, ValueError when the newest checkpoint is
+    another run's."""
 
     def __init__(self, cfg: RunConfig, home: RunFolder, resume: bool = False) -> None:
         self.cfg, self.home = cfg, home
@@ -77,7 +88,8 @@ class SftSession:
         return 1
 
     def resume(self) -> int:
-        """Continue from the newest undamaged checkpoint, or begin again when there is none. Returns the next step."""
+        """Continue from the newest undamaged checkpoint, or begin again when there is none. Returns
+        the next step."""
         saved, self.saved = self.saved, None
         if saved is None:
             log.warning("the run ended before its first checkpoint; it begins again with step 1")
@@ -110,7 +122,8 @@ class SftSession:
         log.info("checkpoint of step %d", step)
 
     def finish(self, step: int) -> None:
-        """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face folder."""
+        """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face
+        folder."""
         self.checkpoint(step)
         self.home.publish(partial(publish, self.cfg, self.learner, step))
 
@@ -129,14 +142,18 @@ def progress(steps: int) -> Iterator[Callable[[Record], str]]:
     """`show(record)` puts a step into words: a line now and then, and a bar at a terminal."""
     began, first = time.monotonic(), 0
     with phases() as on_phase:
+
         def show(record: Record) -> str:
             nonlocal first
             step = int(record["step"])
             first = first or step
             left = (time.monotonic() - began) / (step - first + 1) * (steps - step)
-            line = (f"step {step:>4}/{steps}  loss {_shown(record['sft/loss'], '.4f')}  "
-                    f"lr {record['optim/lr']:.1e}  grad norm {_shown(record['optim/grad_norm'], '.3g')}  "
-                    f"eta {duration(left)}")
+            line = (
+                f"step {step:>4}/{steps}  loss {_shown(record['sft/loss'], '.4f')}  "
+                f"lr {record['optim/lr']:.1e}  grad norm "
+                f"{_shown(record['optim/grad_norm'], '.3g')}  "
+                f"eta {duration(left)}"
+            )
             on_phase("sft", step, steps)
             if step in (1, steps) or step % max(1, steps // LINES) == 0:
                 print(line, file=sys.stderr)
@@ -152,9 +169,21 @@ def _shown(value: float | None, spec: str) -> str:
 def _learner(cfg: RunConfig, where: assemble.Place) -> SftLearner:
     cfg = plain(cfg)
     sft, train = cfg.sft, cfg.train
-    optim = OptimSettings(sft.learning_rate, sft.lr_scheduler_type, sft.warmup_steps, sft.steps, sft.min_lr_ratio,
-                          train.weight_decay, train.betas, train.eps, train.max_grad_norm, train.optimizer)
-    settings = SftSettings(sft.steps, sft.batch_size, optim, train.tokens_per_microbatch, train.logprob_chunk, cfg.seed)
+    optim = OptimSettings(
+        sft.learning_rate,
+        sft.lr_scheduler_type,
+        sft.warmup_steps,
+        sft.steps,
+        sft.min_lr_ratio,
+        train.weight_decay,
+        train.betas,
+        train.eps,
+        train.max_grad_norm,
+        train.optimizer,
+    )
+    settings = SftSettings(
+        sft.steps, sft.batch_size, optim, train.tokens_per_microbatch, train.logprob_chunk, cfg.seed
+    )
     model = assemble.learner(cfg, where)
     return SftLearner(model, assemble.tokenizer(cfg.model).tokenizer, examples(cfg), settings)
 
@@ -164,15 +193,22 @@ def _about(cfg: RunConfig, where: assemble.Place, learner: SftLearner) -> Mappin
     shared = assemble.about(cfg, where, learner.model)
     learned = f"LoRA rank {cfg.train.lora_rank}" if cfg.train.lora else "full fine-tuning"
     source = cfg.sft.data or ", ".join(env.name or env.id for env in cfg.env)
-    return {"title": shared["title"], "model": shared["model"],
-            "learning": f"supervised, {learned}, {cfg.train.optimizer}, learning rate {cfg.sft.learning_rate:g}",
-            "data": f"{len(learner.samples):,} demonstrations of {source}, {cfg.sft.batch_size} a step",
-            "device": shared["device"]}
+    return {
+        "title": shared["title"],
+        "model": shared["model"],
+        "learning": f"supervised, {learned}, {cfg.train.optimizer}, learning rate "
+        f"{cfg.sft.learning_rate:g}",
+        "data": f"{len(learner.samples):,} demonstrations of {source}, {cfg.sft.batch_size} a step",
+        "device": shared["device"],
+    }
 
 
 def plain(cfg: RunConfig) -> RunConfig:
-    """The settings without update-aware scaling and the aligned forward, which belong to the run that follows."""
-    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})})
+    """The settings without update-aware scaling and the aligned forward, which belong to the run
+    that follows."""
+    return cfg.model_copy(
+        update={"train": cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})}
+    )
 
 
 def examples(cfg: RunConfig) -> list[Demonstration]:
@@ -181,4 +217,6 @@ def examples(cfg: RunConfig) -> list[Demonstration]:
         return read_demonstrations(Path(cfg.sft.data))
     envs = assemble.environments(cfg.env, cfg.seed)
     weights = [env.weight for env in cfg.env]
-    return demonstrations(list(zip(envs.values(), weights, strict=True)), cfg.sft.num_examples, cfg.seed)
+    return demonstrations(
+        list(zip(envs.values(), weights, strict=True)), cfg.sft.num_examples, cfg.seed
+    )

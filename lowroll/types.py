@@ -1,8 +1,9 @@
 """The nouns that the rooms exchange. Standard library only.
 
-A token id is an int, a log-prob a float in nats under the distribution that the token was drawn from.
-Everything here is plain data: it survives `lowroll.transport.codec` byte for byte.
+A token id is an int, a log-prob a float in nats under the distribution that the token was drawn
+from. Everything here is plain data: it survives `lowroll.transport.codec` byte for byte.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -11,29 +12,32 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "abort"]
 
 # What the engine can be asked for; a configuration is held to it before anything is loaded.
-MAX_SAMPLES = 1024              # of one prompt
-TEMPERATURES = (1e-4, 1e4)      # beyond these, logits / temperature can leave float32
+MAX_SAMPLES = 1024  # of one prompt
+TEMPERATURES = (1e-4, 1e4)  # beyond these, logits / temperature can leave float32
 PENALTIES = (1e-2, 1e2)
 
 
 class RunFailed(RuntimeError):
-    """A run that cannot go on, for a reason that people can read and act on; commands show it as one line."""
+    """A run that cannot go on, for a reason that people can read and act on; commands show it as
+    one line."""
 
 
 def printable(text: object, most: int = 500) -> str:
-    """Text of a stranger (a file, a model, an error about them) as one line for a terminal: what would steer the
-    terminal is escaped, and of more than `most` characters the middle is left out."""
+    """Text of a stranger (a file, a model, an error about them) as one line for a terminal: what
+    would steer the terminal is escaped, and of more than `most` characters the middle is left
+    out."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
-    return line if len(line) <= most else f"{line[:most // 2]} ... {line[-most // 2:]}"
+    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task of an environment. `info` is JSON data that the environment's scorer needs (the gold answer, ...)."""
+    """One task of an environment. `info` is JSON data that the environment's scorer needs (the gold
+    answer, ...)."""
 
-    id: str                            # stable and unique within its environment: seeds and ledgers use it
-    env: str                           # name of the environment that made it and will score it
-    messages: list[dict[str, str]]     # chat messages, [{"role": ..., "content": ...}]
+    id: str  # stable and unique within its environment: seeds and ledgers use it
+    env: str  # name of the environment that made it and will score it
+    messages: list[dict[str, str]]  # chat messages, [{"role": ..., "content": ...}]
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,7 +51,8 @@ class Score:
 
 @dataclass(frozen=True)
 class ScoreError:
-    """The scorer could not score. It is never a reward of 0: the rollout leaves its group's statistics."""
+    """The scorer could not score. It is never a reward of 0: the rollout leaves its group's
+    statistics."""
 
     kind: Literal["exception", "timeout", "memory", "crash", "invalid"]
     message: str
@@ -57,19 +62,20 @@ class ScoreError:
 class Request:
     """Ask the engine for `n` rollouts of one prompt. Checked by `engine.request.validate`.
 
-    The noise of sample i at position t depends on (seed, id, i, t) alone. `id` defaults to a digest of the prompt.
+    The noise of sample i at position t depends on (seed, id, i, t) alone. `id` defaults to a digest
+    of the prompt.
     """
 
     prompt_ids: list[int]
     n: int = 1
     max_tokens: int = 64
     min_tokens: int = 0
-    temperature: float = 1.0           # 0 is greedy
-    top_k: int = 0                     # 0 is off
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop_ids: tuple[int, ...] = ()     # beside the model's end-of-sequence ids
+    stop_ids: tuple[int, ...] = ()  # beside the model's end-of-sequence ids
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
@@ -89,27 +95,28 @@ class PolicySpan:
 class BehaviorTag:
     """Which policy a rollout was really drawn from."""
 
-    policy: tuple[PolicySpan, ...]     # at least one; several when weights were adopted in flight
-    weights: str                       # format of the linear weights: "int8", "bf16", ...
+    policy: tuple[PolicySpan, ...]  # at least one; several when weights were adopted in flight
+    weights: str  # format of the linear weights: "int8", "bf16", ...
     kv_policy: str = "dense"
     kv_budget: int | None = None
     noise_seed: int | None = None
     noise_sigma: float = 0.0
-    sampler: dict[str, float] = field(default_factory=dict)   # temperature, top_k, top_p, ...
-    seed: int | None = None            # with request_id and sample: the noise that the tokens were drawn with
+    sampler: dict[str, float] = field(default_factory=dict)  # temperature, top_k, top_p, ...
+    seed: int | None = None  # with request_id and sample: the noise that the tokens were drawn with
     request_id: str = ""
     sample: int = 0
 
 
 @dataclass
 class Rollout:
-    """One sampled response. `logprobs[t]` is of `token_ids[t]`; the end-of-sequence id, when drawn, is included."""
+    """One sampled response. `logprobs[t]` is of `token_ids[t]`; the end-of-sequence id, when drawn,
+    is included."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     behavior: BehaviorTag
-    stop_reason: int | str | None = None   # the stop id or stop string that ended it
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it
 
 
 @dataclass
@@ -127,12 +134,14 @@ class Sample:
     prompt: Prompt
     prompt_ids: list[int]
     rollout: Rollout
-    text: str                          # the decoded response, for people and scorers; the learner uses ids only
+    text: str  # the decoded response, for people and scorers; the learner uses ids only
     score: Score | ScoreError
     advantage: float = 0.0
     loss_mask: list[int] = field(default_factory=list)
-    group: int = 0                     # index of the group within the batch
-    reward: float | None = None        # shaped reward that entered the group's statistics; None after a ScoreError
+    group: int = 0  # index of the group within the batch
+    reward: float | None = (
+        None  # shaped reward that entered the group's statistics; None after a ScoreError
+    )
 
 
 @dataclass
@@ -141,8 +150,8 @@ class Batch:
 
     step: int
     samples: list[Sample]
-    temperature: float                 # sampling temperature: the learner divides its logits by it
-    stats: dict[str, float] = field(default_factory=dict)     # the orchestrator's numbers of this step
+    temperature: float  # sampling temperature: the learner divides its logits by it
+    stats: dict[str, float] = field(default_factory=dict)  # the orchestrator's numbers of this step
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
-"""One thread everywhere: results repeat bit for bit for a fixed thread count only, and tiny models gain nothing.
+"""One thread everywhere: results repeat bit for bit for a fixed thread count only, and tiny models
+gain nothing.
 
 Set before torch is imported, so that the processes which tests start inherit it.
 
-Tests marked `interpreted` run Triton kernels on CPU tensors. Triton decides at its import whether it interprets, and
-other tests need it undecided, so all of them run together in one process of their own (`interpreted.py`).
+Tests marked `interpreted` run Triton kernels on CPU tensors. Triton decides at its import whether
+it interprets, and other tests need it undecided, so all of them run together in one process of
+their own (`interpreted.py`).
 """
+
 from __future__ import annotations
 
 import os
@@ -14,14 +17,15 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-collect_ignore = [] if os.environ.get("LOWROLL_VLLM_PYTHON") else ["foreign"]        # `make test-vllm`
+collect_ignore = [] if os.environ.get("LOWROLL_VLLM_PYTHON") else ["foreign"]  # `make test-vllm`
 
 pytest_plugins = ["interpreted"]
 
 
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dry runs plan without a look at the model, which is on a hub that tests do not ask, and at the data."""
+    """Dry runs plan without a look at the model, which is on a hub that tests do not ask, and at
+    the data."""
     from lowroll import preflight
 
     for look in ("look_at_run", "look_at_sft"):
@@ -30,13 +34,18 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def built() -> None:
-    """What nvcc builds for 4-bit weights, all formats at once: one after the other they would take most of a minute."""
+    """What nvcc builds for 4-bit weights, all formats at once: one after the other they would take
+    most of a minute."""
     import torch
 
     from lowroll.kernels import routed, streamed
 
-    kinds = [(module, kind) for module in (streamed, routed) for kind in ("nvfp4", "mxfp4", "int4", "int4_asym")
-             if (module, kind) != (routed, "int4_asym")]
+    kinds = [
+        (module, kind)
+        for module in (streamed, routed)
+        for kind in ("nvfp4", "mxfp4", "int4", "int4_asym")
+        if (module, kind) != (routed, "int4_asym")
+    ]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda pair: pair[0].available(pair[1], torch.device("cuda", 0)), kinds))
 
@@ -49,4 +58,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in gpu_tests:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
+            )

@@ -1,21 +1,25 @@
-"""Random mixes of requests through the engine, against a plain forward pass over each sequence alone.
+"""Random mixes of requests through the engine, against a plain forward pass over each sequence
+alone.
 
     python -m tests.fuzz --mixes 20000 --seed 1
     python -m tests.fuzz --mixes 2000 --device cuda
 
-A block is one engine with random settings (format, LoRA, pages, batch and prefill limits, chunks, steps between two
-looks) and MIXES mixes after one another, so that its prefix cache, slots and graphs are never fresh. A mix is a few
-requests (n, shared stems, stops, samplers) with steps, aborts, adoptions of other weights and scoring in between.
+A block is one engine with random settings (format, LoRA, pages, batch and prefill limits, chunks,
+steps between two looks) and MIXES mixes after one another, so that its prefix cache, slots and
+graphs are never fresh. A mix is a few requests (n, shared stems, stops, samplers) with steps,
+aborts, adoptions of other weights and scoring in between.
 
-The oracle takes each sample alone and knows no batch, no page and no cache of ours. It is told which weights computed
-each position, runs the sequence piece by piece under those weights (transformers for dense float32, else our model with
-attention written out), and redoes filters, draw and stops in float64. Of every token that the engine returned it asks:
-is the log-prob right, does the noise of (seed, id, sample, position) draw this very token, and should the sample have
-ended? Where rounding can turn the answer (a uniform within TOLERANCE of a boundary; a code of an activation that one
-part in ten million turns), the neighbour is accepted and counted.
+The oracle takes each sample alone and knows no batch, no page and no cache of ours. It is told
+which weights computed each position, runs the sequence piece by piece under those weights
+(transformers for dense float32, else our model with attention written out), and redoes filters,
+draw and stops in float64. Of every token that the engine returned it asks: is the log-prob right,
+does the noise of (seed, id, sample, position) draw this very token, and should the sample have
+ended? Where rounding can turn the answer (a uniform within TOLERANCE of a boundary; a code of an
+activation that one part in ten million turns), the neighbour is accepted and counted.
 
 A difference names its block: `python -m tests.fuzz --mixes 1 --seed <block>` runs it again.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -49,19 +53,28 @@ from lowroll.types import Group, Rollout
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import publish, rollout_copy
 
-MIXES = 20                                     # of a block
-LONGEST = 34                                   # prompt and response of a request
+MIXES = 20  # of a block
+LONGEST = 34  # prompt and response of a request
 EOS = 1
-EXACT = ("fp32", "nvfp4", "mxfp4", "int4", "int4_asym", "nf4")          # whose products on float32 rows round alike
-# nats of a log-prob; of a cumulative probability a quarter. Codes of an activation may round the other way, and do so
-# often where activations are bfloat16: an H100 showed 0.13 in bf16, 0.31 in int8 and 0.84 in fp8
+EXACT = (
+    "fp32",
+    "nvfp4",
+    "mxfp4",
+    "int4",
+    "int4_asym",
+    "nf4",
+)  # whose products on float32 rows round alike
+# nats of a log-prob; of a cumulative probability a quarter. Codes of an activation may round the
+# other way, and do so often where activations are bfloat16: an H100 showed 0.13 in bf16, 0.31 in
+# int8 and 0.84 in fp8
 TOLERANCE = {"exact": 2e-4, "int8": 0.15, "fp8": 0.15}
 TOLERANCE_BF16 = {"int8": 0.6, "fp8": 1.2}
-NOISES = {3: Noise(5, 0.05)}                   # by version
+NOISES = {3: Noise(5, 0.05)}  # by version
 VERSIONS = (0, 1, 2, 3)
 
 
-# -- the models -------------------------------------------------------------------------------------------------------
+# -- the models ------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Family:
@@ -82,19 +95,34 @@ class Family:
     def tolerance(self) -> float:
         if self.is_exact:
             return TOLERANCE["exact"] * (10 if self.device == "cuda" else 1)
-        return TOLERANCE_BF16.get(self.weights, 0.3) if self.dtype == torch.bfloat16 else TOLERANCE[self.weights]
+        return (
+            TOLERANCE_BF16.get(self.weights, 0.3)
+            if self.dtype == torch.bfloat16
+            else TOLERANCE[self.weights]
+        )
 
 
 def sizes(device: str) -> dict[str, Any]:
     """Kernels on the device ask for rows of 128."""
     small = dict(num_hidden_layers=2, max_position_embeddings=64)
-    return small if device == "cpu" else {**small, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
-                                          "vocab_size": 515, "moe_intermediate_size": 128}
+    return (
+        small
+        if device == "cpu"
+        else {
+            **small,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "head_dim": 64,
+            "vocab_size": 515,
+            "moe_intermediate_size": 128,
+        }
+    )
 
 
 @cache
 def theirs(name: str, version: int, device: str) -> Any:
-    """transformers' model; version 3 is version 0 under noise. Wider matrices are smaller, so that logits are alike."""
+    """transformers' model; version 3 is version 0 under noise. Wider matrices are smaller, so that
+    logits are alike."""
     model = hf_model(name, seed=version % 3, **sizes(device))
     with torch.no_grad():
         for p in model.parameters() if device == "cuda" else ():
@@ -136,22 +164,29 @@ def policy(family: Family, version: int, bulk: bool) -> Transformer:
     return model
 
 
-# -- the oracle -------------------------------------------------------------------------------------------------------
+# -- the oracle ------------------------------------------------------------------------------------
 
-Made = tuple[int, bool]                        # the version, and whether the second format, computed a position
+Made = tuple[int, bool]  # the version, and whether the second format, computed a position
 
 
 @torch.no_grad()
 def replay(family: Family, ids: list[int], made: list[Made]) -> Tensor:
-    """Logits [T, V], float32 on the CPU: position t under the weights made[t], over what the earlier ones stored."""
+    """Logits [T, V], float32 on the CPU: position t under the weights made[t], over what the
+    earlier ones stored."""
     starts = [t for t in range(len(ids)) if t == 0 or made[t] != made[t - 1]]
     ids_T = torch.tensor(ids, device=family.device)
-    foreign = family.weights == "fp32" and not (family.adapted or family.bulk) and not any(v in NOISES for v, _ in made)
+    foreign = (
+        family.weights == "fp32"
+        and not (family.adapted or family.bulk)
+        and not any(v in NOISES for v, _ in made)
+    )
     if foreign:
         kept, pieces = DynamicCache(), []
         for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
             model = theirs(family.name, made[start][0], family.device)
-            pieces.append(model(ids_T[None, start:stop], past_key_values=kept, use_cache=True).logits[0])
+            pieces.append(
+                model(ids_T[None, start:stop], past_key_values=kept, use_cache=True).logits[0]
+            )
         return torch.cat(pieces).float().cpu()
     stored: dict[int, tuple[Tensor, Tensor]] = {}
     pieces = []
@@ -165,7 +200,8 @@ def replay(family: Family, ids: list[int], made: list[Made]) -> Tensor:
 
 @contextmanager
 def nudged(family: Family, made: list[Made], seed: int) -> Iterator[None]:
-    """Embeddings that are a rounding away: where a code of an activation lies on an edge, it falls on either side."""
+    """Embeddings that are a rounding away: where a code of an activation lies on an edge, it falls
+    on either side."""
     generator = torch.Generator().manual_seed(seed)
     models = {id(model): model for model in (policy(family, *key) for key in set(made))}.values()
     kept = [model.embedding.data.clone() for model in models]
@@ -179,7 +215,13 @@ def nudged(family: Family, made: list[Made], seed: int) -> Iterator[None]:
             model.embedding.data.copy_(embedding)
 
 
-def attend(stored: dict[int, tuple[Tensor, Tensor]], layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+def attend(
+    stored: dict[int, tuple[Tensor, Tensor]],
+    layer: int,
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+) -> Tensor:
     """Attention written out, in float32, over all that has been stored."""
     if layer in stored:
         k_TGd, v_TGd = (torch.cat(pair) for pair in zip(stored[layer], (k_TGd, v_TGd), strict=True))
@@ -193,13 +235,18 @@ def attend(stored: dict[int, tuple[Tensor, Tensor]], layer: int, q_THd: Tensor, 
     return torch.einsum("hqt,thd->qhd", p_HQT, v_THd).to(q_THd.dtype)
 
 
-def filtered(logits_V: Tensor, request: Request, before: list[int], banned: Many[int], slack: float) -> Tensor:
-    """Log-probs [V] that the next token is drawn from; `slack` moves the edges of top-p and min-p."""
+def filtered(
+    logits_V: Tensor, request: Request, before: list[int], banned: Many[int], slack: float
+) -> Tensor:
+    """Log-probs [V] that the next token is drawn from; `slack` moves the edges of top-p and
+    min-p."""
     logits_V = logits_V.clone()
     if request.repetition_penalty != 1:
         for token in set(before):
             x = logits_V[token]
-            logits_V[token] = x / request.repetition_penalty if x > 0 else x * request.repetition_penalty
+            logits_V[token] = (
+                x / request.repetition_penalty if x > 0 else x * request.repetition_penalty
+            )
     logits_V[list(banned)] = -torch.inf
     if not request.temperature:
         return logits_V.log_softmax(0)
@@ -207,7 +254,7 @@ def filtered(logits_V: Tensor, request: Request, before: list[int], banned: Many
     if not request.top_k and request.top_p == 1 and not request.min_p:
         return logits_V.log_softmax(0)
     order = sorted(range(len(logits_V)), key=lambda i: (-logits_V[i].item(), i))
-    kept = order[:request.top_k] if request.top_k else order
+    kept = order[: request.top_k] if request.top_k else order
     if request.top_p < 1:
         p = logits_V[kept].softmax(0).tolist()
         mass, most = 0.0, 0
@@ -239,7 +286,7 @@ def ending(request: Request, ids: list[int]) -> tuple[str, int | str | None] | N
     if len(ids) > request.min_tokens:
         if ids[-1] in stops:
             return "stop", ids[-1]
-        text = text_of(ids[request.min_tokens:])
+        text = text_of(ids[request.min_tokens :])
         for string in request.stop_strings:
             if string in text:
                 return "stop", string
@@ -252,58 +299,88 @@ class Verdict:
 
     tokens: int = 0
     borderline: int = 0
-    worst: float = 0.0                         # nats, of the log-probs that are not borderline
-    total: float = 0.0                         # their sum
+    worst: float = 0.0  # nats, of the log-probs that are not borderline
+    total: float = 0.0  # their sum
     differences: list[str] = field(default_factory=list)
 
     def add(self, other: Verdict) -> None:
-        self.tokens, self.borderline = self.tokens + other.tokens, self.borderline + other.borderline
+        self.tokens, self.borderline = (
+            self.tokens + other.tokens,
+            self.borderline + other.borderline,
+        )
         self.worst, self.total = max(self.worst, other.worst), self.total + other.total
         self.differences += other.differences
 
     def __str__(self) -> str:
-        return (f"{self.tokens} tokens, {self.borderline} borderline, {len(self.differences)} differences; log-probs "
-                f"are {self.total / max(self.tokens, 1):.2g} nats apart on average, {self.worst:.2g} at most")
+        return (
+            f"{self.tokens} tokens, {self.borderline} borderline, {len(self.differences)} "
+            f"differences; log-probs "
+            f"are {self.total / max(self.tokens, 1):.2g} nats apart on average, {self.worst:.2g} "
+            f"at most"
+        )
 
 
-def compare(verdict: Verdict, where: str, family: Family, request: Request, sample: int, rollout: Rollout,
-            made: list[Made]) -> None:
+def compare(
+    verdict: Verdict,
+    where: str,
+    family: Family,
+    request: Request,
+    sample: int,
+    rollout: Rollout,
+    made: list[Made],
+) -> None:
     """Ask the oracle about every token of a rollout."""
     ids = rollout.token_ids
     for t in range(1, len(ids) + 1):
         end = ending(request, ids[:t])
         says = (rollout.finish_reason, rollout.stop_reason) if t == len(ids) else None
         if end != says and not (t == len(ids) and end is None and rollout.finish_reason == "abort"):
-            verdict.differences.append(f"{where}: after {t} tokens expected the end {end}, got {says}")
+            verdict.differences.append(
+                f"{where}: after {t} tokens expected the end {end}, got {says}"
+            )
             return
     if not ids:
         return
     whole = request.prompt_ids + ids
-    made = made[:len(whole) - 1]
-    wrong = check_tokens(verdict, family, request, sample, rollout, replay(family, whole[:-1], made))
+    made = made[: len(whole) - 1]
+    wrong = check_tokens(
+        verdict, family, request, sample, rollout, replay(family, whole[:-1], made)
+    )
     for seed in range(8 if wrong and not family.is_exact and family.dtype == torch.float32 else 0):
         with nudged(family, made, seed):
-            if check_tokens(Verdict(), family, request, sample, rollout, replay(family, whole[:-1], made)) is None:
+            if (
+                check_tokens(
+                    Verdict(), family, request, sample, rollout, replay(family, whole[:-1], made)
+                )
+                is None
+            ):
                 verdict.borderline += 1
                 return
     if wrong:
         verdict.differences.append(f"{where}: {wrong}")
 
 
-def check_tokens(verdict: Verdict, family: Family, request: Request, sample: int, rollout: Rollout,
-                 logits_TV: Tensor) -> str | None:
-    """The first token of a rollout that is not what these logits and the sample's noise give, in words."""
+def check_tokens(
+    verdict: Verdict,
+    family: Family,
+    request: Request,
+    sample: int,
+    rollout: Rollout,
+    logits_TV: Tensor,
+) -> str | None:
+    """The first token of a rollout that is not what these logits and the sample's noise give, in
+    words."""
     ids, near, first = rollout.token_ids, family.tolerance, len(request.prompt_ids)
-    whole, logits_TV = request.prompt_ids + ids, logits_TV[first - 1:].double()
+    whole, logits_TV = request.prompt_ids + ids, logits_TV[first - 1 :].double()
     stops = {*request.stop_ids, *(() if request.ignore_eos else (EOS,))}
     key = torch.tensor([signed(noise_key(request, sample))] * len(ids))
     u_T = uniform(key, torch.arange(first, len(whole)))
     for t, (token, logprob) in enumerate(zip(ids, rollout.logprobs, strict=True)):
-        before, banned = whole[:first + t], tuple(stops) if t < request.min_tokens else ()
+        before, banned = whole[: first + t], tuple(stops) if t < request.min_tokens else ()
 
         def gap(slack: float) -> float | None:
-            logp_V = filtered(logits_TV[t], request, before, banned, slack)        # noqa: B023
-            return agrees(logp_V, request, token, logprob, u_T[t].item(), near)    # noqa: B023
+            logp_V = filtered(logits_TV[t], request, before, banned, slack)
+            return agrees(logp_V, request, token, logprob, u_T[t].item(), near)
 
         verdict.tokens += 1
         found = gap(0.0)
@@ -317,7 +394,9 @@ def check_tokens(verdict: Verdict, family: Family, request: Request, sample: int
     return None
 
 
-def agrees(logp_V: Tensor, request: Request, token: int, logprob: float, u: float, near: float) -> float | None:
+def agrees(
+    logp_V: Tensor, request: Request, token: int, logprob: float, u: float, near: float
+) -> float | None:
     """How far the log-prob is from the oracle's, None where it or the token is wrong."""
     gap = abs(logp_V[token].item() - logprob)
     if not gap < near:
@@ -333,10 +412,15 @@ def _tied(logits_V: Tensor, request: Request, near: float) -> bool:
     """Whether rounding decides which id is the k-th largest."""
     best = logits_V.sort(descending=True).values
     k = request.top_k
-    return bool(request.temperature and 0 < k < len(best) and best[k - 1] - best[k] < near * request.temperature)
+    return bool(
+        request.temperature
+        and 0 < k < len(best)
+        and best[k - 1] - best[k] < near * request.temperature
+    )
 
 
-# -- the mixes --------------------------------------------------------------------------------------------------------
+# -- the mixes -------------------------------------------------------------------------------------
+
 
 class Block:
     """One engine, and who computed which position of what is in flight."""
@@ -346,28 +430,41 @@ class Block:
         self.seed, self.verdict = seed, Verdict()
         self.family = family = random_family(rng, device)
         self.page_size = rng.choice([1, 2, 3, 4, 8, 16]) if device == "cpu" else 16
-        options = {"page_size": self.page_size, "cache_tokens": rng.choice([48, 64, 128, 1024]),
-                   "max_batch": rng.randint(9 if family.bulk else 1, 14),
-                   "max_prefill_tokens": rng.choice([1, 8, 24, 8192]),
-                   "prefill_chunk": rng.choice([None, None, 1, 3, 7, 16])}
+        options = {
+            "page_size": self.page_size,
+            "cache_tokens": rng.choice([48, 64, 128, 1024]),
+            "max_batch": rng.randint(9 if family.bulk else 1, 14),
+            "max_prefill_tokens": rng.choice([1, 8, 24, 8192]),
+            "prefill_chunk": rng.choice([None, None, 1, 3, 7, 16]),
+        }
         self.about = f"block {seed}: {family} {options}"
-        self.engine = Engine(master(family, 0), family.weights, dtype=family.dtype, device=device, bulk=family.bulk,
-                             tokenizer=Tokenizer(), noisy=True, **options)
+        self.engine = Engine(
+            master(family, 0),
+            family.weights,
+            dtype=family.dtype,
+            device=device,
+            bulk=family.bulk,
+            tokenizer=Tokenizer(),
+            noisy=True,
+            **options,
+        )
         if device == "cpu":
             self.engine.scheduler.lookahead = rng.choice([1, 1, 3, 16])
         self.version = 0
         self.vocabulary = self.engine.spec.vocab_size
         self.stems = [self.ids(rng.randint(1, 20)) for _ in range(3)]
         self.asked: dict[int, Request] = {}
-        self.made: dict[int, dict[int, Made]] = {}                   # by handle: prompt positions
-        self.drawn: dict[tuple[int, int], dict[int, Made]] = {}      # by handle and sample: positions of the response
+        self.made: dict[int, dict[int, Made]] = {}  # by handle: prompt positions
+        self.drawn: dict[
+            tuple[int, int], dict[int, Made]
+        ] = {}  # by handle and sample: positions of the response
         run = self.engine.runner.run
 
         def watched(plan: Plan) -> Any:
             self.watch(plan)
             return run(plan)
 
-        self.engine.runner.run = watched                             # type: ignore[method-assign]
+        self.engine.runner.run = watched  # type: ignore[method-assign]
 
     def ids(self, length: int) -> list[int]:
         return [self.rng.randrange(2, self.vocabulary) for _ in range(length)]
@@ -376,31 +473,44 @@ class Block:
         decoder, now = self.engine.runner.decoder, (self.version, self.family.bulk is not None)
         hits = {c.sequence.group.handle: c.start for c in plan.prefills}
         hits |= {group.handle: group.num_prefilled for group in self.engine.scheduler._prefilling}
-        for handle in hits.keys() - self.made.keys():                # admitted now, with pages of these very weights
+        for handle in (
+            hits.keys() - self.made.keys()
+        ):  # admitted now, with pages of these very weights
             self.made[handle] = dict.fromkeys(range(hits[handle]), now)
         for chunk in plan.prefills:
-            self.made[chunk.sequence.group.handle] |= dict.fromkeys(range(chunk.start, chunk.stop), now)
+            self.made[chunk.sequence.group.handle] |= dict.fromkeys(
+                range(chunk.start, chunk.stop), now
+            )
         many = decoder.runs_bulk(decoder.size(len(plan.decodes)))
         for row in plan.decodes:
             drawn = self.drawn.setdefault((row.group.handle, row.sample), {})
-            drawn |= {t: (self.version, many) for t in range(row.position, row.position + plan.steps)}
+            drawn |= {
+                t: (self.version, many) for t in range(row.position, row.position + plan.steps)
+            }
 
     def request(self) -> Request:
         rng = self.rng
         prompt = rng.choice([[], *self.stems])
         prompt = (prompt + self.ids(rng.choice([0, 1, 2, 5])))[:22] or self.ids(1)
         max_tokens = rng.choice([1, 1, 2, 4, 12])
-        odd = rng.random() < 0.4                                     # filters: on exact numbers alone
+        odd = rng.random() < 0.4  # filters: on exact numbers alone
         exact = odd and self.family.is_exact
         return Request(
-            prompt, n=rng.choice([1, 1, 1, 2, 3, 8]), max_tokens=max_tokens,
-            min_tokens=rng.choice([0, 0, 0, min(2, max_tokens)]), temperature=rng.choice([0.0, 0.7, 1.0, 1.0, 1.3]),
-            top_k=rng.choice([0, 1, 5, 40]) if exact else 0, top_p=rng.choice([1.0, 0.9, 0.3]) if exact else 1.0,
+            prompt,
+            n=rng.choice([1, 1, 1, 2, 3, 8]),
+            max_tokens=max_tokens,
+            min_tokens=rng.choice([0, 0, 0, min(2, max_tokens)]),
+            temperature=rng.choice([0.0, 0.7, 1.0, 1.0, 1.3]),
+            top_k=rng.choice([0, 1, 5, 40]) if exact else 0,
+            top_p=rng.choice([1.0, 0.9, 0.3]) if exact else 1.0,
             min_p=rng.choice([0.0, 0.05]) if exact else 0.0,
             repetition_penalty=rng.choice([1.0, 1.3, 0.8]) if odd else 1.0,
             stop_ids=tuple(self.ids(rng.choice([0, 0, 3]))),
             stop_strings=rng.choice([(), (), (), ("ab", "ddc"), ("eb",)]),
-            ignore_eos=rng.random() < 0.5, seed=rng.randrange(100), id=rng.choice(["", "", "a"]))
+            ignore_eos=rng.random() < 0.5,
+            seed=rng.randrange(100),
+            id=rng.choice(["", "", "a"]),
+        )
 
     def mix(self) -> None:
         """A few requests and what happens on the way; at its end the engine is empty."""
@@ -408,13 +518,17 @@ class Block:
         for _ in range(rng.randint(1, 6)):
             self.take(*[engine.add(self.request()) for _ in range(rng.choice([1, 1, 2, 5]))])
             for _ in range(rng.randint(0, 6)):
-                verb = rng.choices(["step", "abort", "adopt", "score", "generate"], [12, 1, 1, 1, 1])[0]
+                verb = rng.choices(
+                    ["step", "abort", "adopt", "score", "generate"], [12, 1, 1, 1, 1]
+                )[0]
                 getattr(self, verb)()
         while engine.has_work:
             self.step()
         if engine.pool.num_used or engine.scheduler.promised or self.asked:
-            self.verdict.differences.append(f"{self.about}: {engine.pool.num_used} pages and {len(self.asked)} "
-                                            "requests are left in an empty engine")
+            self.verdict.differences.append(
+                f"{self.about}: {engine.pool.num_used} pages and {len(self.asked)} "
+                "requests are left in an empty engine"
+            )
         if rng.random() < 0.2:
             engine.release()
 
@@ -434,7 +548,8 @@ class Block:
         self.engine.adopt(master(self.family, self.version), self.version, NOISES.get(self.version))
 
     def generate(self) -> None:
-        """Requests that are waited for, while those in flight go on and one of them may be aborted between two."""
+        """Requests that are waited for, while those in flight go on and one of them may be aborted
+        between two."""
         requests = [self.request() for _ in range(self.rng.randint(1, 4))]
         first = self.engine.scheduler._next_handle
         groups = self.engine.generate(requests, lambda *_: self.rng.random() < 0.1 and self.abort())
@@ -449,7 +564,9 @@ class Block:
             got = self.engine.score([ids], [prompt], 0.7)[0]
         except OutOfPages:
             return
-        logits_TV = replay(self.family, ids[:-1], [(self.version, False)] * (len(ids) - 1)).double() / 0.7
+        logits_TV = (
+            replay(self.family, ids[:-1], [(self.version, False)] * (len(ids) - 1)).double() / 0.7
+        )
         want = logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         gap = (got.double() - want).abs().max().item()
         if not gap < 2 * self.family.tolerance:
@@ -458,29 +575,49 @@ class Block:
     def check(self, handle: int, group: Group) -> None:
         request = self.asked.pop(handle)
         if request is not group.request:
-            self.verdict.differences.append(f"{self.about}: handle {handle} came back with another request")
+            self.verdict.differences.append(
+                f"{self.about}: handle {handle} came back with another request"
+            )
         prompt = self.made.pop(handle, {})
         for sample, rollout in enumerate(group.rollouts):
             made = prompt | self.drawn.pop((handle, sample), {})
             spans = [made[len(request.prompt_ids) + t - 1] for t in range(len(rollout.token_ids))]
-            said = [next(s.version for s in reversed(rollout.behavior.policy) if s.start <= t)
-                    for t in range(len(rollout.token_ids))]
+            said = [
+                next(s.version for s in reversed(rollout.behavior.policy) if s.start <= t)
+                for t in range(len(rollout.token_ids))
+            ]
             where = f"{self.about} {request} sample {sample}"
             if said != [version for version, _ in spans]:
                 self.verdict.differences.append(f"{where}: drawn under {spans}, tagged {said}")
-            compare(self.verdict, where, self.family, request, sample, rollout,
-                    [made[t] for t in range(len(request.prompt_ids) + len(rollout.token_ids) - 1)]
-                    if rollout.token_ids else [])
+            compare(
+                self.verdict,
+                where,
+                self.family,
+                request,
+                sample,
+                rollout,
+                [made[t] for t in range(len(request.prompt_ids) + len(rollout.token_ids) - 1)]
+                if rollout.token_ids
+                else [],
+            )
 
 
 def random_family(rng: random.Random, device: str) -> Family:
     dense = rng.random() < 0.4
-    weights = rng.choice(["fp32"]) if dense else rng.choice(["int8", "fp8", "nvfp4", "mxfp4", "int4", "nf4", "bf16"])
-    dtype = torch.bfloat16 if weights == "bf16" or (device == "cuda" and not dense) else torch.float32
+    weights = (
+        rng.choice(["fp32"])
+        if dense
+        else rng.choice(["int8", "fp8", "nvfp4", "mxfp4", "int4", "nf4", "bf16"])
+    )
+    dtype = (
+        torch.bfloat16 if weights == "bf16" or (device == "cuda" and not dense) else torch.float32
+    )
     adapted = rng.random() < 0.2
     exact = dtype == torch.float32 and weights in EXACT
     bulk = "nf4" if exact and rng.random() < 0.15 else None
-    name = rng.choice(["qwen3", "qwen2-tied", "llama3-rope", *(["qwen3-moe"] if dense and not adapted else [])])
+    name = rng.choice(
+        ["qwen3", "qwen2-tied", "llama3-rope", *(["qwen3-moe"] if dense and not adapted else [])]
+    )
     if device == "cuda" and name == "llama3-rope":
         name = "qwen3"
     return Family(name, weights, adapted, None if name == "qwen3-moe" else bulk, dtype, device)
@@ -516,8 +653,12 @@ def main() -> None:
         minutes = (time.monotonic() - began) / 60
         last = done == blocks or minutes > args.minutes
         if last or done % 50 == 0:
-            print(f"{done * MIXES} mixes, {minutes:.1f} minutes", *(f"  {name}: {sums}" for name, sums in
-                  by_format.items()), sep="\n", flush=True)
+            print(
+                f"{done * MIXES} mixes, {minutes:.1f} minutes",
+                *(f"  {name}: {sums}" for name, sums in by_format.items()),
+                sep="\n",
+                flush=True,
+            )
         if last:
             break
     bad = sum(len(verdict.differences) for verdict in by_format.values())

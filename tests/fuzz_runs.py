@@ -1,14 +1,17 @@
-"""Random whole runs of three steps: resumed after any of them, with and without evaluation, bit for bit the same.
+"""Random whole runs of three steps: resumed after any of them, with and without evaluation, bit for
+bit the same.
 
     python -m tests.fuzz_runs --runs 100 --seed 1
 
-A run draws one value for each part of the configuration (format, LoRA, optimiser, algorithm, correction, minibatches,
-noise, scaling, aligned forward, critic, reference, stages, sampler, guard, prefix sharing, limits of the engine) on a
-tiny dense or mixture model. What the configuration refuses is drawn again. A run's learner and rollouts may not depend
-on being stopped, nor on being evaluated; where rollouts are float32 and plain, the mismatch is rounding.
+A run draws one value for each part of the configuration (format, LoRA, optimiser, algorithm,
+correction, minibatches, noise, scaling, aligned forward, critic, reference, stages, sampler, guard,
+prefix sharing, limits of the engine) on a tiny dense or mixture model. What the configuration
+refuses is drawn again. A run's learner and rollouts may not depend on being stopped, nor on being
+evaluated; where rollouts are float32 and plain, the mismatch is rounding.
 
 A difference names its seed: `python -m tests.fuzz_runs --runs 1 --seed <seed>` runs it again.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -33,10 +36,26 @@ from lowroll.metrics.record import reproducible
 
 STEPS = 3
 MODELS: dict[str, dict[str, Any]] = {
-    "dense": {**TINY, "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "experts": {**TINY, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64,
-                "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
-                "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "dense": {
+        **TINY,
+        "hidden_size": 64,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "experts": {
+        **TINY,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
 }
 TEMPLATES = {"short": "{text}", "long": "write a word that sorts before this one: {text}"}
 GRADED = '''
@@ -74,32 +93,105 @@ def merge(tree: dict[str, Any], *changes: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def choices(rng: random.Random, envs: list[dict[str, Any]], targets: list[str]) -> list[dict[str, Any]]:
+def choices(
+    rng: random.Random, envs: list[dict[str, Any]], targets: list[str]
+) -> list[dict[str, Any]]:
     """One value for each part of a configuration."""
     algorithm = rng.choice(["grpo", "grpo", "dr_grpo", "rloo", "dapo", "gspo", "ppo"])
-    correction = rng.choice(["auto", "auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "ipo",
-                             "reweight"])
+    correction = rng.choice(
+        [
+            "auto",
+            "auto",
+            "none",
+            "is",
+            "decoupled",
+            "tis",
+            "acr",
+            "tbpo",
+            "sparse",
+            "ipo",
+            "reweight",
+        ]
+    )
     lora = {"train": {"lora": True, "lora_rank": 3, "lora_target_modules": targets}}
     return [
         {"algorithm": algorithm, "correction": correction, "force": True},
-        {"rollout": {"weights": rng.choice(["fp32", "fp32", "bf16", "int8", "fp8", "int4", "nvfp4", "mxfp4", "nf4"])}},
+        {
+            "rollout": {
+                "weights": rng.choice(
+                    ["fp32", "fp32", "bf16", "int8", "fp8", "int4", "nvfp4", "mxfp4", "nf4"]
+                )
+            }
+        },
         {"dtype": rng.choice(["float32", "float32", "bfloat16"])},
-        rng.choice([{}, {}, lora, {"train": {"forward": "aligned"}}, merge({"train": {"forward": "aligned"}}, lora)]),
-        {"train": {"minibatches": rng.choice([1, 2, 4]), "optimizer": rng.choice(["adamw", "adamw", "muon"]),
-                   "tokens_per_microbatch": rng.choice([80, 200, 4096])}},
+        rng.choice(
+            [
+                {},
+                {},
+                lora,
+                {"train": {"forward": "aligned"}},
+                merge({"train": {"forward": "aligned"}}, lora),
+            ]
+        ),
+        {
+            "train": {
+                "minibatches": rng.choice([1, 2, 4]),
+                "optimizer": rng.choice(["adamw", "adamw", "muon"]),
+                "tokens_per_microbatch": rng.choice([80, 200, 4096]),
+            }
+        },
         rng.choice([{}, {}, {"train": {"uaq_scale": 1.5}}]),
-        rng.choice([{}, {}, {"noise": {"sigma_start": 0.02, "num_stages": 2,
-                                       "learner": rng.choice(["clean", "shared"])}}]),
+        rng.choice(
+            [
+                {},
+                {},
+                {
+                    "noise": {
+                        "sigma_start": 0.02,
+                        "num_stages": 2,
+                        "learner": rng.choice(["clean", "shared"]),
+                    }
+                },
+            ]
+        ),
         rng.choice([{}, {}, {"loss": {"kl_coef": 0.01}}]),
-        rng.choice([{}, {"rollout": {"top_p": 0.9}}, {"rollout": {"top_k": 20, "min_tokens": 2}},
-                    {"rollout": {"temperature": 0.7, "repetition_penalty": 1.1}}]),
-        rng.choice([{}, {"rollout": {"prefill_chunk": rng.choice([3, 8])}}, {"rollout": {"max_batch": 5}},
-                    {"rollout": {"page_size": 4, "cache_tokens": 256}}, {"rollout": {"bulk": "int8"}}]),
-        rng.choice([{}, {}, {"guard": {"action": rng.choice(["fallback", "tighten"]), "ratio_above": 1.001,
-                                       "patience": 2}}]),
+        rng.choice(
+            [
+                {},
+                {"rollout": {"top_p": 0.9}},
+                {"rollout": {"top_k": 20, "min_tokens": 2}},
+                {"rollout": {"temperature": 0.7, "repetition_penalty": 1.1}},
+            ]
+        ),
+        rng.choice(
+            [
+                {},
+                {"rollout": {"prefill_chunk": rng.choice([3, 8])}},
+                {"rollout": {"max_batch": 5}},
+                {"rollout": {"page_size": 4, "cache_tokens": 256}},
+                {"rollout": {"bulk": "int8"}},
+            ]
+        ),
+        rng.choice(
+            [
+                {},
+                {},
+                {
+                    "guard": {
+                        "action": rng.choice(["fallback", "tighten"]),
+                        "ratio_above": 1.001,
+                        "patience": 2,
+                    }
+                },
+            ]
+        ),
         rng.choice([{}, {}, {"stages": [{"step": 2, "max_tokens": 9}]}]),
         rng.choice([{}, {}, {"dapo": {"dynamic_sampling": True, "max_rounds": 3}}]),
-        {"rollouts_per_example": 1 if algorithm == "ppo" and rng.random() < 0.6 else rng.choice([2, 4])},
+        {
+            "rollouts_per_example": 1
+            if algorithm == "ppo" and rng.random() < 0.6
+            else rng.choice([2, 4])
+        },
         {"env": rng.choice([envs, envs[:1], envs[1:]])},
         {"train": {"lr_scheduler_type": rng.choice(["constant", "cosine"])}},
     ]
@@ -110,15 +202,28 @@ def draw(seed: int, models: Mapping[str, Path], out: Path) -> dict[str, Any]:
     rng = random.Random(seed)
     graded = models["dense"].parent / "graded.py"
     graded.write_text(GRADED)
-    envs = [{"id": str(graded), "name": name, "args": {"template": template}} for name, template in TEMPLATES.items()]
+    envs = [
+        {"id": str(graded), "name": name, "args": {"template": template}}
+        for name, template in TEMPLATES.items()
+    ]
     while True:
         name = rng.choice(["dense", "dense", "dense", "experts"])
         targets = ["q_proj", "v_proj", "o_proj"] + ["down_proj", "up_proj"] * (name == "dense")
-        tree = merge({"model": str(models[name]), "seed": seed, "device": "cpu", "batch_size": 16,
-                      "rollout": {"max_tokens": 6}, "score": {"workers": 1},
-                      "ckpt": {"interval": 1, "keep_last": None}, "eval": {"interval": 1, "num_examples": 3},
-                      "train": {"max_steps": STEPS, "learning_rate": 1e-2}, "output_dir": str(out)},
-                     *choices(rng, envs, targets))
+        tree = merge(
+            {
+                "model": str(models[name]),
+                "seed": seed,
+                "device": "cpu",
+                "batch_size": 16,
+                "rollout": {"max_tokens": 6},
+                "score": {"workers": 1},
+                "ckpt": {"interval": 1, "keep_last": None},
+                "eval": {"interval": 1, "num_examples": 3},
+                "train": {"max_steps": STEPS, "learning_rate": 1e-2},
+                "output_dir": str(out),
+            },
+            *choices(rng, envs, targets),
+        )
         try:
             from_mapping(tree)
             return tree
@@ -134,7 +239,9 @@ def learnt(folder: Path, records: list[dict[str, Any]]) -> dict[str, str]:
     """What evaluation may not touch."""
     prints = fingerprint(folder)
     kept = {name: prints[name] for name in prints if name.startswith(("step_", "final", "model"))}
-    metrics = [{k: v for k, v in reproducible(r).items() if not k.startswith("eval/")} for r in records]
+    metrics = [
+        {k: v for k, v in reproducible(r).items() if not k.startswith("eval/")} for r in records
+    ]
     return kept | {"metrics": json.dumps(metrics, sort_keys=True)}
 
 
@@ -156,10 +263,18 @@ def differences(seed: int, models: Mapping[str, Path], folder: Path) -> list[str
     blind = train({**tree, "eval": {"interval": None}}, folder / "blind")
     if learnt(blind.folder, blind.records) != learnt(result.folder, result.records):
         found.append(f"{seed}: without evaluation, not the same")
-    plain = tree["rollout"]["weights"] == "fp32" and tree["dtype"] == "float32" and not (
-        {"top_p", "top_k", "repetition_penalty", "bulk"} & tree["rollout"].keys() or "noise" in tree)
+    plain = (
+        tree["rollout"]["weights"] == "fp32"
+        and tree["dtype"] == "float32"
+        and not (
+            {"top_p", "top_k", "repetition_penalty", "bulk"} & tree["rollout"].keys()
+            or "noise" in tree
+        )
+    )
     if plain and max(r["mismatch/kl_k3"] for r in result.records) > 1e-9:
-        found.append(f"{seed}: a mismatch of {max(r['mismatch/kl_k3'] for r in result.records):.2g} nats")
+        found.append(
+            f"{seed}: a mismatch of {max(r['mismatch/kl_k3'] for r in result.records):.2g} nats"
+        )
     return [f"{line} in {about}" for line in found]
 
 
@@ -181,7 +296,9 @@ def main() -> None:
                 bad += 1
                 print(f"DIFFERENCE {line}", flush=True)
             shutil.rmtree(folder, ignore_errors=True)
-            print(f"DONE {done} runs, {bad} differences, {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"DONE {done} runs, {bad} differences, {time.monotonic() - began:.0f} s", flush=True
+            )
     sys.exit(bad > 0)
 
 

@@ -1,4 +1,6 @@
-"""Files as no program of ours writes them: damaged ones, and model folders of somebody who means harm."""
+"""Files as no program of ours writes them: damaged ones, and model folders of somebody who means
+harm."""
+
 from __future__ import annotations
 
 import json
@@ -9,12 +11,40 @@ from pathlib import Path
 from typing import Any
 
 VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 10**9, 10**18, -10**9, 1e308, 0.5, float("nan"), float("inf"), "", "x", "\x1b[31mred",
-    "../../etc/passwd", "\ud800", [], [1], {}, {"a": 1}, ["x"] * 1000)
+    None,
+    True,
+    -1,
+    0,
+    1,
+    10**9,
+    10**18,
+    -(10**9),
+    1e308,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "\x1b[31mred",
+    "../../etc/passwd",
+    "\ud800",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    ["x"] * 1000,
+)
 TEMPLATES = (
-    "{% for a in range(10**9) %}{{ a }}{% endfor %}", "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ messages[9] }}", "{% include 'x' %}", "{{ 'a' * 10**12 }}", "{% if %}", "{{ raise_exception('no') }}",
-    "{{ messages", "")
+    "{% for a in range(10**9) %}{{ a }}{% endfor %}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages[9] }}",
+    "{% include 'x' %}",
+    "{{ 'a' * 10**12 }}",
+    "{% if %}",
+    "{{ raise_exception('no') }}",
+    "{{ messages",
+    "",
+)
 
 
 def spoil(path: Path, others: list[Path], rng: random.Random) -> str:
@@ -43,7 +73,20 @@ def spoil(path: Path, others: list[Path], rng: random.Random) -> str:
 
 def mutate(folder: Path, rng: random.Random) -> str:
     """Make a good model folder a hostile one; what was done."""
-    way = rng.choice([_config, _config, _config, _tokenizer, _template, _manifest, _header, _header, _bytes, _kind])
+    way = rng.choice(
+        [
+            _config,
+            _config,
+            _config,
+            _tokenizer,
+            _template,
+            _manifest,
+            _header,
+            _header,
+            _bytes,
+            _kind,
+        ]
+    )
     return f"{way.__name__.strip('_')}: {way(folder, rng)}"
 
 
@@ -58,14 +101,18 @@ def _tokenizer(folder: Path, rng: random.Random) -> str:
 def _manifest(folder: Path, rng: random.Random) -> str:
     path = folder / "MANIFEST.json"
     if not path.exists():
-        path.write_text('{"files": {"../x": {"size": 1, "sha256": "a"}}, "meta": {}, "format": 1, "sha256": ""}')
+        path.write_text(
+            '{"files": {"../x": {"size": 1, "sha256": "a"}}, "meta": {}, "format": 1, "sha256": ""}'
+        )
     return _edit(path, rng)
 
 
 def _edit(path: Path, rng: random.Random) -> str:
     """Another value somewhere in a JSON file, or JSON that is none."""
     if rng.random() < 0.15:
-        text = rng.choice(["[" * 100_000, '{"a":' * 100_000, "", "null", "[]", "\x00", '{"a": 1, "a": 2}', "NaN"])
+        text = rng.choice(
+            ["[" * 100_000, '{"a":' * 100_000, "", "null", "[]", "\x00", '{"a": 1, "a": 2}', "NaN"]
+        )
         path.write_text(text)
         return f"{path.name}: {text[:20]!r}..."
     tree = json.loads(path.read_text())
@@ -103,19 +150,26 @@ def _header(folder: Path, rng: random.Random) -> str:
     path = folder / "model.safetensors"
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:8 + size])
+    header = json.loads(data[8 : 8 + size])
     name = rng.choice([key for key in header if key != "__metadata__"])
     changes: tuple[tuple[str, Callable[[], object]], ...] = (
         ("shape", lambda: header[name].update(shape=[rng.choice((-1, 0, 10**12, 3)), 7])),
         ("dtype", lambda: header[name].update(dtype=rng.choice(("F64", "I32", "X", 3)))),
-        ("offsets", lambda: header[name].update(data_offsets=[rng.choice((-8, 0, 10**15)), rng.choice((0, 10**15))])),
-        ("gone", lambda: header.pop(name)), ("type", lambda: header.update({name: 7})),
-        ("name", lambda: header.update({f"\x1b[2J{name}": header.pop(name)})))
+        (
+            "offsets",
+            lambda: header[name].update(
+                data_offsets=[rng.choice((-8, 0, 10**15)), rng.choice((0, 10**15))]
+            ),
+        ),
+        ("gone", lambda: header.pop(name)),
+        ("type", lambda: header.update({name: 7})),
+        ("name", lambda: header.update({f"\x1b[2J{name}": header.pop(name)})),
+    )
     what, change = rng.choice(changes)
     change()
     text = json.dumps(header).encode()
     stated = rng.choice([len(text)] * 4 + [0, 2**63, len(text) * 2, 10**8])
-    path.write_bytes(stated.to_bytes(8, "little") + text + data[8 + size:])
+    path.write_bytes(stated.to_bytes(8, "little") + text + data[8 + size :])
     return f"{name}: {what}, length {stated}"
 
 

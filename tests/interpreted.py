@@ -1,12 +1,15 @@
-"""Tests marked `interpreted`: kernels in Triton's interpreter, on CPU tensors, in one process of their own.
+"""Tests marked `interpreted`: kernels in Triton's interpreter, on CPU tensors, in one process of
+their own.
 
-`pytest` with TRITON_INTERPRET=1 runs every chosen test of the mark in a child, which starts before the first test and
-works beside the others. It writes each outcome as a line of JSON, and every test reports its own. Within the
-child a marked test simply runs.
+`pytest` with TRITON_INTERPRET=1 runs every chosen test of the mark in a child, which starts before
+the first test and works beside the others. It writes each outcome as a line of JSON, and every test
+reports its own. Within the child a marked test simply runs.
 
-The interpreter's limits: products of bfloat16 are silently wrong and its bfloat16 rounding is not the device's (test
-float16 and float32), inline assembly is missing, and loops over loaded bounds need numpy < 2.4.
+The interpreter's limits: products of bfloat16 are silently wrong and its bfloat16 rounding is not
+the device's (test float16 and float32), inline assembly is missing, and loops over loaded bounds
+need numpy < 2.4.
 """
+
 from __future__ import annotations
 
 import importlib.util
@@ -22,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-REPORT = "LOWROLL_INTERPRETED_REPORT"       # where the child writes
+REPORT = "LOWROLL_INTERPRETED_REPORT"  # where the child writes
 SECONDS = 900
 CHILD = pytest.StashKey["Child"]()
 
@@ -37,13 +40,15 @@ def unusable() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "interpreted: runs Triton kernels on CPU tensors, in a process of its own")
+    config.addinivalue_line(
+        "markers", "interpreted: runs Triton kernels on CPU tensors, in a process of its own"
+    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("interpreted")]
-    for item in marked:                     # whichever comes first waits for the child
+    for item in marked:  # whichever comes first waits for the child
         item.add_marker(pytest.mark.timeout(SECONDS + 60))
     if marked and (reason := unusable()):
         for item in marked:
@@ -55,7 +60,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     chosen = [item for item in session.items if item.get_closest_marker("interpreted")]
     usable = any(item.get_closest_marker("skip") is None for item in chosen)
     if usable and REPORT not in os.environ and not session.config.option.collectonly:
-        session.config.stash[CHILD] = Child.start(session.config.rootpath, [item.nodeid for item in chosen])
+        session.config.stash[CHILD] = Child.start(
+            session.config.rootpath, [item.nodeid for item in chosen]
+        )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -89,16 +96,31 @@ class Child:
         (folder / "report.jsonl").touch()
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *tests], cwd=root,
+                [
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    "-q",
+                    "--tb=short",
+                    "-p",
+                    "no:cacheprovider",
+                    *tests,
+                ],
+                cwd=root,
                 env={**os.environ, "TRITON_INTERPRET": "1", REPORT: str(folder / "report.jsonl")},
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
         return cls(folder, process)
 
     def outcomes(self) -> dict[str, str]:
         """The failures by test, "" for one that passed. Waits for the process."""
         if self.found is None:
             self.process.wait(SECONDS)
-            self.found = dict(json.loads(line) for line in (self.folder / "report.jsonl").read_text().splitlines())
+            self.found = dict(
+                json.loads(line) for line in (self.folder / "report.jsonl").read_text().splitlines()
+            )
         if not self.found:
             told = (self.folder / "output").read_text(errors="replace")[-4000:]
             pytest.fail(f"the interpreting process ran no test:\n{told}", pytrace=False)
@@ -114,4 +136,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """In the child: a line for every test's call, or for the setup that failed before it."""
     if REPORT in os.environ and (report.when == "call" or report.failed):
         with open(os.environ[REPORT], "a") as file:
-            file.write(json.dumps([report.nodeid, report.longreprtext if report.failed else ""]) + "\n")
+            file.write(
+                json.dumps([report.nodeid, report.longreprtext if report.failed else ""]) + "\n"
+            )

@@ -1,18 +1,22 @@
-"""Mutation testing: would a test notice if one operator, comparison, constant or condition were another?
+"""Mutation testing: would a test notice if one operator, comparison, constant or condition were
+another?
 
     make mutants ROOMS="engine kv" COUNT=100 SEED=0
 
-Draws `count` mutants of each room (`mutations.py` says what one is), runs the tests that reach each of them until one
-fails, and prints those that survive. It works on a copy of the tree, under `build/`:
+Draws `count` mutants of each room (`mutations.py` says what one is), runs the tests that reach each
+of them until one fails, and prints those that survive. It works on a copy of the tree, under
+`build/`:
 
 1. Every test runs once, followed by `reach.py`. What it reached is kept until its file changes (`--fresh` forgets).
 2. What runs at import: a fork reads the changed code, collects the tests and runs them.
 3. For all else pytest collects once. A fork of that process gives the changed code to every live function that has the
-   old, and runs the tests that reach it, fastest first. Processes that tests start read the changed file.
+   old, and runs the tests that reach it, fastest first. Processes that tests start read the changed
+   file.
 4. The tests that killed run on the code as it is, and must pass.
 
 A test that takes far longer than it did hangs, and counts as a kill. Needs `fork`.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -41,12 +45,33 @@ from reach import Reach, Survey  # noqa: E402
 
 ROOMS = ["engine", "kv", "trainer", "weights", "orchestrator", "envs", "checkpoint"]
 WARM = ["torch", "transformers", "safetensors.torch", "math_verify", "peft", "matplotlib.figure"]
-COPIED = ["lowroll", "tests", "bench", "docs", "recipes", "examples", "pyproject.toml", "README.md", "Makefile"]
-OPTIONS = ["-s", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-o", "addopts=",
-           "-m", "not gpu and not interpreted"]
-START_SECONDS = 300            # to collect
-SURVEY_SECONDS = 1800          # of one test file
-FILES_AT_IMPORT = 8            # test files that a fork may collect
+COPIED = [
+    "lowroll",
+    "tests",
+    "bench",
+    "docs",
+    "recipes",
+    "examples",
+    "pyproject.toml",
+    "README.md",
+    "Makefile",
+]
+OPTIONS = [
+    "-s",
+    "-p",
+    "no:terminal",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:faulthandler",
+    "-o",
+    "addopts=",
+    "-m",
+    "not gpu and not interpreted",
+]
+START_SECONDS = 300  # to collect
+SURVEY_SECONDS = 1800  # of one test file
+FILES_AT_IMPORT = 8  # test files that a fork may collect
 
 Tell = Callable[[str], None]
 
@@ -60,9 +85,13 @@ class Verdict:
     test: str
 
 
-def attempt(action: Callable[[Tell], int | None], seconds: dict[str, float], patience: float = START_SECONDS,
-            ) -> tuple[str, str]:
-    """Run an action in a fork that tells at which test it is: (survived, failed or hung; the last test)."""
+def attempt(
+    action: Callable[[Tell], int | None],
+    seconds: dict[str, float],
+    patience: float = START_SECONDS,
+) -> tuple[str, str]:
+    """Run an action in a fork that tells at which test it is: (survived, failed or hung; the last
+    test)."""
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -80,7 +109,9 @@ def attempt(action: Callable[[Tell], int | None], seconds: dict[str, float], pat
     try:
         while not how:
             ended, status = os.waitpid(child, os.WNOHANG)
-            if select.select([told], [], [], 0.02)[0] and (message := os.read(told, 1 << 20).decode()):
+            if select.select([told], [], [], 0.02)[0] and (
+                message := os.read(told, 1 << 20).decode()
+            ):
                 test = message.split("\n")[-2]
                 deadline = time.monotonic() + 5 + 10 * seconds.get(test, 1.0)
             if ended:
@@ -108,7 +139,8 @@ def end(child: int, waiting: bool) -> None:
 
 
 class Runner:
-    """A plugin of pytest: runs these tests, in their order, and ends its process at the first that fails."""
+    """A plugin of pytest: runs these tests, in their order, and ends its process at the first that
+    fails."""
 
     def __init__(self, tests: list[str], tell: Tell) -> None:
         self.tests, self.tell = tests, tell
@@ -127,21 +159,23 @@ class Runner:
 
 
 class Trial(Runner):
-    """Judges mutants. As a plugin of pytest it does so with what was collected, in the place of running it."""
+    """Judges mutants. As a plugin of pytest it does so with what was collected, in the place of
+    running it."""
 
     def __init__(self, root: Path, reach: Reach, most_seconds: float, until: float) -> None:
         self.root, self.reach, self.most_seconds, self.until = root, reach, most_seconds, until
         self.waiting: list[Mutant] = []
         self.functions: list[FunctionType] = []
         self.verdicts: list[Verdict] = []
-        self.unsound: list[str] = []           # tests that fail on the code as it is
+        self.unsound: list[str] = []  # tests that fail on the code as it is
 
     def judge(self, mutant: Mutant, action: Callable[[Tell], int | None]) -> None:
-        """With the changed file in the place of the old, for processes that tests start and for what is imported."""
+        """With the changed file in the place of the old, for processes that tests start and for
+        what is imported."""
         path = self.root / mutant.file
         source, stat = path.read_text(), path.stat()
         path.write_text(ast.unparse(mutated(source, mutant)))
-        os.utime(path, (0, 0))                 # no compiled file is of that age
+        os.utime(path, (0, 0))  # no compiled file is of that age
         try:
             self.verdicts.append(Verdict(mutant, *attempt(action, self.reach.seconds)))
         finally:
@@ -158,13 +192,15 @@ class Trial(Runner):
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.functions = [found for found in gc.get_objects() if isinstance(found, FunctionType)]
-        gc.freeze()                            # a collection in a fork would copy every page
+        gc.freeze()  # a collection in a fork would copy every page
         for mutant in self.waiting:
             if time.monotonic() < self.until:
                 self.tests = self.reach.tests(mutant, self.most_seconds)
                 source = (self.root / mutant.file).read_text()
-                self.judge(mutant, lambda tell: self.run_patched(session, tell, mutant, source))  # noqa: B023
-        for test in sorted({verdict.test for verdict in self.verdicts if verdict.how != "survived"} - {""}):
+                self.judge(mutant, lambda tell: self.run_patched(session, tell, mutant, source))
+        for test in sorted(
+            {verdict.test for verdict in self.verdicts if verdict.how != "survived"} - {""}
+        ):
             self.tests = [test]
             if attempt(lambda tell: self.run(session, tell), self.reach.seconds)[0] != "survived":
                 self.unsound.append(test)
@@ -218,8 +254,12 @@ def population(root: Path, room: str) -> tuple[list[Mutant], int]:
 
 def copy(source: Path, root: Path) -> None:
     """Bring the copy of the tree up to date; compiled files stay."""
-    wanted = [path.relative_to(source) for name in COPIED for path in [source / name, *(source / name).rglob("*")]
-              if path.is_file() and path.suffix != ".pyc"]
+    wanted = [
+        path.relative_to(source)
+        for name in COPIED
+        for path in [source / name, *(source / name).rglob("*")]
+        if path.is_file() and path.suffix != ".pyc"
+    ]
     for path in wanted:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         if not (root / path).exists() or not filecmp.cmp(source / path, root / path):
@@ -237,24 +277,36 @@ def survey(root: Path, folder: Path, fresh: bool) -> Reach:
     reach = Reach(root, folder)
     for file in reach.missing:
         print(f"running {file} once", flush=True)
-        attempt(lambda tell: pytest.main([*OPTIONS, file], [Survey(root, folder)]), {}, SURVEY_SECONDS)  # noqa: B023
+        attempt(
+            lambda tell: pytest.main([*OPTIONS, file], [Survey(root, folder)]), {}, SURVEY_SECONDS
+        )
     return Reach(root, folder)
 
 
 def table(rooms: dict[str, dict[str, object]]) -> str:
-    lines = [f"{'room':14}{'mutants':>9}{'excused':>9}{'tried':>7}{'killed':>8}{'hung':>6}{'score':>8}"]
+    lines = [
+        f"{'room':14}{'mutants':>9}{'excused':>9}{'tried':>7}{'killed':>8}{'hung':>6}{'score':>8}"
+    ]
     for room, of in rooms.items():
-        lines.append(f"{room:14}{of['mutants']:>9}{of['excused']:>9}{of['tried']:>7}{of['killed']:>8}{of['hung']:>6}"
-                     f"{of['score']:>8.1%}")
+        lines.append(
+            f"{room:14}{of['mutants']:>9}{of['excused']:>9}{of['tried']:>7}{of['killed']:>8}{of['hung']:>6}"
+            f"{of['score']:>8.1%}"
+        )
     return "\n".join(lines)
 
 
 def summary(found: list[Verdict], counted: int, excused: int) -> dict[str, object]:
     survivors = [str(verdict.mutant) for verdict in found if verdict.how == "survived"]
     killed = len(found) - len(survivors)
-    return {"mutants": counted, "excused": excused, "tried": len(found), "killed": killed,
-            "hung": sum(verdict.how == "hung" for verdict in found), "score": killed / max(len(found), 1),
-            "survivors": survivors}
+    return {
+        "mutants": counted,
+        "excused": excused,
+        "tried": len(found),
+        "killed": killed,
+        "hung": sum(verdict.how == "hung" for verdict in found),
+        "score": killed / max(len(found), 1),
+        "survivors": survivors,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -270,13 +322,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--warm", nargs="*", default=WARM, help="modules that are imported once")
     parser.add_argument("--out", type=Path, default=Path("build/mutants.json"))
     args = parser.parse_args(argv)
-    until, out, work = time.monotonic() + 60 * args.minutes, args.out.resolve(), args.source.resolve() / "build/mutants"
+    until, out, work = (
+        time.monotonic() + 60 * args.minutes,
+        args.out.resolve(),
+        args.source.resolve() / "build/mutants",
+    )
     root = work / "tree"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))        # by way of what ends the forks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what ends the forks
     copy(args.source, root)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(root)
-    sys.path[:] = [str(root), *(path for path in sys.path if path not in ("", str(HERE), str(HERE.parent)))]
+    sys.path[:] = [
+        str(root),
+        *(path for path in sys.path if path not in ("", str(HERE), str(HERE.parent))),
+    ]
     for module in args.warm:
         importlib.import_module(module)
     reach = survey(root, work / "reach", args.fresh)
@@ -286,17 +345,32 @@ def main(argv: list[str] | None = None) -> int:
     for room in args.rooms or ROOMS:
         counted, excused = population(root, room)
         sizes[room] = len(counted), excused
-        for mutant in sorted(counted, key=lambda mutant: mutant.rank(args.seed))[:args.count]:
+        for mutant in sorted(counted, key=lambda mutant: mutant.rank(args.seed))[: args.count]:
             if reach.reaches(mutant):
                 trial.waiting.append(mutant)
             else:
                 trial.at_import(mutant)
-    files = {test.split("::")[0] for mutant in trial.waiting for test in reach.tests(mutant, args.seconds)}
+    files = {
+        test.split("::")[0]
+        for mutant in trial.waiting
+        for test in reach.tests(mutant, args.seconds)
+    }
     pytest.main([*OPTIONS, *sorted(files)], [trial])
-    rooms = {room: summary([verdict for verdict in trial.verdicts if verdict.mutant.file.startswith(f"lowroll/{room}")],
-                           *size) for room, size in sizes.items()}
+    rooms = {
+        room: summary(
+            [
+                verdict
+                for verdict in trial.verdicts
+                if verdict.mutant.file.startswith(f"lowroll/{room}")
+            ],
+            *size,
+        )
+        for room, size in sizes.items()
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"seed": args.seed, "rooms": rooms, "unsound": trial.unsound}, indent=1) + "\n")
+    out.write_text(
+        json.dumps({"seed": args.seed, "rooms": rooms, "unsound": trial.unsound}, indent=1) + "\n"
+    )
     print(table(rooms))
     for test in trial.unsound:
         print(f"not to be trusted, as it fails on the code as it is: {test}")

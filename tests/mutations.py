@@ -1,9 +1,12 @@
-"""What a mutant is: one changed operator, comparison, constant or condition of one file of the package.
+"""What a mutant is: one changed operator, comparison, constant or condition of one file of the
+package.
 
-Left out, because no test should see them: annotations, strings, what only makes text (raise, f-strings, logs, prints,
-`__repr__`), asserts, `strict` and `frozen` (they state what never is otherwise), hints to a device, and what runs for a
-type checker alone. `mutants.toml` names the few others, each with its reason.
+Left out, because no test should see them: annotations, strings, what only makes text (raise,
+f-strings, logs, prints, `__repr__`), asserts, `strict` and `frozen` (they state what never is
+otherwise), hints to a device, and what runs for a type checker alone. `mutants.toml` names the few
+others, each with its reason.
 """
+
 from __future__ import annotations
 
 import ast
@@ -15,23 +18,50 @@ from pathlib import Path
 from typing import Any
 
 BINARY: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr}
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Pow: ast.Mult,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.BitXor: ast.BitOr,
+}
 COMPARISON: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
-    ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,), ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,)}
-SAYING = {"print", "warn", "warning", "info", "debug", "error", "exception"}     # calls that only make text
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}
+SAYING = {
+    "print",
+    "warn",
+    "warning",
+    "info",
+    "debug",
+    "error",
+    "exception",
+}  # calls that only make text
 UNTYPED = {"annotation", "returns", "type_params"}
-STATED = {"strict", "frozen", "non_blocking", "pin_memory"}       # keywords of calls
+STATED = {"strict", "frozen", "non_blocking", "pin_memory"}  # keywords of calls
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
-SHOWN = 90             # characters of code shown around a change
+SHOWN = 90  # characters of code shown around a change
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """The `change`-th change of the tree's `place`-th node; `function` is "" for what runs at import."""
+    """The `change`-th change of the tree's `place`-th node; `function` is "" for what runs at
+    import."""
 
     file: str
     function: str
@@ -46,7 +76,9 @@ class Mutant:
 
     def rank(self, seed: int) -> bytes:
         """Its place in a sample: what changes elsewhere in the code does not move it."""
-        return hashlib.sha256(f"{seed} {self.file} {self.function} {self.before} {self.after}".encode()).digest()
+        return hashlib.sha256(
+            f"{seed} {self.file} {self.function} {self.before} {self.after}".encode()
+        ).digest()
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
@@ -59,7 +91,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
         case ast.Compare(ops=ops):
             for i, op in enumerate(ops):
                 for other in COMPARISON[type(op)]:
-                    yield "ops", [*ops[:i], other(), *ops[i + 1:]]
+                    yield "ops", [*ops[:i], other(), *ops[i + 1 :]]
         case ast.Constant(value=bool(value)):
             yield "value", not value
         case ast.Constant(value=int(value)):
@@ -67,22 +99,25 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
         case ast.Constant(value=float(value)):
             yield "value", 2 * value or 1.0
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=1)):
-            pass                               # the last of two dimensions is also the first from the left
+            pass  # the last of two dimensions is also the first from the left
         case ast.UnaryOp(op=ast.USub()):
             yield "op", ast.UAdd()
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield "operand", ast.UnaryOp(ast.Not(), operand)
-        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) if not _changes_itself(test):
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) if not _changes_itself(
+            test
+        ):
             yield "test", ast.UnaryOp(ast.Not(), test)
         case ast.comprehension(ifs=ifs):
             for i, test in enumerate(ifs):
                 if not _changes_itself(test):
-                    yield "ifs", [*ifs[:i], ast.UnaryOp(ast.Not(), test), *ifs[i + 1:]]
+                    yield "ifs", [*ifs[:i], ast.UnaryOp(ast.Not(), test), *ifs[i + 1 :]]
 
 
 def _changes_itself(test: ast.expr) -> bool:
     return isinstance(test, ast.Compare | ast.BoolOp | ast.Constant) or (
-        isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not))
+        isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    )
 
 
 def mutants(source: str, file: str) -> list[Mutant]:
@@ -107,9 +142,14 @@ def mutated(source: str, mutant: Mutant) -> ast.Module:
     return ast.fix_missing_locations(tree)
 
 
-def _nodes(node: ast.AST, function: str, scope: tuple[str, ...], context: ast.AST | None = None,
-           ) -> Iterator[tuple[ast.AST, str, ast.AST]]:
-    """(node, the outermost function or method around it, the code to show) of all that may change."""
+def _nodes(
+    node: ast.AST,
+    function: str,
+    scope: tuple[str, ...],
+    context: ast.AST | None = None,
+) -> Iterator[tuple[ast.AST, str, ast.AST]]:
+    """(node, the outermost function or method around it, the code to show) of all that may
+    change."""
     if _silent(node):
         return
     small = isinstance(node, ast.expr | ast.stmt | ast.comprehension) and len(_text(node)) <= SHOWN
@@ -123,18 +163,24 @@ def _nodes(node: ast.AST, function: str, scope: tuple[str, ...], context: ast.AS
         if field in UNTYPED:
             continue
         inner, names = function, scope
-        if field == "body" and isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if field == "body" and isinstance(
+            node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ):
             names = (*scope, node.name)
             inner = function or (".".join(names) if isinstance(node, FUNCTION) else "")
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from _nodes(child, inner, names, None if isinstance(child, ast.stmt) else shown)
+                yield from _nodes(
+                    child, inner, names, None if isinstance(child, ast.stmt) else shown
+                )
 
 
 def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
     known = [*arguments.posonlyargs, *arguments.args]
-    for arg, default in (*zip(known[len(known) - len(arguments.defaults):], arguments.defaults, strict=True),
-                         *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)):
+    for arg, default in (
+        *zip(known[len(known) - len(arguments.defaults) :], arguments.defaults, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ):
         if default is not None:
             yield arg.arg, default
 
@@ -160,7 +206,8 @@ def _text(node: ast.AST) -> str:
 
 @dataclass(frozen=True)
 class Excuse:
-    """Mutants that are not counted: all of a function of a file, or all on the lines that contain a text."""
+    """Mutants that are not counted: all of a function of a file, or all on the lines that contain a
+    text."""
 
     file: str
     why: str

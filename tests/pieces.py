@@ -1,10 +1,12 @@
 """Drop-one-state: is every piece of a checkpoint needed, and noticed when it is missing?
 
-A run of three steps gives the truth: what the third step records, and the state after it. Then the checkpoint of the
-second step is taken apart. Every key of its state, and tensors of its files, are removed, and set to what a fresh run
-would have, one at a time; the run goes on from what is left, and must refuse it or do the third step otherwise. Which
-pieces there are is read off the checkpoint, so a piece that is added later is asked about too.
+A run of three steps gives the truth: what the third step records, and the state after it. Then the
+checkpoint of the second step is taken apart. Every key of its state, and tensors of its files, are
+removed, and set to what a fresh run would have, one at a time; the run goes on from what is left,
+and must refuse it or do the third step otherwise. Which pieces there are is read off the
+checkpoint, so a piece that is added later is asked about too.
 """
+
 from __future__ import annotations
 
 import copy
@@ -27,20 +29,40 @@ from lowroll.inprocess import Session
 from lowroll.metrics.record import reproducible
 
 Path_ = tuple[str, ...]
-# What matters when further updates fail or more steps alarm (tests/test_optim.py, tests/test_guard.py): one quiet step
-# shows only that it comes back.
+# What matters when further updates fail or more steps alarm (tests/test_optim.py,
+# tests/test_guard.py): one quiet step shows only that it comes back.
 SHOWN_AT_ONCE = ("refused_in_a_row", "guard.streak", "guard.average")
 
 
 def configurations(model: Path, out: Path) -> dict[str, dict[str, Any]]:
     """Two runs that between them have every kind of piece."""
-    short = {"max_steps": 3, "learning_rate": 1e-2, "minibatches": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+    short = {
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "minibatches": 2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+    }
     guard = {"action": "tighten", "ratio_above": 1.0001, "patience": 2}
-    critic = settings(model, out / "critic", algorithm="ppo", guard=guard, loss={"kl_coef": 0.01}, force=True,
-                      train={**short, "uaq_scale": 1.5}, stages=[{"step": 2, "max_tokens": 7}])
-    adapter = settings(model, out / "adapter", dtype="bfloat16", algorithm="dapo", force=True,
-                       dapo={"max_rounds": 2, "no_signal": "go_on"},
-                       train={**short, "lora": True, "lora_rank": 3, "optimizer": "muon"})
+    critic = settings(
+        model,
+        out / "critic",
+        algorithm="ppo",
+        guard=guard,
+        loss={"kl_coef": 0.01},
+        force=True,
+        train={**short, "uaq_scale": 1.5},
+        stages=[{"step": 2, "max_tokens": 7}],
+    )
+    adapter = settings(
+        model,
+        out / "adapter",
+        dtype="bfloat16",
+        algorithm="dapo",
+        force=True,
+        dapo={"max_rounds": 2, "no_signal": "go_on"},
+        train={**short, "lora": True, "lora_rank": 3, "optimizer": "muon"},
+    )
     return {"critic": critic, "adapter": adapter}
 
 
@@ -60,8 +82,11 @@ class Trial:
         assert again == self.truth, "going on from the whole checkpoint does not repeat itself"
 
     def outcome(self, saved: Checkpoint) -> tuple[str, str, str]:
-        """Digests of the state that the checkpoint gives, of the third step's record and of the state after it."""
-        self.session.saved = replace(saved, tensors=copy.deepcopy(saved.tensors), state=copy.deepcopy(saved.state))
+        """Digests of the state that the checkpoint gives, of the third step's record and of the
+        state after it."""
+        self.session.saved = replace(
+            saved, tensors=copy.deepcopy(saved.tensors), state=copy.deepcopy(saved.state)
+        )
         self.session.resume()
         before = self.digest()
         record = self.session.step(3)
@@ -70,8 +95,16 @@ class Trial:
 
     def digest(self) -> str:
         tensors, trainer = self.session.trainer.state()
-        found = hashlib.sha256(json.dumps([trainer, self.session.orchestrator.state(), self.session.widened,
-                                           self.session.guard and self.session.guard.state()]).encode())
+        found = hashlib.sha256(
+            json.dumps(
+                [
+                    trainer,
+                    self.session.orchestrator.state(),
+                    self.session.widened,
+                    self.session.guard and self.session.guard.state(),
+                ]
+            ).encode()
+        )
         for file, group in sorted(tensors.items()):
             for name, tensor in sorted(group.items()):
                 found.update(f"{file} {name} {tensor.dtype}".encode())
@@ -100,19 +133,23 @@ class Trial:
             meta = {key: value for key, value in self.saved.meta.items() if key != name}
             store = Store.load
             try:
-                Store.load = lambda *_, meta=meta, **__: replace(self.saved, meta=meta)     # type: ignore[method-assign]
+                Store.load = lambda *_, meta=meta, **__: replace(self.saved, meta=meta)  # type: ignore[method-assign]
                 Session(self.cfg, self.stack, resume=True)
                 yield f"meta.{name}: nobody noticed"
             except ValueError:
                 continue
             finally:
-                Store.load = store                                                          # type: ignore[method-assign]
+                Store.load = store  # type: ignore[method-assign]
 
 
 def mutants(saved: Checkpoint, every_tensor: bool) -> Iterator[tuple[str, Checkpoint, bool]]:
     """(what was done, the checkpoint, whether something was removed)."""
     for path in paths(saved.state):
-        yield f"state.{'.'.join(path)} removed", replace(saved, state=changed(saved.state, path)), True
+        yield (
+            f"state.{'.'.join(path)} removed",
+            replace(saved, state=changed(saved.state, path)),
+            True,
+        )
         value = inside(saved.state, path)
         if not isinstance(value, dict):
             fresh = replace(saved, state=changed(saved.state, path, reset(value)))
@@ -121,16 +158,26 @@ def mutants(saved: Checkpoint, every_tensor: bool) -> Iterator[tuple[str, Checkp
         less = {name: tensors for name, tensors in saved.tensors.items() if name != file}
         yield f"tensors.{file} removed", replace(saved, tensors=less), True
         for name in group if every_tensor else representatives(group):
-            zero = torch.zeros_like(group[name]) if group[name].any() else torch.ones_like(group[name])
+            zero = (
+                torch.zeros_like(group[name]) if group[name].any() else torch.ones_like(group[name])
+            )
             for what, other, removed in (("removed", {}, True), ("reset", {name: zero}, False)):
                 rest = {key: tensor for key, tensor in group.items() if key != name} | other
-                yield f"tensors.{file}.{name} {what}", replace(saved, tensors=saved.tensors | {file: rest}), removed
+                yield (
+                    f"tensors.{file}.{name} {what}",
+                    replace(saved, tensors=saved.tensors | {file: rest}),
+                    removed,
+                )
 
 
 def representatives(group: Mapping[str, torch.Tensor]) -> list[str]:
     """One matrix of each kind of tensor: parameters, moments, masters."""
-    kinds = {name.rpartition(".")[2] if re.search(r"\.(exp_avg|exp_avg_sq|momentum|master)$", name) else "": name
-             for name in sorted(group, key=lambda name: group[name].ndim)}
+    kinds = {
+        name.rpartition(".")[2]
+        if re.search(r"\.(exp_avg|exp_avg_sq|momentum|master)$", name)
+        else "": name
+        for name in sorted(group, key=lambda name: group[name].ndim)
+    }
     return list(kinds.values())
 
 

@@ -1,8 +1,9 @@
 """Which functions of the package each test reaches, and how long it takes: `mutants.py` asks.
 
-Calls are followed, also in the processes that a test starts. What a fixture of a module or session reaches counts for
-every test that uses it, and caches of functions are empty before each test.
+Calls are followed, also in the processes that a test starts. What a fixture of a module or session
+reaches counts for every test that uses it, and caches of functions are empty before each test.
 """
+
 from __future__ import annotations
 
 import functools
@@ -22,11 +23,12 @@ from typing import Any
 import pytest
 from mutations import Mutant
 
-PREFERRED = 5          # tests of a file that imports what is changed count as so many times faster
+PREFERRED = 5  # tests of a file that imports what is changed count as so many times faster
 
 
 def follow(package: str, calls: str) -> None:
-    """Write each function under the folder `package` that is called from here on as a line of `calls`, once."""
+    """Write each function under the folder `package` that is called from here on as a line of
+    `calls`, once."""
     seen = set()
 
     def trace(frame: Any, event: str, arg: Any) -> None:
@@ -37,19 +39,20 @@ def follow(package: str, calls: str) -> None:
         if code.co_filename.startswith(package):
             function = code.co_qualname.split(".<locals>")[0]
             with open(calls, "a") as file:
-                file.write(f"{code.co_filename[len(package) + 1:]}::{function}\n")
+                file.write(f"{code.co_filename[len(package) + 1 :]}::{function}\n")
 
     threading.settrace(trace)
     sys.settrace(trace)
 
 
 class Survey:
-    """A plugin of pytest that stores what it sees in `folder`, a file of JSON for a file of tests."""
+    """A plugin of pytest that stores what it sees in `folder`, a file of JSON for a file of
+    tests."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder, self.calls = root, folder, folder / "calls"
         self.passed = True
-        self.shared: dict[str, tuple[float, set[str]]] = {}         # of fixtures that outlive a test
+        self.shared: dict[str, tuple[float, set[str]]] = {}  # of fixtures that outlive a test
         self.found: dict[str, tuple[float, set[str]]] = {}
         self.caches: list[Any] = []
 
@@ -62,15 +65,22 @@ class Survey:
 
     def pytest_collection_finish(self) -> None:
         """What the started processes find first on their path lets them be followed too."""
-        self.caches = [found for found in gc.get_objects() if isinstance(found, functools._lru_cache_wrapper)
-                       and found.__module__.startswith("lowroll")]
+        self.caches = [
+            found
+            for found in gc.get_objects()
+            if isinstance(found, functools._lru_cache_wrapper)
+            and found.__module__.startswith("lowroll")
+        ]
         (self.folder / "sitecustomize.py").write_text(
             f"import sys, threading\nfrom typing import Any\n{inspect.getsource(follow)}\n"
-            f"follow({str(self.root / 'lowroll')!r}, {str(self.calls)!r})\n")
+            f"follow({str(self.root / 'lowroll')!r}, {str(self.calls)!r})\n"
+        )
         os.environ["PYTHONPATH"] = f"{self.root}:{self.folder}"
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Generator[None, Any, Any]:
         self.passed, began = True, time.perf_counter()
         for cache in self.caches:
             cache.cache_clear()
@@ -106,7 +116,10 @@ class Survey:
         self.passed &= report.passed
 
     def store(self, file: str) -> None:
-        tests = {test: [round(seconds, 3), sorted(functions)] for test, (seconds, functions) in self.found.items()}
+        tests = {
+            test: [round(seconds, 3), sorted(functions)]
+            for test, (seconds, functions) in self.found.items()
+        }
         entry = {"digest": digest(self.root / file), "tests": tests}
         (self.folder / f"{Path(file).stem}.json").write_text(json.dumps(entry))
         self.found, self.shared = {}, {}
@@ -123,10 +136,12 @@ class Reach:
         self.root = root
         self.seconds: dict[str, float] = {}
         self.by_function: dict[str, set[str]] = defaultdict(set)
-        self.missing: list[str] = []            # test files that are new or changed
+        self.missing: list[str] = []  # test files that are new or changed
         for path in sorted((root / "tests").glob("test_*.py")):
             stored = folder / f"{path.stem}.json"
-            entry = json.loads(stored.read_text()) if stored.exists() else {"digest": "", "tests": {}}
+            entry = (
+                json.loads(stored.read_text()) if stored.exists() else {"digest": "", "tests": {}}
+            )
             if entry["digest"] != digest(path):
                 self.missing.append(f"tests/{path.name}")
             for test, (seconds, functions) in entry["tests"].items():
@@ -135,19 +150,32 @@ class Reach:
                     self.by_function[function].add(test)
 
     def tests(self, mutant: Mutant, most_seconds: float) -> list[str]:
-        """Those that reach the mutant's function, fastest first, up to so many seconds; a file that imports the module
-        or room counts as faster, the k-th set of parameters of a test as k times slower. For what runs at import, or
-        is never reached, those that reach its file, or its room."""
+        """Those that reach the mutant's function, fastest first, up to so many seconds; a file that
+        imports the module or room counts as faster, the k-th set of parameters of a test as k times
+        slower. For what runs at import, or is never reached, those that reach its file, or its
+        room."""
         file = mutant.file.removeprefix("lowroll/")
-        reaching = self.by_function.get(f"{file}::{mutant.function}", set()) if mutant.function else set()
+        reaching = (
+            self.by_function.get(f"{file}::{mutant.function}", set()) if mutant.function else set()
+        )
         for part in (f"{file}::", f"{file.split('/')[0]}/"):
-            reaching = reaching or {test for function, tests in self.by_function.items() if function.startswith(part)
-                                    for test in tests}
+            reaching = reaching or {
+                test
+                for function, tests in self.by_function.items()
+                if function.startswith(part)
+                for test in tests
+            }
         module = file.removesuffix(".py").replace("/", ".")
         imports = tuple(f"from lowroll.{name} import " for name in (module, module.split(".")[0]))
-        near = {name for name in {test.split("::")[0] for test in reaching}
-                if any(line in (self.root / name).read_text() for line in imports)}
-        cost = {test: self.seconds[test] / (PREFERRED if test.split("::")[0] in near else 1) for test in reaching}
+        near = {
+            name
+            for name in {test.split("::")[0] for test in reaching}
+            if any(line in (self.root / name).read_text() for line in imports)
+        }
+        cost = {
+            test: self.seconds[test] / (PREFERRED if test.split("::")[0] in near else 1)
+            for test in reaching
+        }
         seen: Counter[str] = Counter()
         turns = {}
         for test in sorted(cost, key=lambda test: (cost[test], test)):

@@ -1,12 +1,15 @@
 """Commands in processes of their own that are killed, or whose disk fails, at a chosen point.
 
-A process is forked from one that has imported everything, so an attempt costs what the command costs. Where it strikes:
+A process is forked from one that has imported everything, so an attempt costs what the command
+costs. Where it strikes:
 
     after SECONDS         SIGKILL from outside, anywhere
     at a fault point      the names that the code passes (`lowroll.checkpoint.faults`): what lies between two calls
     at a call             the K-th time that the process opens, makes, renames, removes or fsyncs something under a
-                          folder, counted by Python's audit events: every file, without a name in the code
+                          folder, counted by Python's audit events: every file, without a name in
+                          the code
 """
+
 from __future__ import annotations
 
 import errno
@@ -26,15 +29,16 @@ from typing import Any
 from lowroll.checkpoint.faults import VARIABLE, observers
 from lowroll.cli.main import main
 
-MOST_BYTES = 2 << 30                           # of memory that an attempt may take
+MOST_BYTES = 2 << 30  # of memory that an attempt may take
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
-leave: list[Path] = []                         # where an attempt says what it has imported
+leave: list[Path] = []  # where an attempt says what it has imported
 ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
 
 
 @dataclass
 class Outcome:
-    """How an attempt ended. `code` is the exit code, negative for a signal; what went wrong of itself is in `odd`."""
+    """How an attempt ended. `code` is the exit code, negative for a signal; what went wrong of
+    itself is in `odd`."""
 
     code: int
     text: str
@@ -53,9 +57,15 @@ class Outcome:
         return ""
 
 
-def attempt(words: list[str], before: Callable[[], object] | None = None, kill_after: float | None = None,
-            meanwhile: Callable[[], object] | None = None, deadline: float = 60.0) -> Outcome:
-    """Run a lowroll command in a fork. before: called in it; meanwhile: called here, again and again."""
+def attempt(
+    words: list[str],
+    before: Callable[[], object] | None = None,
+    kill_after: float | None = None,
+    meanwhile: Callable[[], object] | None = None,
+    deadline: float = 60.0,
+) -> Outcome:
+    """Run a lowroll command in a fork. before: called in it; meanwhile: called here, again and
+    again."""
     sys.stdout.flush()
     with tempfile.TemporaryFile() as shown:
         began = time.monotonic()
@@ -65,8 +75,12 @@ def attempt(words: list[str], before: Callable[[], object] | None = None, kill_a
         odd, ended = "", (0, 0)
         while not ended[0]:
             seconds = time.monotonic() - began
-            if kill_after is not None and seconds > kill_after or (odd := odd or _excess(pid, seconds, deadline)):
-                with suppress(ProcessLookupError):             # it ended just now
+            if (
+                kill_after is not None
+                and seconds > kill_after
+                or (odd := odd or _excess(pid, seconds, deadline))
+            ):
+                with suppress(ProcessLookupError):  # it ended just now
                     os.killpg(pid, signal.SIGKILL)
                 ended = os.waitpid(pid, 0)
                 break
@@ -75,8 +89,12 @@ def attempt(words: list[str], before: Callable[[], object] | None = None, kill_a
             time.sleep(0.005)
             ended = os.waitpid(pid, os.WNOHANG)
         shown.seek(0)
-        return Outcome(os.waitstatus_to_exitcode(ended[1]), shown.read().decode(errors="replace"),
-                       time.monotonic() - began, odd)
+        return Outcome(
+            os.waitstatus_to_exitcode(ended[1]),
+            shown.read().decode(errors="replace"),
+            time.monotonic() - began,
+            odd,
+        )
 
 
 def warm_up(words: list[str], folder: Path) -> Outcome:
@@ -86,7 +104,7 @@ def warm_up(words: list[str], folder: Path) -> Outcome:
     for name in names.read_text().split():
         try:
             importlib.import_module(name)
-        except ImportError:                    # a part of a module, under a name of its own
+        except ImportError:  # a part of a module, under a name of its own
             continue
     return done
 
@@ -100,7 +118,7 @@ def _become(words: list[str], before: Callable[[], object] | None, output: int) 
         if before is not None:
             before()
         code = main(words)
-    except SystemExit as error:                # argparse
+    except SystemExit as error:  # argparse
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
@@ -117,7 +135,7 @@ def _excess(pid: int, seconds: float, deadline: float) -> str:
         return f"hangs: not done after {deadline:.0f} s"
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):              # it has just ended
+    except (OSError, IndexError):  # it has just ended
         return ""
     taken = pages * os.sysconf("SC_PAGE_SIZE")
     return f"takes {taken >> 20} MiB of memory" if taken > MOST_BYTES else ""
@@ -129,12 +147,12 @@ def arm(point: str, action: str) -> Callable[[], object]:
 
 
 def calls(under: Path, number: int, action: str, count: Path | None = None) -> Callable[[], object]:
-    """Strike at the `number`-th call of the process that concerns something under a folder. count: where to keep how
-    many there are."""
+    """Strike at the `number`-th call of the process that concerns something under a folder. count:
+    where to keep how many there are."""
     seen, pid, folder = [0], [0], str(under)
 
     def pass_by(what: str) -> None:
-        if os.getpid() != pid[0]:              # a worker that the command has started
+        if os.getpid() != pid[0]:  # a worker that the command has started
             return
         seen[0] += 1
         if count is not None:
@@ -177,8 +195,8 @@ def with_count(path: Path, value: int) -> None:
 
 
 def passed(words: list[str], under: Path, folder: Path) -> tuple[list[str], int]:
-    """The fault points that a command passes, and how many of its calls concern something under a folder. Kept in
-    another folder."""
+    """The fault points that a command passes, and how many of its calls concern something under a
+    folder. Kept in another folder."""
     points, number = folder / "points", folder / "calls"
     count = calls(under, 1 << 40, "kill", number)
 

@@ -1,4 +1,6 @@
-"""AdamW with 8-bit moments: near torch's own, small tensors exact, bitwise state, whole runs, and a missing library."""
+"""AdamW with 8-bit moments: near torch's own, small tensors exact, bitwise state, whole runs, and a
+missing library."""
+
 from __future__ import annotations
 
 import sys
@@ -22,12 +24,22 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
-    return {"large": nn.Parameter(normal(70, 65).to(dtype)), "norm": nn.Parameter(normal(65).to(dtype))}
+    return {
+        "large": nn.Parameter(normal(70, 65).to(dtype)),
+        "norm": nn.Parameter(normal(65).to(dtype)),
+    }
 
 
-def optimizer(name: str = "adamw8bit", dtype: torch.dtype = torch.float32, **changes: Any) -> Optimizer:
-    return Optimizer(parameters(dtype), OptimSettings(**{"learning_rate": RATE, "optimizer": name, "weight_decay": 0.5,
-                                                         "max_grad_norm": None} | changes))
+def optimizer(
+    name: str = "adamw8bit", dtype: torch.dtype = torch.float32, **changes: Any
+) -> Optimizer:
+    return Optimizer(
+        parameters(dtype),
+        OptimSettings(
+            **{"learning_rate": RATE, "optimizer": name, "weight_decay": 0.5, "max_grad_norm": None}
+            | changes
+        ),
+    )
 
 
 def advance(it: Optimizer, steps: range) -> list[dict[str, float]]:
@@ -50,16 +62,29 @@ def test_updates_are_near_torchs_and_small_tensors_exact() -> None:
     for a, b in zip(mine, other, strict=True):
         assert a["optim/grad_norm"] == b["optim/grad_norm"]
         assert a["optim/update_norm"] == pytest.approx(b["optim/update_norm"], rel=0.05)
-    assert mine[0]["optim/update_norm"] == pytest.approx(other[0]["optim/update_norm"], rel=1e-3)   # no moment yet
+    assert mine[0]["optim/update_norm"] == pytest.approx(
+        other[0]["optim/update_norm"], rel=1e-3
+    )  # no moment yet
 
 
 def test_the_moments_are_a_quarter_of_the_bytes() -> None:
     ours, theirs = optimizer(), optimizer("adamw")
     advance(ours, range(1)), advance(theirs, range(1))
     sizes = [{key: t.nbytes for key, t in it.state()[0].items()} for it in (ours, theirs)]
-    assert sizes[0] == {"large.state1": 4550, "large.absmax1": 72, "large.state2": 4550, "large.absmax2": 72,
-                        "norm.state1": 260, "norm.state2": 260}
-    assert sizes[1] == {"large.exp_avg": 18200, "large.exp_avg_sq": 18200, "norm.exp_avg": 260, "norm.exp_avg_sq": 260}
+    assert sizes[0] == {
+        "large.state1": 4550,
+        "large.absmax1": 72,
+        "large.state2": 4550,
+        "large.absmax2": 72,
+        "norm.state1": 260,
+        "norm.state2": 260,
+    }
+    assert sizes[1] == {
+        "large.exp_avg": 18200,
+        "large.exp_avg_sq": 18200,
+        "norm.exp_avg": 260,
+        "norm.exp_avg_sq": 260,
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,7 +97,7 @@ def test_restored_state_continues_bitwise(dtype: torch.dtype, stop: int) -> None
     weights = {name: p.detach().clone() for name, p in whole.params.items()}
     advance(whole, range(stop, 6))
     resumed = optimizer(dtype=dtype)
-    advance(resumed, range(2))                           # leftovers that the restore must replace
+    advance(resumed, range(2))  # leftovers that the restore must replace
     with torch.no_grad():
         for name, p in resumed.params.items():
             p.copy_(weights[name])
@@ -86,8 +111,9 @@ def test_restored_state_continues_bitwise(dtype: torch.dtype, stop: int) -> None
 def test_a_refused_update_changes_nothing() -> None:
     it = optimizer()
     advance(it, range(2))
-    before = {key: t.clone() for key, t in it.state()[0].items()} | {n: p.detach().clone() for n, p in
-                                                                     it.params.items()}
+    before = {key: t.clone() for key, t in it.state()[0].items()} | {
+        n: p.detach().clone() for n, p in it.params.items()
+    }
     it.params["large"].backward(torch.full((70, 65), float("nan")))
     assert it.update()["optim/skipped"] == 1
     after = it.state()[0] | it.params
@@ -108,16 +134,25 @@ def test_another_optimizers_state_is_refused() -> None:
 
 def test_a_missing_library_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(ValueError, match=r"adamw8bit needs bitsandbytes .*pip install 'lowroll\[bnb\]'"):
+    with pytest.raises(
+        ValueError, match=r"adamw8bit needs bitsandbytes .*pip install 'lowroll\[bnb\]'"
+    ):
         optimizer()
     optimizer("adamw")
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_runs_resume_bitwise(tmp_path: Path, lora: bool) -> None:
-    model = demo.build_model(tmp_path / "model", 0, {**TINY, "hidden_size": 64})     # 64 x 64: the first 8-bit size
-    tree = settings(model, tmp_path / "whole", train={"max_steps": 3, "optimizer": "adamw8bit", "lora": lora,
-                                                      "lora_rank": 64}, loss={"kl_coef": 0.1}, batch_size=32)
+    model = demo.build_model(
+        tmp_path / "model", 0, {**TINY, "hidden_size": 64}
+    )  # 64 x 64: the first 8-bit size
+    tree = settings(
+        model,
+        tmp_path / "whole",
+        train={"max_steps": 3, "optimizer": "adamw8bit", "lora": lora, "lora_rank": 64},
+        loss={"kl_coef": 0.1},
+        batch_size=32,
+    )
     result = train(tree)
     assert sum(record["optim/update_norm"] > 0 for record in result.records) >= 2
     saved = Store(result.folder / "checkpoints").load().tensors["optimizer"]
@@ -126,6 +161,8 @@ def test_runs_resume_bitwise(tmp_path: Path, lora: bool) -> None:
     copy_stopped_after(result.folder, 1, tmp_path / "cut")
     resumed = train({**tree, "output_dir": str(tmp_path / "cut")}, resume=True)
     final = "adapter_model.safetensors" if lora else "model.safetensors"
-    assert (resumed.folder / "final" / final).read_bytes() == (result.folder / "final" / final).read_bytes()
+    assert (resumed.folder / "final" / final).read_bytes() == (
+        result.folder / "final" / final
+    ).read_bytes()
     if not lora:
         assert fingerprint(resumed.folder) == fingerprint(result.folder)

@@ -1,4 +1,6 @@
-"""The aligned forward: the engine's arithmetic, a straight-through gradient, one quantisation an update, one digest."""
+"""The aligned forward: the engine's arithmetic, a straight-through gradient, one quantisation an
+update, one digest."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -63,11 +65,14 @@ def learner(folder: Path, format: str, with_lora: bool = False) -> Transformer:
     return aligned.align(model, format)
 
 
-# -- forward ----------------------------------------------------------------------------------------------------------
+# -- forward ---------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("with_lora", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
-def test_linears_of_learner_and_engine_agree_bit_for_bit(folder: Path, format: str, with_lora: bool) -> None:
+def test_linears_of_learner_and_engine_agree_bit_for_bit(
+    folder: Path, format: str, with_lora: bool
+) -> None:
     model = nudge(learner(folder, format, with_lora), 1)
     aligned.refresh(model)
     rollout = rollout_copy(model, format, dtype_of(format))
@@ -77,7 +82,7 @@ def test_linears_of_learner_and_engine_agree_bit_for_bit(folder: Path, format: s
             want = theirs(x.detach())
         assert torch.equal(ours(x).detach(), want), name
         with torch.no_grad():
-            assert torch.equal(ours(x), want), name                               # old log-probs see the same
+            assert torch.equal(ours(x), want), name  # old log-probs see the same
         assert torch.equal(ours(x[:1]).detach(), theirs(x[:1].detach())), name
     assert torch.equal(logits(model), logits(rollout))
 
@@ -92,9 +97,14 @@ def test_int8_learner_is_the_engine(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16"])
-def test_in_the_models_own_floating_point_it_is_the_plain_forward(folder: Path, format: str) -> None:
+def test_in_the_models_own_floating_point_it_is_the_plain_forward(
+    folder: Path, format: str
+) -> None:
     """Values and every gradient, bitwise."""
-    plain, model = hf.load(folder, dtype=dtype_of(format)).requires_grad_(True), learner(folder, format)
+    plain, model = (
+        hf.load(folder, dtype=dtype_of(format)).requires_grad_(True),
+        learner(folder, format),
+    )
     out, again = hidden(plain), hidden(model)
     assert torch.equal(out, again)
     weights = normal(*out.shape).to(out.dtype)
@@ -104,7 +114,8 @@ def test_in_the_models_own_floating_point_it_is_the_plain_forward(folder: Path, 
         assert torch.equal(p.grad, q.grad), name
 
 
-# -- backward ---------------------------------------------------------------------------------------------------------
+# -- backward --------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_gradient_passes_straight_through(format: str) -> None:
@@ -151,40 +162,56 @@ def test_recomputed_activations_change_nothing(folder: Path) -> None:
         assert torch.equal(p.grad, q.grad), name
 
 
-# -- one quantisation an update, and one digest -----------------------------------------------------------------------
+# -- one quantisation an update, and one digest ----------------------------------------------------
+
 
 @pytest.mark.parametrize("with_lora", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_is_published_is_the_learners_own(folder: Path, format: str, with_lora: bool,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_published_is_the_learners_own(
+    folder: Path, format: str, with_lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = learner(folder, format, with_lora)
     engine = Engine(model, weights=format, device="cpu", cache_tokens=1024)
     assert engine.behavior.policy[0].digest == digest(model)
     for version in (1, 2):
         nudge(model, version)
         aligned.refresh(model)
-        with monkeypatch.context() as patch:                                      # publication may not quantise
+        with monkeypatch.context() as patch:  # publication may not quantise
             patch.setattr(Format, "quantize", lambda *_: pytest.fail("quantised twice"))
             tag = engine.adopt(model, version)
         assert tag.policy[0].digest == digest(model)
         assert torch.equal(logits(model), logits(engine.model))
-        own = {t.data_ptr() for _, linear in model.linears() for t in linear.aligned.tensors.values()}
-        theirs = {t.data_ptr() for _, linear in engine.model.linears() for t in linear.weight.tensors.values()}
-        assert own == theirs if with_lora else not own & theirs                   # rollouts outlive the next update
+        own = {
+            t.data_ptr() for _, linear in model.linears() for t in linear.aligned.tensors.values()
+        }
+        theirs = {
+            t.data_ptr()
+            for _, linear in engine.model.linears()
+            for t in linear.weight.tensors.values()
+        }
+        assert own == theirs if with_lora else not own & theirs  # rollouts outlive the next update
 
 
 def test_codes_are_fixed_between_updates_and_follow_them(folder: Path) -> None:
     model = learner(folder, "int8")
-    codes, places = digest(model), [t.data_ptr() for _, x in model.linears() for t in x.aligned.tensors.values()]
+    codes, places = (
+        digest(model),
+        [t.data_ptr() for _, x in model.linears() for t in x.aligned.tensors.values()],
+    )
     with torch.no_grad():
         for _, linear in model.linears():
             linear.weight.mul_(1.7)
-    assert digest(model) == codes                                                # masters moved, the forward did not
+    assert digest(model) == codes  # masters moved, the forward did not
     aligned.refresh(model)
     assert digest(model) != codes
     assert places == [t.data_ptr() for _, x in model.linears() for t in x.aligned.tensors.values()]
-    fresh = [lowroll.quantize(linear.weight, "int8").tensors["codes"] for _, linear in model.linears()]
-    assert all(torch.equal(x.aligned.tensors["codes"], f) for (_, x), f in zip(model.linears(), fresh, strict=True))
+    fresh = [
+        lowroll.quantize(linear.weight, "int8").tensors["codes"] for _, linear in model.linears()
+    ]
+    assert all(
+        torch.equal(x.aligned.tensors["codes"], f)
+        for (_, x), f in zip(model.linears(), fresh, strict=True)
+    )
     plain = hf.load(folder)
     before = digest(plain)
     aligned.refresh(plain)
@@ -198,7 +225,9 @@ def test_a_restored_learner_has_the_codes_of_its_weights(folder: Path) -> None:
     tensors, state = states.capture(source, optimizer)
     target = learner(folder, "int8")
     assert digest(target) != digest(source)
-    states.restore(target, Optimizer(target.trainable_parameters(), OptimSettings()), tensors, state)
+    states.restore(
+        target, Optimizer(target.trainable_parameters(), OptimSettings()), tensors, state
+    )
     assert digest(target) == digest(source) and torch.equal(logits(target), logits(source))
 
 
@@ -214,7 +243,9 @@ def test_a_dense_folder_comes_out(folder: Path, tmp_path: Path) -> None:
 
 def test_refusals(folder: Path) -> None:
     base = quantize_base(hf.load(folder), "int8")
-    with pytest.raises(ValueError, match=r"blocks\.0\.qkv: the base is int8, and the forward is to be bf16"):
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.qkv: the base is int8, and the forward is to be bf16"
+    ):
         aligned.align(base, "bf16")
     assert all(linear.aligned is None for _, linear in base.linears())
     model = learner(folder, "int8")

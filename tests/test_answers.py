@@ -1,4 +1,6 @@
-r"""Equality of final answers: right and wrong ones of every kind that a comparison is prone to get wrong."""
+r"""Equality of final answers: right and wrong ones of every kind that a comparison is prone to get
+wrong."""
+
 from __future__ import annotations
 
 import logging
@@ -303,38 +305,68 @@ def test_order_counts_where_it_is_asked_for():
     assert equal("1,2,3", "2,3,1") and not equal("1,2,3", "2,3,1", ordered=True)
     assert equal("1,2,3", "1, 2, 3", ordered=True) and equal("1,2,3", "1, 2 and 3", ordered=True)
     assert not equal("1,2,3", "(3,2,1)", ordered=True) and equal("1,2,3", "(1,2,3)", ordered=True)
-    assert equal(r"\{1,2,3\}", r"\{3,2,1\}", ordered=True)                   # a set has no order
+    assert equal(r"\{1,2,3\}", r"\{3,2,1\}", ordered=True)  # a set has no order
 
 
-@pytest.mark.parametrize("text, answer", [
-    (r"\boxed{x \} y}", r"x \} y"), (r"\boxed{\{ 1}", r"\{ 1"),
-    (r"-\boxed{256}", "-256"), (r"$x = -\boxed{256}$", "-256"), (r"so \(-\boxed{\frac{1}{2}}\)", r"-\frac{1}{2}"),
-    (r"= - \boxed{x+1}", "-(x+1)"), (r"5 -\boxed{3}", "3"), ("\n- \\boxed{3}", "3"), (r"a-\boxed{3}", "3"),
-    (r"(5)-\boxed{3}", "3"), (r"$2$ -\boxed{3}", "-3"),
-    (r"\boxed{3} and \boxed{4}", "3, 4"), (r"$\boxed{3}$, $\boxed{4}$ and $\boxed{5}$", "3, 4, 5"),
-    (r"\boxed{3}\text{ or }\boxed{4}", "3, 4"), (r"$x=\boxed{3}$ and $y = -\boxed{4}$", "3, -4"),
-    (r"\boxed{3}. Then \boxed{4}", "4"), (r"\boxed{3}, so it is \boxed{4}", "4"), (r"\boxed{3} \boxed{4}", "4"),
-    (r"\boxed{3} and then, after long and careful thought about it and more, \boxed{4}", "4"),
-])
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (r"\boxed{x \} y}", r"x \} y"),
+        (r"\boxed{\{ 1}", r"\{ 1"),
+        (r"-\boxed{256}", "-256"),
+        (r"$x = -\boxed{256}$", "-256"),
+        (r"so \(-\boxed{\frac{1}{2}}\)", r"-\frac{1}{2}"),
+        (r"= - \boxed{x+1}", "-(x+1)"),
+        (r"5 -\boxed{3}", "3"),
+        ("\n- \\boxed{3}", "3"),
+        (r"a-\boxed{3}", "3"),
+        (r"(5)-\boxed{3}", "3"),
+        (r"$2$ -\boxed{3}", "-3"),
+        (r"\boxed{3} and \boxed{4}", "3, 4"),
+        (r"$\boxed{3}$, $\boxed{4}$ and $\boxed{5}$", "3, 4, 5"),
+        (r"\boxed{3}\text{ or }\boxed{4}", "3, 4"),
+        (r"$x=\boxed{3}$ and $y = -\boxed{4}$", "3, -4"),
+        (r"\boxed{3}. Then \boxed{4}", "4"),
+        (r"\boxed{3}, so it is \boxed{4}", "4"),
+        (r"\boxed{3} \boxed{4}", "4"),
+        (r"\boxed{3} and then, after long and careful thought about it and more, \boxed{4}", "4"),
+    ],
+)
 def test_what_belongs_to_a_box(text, answer):
     assert boxed_answer(text) == answer
 
 
-@pytest.mark.parametrize("text, answer", [
-    ("#### **18**", "18"), (r"#### \$18", "18"), ("#### $18$", "18"), ("#### -$18", "-18"),
-    ("#### **-1,018.50** dollars", "-1,018.50"), ("#### __18__.", "18"), ("#### $-18", "-18"), ("#### 5-3", None),
-    ("#### --5", None), ("#### **5** or 6", None),
-])
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("#### **18**", "18"),
+        (r"#### \$18", "18"),
+        ("#### $18$", "18"),
+        ("#### -$18", "-18"),
+        ("#### **-1,018.50** dollars", "-1,018.50"),
+        ("#### __18__.", "18"),
+        ("#### $-18", "-18"),
+        ("#### 5-3", None),
+        ("#### --5", None),
+        ("#### **5** or 6", None),
+    ],
+)
 def test_what_may_stand_about_a_number(text, answer):
     assert hash_answer(text) == answer
 
 
 def test_gold_fields_in_dollars():
     assert [final_answer(text) for text in ("$5$", "$5$.", " $x^2$. ", "$2$ or $3$", "5.")] == [
-        "5", "5", "x^2", "$2$ or $3$", "5."]
+        "5",
+        "5",
+        "x^2",
+        "$2$ or $3$",
+        "5.",
+    ]
 
 
 # ---- costs
+
 
 def matrix(kind: str, size: int) -> str:
     rows = ("&".join(str((7 * i + 3 * j) % 11) for j in range(size)) for i in range(size))
@@ -347,19 +379,42 @@ BOMBS = table(r"""
     3 | \Gamma(999\cdot 999) | \gcd(9^{9^9},6) | \operatorname{eye}(10000) | e^{e^{e^{e^{e}}}}
     3 | \sum_{k=1}^{10^9} k | \int_0^1 e^{x^2} dx
     3 | 9^{9^{9}x}|_{x=1} | \lfloor 10^{10^{10}} \rfloor | 0\cdot 10^{10^{10}} | (x+y+z)^{10^{10}}
-    """) + [("3", text) for text in (
-        matrix("v", 8), r"\det" + matrix("p", 8), matrix("p", 9), matrix("p", 4) + "^{1000000}",
-        r"\frac{" * 60 + "1" + "}{2}" * 60, "|x|" * 100, "-" * 500 + "1", "1e" + "9" * 500)]
-HEAVY = [("3", text) for text in (                       # allowed, or seen to be wrong at once, and cheap
-    r"(1+i)^{5000}", "(" * 200 + "x" + ")" * 200, "1000!", "7000!", ",".join(map(str, range(250))),
-    r"\cup".join(f"({i},{i}.5)" for i in range(60)),
-    "1e999999999", r"2^{2^{16}}", "(-1)^{10^{10}}", r"\binom{2000}{1000}", matrix("v", 4), r"\sin(10^{10000})",
-    "x=1=" * 200 + "2")]
+    """) + [
+    ("3", text)
+    for text in (
+        matrix("v", 8),
+        r"\det" + matrix("p", 8),
+        matrix("p", 9),
+        matrix("p", 4) + "^{1000000}",
+        r"\frac{" * 60 + "1" + "}{2}" * 60,
+        "|x|" * 100,
+        "-" * 500 + "1",
+        "1e" + "9" * 500,
+    )
+]
+HEAVY = [
+    ("3", text)
+    for text in (  # allowed, or seen to be wrong at once, and cheap
+        r"(1+i)^{5000}",
+        "(" * 200 + "x" + ")" * 200,
+        "1000!",
+        "7000!",
+        ",".join(map(str, range(250))),
+        r"\cup".join(f"({i},{i}.5)" for i in range(60)),
+        "1e999999999",
+        r"2^{2^{16}}",
+        "(-1)^{10^{10}}",
+        r"\binom{2000}{1000}",
+        matrix("v", 4),
+        r"\sin(10^{10000})",
+        "x=1=" * 200 + "2",
+    )
+]
 
 
 @pytest.mark.parametrize("bombs, judged", [(BOMBS, False), (HEAVY, True)])
 def test_bombs_cost_nothing(bombs, judged):
-    equal("x+1", "1+x")                                  # imports
+    equal("x+1", "1+x")  # imports
     slow = []
     for gold, answer in bombs:
         start = time.process_time()
@@ -374,33 +429,54 @@ def test_bombs_cost_nothing(bombs, judged):
 
 
 def test_how_long_an_answer_may_be():
-    assert equal("3", "3" + " " * 2000) and equal("3", "0" * 999 + "3") and not equal("3", "0" * 1000 + "3")
+    assert (
+        equal("3", "3" + " " * 2000)
+        and equal("3", "0" * 999 + "3")
+        and not equal("3", "0" * 1000 + "3")
+    )
     long = "+".join(["x"] * 300)
-    assert len(long) == 599 and equal(long, "+".join(["x "] * 300) + "+0" * 149) and not equal(long, "0" * 1300)
+    assert (
+        len(long) == 599
+        and equal(long, "+".join(["x "] * 300) + "+0" * 149)
+        and not equal(long, "0" * 1300)
+    )
     assert equal(long, "0+" * 299 + long) and not equal(long, "0+" * 300 + long)
 
 
-@pytest.mark.parametrize("most, more", [
-    (r"\binom{9999}{2}", r"\binom{10000}{2}"), (r"\Gamma(8000)", r"\Gamma(10000)"),
-    (r"\binom{3\cdot 2499}{2}", r"\binom{3\cdot 2500}{2}"), ("2^{100000}", "2^{100001}"), ("4^{-50000}", "4^{-50001}"),
-    ("3^{2^{15}}", "3^{2^{16}}"), ("x^{50000}", "x^{50001}"), ("1^{10^{1000}}", "1^{10^{10^6}}"),
-    ("(" + "(-" * 19 + "x" + ")" * 20 + "+1", "(" + "(-" * 20 + "x" + ")" * 21 + "+1"),
-    ("+".join(["|x|"] * 8), "+".join(["|x|"] * 9)),
-    (matrix("v", 4), matrix("v", 5)), (r"\det" + matrix("p", 4), r"\det" + matrix("p", 5)),
-    (matrix("p", 8), matrix("p", 8).replace(r"\end", r"\\1\end")),
-])
+@pytest.mark.parametrize(
+    "most, more",
+    [
+        (r"\binom{9999}{2}", r"\binom{10000}{2}"),
+        (r"\Gamma(8000)", r"\Gamma(10000)"),
+        (r"\binom{3\cdot 2499}{2}", r"\binom{3\cdot 2500}{2}"),
+        ("2^{100000}", "2^{100001}"),
+        ("4^{-50000}", "4^{-50001}"),
+        ("3^{2^{15}}", "3^{2^{16}}"),
+        ("x^{50000}", "x^{50001}"),
+        ("1^{10^{1000}}", "1^{10^{10^6}}"),
+        ("(" + "(-" * 19 + "x" + ")" * 20 + "+1", "(" + "(-" * 20 + "x" + ")" * 21 + "+1"),
+        ("+".join(["|x|"] * 8), "+".join(["|x|"] * 9)),
+        (matrix("v", 4), matrix("v", 5)),
+        (r"\det" + matrix("p", 4), r"\det" + matrix("p", 5)),
+        (matrix("p", 8), matrix("p", 8).replace(r"\end", r"\\1\end")),
+    ],
+)
 def test_sizes_at_their_edges(most, more):
     assert equal("3", most) is False
     with pytest.raises(Unjudged, match="Costly"):
         equal("3", more)
 
 
-@pytest.mark.parametrize("gold, same, other", [
-    (r"\frac{1}{2004!}", r"1/2004!", r"\frac{1}{2005!}"), ("10^{10^{10}}", "10^{(10^{10})}", "10^{10^{11}}"),
-    ("2^{2^{2005}}", r"{2}^{2^{2005}}", "2^{2^{2006}}"),
-    (r"\binom{100}{50}", r"\frac{100!}{50!50!}", r"\binom{100}{49}"),
-    (r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}", r"\frac{n(n-1)}{2}"),
-])
+@pytest.mark.parametrize(
+    "gold, same, other",
+    [
+        (r"\frac{1}{2004!}", r"1/2004!", r"\frac{1}{2005!}"),
+        ("10^{10^{10}}", "10^{(10^{10})}", "10^{10^{11}}"),
+        ("2^{2^{2005}}", r"{2}^{2^{2005}}", "2^{2^{2006}}"),
+        (r"\binom{100}{50}", r"\frac{100!}{50!50!}", r"\binom{100}{49}"),
+        (r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}", r"\frac{n(n-1)}{2}"),
+    ],
+)
 def test_large_and_unfinished_golds_are_judged(gold, same, other):
     assert equal(gold, same) and not judge(gold, other) and not judge(gold, "3")
 
@@ -415,7 +491,7 @@ def test_time_for_an_answer_is_bounded_and_then_it_is_wrong(monkeypatch):
             try:
                 while True:
                     re.match("a", "b")
-            except Exception:                            # what is swallowed on the way must not save it
+            except Exception:  # what is swallowed on the way must not save it
                 continue
 
     monkeypatch.setattr(expressions, "compare", spin)
@@ -425,7 +501,7 @@ def test_time_for_an_answer_is_bounded_and_then_it_is_wrong(monkeypatch):
     assert time.process_time() - start < 1.0
     monkeypatch.setattr(expressions._Reader, "parse", spin)
     with pytest.raises(expressions.GoldError, match="takes too long to read: 'x\\+77'"):
-        equal("x+77", "x+2")                             # a gold answer that fails is an error
+        equal("x+77", "x+2")  # a gold answer that fails is an error
 
 
 def test_a_thousand_ordinary_scorings():
@@ -442,8 +518,14 @@ for i in range(1000):
     equal(kind(), kind())
 print(time.process_time() - start)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True,
-                          timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        timeout=100,
+    )
     assert float(done.stdout) < 10
 
 
@@ -453,23 +535,61 @@ def test_no_text_of_an_answer_is_evaluated_as_python(tmp_path, monkeypatch):
     import sympy.physics.units  # evaluates its own names when it is imported  # noqa: F401
 
     canary = tmp_path / "canary"
-    payloads = [f"__import__('os').system('touch {canary}')", f"open('{canary}','w')",
-                rf"\text{{open('{canary}','w')}}", "exec(chr(120))", r"\operatorname{eval}(1)", "x.__class__",
-                "lambda: 1", "1;import os", "0x10", "1_0"]
+    payloads = [
+        f"__import__('os').system('touch {canary}')",
+        f"open('{canary}','w')",
+        rf"\text{{open('{canary}','w')}}",
+        "exec(chr(120))",
+        r"\operatorname{eval}(1)",
+        "x.__class__",
+        "lambda: 1",
+        "1;import os",
+        "0x10",
+        "1_0",
+    ]
     seen = []
     run = builtins.eval
-    monkeypatch.setattr(builtins, "eval", lambda code, *scope: seen.append(code) or run(code, *scope))
-    for gold in ("3", "x+1", r"\frac{1}{2}", "(1,2)", "x^2=4", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "f(x)=1,000"):
-        for payload in [*payloads, "3+0.5x", r"\gcd(4,6)", r"\frac{d}{dx} x^2", "f(7)", r"\{7, 8\}",
-                        r"\sqrt[3]{7}", "f(x)=1,234", "1,234.5", "4.5e3", r"0.\overline{7}"]:
+    monkeypatch.setattr(
+        builtins, "eval", lambda code, *scope: seen.append(code) or run(code, *scope)
+    )
+    for gold in (
+        "3",
+        "x+1",
+        r"\frac{1}{2}",
+        "(1,2)",
+        "x^2=4",
+        r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+        "f(x)=1,000",
+    ):
+        for payload in [
+            *payloads,
+            "3+0.5x",
+            r"\gcd(4,6)",
+            r"\frac{d}{dx} x^2",
+            "f(7)",
+            r"\{7, 8\}",
+            r"\sqrt[3]{7}",
+            "f(x)=1,234",
+            "1,234.5",
+            "4.5e3",
+            r"0.\overline{7}",
+        ]:
             judge(gold, payload)
     assert not canary.exists() and [code for code in seen if isinstance(code, str)] == []
 
 
 # ---- real gold answers
 
-@pytest.mark.parametrize("file, limit", [("gsm8k_test.jsonl", 300), ("math500.jsonl", 150), ("minerva_math.jsonl", 30),
-                                         ("gaokao2023en.jsonl", 150)])
+
+@pytest.mark.parametrize(
+    "file, limit",
+    [
+        ("gsm8k_test.jsonl", 300),
+        ("math500.jsonl", 150),
+        ("minerva_math.jsonl", 30),
+        ("gaokao2023en.jsonl", 150),
+    ],
+)
 def test_gold_answers_in_their_usual_forms_and_near_misses(file, limit):
     if not (DATA / file).is_file():
         pytest.skip(f"no {file} in {DATA} (set LOWROLL_DATA)")
@@ -479,17 +599,27 @@ def test_gold_answers_in_their_usual_forms_and_near_misses(file, limit):
 
 
 def test_the_sweep_counts_what_is_wrong(tmp_path, capsys, monkeypatch):
-    (tmp_path / "a.jsonl").write_text('{"problem": "q", "answer": "27"}\n{"problem": "q", "answer": "9"}\n')
+    (tmp_path / "a.jsonl").write_text(
+        '{"problem": "q", "answer": "27"}\n{"problem": "q", "answer": "9"}\n'
+    )
     monkeypatch.setattr(scoring, "FILES", {"a.jsonl": "math"})
     assert scoring.main(["--data", str(tmp_path)]) == 0
-    assert re.search(r"a.jsonl: \d\d forms, 0 refused; \d\d near misses, 0 accepted; 0 errors", capsys.readouterr().out)
+    assert re.search(
+        r"a.jsonl: \d\d forms, 0 refused; \d\d near misses, 0 accepted; 0 errors",
+        capsys.readouterr().out,
+    )
     monkeypatch.setattr("lowroll.envs.problems.equal", lambda gold, answer, ordered: answer != "28")
     count = scoring.sweep(tmp_path / "a.jsonl", "math", limit=1)
     assert count.refused == 0 and count.accepted == count.misses - 1 > 5 and not count.ok
     monkeypatch.setattr("lowroll.envs.problems.equal", lambda gold, answer, ordered: 1 / 0)
     count = scoring.sweep(tmp_path / "a.jsonl", "math")
-    assert count.refused == count.forms and count.errors == count.forms + count.misses and not count.ok
-    assert scoring.main(["--data", str(tmp_path)]) == 1 and "ZeroDivisionError" in capsys.readouterr().out
+    assert (
+        count.refused == count.forms and count.errors == count.forms + count.misses and not count.ok
+    )
+    assert (
+        scoring.main(["--data", str(tmp_path)]) == 1
+        and "ZeroDivisionError" in capsys.readouterr().out
+    )
 
 
 def test_a_number_may_be_equal_to_one_that_is_not_written_exactly() -> None:

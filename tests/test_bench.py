@@ -1,4 +1,6 @@
-"""The benchmarks measure what they say: forced lengths, paired ratios, and two sides that compute the same thing."""
+"""The benchmarks measure what they say: forced lengths, paired ratios, and two sides that compute
+the same thing."""
+
 from __future__ import annotations
 
 import json
@@ -18,35 +20,55 @@ from lowroll.model import initialize
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 
-TINY = {**MODELS["demo"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 61}
+TINY = {
+    **MODELS["demo"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 61,
+}
 WORK = Workload([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]], [[1, 7], [4, 2]])
 
 
 def test_lengths_are_lognormal_and_seeded() -> None:
     work = Workload.lognormal(1000, num_prompts=500, samples=8, prompt_tokens=3, most=384, seed=4)
     lengths = [length for row in work.lengths for length in row]
-    assert len(work.prompts) == len(work.lengths) == 500 and {len(row) for row in work.lengths} == {8}
+    assert len(work.prompts) == len(work.lengths) == 500 and {len(row) for row in work.lengths} == {
+        8
+    }
     assert 45 < statistics.median(lengths) < 51 and min(lengths) >= 1
     assert max(lengths) == work.longest == 384
     quarter, three_quarters = statistics.quantiles(lengths, n=4)[::2]
-    assert three_quarters / quarter == pytest.approx(3.85, rel=0.1)          # exp(2 * 0.6745 * sigma), sigma = 1
+    assert three_quarters / quarter == pytest.approx(
+        3.85, rel=0.1
+    )  # exp(2 * 0.6745 * sigma), sigma = 1
     assert all(STOP < token < 1000 for prompt in work.prompts for token in prompt)
     assert work.useful_tokens == sum(lengths)
-    assert work == Workload.lognormal(1000, num_prompts=500, samples=8, prompt_tokens=3, most=384, seed=4)
-    assert work.lengths != Workload.lognormal(1000, num_prompts=500, samples=8, prompt_tokens=3, seed=5).lengths
+    assert work == Workload.lognormal(
+        1000, num_prompts=500, samples=8, prompt_tokens=3, most=384, seed=4
+    )
+    assert (
+        work.lengths
+        != Workload.lognormal(1000, num_prompts=500, samples=8, prompt_tokens=3, seed=5).lengths
+    )
 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_every_sample_keeps_to_its_length(share: bool) -> None:
-    engine = Engine(initialize(Transformer(spec_from_config(TINY)), 0), "fp32", device="cpu", cache_tokens=256)
+    engine = Engine(
+        initialize(Transformer(spec_from_config(TINY)), 0), "fp32", device="cpu", cache_tokens=256
+    )
     fed = []
     engine.model.register_forward_hook(lambda _, inputs, __: fed.append(len(inputs[0])))
     run = ours(engine, WORK, share)
-    for _ in range(2):                                # the second round prefills its prompts again
+    for _ in range(2):  # the second round prefills its prompts again
         fed.clear()
         assert run() == WORK.lengths
-        # each prompt token once a group or once a sample, and of each response all but the last token
+        # each prompt token once a group or once a sample, and of each response all but the last
+        # token
         assert sum(fed) == (10 if share else 20) + WORK.useful_tokens - 4
 
 
@@ -58,9 +80,15 @@ def test_rows_end_at_their_lengths() -> None:
 
 def test_transformers_runs_to_the_longest_row(tmp_path: Path) -> None:
     calls = []
-    model = SimpleNamespace(generate=lambda ids, **options: calls.append(options) or torch.zeros(4, ids.shape[1] + 7))
+    model = SimpleNamespace(
+        generate=lambda ids, **options: calls.append(options) or torch.zeros(4, ids.shape[1] + 7)
+    )
     assert bench_engine.transformers_generate(model, WORK)() == WORK.longest == 7
-    assert calls[0]["num_return_sequences"] == 2 and calls[0]["max_new_tokens"] == 7 and calls[0]["top_k"] == 0
+    assert (
+        calls[0]["num_return_sequences"] == 2
+        and calls[0]["max_new_tokens"] == 7
+        and calls[0]["top_k"] == 0
+    )
     assert calls[0]["stopping_criteria"][0].lengths_B.tolist() == [1, 7, 4, 2]
 
 
@@ -83,13 +111,28 @@ def test_a_ratio_is_the_median_of_the_rounds() -> None:
     assert not record.speed_row("x", 12.0, "t/s", [1.0], [1.39], must=1.4).met
 
 
-def test_what_is_missed_is_shown_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [record.Row("one", "t/s", 3, 2, 1.5, (1.4, 1.6), 1.5), record.Row("two", "t/s", 3, 2, 1.5, (1, 2), 1.6)]
+def test_what_is_missed_is_shown_and_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        record.Row("one", "t/s", 3, 2, 1.5, (1.4, 1.6), 1.5),
+        record.Row("two", "t/s", 3, 2, 1.5, (1, 2), 1.6),
+    ]
     assert record.show("title", rows[:1]) and not record.show("title", rows)
     assert "1.6 NOT met" in capsys.readouterr().out
     stored = json.loads(record.write("name", rows, tmp_path / "new", rounds=1).read_text())
-    assert stored["rows"][1] == {"name": "two", "unit": "t/s", "ours": 3, "peer": 2, "ratio": 1.5, "spread": [1, 2],
-                                 "must": 1.6, "aim": None, "goal": "ratio at least", "note": ""}
+    assert stored["rows"][1] == {
+        "name": "two",
+        "unit": "t/s",
+        "ours": 3,
+        "peer": 2,
+        "ratio": 1.5,
+        "spread": [1, 2],
+        "must": 1.6,
+        "aim": None,
+        "goal": "ratio at least",
+        "note": "",
+    }
     assert stored["machine"]["torch"] == torch.__version__ and stored["settings"] == {"rounds": 1}
 
 
@@ -98,16 +141,34 @@ def test_both_learner_sides_take_the_same_step() -> None:
     for side in learner.SIDES.values():
         torch.manual_seed(0)
         model = initialize(Transformer(spec_from_config(TINY)), seed=0)
-        optimizer = learner.Optimizer(dict(model.named_parameters()), learner.OptimSettings(learning_rate=1e-3))
+        optimizer = learner.Optimizer(
+            dict(model.named_parameters()), learner.OptimSettings(learning_rate=1e-3)
+        )
         updated.append((learner.step(model, optimizer, side, tokens=128), model.embedding.detach()))
     assert updated[0][0] == pytest.approx(updated[1][0], rel=1e-5)
     torch.testing.assert_close(updated[0][1], updated[1][1], rtol=1e-4, atol=2e-5)
 
 
 def test_learner_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each side in its own process. The chunks of 1024 rows hold a fraction of the 100 MB of logits."""
-    monkeypatch.setattr(sys, "argv", ["bench.learner", "--tokens", "6144", "--vocab", "4096", "--hidden", "16",
-                                      "--threads", "1", "--out", str(tmp_path)])
+    """Each side in its own process. The chunks of 1024 rows hold a fraction of the 100 MB of
+    logits."""
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "bench.learner",
+            "--tokens",
+            "6144",
+            "--vocab",
+            "4096",
+            "--hidden",
+            "16",
+            "--threads",
+            "1",
+            "--out",
+            str(tmp_path),
+        ],
+    )
     threads = torch.get_num_threads()
     try:
         code = learner.main()

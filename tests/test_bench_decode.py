@@ -1,4 +1,6 @@
-"""The decoding benchmark measures what it says: turns with fresh prompts, a peer that may fail, honest sums."""
+"""The decoding benchmark measures what it says: turns with fresh prompts, a peer that may fail,
+honest sums."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,19 +17,52 @@ from typing import Any
 import pytest
 import torch
 
-from bench import decode, lengths, record, roofline, routing, startup, step, targets, train, vllm_worker
+from bench import (
+    decode,
+    lengths,
+    record,
+    roofline,
+    routing,
+    startup,
+    step,
+    targets,
+    train,
+    vllm_worker,
+)
 from bench.decode import Times, Work, measure
 from bench.peer import Peer, PeerFailed
 from bench.record import Row
 from bench.shapes import SHAPES, random_model
 from lowroll import Engine
 
-TINY = {**SHAPES["qwen2.5-1.5b"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 128}
-MIXTURE = {**SHAPES["qwen3-30b-a3b"], **{name: TINY[name] for name in (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "max_position_embeddings")}, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
-           "moe_intermediate_size": 32}
+TINY = {
+    **SHAPES["qwen2.5-1.5b"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+}
+MIXTURE = {
+    **SHAPES["qwen3-30b-a3b"],
+    **{
+        name: TINY[name]
+        for name in (
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "vocab_size",
+            "max_position_embeddings",
+        )
+    },
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 WORK = Work(prompt_tokens=6, new_tokens=5, group=4)
 
 # Speaks the worker's protocol without vLLM: {mode} is how it goes wrong.
@@ -57,11 +92,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def fake(folder: Path, mode: str = "", after: int = 0) -> list[str]:
     script = folder / "worker.py"
-    script.write_text(FAKE.format(root=str(Path(decode.__file__).parents[1]), mode=mode, after=after))
+    script.write_text(
+        FAKE.format(root=str(Path(decode.__file__).parents[1]), mode=mode, after=after)
+    )
     return [sys.executable, str(script)]
 
 
-# -- the peer ---------------------------------------------------------------------------------------------------------
+# -- the peer --------------------------------------------------------------------------------------
+
 
 def test_a_peer_answers_and_ends(tmp_path: Path) -> None:
     with Peer({"format": "bf16"}, fake(tmp_path), start_s=60) as peer:
@@ -70,10 +108,17 @@ def test_a_peer_answers_and_ends(tmp_path: Path) -> None:
     assert peer._process.returncode == 0
 
 
-@pytest.mark.parametrize(("mode", "said"), [("dies", "ended with 3, waiting for 2 responses of 5 tokens.*call 1"),
-                                            ("hangs", "no answer within 0.5 s, waiting for 2 responses of 5 tokens"),
-                                            ("short", "9 tokens instead of 2 x 5")])
-def test_a_peer_that_goes_wrong_says_what_was_waited_for(tmp_path: Path, mode: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("dies", "ended with 3, waiting for 2 responses of 5 tokens.*call 1"),
+        ("hangs", "no answer within 0.5 s, waiting for 2 responses of 5 tokens"),
+        ("short", "9 tokens instead of 2 x 5"),
+    ],
+)
+def test_a_peer_that_goes_wrong_says_what_was_waited_for(
+    tmp_path: Path, mode: str, said: str
+) -> None:
     with Peer({"format": "bf16"}, fake(tmp_path, mode), start_s=60) as peer:
         with pytest.raises(PeerFailed, match=said):
             peer.generate([[1]], copies=2, new_tokens=5, deadline_s=0.5 if mode == "hangs" else 60)
@@ -92,15 +137,26 @@ def test_a_peer_that_cannot_start_gives_its_last_words(tmp_path: Path) -> None:
 def test_the_worker_repeats_prompts_and_keeps_time() -> None:
     said: list[dict[str, Any]] = []
     seen: list[list[list[int]]] = []
-    lines = [json.dumps({"a": 1}), json.dumps({"prompts": [[1], [2]], "copies": 2, "new_tokens": 3})]
-    vllm_worker.serve(lines, said.append, lambda settings: (
-        lambda prompts, new: seen.append(prompts) or len(prompts) * new, {"ready": settings["a"]}))
+    lines = [
+        json.dumps({"a": 1}),
+        json.dumps({"prompts": [[1], [2]], "copies": 2, "new_tokens": 3}),
+    ]
+    vllm_worker.serve(
+        lines,
+        said.append,
+        lambda settings: (
+            lambda prompts, new: seen.append(prompts) or len(prompts) * new,
+            {"ready": settings["a"]},
+        ),
+    )
     assert seen == [[[1], [1], [2], [2]]]
     assert said[0] == {"ready": 1} and said[1]["tokens"] == 12 and 0 <= said[1]["seconds"] < 1
 
 
 def test_the_worker_knows_the_formats() -> None:
-    assert vllm_worker.config(TINY, "bf16") == TINY and set(decode.FORMATS) <= set(vllm_worker.FORMATS)
+    assert vllm_worker.config(TINY, "bf16") == TINY and set(decode.FORMATS) <= set(
+        vllm_worker.FORMATS
+    )
     quantized = vllm_worker.config(TINY, "nvfp4")["quantization_config"]
     group = quantized["config_groups"]["group_0"]
     assert quantized["format"] == "nvfp4-pack-quantized" and quantized["ignore"][0] == "lm_head"
@@ -109,15 +165,20 @@ def test_the_worker_knows_the_formats() -> None:
     assert fp8["weights"]["type"] == "float" and fp8["input_activations"]["dynamic"] is True
 
 
-@pytest.mark.parametrize(("router", "shape"), [("RoutingSimulatorRouter", MIXTURE), ("FusedTopKRouter", MIXTURE),
-                                               (None, TINY)])
-def test_the_worker_has_a_mixture_routed_by_the_simulator(router: str | None, shape: dict[str, Any], tmp_path: Path,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("router", "shape"),
+    [("RoutingSimulatorRouter", MIXTURE), ("FusedTopKRouter", MIXTURE), (None, TINY)],
+)
+def test_the_worker_has_a_mixture_routed_by_the_simulator(
+    router: str | None, shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[dict[str, Any]] = []
 
     class LLM:
         def __init__(self, **options: Any) -> None:
-            made.append(options | {"strategy": os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "")})
+            made.append(
+                options | {"strategy": os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "")}
+            )
 
         def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
             routed = SimpleNamespace(router=type(str(router), (), {})())
@@ -129,19 +190,32 @@ def test_the_worker_has_a_mixture_routed_by_the_simulator(router: str | None, sh
     monkeypatch.setitem(sys.modules, "vllm.inputs", inputs)
     monkeypatch.setattr(vllm_worker.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "")
-    settings = {"name": "m", "shape": shape, "format": "fp8", "batches": [1, 64], "length": 32, "memory_fraction": 0.5,
-                "cache_bytes": 10}
+    settings = {
+        "name": "m",
+        "shape": shape,
+        "format": "fp8",
+        "batches": [1, 64],
+        "length": 32,
+        "memory_fraction": 0.5,
+        "cache_bytes": 10,
+    }
     if router == "FusedTopKRouter":
-        with pytest.raises(RuntimeError, match="routed by {'FusedTopKRouter'}, not by its simulator"):
+        with pytest.raises(
+            RuntimeError, match="routed by {'FusedTopKRouter'}, not by its simulator"
+        ):
             vllm_worker.load(settings)
     else:
         assert vllm_worker.load(settings)[1]["ready"]
     assert made[0]["strategy"] == ("" if router is None else "uniform_random")
     assert made[0]["compilation_config"]["cudagraph_capture_sizes"] == [1, 8, 64]
-    assert json.loads((tmp_path / "bench-vllm/m-fp8/config.json").read_text())["num_hidden_layers"] == 2
+    assert (
+        json.loads((tmp_path / "bench-vllm/m-fp8/config.json").read_text())["num_hidden_layers"]
+        == 2
+    )
 
 
-# -- turns ------------------------------------------------------------------------------------------------------------
+# -- turns -----------------------------------------------------------------------------------------
+
 
 def test_sides_take_turns_with_the_same_fresh_prompts() -> None:
     calls: list[tuple[str, str, int, int]] = []
@@ -150,12 +224,15 @@ def test_sides_take_turns_with_the_same_fresh_prompts() -> None:
         def generate(prompts: list[list[int]], copies: int, new_tokens: int) -> float:
             calls.append((name, str(prompts), copies * len(prompts), new_tokens))
             return 2.0 if new_tokens == 5 else 0.4
+
         return generate
 
     times = measure({"ours": side("ours"), "vllm": side("vllm")}, WORK, 8, 512, rounds=3)
-    assert [name for name, *_ in calls] == ["ours", "vllm"] * 8                  # 2 warm-ups, 3 rounds of 2 calls
+    assert [name for name, *_ in calls] == ["ours", "vllm"] * 8  # 2 warm-ups, 3 rounds of 2 calls
     assert all(a[1:] == b[1:] for a, b in zip(calls[::2], calls[1::2], strict=True))
-    assert len({prompts for _, prompts, *_ in calls}) == 8 and {batch for _, _, batch, _ in calls} == {8}
+    assert len({prompts for _, prompts, *_ in calls}) == 8 and {
+        batch for _, _, batch, _ in calls
+    } == {8}
     assert [new for *_, new in calls[4::2]] == [5, 1] * 3
     assert times["vllm"].step_ms(5) == pytest.approx(400.0) and len(times["ours"].whole) == 3
     measure({"ours": side("later")}, WORK, 4, 512, rounds=1)
@@ -179,14 +256,31 @@ def test_the_rows_of_a_batch(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None
     ideal = (14.14e9 + 64 * 384 * 57344) / 4.27e12
     assert roof.ours == pytest.approx(ideal / (1.8 / 255), rel=1e-3) and roof.verdict == "missed"
     assert roof.peer == pytest.approx(roof.ours / 2)
-    alone = decode.rollout_rows(tiny, "bf16", 4, WORK, {"ours": times["ours"]}, 1e9, ["vLLM: not run (gone)"])
-    assert [row.peer for row in alone] == [None] * 3 and {row.note for row in alone} == {"vLLM: not run (gone)"}
+    alone = decode.rollout_rows(
+        tiny, "bf16", 4, WORK, {"ours": times["ours"]}, 1e9, ["vLLM: not run (gone)"]
+    )
+    assert [row.peer for row in alone] == [None] * 3 and {row.note for row in alone} == {
+        "vLLM: not run (gone)"
+    }
 
 
-# -- the whole command, at tiny sizes ---------------------------------------------------------------------------------
+# -- the whole command, at tiny sizes --------------------------------------------------------------
+
 
 def args_for(folder: Path, *words: str) -> list[str]:
-    return ["--models", "tiny", "--batches", "1,4", "--rounds", "1", "--device", "cpu", "--out", str(folder), *words]
+    return [
+        "--models",
+        "tiny",
+        "--batches",
+        "1,4",
+        "--rounds",
+        "1",
+        "--device",
+        "cpu",
+        "--out",
+        str(folder),
+        *words,
+    ]
 
 
 @pytest.fixture
@@ -197,47 +291,67 @@ def small(tiny: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def stored(folder: Path) -> dict[str, Row]:
-    rows = [record.read_row(row) for row in json.loads((folder / "decode.json").read_text())["rows"]]
+    rows = [
+        record.read_row(row) for row in json.loads((folder / "decode.json").read_text())["rows"]
+    ]
     assert len({row.name for row in rows}) == len(rows)
     return {row.name: row for row in rows}
 
 
-def test_the_command_with_a_peer(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_with_a_peer(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decode, "vllm_command", lambda python: fake(tmp_path))
-    assert decode.main(args_for(tmp_path, "--formats", "bf16", "int8", "--parts", "rollout", "agreement")) == 0
+    assert (
+        decode.main(
+            args_for(tmp_path, "--formats", "bf16", "int8", "--parts", "rollout", "agreement")
+        )
+        == 0
+    )
     rows = stored(tmp_path)
     for format in ("bf16", "int8"):
         assert rows[f"tiny {format} B=4: rollout"].ratio > 0
         assert rows[f"tiny {format} B=1: decode step"].peer is not None
         assert rows[f"tiny {format}: same seed, same tokens"].met
         assert rows[f"tiny {format}: engine made, weights in memory"].peer == 2.5
-        mean, tail = (rows[f"tiny {format}: |delta log-prob| to the learner, {n}"].ours for n in ("mean", "p99.9"))
+        mean, tail = (
+            rows[f"tiny {format}: |delta log-prob| to the learner, {n}"].ours
+            for n in ("mean", "p99.9")
+        )
         assert 0 < mean < tail < 0.2
     assert json.loads((tmp_path / "decode.json").read_text())["settings"]["vllm"] == "0.24.0"
 
 
-def test_a_peer_that_dies_leaves_ours(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_dies_leaves_ours(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decode, "vllm_command", lambda python: fake(tmp_path, "dies", after=5))
     decode.main(args_for(tmp_path, "--formats", "bf16", "--parts", "rollout"))
     rows = stored(tmp_path)
     assert rows["tiny bf16 B=1: rollout"].peer is not None
     lonely = rows["tiny bf16 B=4: rollout"]
-    assert lonely.ours > 0 and lonely.peer is None and "vLLM: not run (it ended with 3" in lonely.note
+    assert (
+        lonely.ours > 0 and lonely.peer is None and "vLLM: not run (it ended with 3" in lonely.note
+    )
 
 
-def test_without_a_peer_the_rows_say_so(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_peer_the_rows_say_so(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decode, "vllm_command", lambda python: fake(tmp_path, "refuses"))
     decode.main(args_for(tmp_path, "--formats", "int8", "--parts", "rollout"))
     assert "no kernel for int8" in stored(tmp_path)["tiny int8 B=1: rollout"].note
     decode.main(args_for(tmp_path, "--formats", "bf16", "--parts", "rollout", "--peer", "none"))
-    rows = stored(tmp_path)                         # what the first command stored is still there
+    rows = stored(tmp_path)  # what the first command stored is still there
     assert {row.note for name, row in rows.items() if "B=1" in name and "bf16" in name} == {
-        "vLLM: not run (not asked for)"}
+        "vLLM: not run (not asked for)"
+    }
     assert rows["tiny int8 B=1: rollout"].ours > 0
 
 
-def test_engines_that_do_not_fit_run_one_after_the_other(small: None, tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_do_not_fit_run_one_after_the_other(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = decode.arguments(args_for(tmp_path, "--formats", "bf16", "--parts", "rollout"))
     monkeypatch.setattr(decode, "vllm_command", lambda python: fake(tmp_path))
     monkeypatch.setattr(decode, "fit_together", lambda *_: False)
@@ -249,24 +363,45 @@ def test_engines_that_do_not_fit_run_one_after_the_other(small: None, tmp_path: 
 
 def test_first_token_of_a_folder_in_a_new_process(tiny: str) -> None:
     ready, imports = startup.rows("tiny", "int8", torch.device("cpu"))
-    assert ready.name == targets.first_token("tiny", "int8") and 0 < ready.ours < 30 and 0 < imports.ours < 60
+    assert (
+        ready.name == targets.first_token("tiny", "int8")
+        and 0 < ready.ours < 30
+        and 0 < imports.ours < 60
+    )
 
 
-@pytest.mark.parametrize(("main", "words"), [(decode.main, ["--device", "cpu"]), (step.main, ["--device", "cpu"]),
-                                             (decode.main, []), (step.main, [])])
-def test_a_cpu_writes_no_baselines_of_a_gpu(main: Callable[[list[str]], int], words: list[str],
-                                            monkeypatch: pytest.MonkeyPatch,
-                                            capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (decode.main, ["--device", "cpu"]),
+        (step.main, ["--device", "cpu"]),
+        (decode.main, []),
+        (step.main, []),
+    ],
+)
+def test_a_cpu_writes_no_baselines_of_a_gpu(
+    main: Callable[[list[str]], int],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         main(words)
-    assert "--out: " in (said := capsys.readouterr().err) and "holds the rows of a GPU and this run is on cpu" in said
+    assert (
+        "--out: " in (said := capsys.readouterr().err)
+        and "holds the rows of a GPU and this run is on cpu" in said
+    )
     with pytest.raises(SystemExit):
         main(["--device", "cuda", "--out", "/nowhere"])
-    assert "error: device: cuda was asked for, and torch sees no CUDA device" in capsys.readouterr().err
+    assert (
+        "error: device: cuda was asked for, and torch sees no CUDA device"
+        in capsys.readouterr().err
+    )
 
 
-# -- lengths ----------------------------------------------------------------------------------------------------------
+# -- lengths ---------------------------------------------------------------------------------------
+
 
 def test_lengths_are_forced_and_skewed(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = lengths.Lengths.drawn("gsm8k-like", 1000)
@@ -279,7 +414,8 @@ def test_lengths_are_forced_and_skewed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lengths.run(engine, work) == lengths.run(engine, work) == 24
 
 
-# -- a whole step -----------------------------------------------------------------------------------------------------
+# -- a whole step ----------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("rank", [None, 4])
 def test_a_step_is_split_into_its_parts(tiny: str, rank: int | None) -> None:
@@ -288,48 +424,93 @@ def test_a_step_is_split_into_its_parts(tiny: str, rank: int | None) -> None:
     before = {name: p.detach().clone() for name, p in loop.model.trainable_parameters().items()}
     run = step.Forward.run
     loop.step()
-    loop.settings = dataclasses.replace(loop.settings, minibatches=2)       # now the proximal log-probs take a pass
+    loop.settings = dataclasses.replace(
+        loop.settings, minibatches=2
+    )  # now the proximal log-probs take a pass
     seconds = loop.step()
     assert step.Forward.run is run
     assert all(seconds[part] > 0 for part in ("generate", "score", "log-prob", "update", "publish"))
     assert set(seconds) == set(step.PARTS) and seconds["idle"] >= 0
-    assert any(not torch.equal(p, before[name]) for name, p in loop.model.trainable_parameters().items())
+    assert any(
+        not torch.equal(p, before[name]) for name, p in loop.model.trainable_parameters().items()
+    )
     assert loop.engine.behavior.policy[-1].version == 2
 
 
 def test_the_step_command(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(step.CASES, "tiny", step.Case(tiny, "fp8", prompts=2, samples=2, prompt_tokens=5, new_tokens=4))
-    assert step.main(["--cases", "tiny", "--steps", "2", "--publish", "tiny:int8", "--device", "cpu",
-                      "--out", str(tmp_path)]) == 0
+    monkeypatch.setitem(
+        step.CASES,
+        "tiny",
+        step.Case(tiny, "fp8", prompts=2, samples=2, prompt_tokens=5, new_tokens=4),
+    )
+    assert (
+        step.main(
+            [
+                "--cases",
+                "tiny",
+                "--steps",
+                "2",
+                "--publish",
+                "tiny:int8",
+                "--device",
+                "cpu",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     rows = {row["name"]: row for row in json.loads((tmp_path / "step.json").read_text())["rows"]}
-    parts = [rows[f"tiny all weights, fp8 rollouts: {part}"]["ours"] for part in (*step.PARTS, "whole step")]
+    parts = [
+        rows[f"tiny all weights, fp8 rollouts: {part}"]["ours"]
+        for part in (*step.PARTS, "whole step")
+    ]
     assert sum(parts[:-1]) == pytest.approx(parts[-1], rel=0.5)
     assert rows["tiny publish bf16 to int8 in place"]["ours"] > 0
 
 
-# -- sums -------------------------------------------------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("model", "format", "gigabytes"), [
-    ("qwen2.5-1.5b", "bf16", 3.09), ("qwen2.5-7b", "bf16", 14.14), ("qwen2.5-7b", "fp8", 7.62),
-    ("qwen2.5-7b", "nvfp4", 4.76), ("qwen2.5-32b", "int8", 32.76), ("qwen2.5-32b", "nvfp4", 19.11),
-    ("qwen3-30b-a3b", "bf16", 60.4)])
+
+@pytest.mark.parametrize(
+    ("model", "format", "gigabytes"),
+    [
+        ("qwen2.5-1.5b", "bf16", 3.09),
+        ("qwen2.5-7b", "bf16", 14.14),
+        ("qwen2.5-7b", "fp8", 7.62),
+        ("qwen2.5-7b", "nvfp4", 4.76),
+        ("qwen2.5-32b", "int8", 32.76),
+        ("qwen2.5-32b", "nvfp4", 19.11),
+        ("qwen3-30b-a3b", "bf16", 60.4),
+    ],
+)
 def test_bytes_of_a_step(model: str, format: str, gigabytes: float) -> None:
     assert roofline.weight_bytes(SHAPES[model], format) / 1e9 == pytest.approx(gigabytes, rel=3e-3)
     assert roofline.kv_bytes_per_token(SHAPES["qwen2.5-7b"]) == 57344
-    more = roofline.step_bytes(SHAPES[model], format, 64, 100) - roofline.weight_bytes(SHAPES[model], format)
+    more = roofline.step_bytes(SHAPES[model], format, 64, 100) - roofline.weight_bytes(
+        SHAPES[model], format
+    )
     if "a3b" not in model:
         assert more == 6400 * roofline.kv_bytes_per_token(SHAPES[model])
 
 
 def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
     config = SHAPES["qwen3-30b-a3b"]
-    every, all_128, eight = (roofline.linear_weights(config, touched) for touched in (None, 128, 8.0))
-    experts = 48 * 3 * 2048 * 768           # weights of one expert in every layer
+    every, all_128, eight = (
+        roofline.linear_weights(config, touched) for touched in (None, 128, 8.0)
+    )
+    experts = 48 * 3 * 2048 * 768  # weights of one expert in every layer
     assert every == all_128 == pytest.approx(eight + 120 * experts)
     assert roofline.step_bytes(config, "fp8", 1, 0, 8.0) == pytest.approx(eight + 2 * 151936 * 2048)
-    assert routing.uniform(config, 1) == 8 and routing.uniform(config, 8) == pytest.approx(51.6, abs=0.1)
-    assert routing.simulated(config, 1) == pytest.approx(7.78, abs=0.01)     # 8 draws, some of them the same
-    assert decode.dense_bytes("qwen3-30b-a3b", "nvfp4") == 2 * 48 * (2048 * (4096 + 2 * 512) + 4096 * 2048)
+    assert routing.uniform(config, 1) == 8 and routing.uniform(config, 8) == pytest.approx(
+        51.6, abs=0.1
+    )
+    assert routing.simulated(config, 1) == pytest.approx(
+        7.78, abs=0.01
+    )  # 8 draws, some of them the same
+    assert decode.dense_bytes("qwen3-30b-a3b", "nvfp4") == 2 * 48 * (
+        2048 * (4096 + 2 * 512) + 4096 * 2048
+    )
 
 
 def test_experts_are_counted_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,19 +523,33 @@ def test_experts_are_counted_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
             block.experts.router.weight.zero_()
             block.experts.router.weight[:, 0] = torch.tensor([2.0, 1.0, -1.0, -2.0])
     prompt = [9, 9, 8]
-    counts = routing.touched(model, [prompt + response for response in ([2, 4, 7], [4, 3, 6], [6, 2, 3])], 3, (1, 2, 3))
+    counts = routing.touched(
+        model, [prompt + response for response in ([2, 4, 7], [4, 3, 6], [6, 2, 3])], 3, (1, 2, 3)
+    )
     assert counts == {1: 2.0, 2: pytest.approx((2 + 4 + 4) / 3), 3: pytest.approx((2 + 4 + 4) / 3)}
 
 
 def test_a_random_mixture_routes_evenly() -> None:
-    """Rows that share prompts touch as many experts as even draws would; plainly random routers send them together."""
-    config = {**MIXTURE, "hidden_size": 256, "head_dim": 32, "num_experts": 64, "num_experts_per_tok": 4,
-              "num_hidden_layers": 6, "vocab_size": 4096}
+    """Rows that share prompts touch as many experts as even draws would; plainly random routers
+    send them together."""
+    config = {
+        **MIXTURE,
+        "hidden_size": 256,
+        "head_dim": 32,
+        "num_experts": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 6,
+        "vocab_size": 4096,
+    }
     model, dice = random_model(config, dtype=torch.float32), random.Random(0)
     prompts, copies = Work(prompt_tokens=48).prompts(64, 4096, 1)
-    rows = [ids + [dice.randrange(4096) for _ in range(8)] for ids in prompts for _ in range(copies)]
+    rows = [
+        ids + [dice.randrange(4096) for _ in range(8)] for ids in prompts for _ in range(copies)
+    ]
     counts = routing.touched(model, rows, 48, (1, 8, 64))
-    assert counts == {batch: pytest.approx(routing.uniform(config, batch), rel=0.03) for batch in (1, 8, 64)}
+    assert counts == {
+        batch: pytest.approx(routing.uniform(config, batch), rel=0.03) for batch in (1, 8, 64)
+    }
     with torch.no_grad():
         for block in model.blocks:
             block.experts.router.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -365,37 +560,57 @@ def test_bandwidth_of_this_machine() -> None:
     assert 1e8 < roofline.bandwidth(torch.device("cpu"), 1 << 22, rounds=2) < 1e13
 
 
-def test_a_mixture_of_experts_runs_through_it(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_of_experts_runs_through_it(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(SHAPES, "tiny", MIXTURE)
     monkeypatch.setattr(decode, "vllm_command", lambda python: fake(tmp_path))
-    decode.main(args_for(tmp_path, "--formats", "bf16", "fp8", "nvfp4", "int4", "--parts", "rollout", "agreement"))
+    decode.main(
+        args_for(
+            tmp_path, "--formats", "bf16", "fp8", "nvfp4", "int4", "--parts", "rollout", "agreement"
+        )
+    )
     rows = stored(tmp_path)
     for format, most in (("bf16", 0.05), ("fp8", 0.2), ("nvfp4", 0.5), ("int4", 0.5)):
         assert rows[f"tiny {format}: |delta log-prob| to the learner, mean"].ours < most
-        one, four = (rows[f"tiny {format} B={batch}: experts touched by a step"] for batch in (1, 4))
+        one, four = (
+            rows[f"tiny {format} B={batch}: experts touched by a step"] for batch in (1, 4)
+        )
         assert one.ours == 2 and one.met and one.peer == pytest.approx(4 * (1 - (3 / 4) ** 2))
-        assert 2 < four.ours <= 4 and four.unit == "of 4" and four.must == pytest.approx(0.95 * 4 * (1 - 0.5 ** 4))
+        assert (
+            2 < four.ours <= 4
+            and four.unit == "of 4"
+            and four.must == pytest.approx(0.95 * 4 * (1 - 0.5**4))
+        )
         assert rows[f"tiny {format} B=4: rollout"].ratio > 0
 
 
 def test_random_weights_repeat() -> None:
     one, two, other = (random_model(TINY, seed=seed) for seed in (1, 1, 2))
     weights = one.blocks[1].down.weight
-    assert torch.equal(weights, two.blocks[1].down.weight) and not torch.equal(weights, other.blocks[1].down.weight)
+    assert torch.equal(weights, two.blocks[1].down.weight) and not torch.equal(
+        weights, other.blocks[1].down.weight
+    )
     assert 0.017 < float(weights.float().std()) < 0.023 and not weights.requires_grad
     assert torch.equal(one.norm.weight, torch.ones(32)) and not one.blocks[0].qkv.bias.any()
 
 
-def test_rows_of_parts_are_merged_and_those_of_another_machine_are_not(tmp_path: Path,
-                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    record.merge("decode", [Row("a", "s", 1.0), Row("b", "s", 2.0, 4.0, 2.0, (1.9, 2.1))], tmp_path, rounds=3)
+def test_rows_of_parts_are_merged_and_those_of_another_machine_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record.merge(
+        "decode", [Row("a", "s", 1.0), Row("b", "s", 2.0, 4.0, 2.0, (1.9, 2.1))], tmp_path, rounds=3
+    )
     record.merge("decode", [Row("a", "s", 5.0)], tmp_path, bandwidth=7.0)
     rows = stored(tmp_path)
     assert rows["a"].ours == 5.0 and rows["b"].spread == (1.9, 2.1)
     record.merge("order", [Row(f"m B={batch}", "s", 1.0) for batch in (256, 8, 64)], tmp_path)
     names = [row["name"] for row in json.loads((tmp_path / "order.json").read_text())["rows"]]
     assert names == ["m B=8", "m B=64", "m B=256"]
-    assert json.loads((tmp_path / "decode.json").read_text())["settings"] == {"rounds": 3, "bandwidth": 7.0}
+    assert json.loads((tmp_path / "decode.json").read_text())["settings"] == {
+        "rounds": 3,
+        "bandwidth": 7.0,
+    }
     before = record.machine()
     monkeypatch.setattr(record, "machine", lambda: {**before, "gpu": "another"})
     record.merge("decode", [Row("c", "s", 1.0)], tmp_path)
@@ -415,40 +630,77 @@ def test_targets_fit_their_rows() -> None:
     assert len(set(names)) == len(names)
     for target in targets.TARGETS:
         assert len(target.rows) == len(target.must) == len(target.aim)
-        harder = [a > m if target.goal.endswith("least") else a < m
-                  for m, a in zip(target.must, target.aim, strict=True) if m is not None and a is not None]
+        harder = [
+            a > m if target.goal.endswith("least") else a < m
+            for m, a in zip(target.must, target.aim, strict=True)
+            if m is not None and a is not None
+        ]
         assert all(harder), target.quantity
     titles = [job.title for job in train.JOBS.values()]
-    for beginning in targets.REASONS:          # a reason of no row would never be shown
-        assert any(name.startswith(beginning) for name in names) or any(map(beginning.startswith, titles)), beginning
-    row, = targets.aimed([Row(targets.rollout("qwen2.5-7b", "nvfp4", 256), "tokens/s", 1.0)])
+    for beginning in targets.REASONS:  # a reason of no row would never be shown
+        assert any(name.startswith(beginning) for name in names) or any(
+            map(beginning.startswith, titles)
+        ), beginning
+    (row,) = targets.aimed([Row(targets.rollout("qwen2.5-7b", "nvfp4", 256), "tokens/s", 1.0)])
     assert (row.must, row.aim) == (1.4, 2.2)
 
 
-def test_the_table_of_targets_says_what_was_missed_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_targets_says_what_was_missed_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = Path(decode.__file__).parents[1]
     spec = importlib.util.spec_from_file_location("tables", root / "docs" / "tables.py")
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert "yet: run `make bench-gpu`" in tables.targets() and tables.gpu() == tables.NOT_RUN
-    rows = [Row(targets.rollout("qwen2.5-7b", "bf16", batch), "tokens/s", 10.0 * batch, 5.0 * batch, ratio, (1, 3),
-                note="in turns") for batch, ratio in ((1, 1.5), (64, 0.9), (256, 1.4))]
-    monkeypatch.setattr(targets, "REASONS", dict.fromkeys((row.name for row in rows), "waits for the host") | {
-        "learner, spee": "the products", targets.rollout("qwen2.5-7b", "fp8", 1): "never shown"})
+    rows = [
+        Row(
+            targets.rollout("qwen2.5-7b", "bf16", batch),
+            "tokens/s",
+            10.0 * batch,
+            5.0 * batch,
+            ratio,
+            (1, 3),
+            note="in turns",
+        )
+        for batch, ratio in ((1, 1.5), (64, 0.9), (256, 1.4))
+    ]
+    monkeypatch.setattr(
+        targets,
+        "REASONS",
+        dict.fromkeys((row.name for row in rows), "waits for the host")
+        | {"learner, spee": "the products", targets.rollout("qwen2.5-7b", "fp8", 1): "never shown"},
+    )
     folder = tmp_path / "bench" / "baselines"
     record.merge("decode", targets.aimed(rows), folder, vllm="0.24.0")
-    record.merge("train", [Row("learner, memory", "GB", 5.0, 10.0, 0.5, None, 0.6, 0.4, "ratio at most"),
-                           Row("learner, speed (2 x rows/2)", "tokens/s", 5.0, 5.0, 1.0, None, 1.3, 1.6)], folder)
-    record.merge("decode", [Row(targets.rollout("qwen2.5-7b", "fp8", 1), "tokens/s", 5.0, must=1.1, note="no vLLM")],
-                 folder)
+    record.merge(
+        "train",
+        [
+            Row("learner, memory", "GB", 5.0, 10.0, 0.5, None, 0.6, 0.4, "ratio at most"),
+            Row("learner, speed (2 x rows/2)", "tokens/s", 5.0, 5.0, 1.0, None, 1.3, 1.6),
+        ],
+        folder,
+    )
+    record.merge(
+        "decode",
+        [Row(targets.rollout("qwen2.5-7b", "fp8", 1), "tokens/s", 5.0, must=1.1, note="no vLLM")],
+        folder,
+    )
     lines = tables.targets().splitlines()
     assert "vLLM 0.24.0 (decode)." in lines[0]
-    wanted = ("B = 1 / 64 / 256 | 10 / 640 / 2,560 | 5 / 320 / 1,280 | 1.5 / 0.9 / 1.4 | 1.1 / 1.1 / 1.4 | "
-              "1.2 / 1.3 / 1.8 | met / missed / met: waits for the host |")
+    wanted = (
+        "B = 1 / 64 / 256 | 10 / 640 / 2,560 | 5 / 320 / 1,280 | 1.5 / 0.9 / 1.4 | 1.1 / 1.1 / 1.4 "
+        "| "
+        "1.2 / 1.3 / 1.8 | met / missed / met: waits for the host |"
+    )
     assert sum(line.endswith(wanted) for line in lines) == 1
     assert lines[-2] == "| learner, memory, GB | 5 | 10 | 0.5 | 0.6 | 0.4 | met |"
-    assert lines[-1].endswith("(2 x rows/2), tokens/s | 5 | 5 | 1 | 1.3 | 1.6 | missed: the products |")
-    assert sum(line.endswith("| not run: no vLLM |") for line in lines) == 1 and "never shown" not in "".join(lines)
+    assert lines[-1].endswith(
+        "(2 x rows/2), tokens/s | 5 | 5 | 1 | 1.3 | 1.6 | missed: the products |"
+    )
+    assert sum(
+        line.endswith("| not run: no vLLM |") for line in lines
+    ) == 1 and "never shown" not in "".join(lines)
     assert "ratio at most 0.6" in tables.gpu() and "1.50x (1.00 to 3.00)" in tables.gpu()
     assert "decode" not in tables.measured()

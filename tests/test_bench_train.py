@@ -1,4 +1,6 @@
-"""The training benchmark at tiny sizes: both sides train on as many tokens, and the rows say what they compare."""
+"""The training benchmark at tiny sizes: both sides train on as many tokens, and the rows say what
+they compare."""
+
 from __future__ import annotations
 
 import json
@@ -11,14 +13,29 @@ import torch
 from bench import train
 from bench.shapes import SHAPES
 
-TINY = {**SHAPES["qwen2.5-1.5b"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 67}
+TINY = {
+    **SHAPES["qwen2.5-1.5b"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 67,
+}
 ALONE = (train.PeerSetting(1, False),)
 
 
 def job(lora: bool = False, checkpointing: bool | float = False) -> train.Job:
-    return train.Job("tiny", TINY, lora, rows=4, length=16, device="cpu", dtype=torch.float32,
-                     checkpointing=checkpointing)
+    return train.Job(
+        "tiny",
+        TINY,
+        lora,
+        rows=4,
+        length=16,
+        device="cpu",
+        dtype=torch.float32,
+        checkpointing=checkpointing,
+    )
 
 
 def test_every_token_is_fed_and_learned_from() -> None:
@@ -31,27 +48,42 @@ def test_every_token_is_fed_and_learned_from() -> None:
 @pytest.mark.parametrize("lora", [True, False])
 def test_a_step_of_ours_learns(lora: bool) -> None:
     metrics = train.ours(job(lora, 0.5))()
-    assert metrics["optim/grad_norm"] > 0 and metrics["optim/update_norm"] > 0 and metrics["optim/skipped"] == 0
+    assert (
+        metrics["optim/grad_norm"] > 0
+        and metrics["optim/update_norm"] > 0
+        and metrics["optim/skipped"] == 0
+    )
 
 
 @pytest.mark.parametrize("setting", train.PEER_SETTINGS)
 def test_a_step_of_the_peer_learns(setting: train.PeerSetting) -> None:
     torch.manual_seed(0)
     step = train.peer(job(), setting)
-    model = next(cell.cell_contents for cell in step.__closure__ or () if hasattr(cell.cell_contents, "lm_head"))
+    model = next(
+        cell.cell_contents
+        for cell in step.__closure__ or ()
+        if hasattr(cell.cell_contents, "lm_head")
+    )
     before = model.lm_head.weight.detach().clone()
     step()
     assert not torch.equal(model.lm_head.weight, before) and model.lm_head.weight.grad is None
     assert sum(p.numel() for p in model.parameters()) == sum(
-        p.numel() for p in train.random_model(TINY, "cpu").parameters())
+        p.numel() for p in train.random_model(TINY, "cpu").parameters()
+    )
 
 
 def test_compare_takes_the_peers_fastest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = train.compare(job(), rounds=2, must=(1.3, 1.6), steps=1)
     assert len(rows) == 1 and rows[0].must == 1.3 and rows[0].aim == 1.6
-    assert rows[0].ours and rows[0].peer and rows[0].spread and rows[0].spread[0] <= rows[0].spread[1]
-    turns = {setting: train.Turn(seconds, 10 * i + 10) for i, (setting, seconds) in
-             enumerate(zip(train.PEER_SETTINGS, (3.0, 1.0, 2.0), strict=True))}
+    assert (
+        rows[0].ours and rows[0].peer and rows[0].spread and rows[0].spread[0] <= rows[0].spread[1]
+    )
+    turns = {
+        setting: train.Turn(seconds, 10 * i + 10)
+        for i, (setting, seconds) in enumerate(
+            zip(train.PEER_SETTINGS, (3.0, 1.0, 2.0), strict=True)
+        )
+    }
     monkeypatch.setattr(train, "fitting", lambda job: turns)
     monkeypatch.setattr(train, "turn", lambda build, steps, on_cuda: train.Turn(0.5, 5))
     speed, memory, leanest = train.compare(train.Job("x", TINY, False), rounds=3, must=(1.3, 1.6))
@@ -60,20 +92,43 @@ def test_compare_takes_the_peers_fastest_setting(monkeypatch: pytest.MonkeyPatch
     assert leanest.value == 0.5 and leanest.must is None
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["bench.train", "--models", "qwen2.5-1.5b"])
     with pytest.raises(SystemExit):
         train.main()
-    assert "error: device: cuda was asked for, and torch sees no CUDA device" in capsys.readouterr().err
+    assert (
+        "error: device: cuda was asked for, and torch sees no CUDA device"
+        in capsys.readouterr().err
+    )
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "JOBS", {"tiny": job()})
     monkeypatch.setattr(train, "MUST", {"tiny": (0.0, 1.0)})
     monkeypatch.setattr(train, "PEER_SETTINGS", ALONE)
-    monkeypatch.setattr(sys, "argv", ["bench.train", "--models", "tiny", "--rounds", "1", "--steps", "1",
-                                      "--checkpointing", "0.5", "--out", str(tmp_path)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "bench.train",
+            "--models",
+            "tiny",
+            "--rounds",
+            "1",
+            "--steps",
+            "1",
+            "--checkpointing",
+            "0.5",
+            "--out",
+            str(tmp_path),
+        ],
+    )
     assert train.main() == 0
-    row, = json.loads((tmp_path / "train.json").read_text())["rows"]
-    assert row["name"] == "tiny full, 64 tokens: transformers (1 x rows/1, no checkpointing)" and row["ratio"] > 0
+    (row,) = json.loads((tmp_path / "train.json").read_text())["rows"]
+    assert (
+        row["name"] == "tiny full, 64 tokens: transformers (1 x rows/1, no checkpointing)"
+        and row["ratio"] > 0
+    )

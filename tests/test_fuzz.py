@@ -1,4 +1,6 @@
-"""A sample of the differential fuzz, and that it sees what it is there for (`python -m tests.fuzz` runs it in full)."""
+"""A sample of the differential fuzz, and that it sees what it is there for (`python -m tests.fuzz`
+runs it in full)."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -50,7 +52,9 @@ def stale(runner: Runner, plan: Plan) -> Any:
 
 def repeated(runner: Runner, plan: Plan) -> Any:
     """The first of two steps' log-probs stands for both."""
-    return [replace(row, logprobs=row.logprobs[:1] * len(row.logprobs)) for row in SOUND(runner, plan)]
+    return [
+        replace(row, logprobs=row.logprobs[:1] * len(row.logprobs)) for row in SOUND(runner, plan)
+    ]
 
 
 def lower(runner: Runner, plan: Plan) -> Any:
@@ -66,6 +70,6 @@ def test_the_fuzz_sees_a_fault(fault: Any, monkeypatch: pytest.MonkeyPatch) -> N
         try:
             if fuzz.run_block(seed, mixes=3).differences:
                 return
-        except RuntimeError:                           # a fault can break the engine's own book-keeping
+        except RuntimeError:  # a fault can break the engine's own book-keeping
             return
     pytest.fail("60 mixes and no difference")

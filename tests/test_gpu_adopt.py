@@ -1,4 +1,6 @@
-"""On a CUDA device: weights are adopted in place, whatever holds their addresses goes on, and folders arrive whole."""
+"""On a CUDA device: weights are adopted in place, whatever holds their addresses goes on, and
+folders arrive whole."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -23,9 +25,20 @@ from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 
 IDS = torch.randint(2, COMMON["vocab_size"], (64,), generator=torch.Generator().manual_seed(0))
-REQUESTS = [Request(IDS[i:i + 5 + 3 * i].tolist(), n=3, max_tokens=24, seed=i, ignore_eos=True,
-                    temperature=[1.0, 0.0][i % 2]) for i in range(4)]
-SIZES = dict(hidden_size=64, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+REQUESTS = [
+    Request(
+        IDS[i : i + 5 + 3 * i].tolist(),
+        n=3,
+        max_tokens=24,
+        seed=i,
+        ignore_eos=True,
+        temperature=[1.0, 0.0][i % 2],
+    )
+    for i in range(4)
+]
+SIZES = dict(
+    hidden_size=64, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2, head_dim=32
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +47,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def addresses(model: Transformer) -> dict[str, int]:
-    """Of everything that a graph may hold: parameters, codes, scales, and what kernels derived from them."""
+    """Of everything that a graph may hold: parameters, codes, scales, and what kernels derived from
+    them."""
     held = pointers(model)
-    qtensors = {name: linear.weight for name, linear in model.linears() if isinstance(linear.weight, QTensor)}
+    qtensors = {
+        name: linear.weight
+        for name, linear in model.linears()
+        if isinstance(linear.weight, QTensor)
+    }
     for name, linear in model.linears():
         if linear.adapter is not None and linear.adapter._made is not None:
-            held |= {f"{name}.adapter.{i}": t.data_ptr() for i, t in enumerate(linear.adapter._made)}
+            held |= {
+                f"{name}.adapter.{i}": t.data_ptr() for i, t in enumerate(linear.adapter._made)
+            }
     if model.head is not None:
         qtensors["head"] = model.head
     for name, q in qtensors.items():
         for key, kept in q.packed.items():
             for i, t in enumerate(kept if isinstance(kept, tuple) else (kept,)):
-                held |= {f"{name}.{key}.{i}": t.data_ptr()} if isinstance(t, Tensor) else \
-                        {f"{name}.{key}.{i}.{part}": x.data_ptr() for part, x in t.tensors.items()}
+                held |= (
+                    {f"{name}.{key}.{i}": t.data_ptr()}
+                    if isinstance(t, Tensor)
+                    else {f"{name}.{key}.{i}.{part}": x.data_ptr() for part, x in t.tensors.items()}
+                )
     return held
 
 
@@ -57,14 +80,25 @@ def drawn(engine: Engine) -> tuple[list[list[int]], Tensor]:
 
 def masters(folder: Path, kind: str, format: str) -> Transformer:
     model = hf.load(folder, "cuda")
-    return model if kind == "full" else lora.attach(quantize_base(model, format), rank=3, alpha=6.0, seed=1)
+    return (
+        model
+        if kind == "full"
+        else lora.attach(quantize_base(model, format), rank=3, alpha=6.0, seed=1)
+    )
 
 
-@pytest.mark.parametrize(("kind", "format"), [*(("full", name) for name in lowroll.formats() if name != "fp32"),
-                                              *(("lora", name) for name in ("bf16", "int8", "fp8", "nvfp4", "int4"))])
-def test_three_publications_move_nothing_and_reach_every_step(folder: Path, format: str, kind: str,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each, an engine that has run for long draws what a new one draws, and graphs draw what single steps do."""
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [
+        *(("full", name) for name in lowroll.formats() if name != "fp32"),
+        *(("lora", name) for name in ("bf16", "int8", "fp8", "nvfp4", "int4")),
+    ],
+)
+def test_three_publications_move_nothing_and_reach_every_step(
+    folder: Path, format: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each, an engine that has run for long draws what a new one draws, and graphs draw what
+    single steps do."""
     master = masters(folder, kind, format)
     engine = Engine(master, weights=format, cache_tokens=4096, max_batch=16, noisy=True)
     drawn(engine)
@@ -91,22 +125,41 @@ def test_three_publications_move_nothing_and_reach_every_step(folder: Path, form
     assert eager == got and torch.equal(logprobs, theirs)
 
 
-LARGE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-MANY = [Request(IDS[i:i + 20].tolist(), n=8, max_tokens=20, seed=i, ignore_eos=True) for i in range(6)]
+LARGE = dict(
+    hidden_size=256,
+    intermediate_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+)
+MANY = [
+    Request(IDS[i : i + 20].tolist(), n=8, max_tokens=20, seed=i, ignore_eos=True) for i in range(6)
+]
 
 
-@pytest.mark.parametrize(("family", "options"), [
-    ("qwen3", {"weights": "bf16"}), ("qwen3", {"weights": "nvfp4"}),
-    ("qwen3", {"weights": "nvfp4", "keep_dense": True}), ("qwen3", {"weights": "nvfp4", "bulk": "fp8"}),
-    ("qwen3-moe", {"weights": "bf16"}), ("qwen3-moe", {"weights": "fp8"}),
-    ("qwen3-moe", {"weights": "nvfp4", "keep_dense": True})])
-def test_publications_reach_dense_copies_the_bulk_and_experts(family: str, options: dict[str, Any], tmp_path: Path,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    """48 rows of sizes that every kernel takes: siblings in one block, streamed codes, grouped products."""
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {"weights": "bf16"}),
+        ("qwen3", {"weights": "nvfp4"}),
+        ("qwen3", {"weights": "nvfp4", "keep_dense": True}),
+        ("qwen3", {"weights": "nvfp4", "bulk": "fp8"}),
+        ("qwen3-moe", {"weights": "bf16"}),
+        ("qwen3-moe", {"weights": "fp8"}),
+        ("qwen3-moe", {"weights": "nvfp4", "keep_dense": True}),
+    ],
+)
+def test_publications_reach_dense_copies_the_bulk_and_experts(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """48 rows of sizes that every kernel takes: siblings in one block, streamed codes, grouped
+    products."""
     master = hf.load(hf_folder(tmp_path / family, family, **LARGE), "cuda")
     settings = options | {"cache_tokens": 4096, "max_batch": 64}
     engine = Engine(master, **settings)
-    models = [model for model in (engine.runner.model, engine.runner.decoder.bulk) if model is not None]
+    models = [
+        model for model in (engine.runner.model, engine.runner.decoder.bulk) if model is not None
+    ]
 
     def draw(engine: Engine) -> tuple[list[list[int]], Tensor]:
         engine.pool.clear_prefixes()
@@ -130,7 +183,9 @@ def test_publications_reach_dense_copies_the_bulk_and_experts(family: str, optio
 
 def test_what_a_kernel_derived_is_made_again_in_place() -> None:
     q = lowroll.quantize(torch.randn(64, 32, device="cuda"), "int8")
-    turned = q.derive("turned", lambda q: (q.tensors["codes"].t().contiguous(), q.tensors["scale"].flatten() * 2))
+    turned = q.derive(
+        "turned", lambda q: (q.tensors["codes"].t().contiguous(), q.tensors["scale"].flatten() * 2)
+    )
     held = [t.data_ptr() for t in turned]
     for w in (torch.randn(64, 32, device="cuda"), torch.zeros(64, 32, device="cuda")):
         q.quantize_(w)
@@ -151,7 +206,10 @@ def test_a_weight_that_is_not_finite_changes_nothing(folder: Path, format: str) 
             master.blocks[1].down.weight[-1, -1] = value
         with pytest.raises(ValueError, match=r"blocks\.1\.down\.weight holds a non-finite"):
             publish(master, rollout)
-        assert all(torch.equal(t.view(torch.uint8), before[n].view(torch.uint8)) for n, t in tensors(rollout).items())
+        assert all(
+            torch.equal(t.view(torch.uint8), before[n].view(torch.uint8))
+            for n, t in tensors(rollout).items()
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -167,18 +225,23 @@ def test_checksums_and_magnitudes_are_those_of_the_cpu(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("format", [None, *lowroll.formats()])
-def test_folders_arrive_on_the_device_as_on_the_cpu(folder: Path, format: str | None, tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_arrive_on_the_device_as_on_the_cpu(
+    folder: Path, format: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In many small pieces, and from a folder that holds the format itself."""
     monkeypatch.setattr(shards, "PIECE", 1 << 10)
     monkeypatch.setattr(shards, "AHEAD", 1 << 14)
     for dtype in (torch.float32, torch.bfloat16):
         here, there = (hf.load(folder, device, dtype, format) for device in ("cpu", "cuda"))
         assert digest(here) == digest(there) and all(p.is_cuda for p in there.parameters())
-    if format not in (None, "fp8_block", "nf4_dq") and not get_format(format).dense:    # their blocks span two parts
+    if (
+        format not in (None, "fp8_block", "nf4_dq") and not get_format(format).dense
+    ):  # their blocks span two parts
         hf.save(here, tmp_path / "low")
         assert digest(hf.load(tmp_path / "low", "cuda", torch.bfloat16)) == digest(here)
-        assert digest(rollout_load(tmp_path / "low", format, "cuda", torch.bfloat16)) == digest(here)
+        assert digest(rollout_load(tmp_path / "low", format, "cuda", torch.bfloat16)) == digest(
+            here
+        )
 
 
 def test_the_cache_goes_back_and_comes_again(folder: Path) -> None:
@@ -189,10 +252,15 @@ def test_the_cache_goes_back_and_comes_again(folder: Path) -> None:
     places, captured = [t.data_ptr() for t in cache.keys], dict(engine.runner.decoder._graphs)
     engine.release()
     size = sum(t.nbytes for t in (*cache.keys, *cache.values))
-    assert torch.cuda.mem_get_info()[0] >= free + size * 0.9 if cache.arena else \
-        torch.cuda.memory_allocated() <= held - size
+    assert (
+        torch.cuda.mem_get_info()[0] >= free + size * 0.9
+        if cache.arena
+        else torch.cuda.memory_allocated() <= held - size
+    )
     got = drawn(engine)
     assert got[0] == want[0] and torch.equal(got[1], want[1])
-    if cache.arena is not None:                     # the graphs are those of before
+    if cache.arena is not None:  # the graphs are those of before
         assert [t.data_ptr() for t in cache.keys] == places
-        assert captured and all(engine.runner.decoder._graphs[key] is graph for key, graph in captured.items())
+        assert captured and all(
+            engine.runner.decoder._graphs[key] is graph for key, graph in captured.items()
+        )

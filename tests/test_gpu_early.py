@@ -1,4 +1,6 @@
-"""On a CUDA device of capability 9.0 and more: decoding whose kernels start early draws what it draws without."""
+"""On a CUDA device of capability 9.0 and more: decoding whose kernels start early draws what it
+draws without."""
+
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -17,12 +19,22 @@ SHAPE = {**SHAPES["qwen2.5-1.5b"], "num_hidden_layers": 3, "vocab_size": 8192}
 
 def requests(num_rows: int) -> list[Request]:
     g = torch.Generator().manual_seed(num_rows)
-    return [Request(torch.randint(8000, (20 + 3 * i,), generator=g).tolist(), n=min(8, num_rows), max_tokens=40,
-                    ignore_eos=True, seed=i) for i in range(max(1, num_rows // 8))]
+    return [
+        Request(
+            torch.randint(8000, (20 + 3 * i,), generator=g).tolist(),
+            n=min(8, num_rows),
+            max_tokens=40,
+            ignore_eos=True,
+            seed=i,
+        )
+        for i in range(max(1, num_rows // 8))
+    ]
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp8", "int8", "nvfp4", "int4"])
-def test_tokens_and_log_probs_are_those_of_plain_launches(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_and_log_probs_are_those_of_plain_launches(
+    weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs capability 9.0")
     engine = Engine(random_model(SHAPE, "cuda"), weights=weights, cache_tokens=8192, max_batch=64)
@@ -33,7 +45,10 @@ def test_tokens_and_log_probs_are_those_of_plain_launches(weights: str, monkeypa
         groups = engine.generate(requests(num_rows))
         return [(r.token_ids, r.logprobs) for group in groups for r in group.rollouts]
 
-    monkeypatch.setattr("lowroll.kernels.norm.early_start", lambda: seen.append(launch.early()) or launch.early_start())
+    monkeypatch.setattr(
+        "lowroll.kernels.norm.early_start",
+        lambda: seen.append(launch.early()) or launch.early_start(),
+    )
     early = {rows: [rollouts(rows) for _ in range(3)] for rows in (1, 2, 16, 32, 64)}
     assert any(seen)
     engine.runner.decoder.forget()

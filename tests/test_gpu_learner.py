@@ -1,4 +1,6 @@
-"""The learner on a CUDA device: its kernels against float64, its steps against the CPU's, and no bit that wanders."""
+"""The learner on a CUDA device: its kernels against float64, its steps against the CPU's, and no
+bit that wanders."""
+
 from __future__ import annotations
 
 import pytest
@@ -24,12 +26,16 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("learns", [False, True])
 def test_log_probs_of_half_precision_have_float32_logits(learns: bool) -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(70, 96, device="cuda").bfloat16(), torch.randn(5003, 96, device="cuda").bfloat16()
+    hidden, weight = (
+        torch.randn(70, 96, device="cuda").bfloat16(),
+        torch.randn(5003, 96, device="cuda").bfloat16(),
+    )
     hidden.requires_grad_()
     weight.requires_grad_(learns)
     targets, slope = torch.randint(0, 5003, (70,), device="cuda"), torch.randn(70, device="cuda")
@@ -44,21 +50,34 @@ def test_log_probs_of_half_precision_have_float32_logits(learns: bool) -> None:
         assert error(a, b) < 4e-3
 
 
-@pytest.mark.parametrize("lengths", [[1100] * 2, [1030, 9, 1030], [40, 40, 7], [3, 9, 27, 1, 50, 64, 2]])
+@pytest.mark.parametrize(
+    "lengths", [[1100] * 2, [1030, 9, 1030], [40, 40, 7], [3, 9, 27, 1, 50, 64, 2]]
+)
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_attention_of_packed_sequences(lengths: list[int], kv_heads: int) -> None:
     assert (len(set(lengths)) > MOST_STACKS) == (len(lengths) == 7)
     torch.manual_seed(0)
-    leaves = [torch.randn(sum(lengths), n, 64, device="cuda").bfloat16().requires_grad_()
-              for n in (4, kv_heads, kv_heads)]
+    leaves = [
+        torch.randn(sum(lengths), n, 64, device="cuda").bfloat16().requires_grad_()
+        for n in (4, kv_heads, kv_heads)
+    ]
     slope = torch.randn(sum(lengths), 4, 64, device="cuda")
     got = varlen(lengths, "cuda")(0, *leaves)
     exact = [x.detach().double().cpu().requires_grad_() for x in leaves]
-    want = torch.cat([F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in row), is_causal=True, enable_gqa=True)
-                      .transpose(0, 1) for row in zip(*(x.split(lengths) for x in exact), strict=True)])
+    want = torch.cat(
+        [
+            F.scaled_dot_product_attention(
+                *(x.transpose(0, 1) for x in row), is_causal=True, enable_gqa=True
+            ).transpose(0, 1)
+            for row in zip(*(x.split(lengths) for x in exact), strict=True)
+        ]
+    )
     assert error(got, want) < 5e-3
-    for a, b in zip(torch.autograd.grad((got * slope).sum(), leaves),
-                    torch.autograd.grad((want * slope.double().cpu()).sum(), exact), strict=True):
+    for a, b in zip(
+        torch.autograd.grad((got * slope).sum(), leaves),
+        torch.autograd.grad((want * slope.double().cpu()).sum(), exact),
+        strict=True,
+    ):
         assert error(a, b) < 1e-2
 
 
@@ -74,39 +93,64 @@ def test_an_adapted_product_in_half_precision(parts: dict[str, int], bias: bool)
     for part, size in parts.items():
         linear.adapter.a[part] = torch.nn.Parameter(torch.randn(8, 96, device="cuda") * 0.1)
         linear.adapter.b[part] = torch.nn.Parameter(torch.randn(size, 8, device="cuda"))
-    x, slope = torch.randn(50, 96, device="cuda").bfloat16().requires_grad_(), torch.randn(50, 80, device="cuda")
+    x, slope = (
+        torch.randn(50, 96, device="cuda").bfloat16().requires_grad_(),
+        torch.randn(50, 80, device="cuda"),
+    )
     masters = [*linear.adapter.a.values(), *linear.adapter.b.values()]
     y = linear(x)
-    got = torch.autograd.grad((y * slope[:, :y.shape[1]]).sum(), [x, *masters])
+    got = torch.autograd.grad((y * slope[:, : y.shape[1]]).sum(), [x, *masters])
     exact = [t.detach().double().cpu().requires_grad_() for t in (x, *masters)]
-    updates = [b @ a * 2.0 for a, b in zip(exact[1:1 + len(parts)], exact[1 + len(parts):], strict=True)]
-    want = F.linear(exact[0], linear.weight.double().cpu() + torch.cat(updates),
-                    None if linear.bias is None else linear.bias.double().cpu())
+    updates = [
+        b @ a * 2.0 for a, b in zip(exact[1 : 1 + len(parts)], exact[1 + len(parts) :], strict=True)
+    ]
+    want = F.linear(
+        exact[0],
+        linear.weight.double().cpu() + torch.cat(updates),
+        None if linear.bias is None else linear.bias.double().cpu(),
+    )
     assert error(y, want) < 6e-3
-    for a, b in zip(got, torch.autograd.grad((want * slope.double().cpu()[:, :y.shape[1]]).sum(), exact), strict=True):
+    for a, b in zip(
+        got,
+        torch.autograd.grad((want * slope.double().cpu()[:, : y.shape[1]]).sum(), exact),
+        strict=True,
+    ):
         assert error(a, b) < 1e-2
 
 
-# -- whole steps -------------------------------------------------------------------------------------------------------
+# -- whole steps -----------------------------------------------------------------------------------
 
-def learned(device: str, dtype: torch.dtype, adapter: bool, steps: int = 3) -> tuple[Transformer, list[dict]]:
+
+def learned(
+    device: str, dtype: torch.dtype, adapter: bool, steps: int = 3
+) -> tuple[Transformer, list[dict]]:
     model = tiny_model().to(device, dtype)
     if adapter:
         lora.attach(model, 4, 8.0)
-    optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=1e-2, weight_decay=0.1, eps=1e-3))
-    settings = LearnSettings(select("grpo", "tis"), minibatches=2, tokens_per_microbatch=40, kl_coef=0.1 * adapter)
+    optimizer = Optimizer(
+        model.trainable_parameters(), OptimSettings(learning_rate=1e-2, weight_decay=0.1, eps=1e-3)
+    )
+    settings = LearnSettings(
+        select("grpo", "tis"), minibatches=2, tokens_per_microbatch=40, kl_coef=0.1 * adapter
+    )
     batch = make_batch(tiny_model())
     return model, [learn(model, batch, optimizer, settings) for _ in range(steps)]
 
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_steps_in_float32_are_the_cpus(adapter: bool) -> None:
-    (cpu, want), (gpu, got) = (learned(device, torch.float32, adapter) for device in ("cpu", "cuda"))
+    (cpu, want), (gpu, got) = (
+        learned(device, torch.float32, adapter) for device in ("cpu", "cuda")
+    )
     for ours, theirs in zip(got, want, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(ours[name] == pytest.approx(theirs[name], rel=2e-2, abs=2e-3) for name in theirs)
-    for (name, p), q in zip(gpu.trainable_parameters().items(), cpu.trainable_parameters().values(), strict=True):
-        torch.testing.assert_close(p.cpu(), q, rtol=2e-2, atol=2e-3, msg=lambda text, n=name: f"{n}: {text}")
+    for (name, p), q in zip(
+        gpu.trainable_parameters().items(), cpu.trainable_parameters().values(), strict=True
+    ):
+        torch.testing.assert_close(
+            p.cpu(), q, rtol=2e-2, atol=2e-3, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -1,4 +1,6 @@
-"""4-bit weights times bf16 activations on a CUDA device: against float64, row by row, within graphs, twice the same."""
+"""4-bit weights times bf16 activations on a CUDA device: against float64, row by row, within
+graphs, twice the same."""
+
 from __future__ import annotations
 
 import pytest
@@ -19,12 +21,16 @@ def matrix(kind: str, shape: tuple[int, int]) -> QTensor:
     torch.manual_seed(shape[0])
     q = quantize(torch.randn(shape, device="cuda") * torch.rand(shape[0], 1, device="cuda"), kind)
     if kind == "nvfp4" and shape[0] % 128:
-        q.tensors["weight_global_scale"] = q.tensors["weight_global_scale"] * (1 + torch.rand(shape[0], device="cuda"))
+        q.tensors["weight_global_scale"] = q.tensors["weight_global_scale"] * (
+            1 + torch.rand(shape[0], device="cuda")
+        )
     return q
 
 
 def rows(m: int, k: int) -> Tensor:
-    return torch.randn(m, k, device="cuda", generator=torch.Generator("cuda").manual_seed(m)).bfloat16()
+    return torch.randn(
+        m, k, device="cuda", generator=torch.Generator("cuda").manual_seed(m)
+    ).bfloat16()
 
 
 def error(y: Tensor, truth: Tensor) -> float:
@@ -46,7 +52,7 @@ def test_products_are_exact_up_to_float32_sums(kind: str, shape: tuple[int, int]
         for bias in (bias_N, bias_N.bfloat16()):
             y_MN = q.linear(x_MK, bias)
             assert y_MN.dtype == torch.bfloat16 and error(y_MN, truth_MN + bias.double()) < 0.04, m
-        assert torch.equal(q.linear(x_MK, bias), y_MN), m                  # the same bits again
+        assert torch.equal(q.linear(x_MK, bias), y_MN), m  # the same bits again
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +72,7 @@ def test_many_rows_go_by_the_dequantised_matrix(kind: str) -> None:
 
 def test_in_a_graph_products_see_new_codes() -> None:
     q, other, x_MK = matrix("nvfp4", (4608, 3584)), matrix("nvfp4", (4608, 3584)), rows(5, 3584)
-    other.tensors["weight_packed"].bitwise_xor_(0x88)                        # all signs
+    other.tensors["weight_packed"].bitwise_xor_(0x88)  # all signs
     before_MN = q.linear(x_MK)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,6 @@
-"""8-bit products on a CUDA device: int8's integers exactly, e4m3 within its bound, eagerly and in CUDA graphs."""
+"""8-bit products on a CUDA device: int8's integers exactly, e4m3 within its bound, eagerly and in
+CUDA graphs."""
+
 from __future__ import annotations
 
 import pytest
@@ -16,25 +18,43 @@ ROWS = [1, 2, 3, 4, 5, 16, 17, 33, 64, 100, 128, 200, 256, 300, 700, 1100]
 SHAPES = [(512, 2048), (1000, 3584), (264, 1104), (4608, 3584), (3584, 18944), (130, 257), (33, 48)]
 
 
-def problem(kind: str, num_rows: int, shape: tuple[int, int],
-            dtype: torch.dtype) -> tuple[Rows, Tensor, Tensor, Tensor]:
+def problem(
+    kind: str, num_rows: int, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[Rows, Tensor, Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(num_rows)
     sizes = (num_rows, shape[1]), shape
     if kind == "int8":
-        x, w = (torch.randint(-128, 128, s, generator=generator, device="cuda", dtype=torch.int8) for s in sizes)
+        x, w = (
+            torch.randint(-128, 128, s, generator=generator, device="cuda", dtype=torch.int8)
+            for s in sizes
+        )
     else:
-        x, w = (torch.randn(s, generator=generator, device="cuda").mul(90).clamp(-448, 448).to(E4M3) for s in sizes)
-    row, scale, bias = (torch.rand(s, generator=generator, device="cuda")
-                        for s in ((num_rows, 1), (shape[0], 1), shape[0]))
+        x, w = (
+            torch.randn(s, generator=generator, device="cuda").mul(90).clamp(-448, 448).to(E4M3)
+            for s in sizes
+        )
+    row, scale, bias = (
+        torch.rand(s, generator=generator, device="cuda")
+        for s in ((num_rows, 1), (shape[0], 1), shape[0])
+    )
     return Rows(x, row, dtype), w, scale, bias
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [*((shape, torch.bfloat16) for shape in SHAPES), *(      # to compile few
-    (shape, dtype) for shape in SHAPES[1:3] for dtype in (torch.float32, torch.float16))])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((shape, torch.bfloat16) for shape in SHAPES),
+        *(  # to compile few
+            (shape, dtype) for shape in SHAPES[1:3] for dtype in (torch.float32, torch.float16)
+        ),
+    ],
+)
 def test_integer_products_are_exact(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for num_rows in ROWS:
         rows, codes, scale, bias = problem("int8", num_rows, shape, dtype)
-        want = ((rows.codes_MK.double() @ codes.double().t()).float() * scale.t() * rows.scale_M1 + bias).to(dtype)
+        want = (
+            (rows.codes_MK.double() @ codes.double().t()).float() * scale.t() * rows.scale_M1 + bias
+        ).to(dtype)
         for _ in range(2):
             assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want), num_rows
     assert all(not counters.any() for counters in integers._TURNS.values())
@@ -51,7 +71,9 @@ def test_e4m3_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
         x, w = rows.codes_MK.double() * rows.scale_M1, codes.double() * scale
         exact, norms = x @ w.t() + bias, x.norm(dim=1, keepdim=True) * w.norm(dim=1)
         error = (w8a8.multiply(rows, codes, scale, bias).dense().double() - exact).abs()
-        assert (error <= 2 * torch.finfo(dtype).eps * (exact.abs() + bias) + 1e-3 * norms).all(), num_rows
+        assert (error <= 2 * torch.finfo(dtype).eps * (exact.abs() + bias) + 1e-3 * norms).all(), (
+            num_rows
+        )
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -69,7 +91,9 @@ def test_products_replay_in_a_graph(kind: str, num_rows: int) -> None:
         assert torch.equal(first, eager) and torch.equal(second, eager)
     rows.codes_MK.copy_(rows.codes_MK.flip(1))
     graph.replay()
-    assert torch.equal(first, w8a8.multiply(rows, codes, scale, bias).dense()) and not torch.equal(first, eager)
+    assert torch.equal(first, w8a8.multiply(rows, codes, scale, bias).dense()) and not torch.equal(
+        first, eager
+    )
 
 
 def test_few_rows_are_those_of_more() -> None:
@@ -86,11 +110,25 @@ def test_few_rows_are_those_of_more() -> None:
 @pytest.mark.parametrize("shape", [(33, 7), (130, 257), (64, 4096), (96, 3584), (16, 18944)])
 def test_weights_in_one_launch_are_the_formats_bytes(kind: str, shape: tuple[int, int]) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
-    w = torch.randn(shape, generator=generator, device="cuda") * torch.rand(shape[0], 1, device="cuda")
+    w = torch.randn(shape, generator=generator, device="cuda") * torch.rand(
+        shape[0], 1, device="cuda"
+    )
     w[0] = 0
     w[1] = torch.randint(-255, 256, shape[1:], generator=generator, device="cuda") / 2
-    for case in (w, w.bfloat16(), *([w.half()] if shape[0] < 64 else []), w * 1e-37, w * 1e30, w[:, :3]):
+    for case in (
+        w,
+        w.bfloat16(),
+        *([w.half()] if shape[0] < 64 else []),
+        w * 1e-37,
+        w * 1e30,
+        w[:, :3],
+    ):
         codes, scale = get_format(kind).encode(case).values()
-        got = torch.full_like(codes.view(torch.uint8), 77).view(codes.dtype), torch.full_like(scale, -1)
+        got = (
+            torch.full_like(codes.view(torch.uint8), 77).view(codes.dtype),
+            torch.full_like(scale, -1),
+        )
         quantize_rows_into(case, *got, kind)
-        assert torch.equal(got[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(got[1], scale)
+        assert torch.equal(got[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(
+            got[1], scale
+        )

@@ -1,5 +1,6 @@
-"""Decode attention and the draw: what Triton does, run by its interpreter, against float64 oracles.
-"""
+"""Decode attention and the draw: what Triton does, run by its interpreter, against float64
+oracles."""
+
 from __future__ import annotations
 
 import math
@@ -19,23 +20,35 @@ from lowroll.kernels.attention import paged_decode, write_pages
 from lowroll.kernels.draw import TILE, draw, uniform
 from lowroll.kernels.launch import fused
 
-both = pytest.mark.parametrize("path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"])
+both = pytest.mark.parametrize(
+    "path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"]
+)
 
 
 class Case:
-    """Random rows over a shuffled page table; page 0 belongs to nobody and holds NaN, as do all unwritten slots."""
+    """Random rows over a shuffled page table; page 0 belongs to nobody and holds NaN, as do all
+    unwritten slots."""
 
-    def __init__(self, lengths: list[int], heads: int, kv_heads: int, head_dim: int, page: int,
-                 dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         g = torch.Generator().manual_seed(len(lengths) + heads)
         rows, width = len(lengths), max(1, -(-max(lengths) // page))
-        self.q, self.k, self.v = (torch.randn(rows, n, head_dim, generator=g).to(dtype)
-                                  for n in (heads, kv_heads, kv_heads))
+        self.q, self.k, self.v = (
+            torch.randn(rows, n, head_dim, generator=g).to(dtype)
+            for n in (heads, kv_heads, kv_heads)
+        )
         shape = (rows * width + 1, page, kv_heads, head_dim)
         self.keys, self.values = (torch.full(shape, math.nan, dtype=dtype) for _ in range(2))
         self.table = (torch.randperm(rows * width, generator=g) + 1).view(rows, width).int()
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
-        self.scale = head_dim ** -0.5
+        self.scale = head_dim**-0.5
         for row, length in enumerate(lengths):
             for t in range(length - 1):
                 at = self.table[row, t // page], t % page
@@ -43,13 +56,19 @@ class Case:
                 self.values[at] = torch.randn(kv_heads, head_dim, generator=g).to(dtype)
 
     def run(self) -> Tensor:
-        return paged_decode(self.q, self.k, self.v, self.keys, self.values, self.table, self.lengths, self.scale)
+        return paged_decode(
+            self.q, self.k, self.v, self.keys, self.values, self.table, self.lengths, self.scale
+        )
 
     def row(self, row: int, cache: Tensor, new: Tensor) -> Tensor:
         """[H, length, d] float64, a head of the cache for each query head."""
-        old = cache[self.table[row].long()].flatten(0, 1)[:int(self.lengths[row]) - 1]
-        return torch.cat([old, new[row:row + 1]]).double().repeat_interleave(self.q.shape[1] // new.shape[1], 1
-                                                                             ).transpose(0, 1)
+        old = cache[self.table[row].long()].flatten(0, 1)[: int(self.lengths[row]) - 1]
+        return (
+            torch.cat([old, new[row : row + 1]])
+            .double()
+            .repeat_interleave(self.q.shape[1] // new.shape[1], 1)
+            .transpose(0, 1)
+        )
 
     def check(self, tolerance: float) -> None:
         keys, values = self.keys.clone(), self.values.clone()
@@ -67,15 +86,23 @@ class Case:
                 keys[at], values[at] = self.k[row], self.v[row]
         assert got.dtype == self.q.dtype
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-        assert torch.equal(keys.nan_to_num(7), self.keys.nan_to_num(7)), "only the new slots are written"
+        assert torch.equal(keys.nan_to_num(7), self.keys.nan_to_num(7)), (
+            "only the new slots are written"
+        )
         assert torch.equal(values.nan_to_num(7), self.values.nan_to_num(7))
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("programs", [1, 6])
-@pytest.mark.parametrize("case", [
-    ([45, 0, 1, 16, 17], 6, 2, 24, 4, torch.float32), ([130, 2], 7, 1, 16, 16, torch.float16),
-    ([33, 34], 4, 4, 40, 1, torch.float32), ([70], 17, 1, 32, 8, torch.float16)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ([45, 0, 1, 16, 17], 6, 2, 24, 4, torch.float32),
+        ([130, 2], 7, 1, 16, 16, torch.float16),
+        ([33, 34], 4, 4, 40, 1, torch.float32),
+        ([70], 17, 1, 32, 8, torch.float16),
+    ],
+)
 def test_attention_over_pages(case: tuple, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "PROGRAMS", programs)
     Case(*case).check(2e-3 if case[-1] == torch.float16 else 1e-5)
@@ -94,11 +121,20 @@ def test_the_cpu_attends_as_the_engine_always_did() -> None:
     case.keys.nan_to_num_(0)
     case.values.nan_to_num_(0)
     got = case.run()
-    k, v = (cache.view(cache.shape[0], -1).index_select(0, case.table.flatten()).view(3, -1, 2, 16).transpose(1, 2)
-            for cache in (case.keys, case.values))
+    k, v = (
+        cache.view(cache.shape[0], -1)
+        .index_select(0, case.table.flatten())
+        .view(3, -1, 2, 16)
+        .transpose(1, 2)
+        for cache in (case.keys, case.values)
+    )
     mask = (torch.arange(20) < case.lengths[:, None])[:, None, None]
-    assert torch.equal(got, F.scaled_dot_product_attention(case.q.view(3, 2, 3, 16), k, v, attn_mask=mask)
-                       .reshape(3, 6, 16))
+    assert torch.equal(
+        got,
+        F.scaled_dot_product_attention(case.q.view(3, 2, 3, 16), k, v, attn_mask=mask).reshape(
+            3, 6, 16
+        ),
+    )
 
 
 def test_dead_rows_on_the_cpu() -> None:
@@ -138,7 +174,7 @@ def test_draws_are_the_inverse_cdf(vocab: int, dtype: torch.dtype, path: str) ->
     rows = 12
     logits = (torch.randn(rows, vocab, generator=g) * 2 - torch.arange(vocab) / vocab).to(dtype)
     logits[:, 1] = -math.inf
-    keys = torch.randint(-2**63, 2**63 - 1, (rows,), generator=g)
+    keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g)
     positions = torch.arange(rows) * 2**31 + 5
     temperature = torch.linspace(0.5, 1.5, rows)
     greedy = torch.arange(rows) % 5 == 4
@@ -146,7 +182,10 @@ def test_draws_are_the_inverse_cdf(vocab: int, dtype: torch.dtype, path: str) ->
     assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
     for row, u in enumerate(uniform(keys, positions).tolist()):
         if greedy[row]:
-            token, logprob = int(logits[row].argmax()), float(logits[row].double().log_softmax(0).max())
+            token, logprob = (
+                int(logits[row].argmax()),
+                float(logits[row].double().log_softmax(0).max()),
+            )
         else:
             token, logprob, gap = oracle(logits[row], float(temperature[row]), u)
             assert gap > 1e-7, "choose another seed: a boundary decides nothing"
@@ -169,7 +208,9 @@ def test_a_row_without_a_distribution_has_nan_as_log_prob(bad: float, path: str)
     logits[3, 2 * 7] = bad
     if bad == -math.inf:
         logits[1:] = bad
-    tokens, logprobs = draw(logits, torch.arange(4), torch.arange(4), None, torch.tensor([False, False, True, False]))
+    tokens, logprobs = draw(
+        logits, torch.arange(4), torch.arange(4), None, torch.tensor([False, False, True, False])
+    )
     assert logprobs.isnan().tolist() == [False, True, True, True]
     assert tokens[1:].tolist() == [0, 0, 0]
 
@@ -179,8 +220,13 @@ def test_equal_maxima_go_to_the_lower_id(path: str) -> None:
     logits = torch.zeros(2, 2 * TILE)
     logits[0, [TILE + 3, 5, 9]] = 4.0
     logits[1, [2 * TILE - 1, TILE]] = 4.0
-    tokens, _ = draw(logits, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), None,
-                     torch.tensor([True, True]))
+    tokens, _ = draw(
+        logits,
+        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(2, dtype=torch.int64),
+        None,
+        torch.tensor([True, True]),
+    )
     assert tokens.tolist() == [5, TILE]
 
 
@@ -189,8 +235,10 @@ def test_a_row_alone_is_the_row_among_others(path: str) -> None:
     logits, keys, positions = torch.randn(5, 2 * TILE + 9), torch.arange(5), torch.arange(5)
     tokens, logprobs = draw(logits, keys, positions)
     for row in range(5):
-        alone = draw(logits[row:row + 1], keys[row:row + 1], positions[row:row + 1])
-        assert torch.equal(alone[0], tokens[row:row + 1]) and torch.equal(alone[1], logprobs[row:row + 1])
+        alone = draw(logits[row : row + 1], keys[row : row + 1], positions[row : row + 1])
+        assert torch.equal(alone[0], tokens[row : row + 1]) and torch.equal(
+            alone[1], logprobs[row : row + 1]
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 256])
@@ -199,9 +247,20 @@ def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
     splits, length, stages, warps = attention._launch(rows, 4, 256)
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "keys_ptr", "values_ptr"), "*bf16")
     types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
-    types |= {"out_ptr": "*fp32" if splits > 1 else "*bf16", "lse_ptr": "*fp32", "rows": "i32", "splits": "i32",
-              "q_stride": "i32", "k_stride": "i32", "v_stride": "i32", "table_stride": "i32", "scale": "fp32"}
-    constants = dict(H=28, G=4, d=128, PAGE=16, D=128, R=16, BLOCK=length, SPLIT=splits > 1, STAGES=stages)
+    types |= {
+        "out_ptr": "*fp32" if splits > 1 else "*bf16",
+        "lse_ptr": "*fp32",
+        "rows": "i32",
+        "splits": "i32",
+        "q_stride": "i32",
+        "k_stride": "i32",
+        "v_stride": "i32",
+        "table_stride": "i32",
+        "scale": "fp32",
+    }
+    constants = dict(
+        H=28, G=4, d=128, PAGE=16, D=128, R=16, BLOCK=length, SPLIT=splits > 1, STAGES=stages
+    )
     kernel = built(attention._decode_kernel, types, constants, ("rows", "splits"), num_warps=warps)
     sass = kernel.asm["sass"]
     assert "STL " not in sass and "STL." not in sass, "registers spill"
@@ -212,18 +271,35 @@ def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
 
 def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
     pytest.importorskip("triton")
-    types = {"logits_ptr": "*bf16", "temperature_ptr": "*fp32", "largest_ptr": "*fp32", "mass_ptr": "*fp32",
-             "tokens": "i32", "tiles": "i32", "stride": "i32"}
+    types = {
+        "logits_ptr": "*bf16",
+        "temperature_ptr": "*fp32",
+        "largest_ptr": "*fp32",
+        "mass_ptr": "*fp32",
+        "tokens": "i32",
+        "tiles": "i32",
+        "stride": "i32",
+    }
     constants = {"greedy_ptr": None, "BLOCK": TILE}
-    sass = built(lowroll.kernels.draw._masses_kernel, types, constants, ("tiles",), num_warps=4).asm["sass"]
+    sass = built(
+        lowroll.kernels.draw._masses_kernel, types, constants, ("tiles",), num_warps=4
+    ).asm["sass"]
     assert "STL " not in sass and "STL." not in sass and "LDG.E.128" in sass
 
 
 @pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
 @pytest.mark.parametrize("head", [64, 128])
 def test_the_kernel_of_many_rows_compiles_without_spills(head: int, tmp_path: Path) -> None:
-    command = [str(nvcc.compiler()), *nvcc.options((9, 0), {"HEAD": str(head), "HALF": "0"}), "-Xptxas", "-v", "-cubin",
-               str(paged.SOURCE), "-o", str(tmp_path / "out.cubin")]
+    command = [
+        str(nvcc.compiler()),
+        *nvcc.options((9, 0), {"HEAD": str(head), "HALF": "0"}),
+        "-Xptxas",
+        "-v",
+        "-cubin",
+        str(paged.SOURCE),
+        "-o",
+        str(tmp_path / "out.cubin"),
+    ]
     said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stderr
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert len(spills) == 8 and all(pair == ("0", "0") for pair in spills), said

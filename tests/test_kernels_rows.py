@@ -1,4 +1,5 @@
 """Quantised rows and unscaled products."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -34,16 +35,24 @@ def test_plain_rows_are_those_of_the_formats() -> None:
     got, (codes_MK, scale_M1) = quantize_rows(x_MK, "int8"), integers(x_MK)
     assert torch.equal(got.codes_MK, codes_MK) and torch.equal(got.scale_M1, scale_M1)
     got, x_MK = quantize_rows(x_MK, "fp8"), x_MK.float()
-    scale_M1 = torch.tensor([max(float(np.float32(row.abs().max()) / np.float32(448)), 1 / (448 * 512))
-                             for row in x_MK])
+    scale_M1 = torch.tensor(
+        [max(float(np.float32(row.abs().max()) / np.float32(448)), 1 / (448 * 512)) for row in x_MK]
+    )
     assert torch.equal(got.scale_M1, scale_M1[:, None])
-    assert torch.equal(got.codes_MK.float(), (x_MK / scale_M1[:, None]).to(torch.float8_e4m3fn).float())
+    assert torch.equal(
+        got.codes_MK.float(), (x_MK / scale_M1[:, None]).to(torch.float8_e4m3fn).float()
+    )
     with pytest.raises(ValueError, match="rows: 'fp4'"):
         quantize_rows(x_MK, "fp4")
 
 
 def test_a_product_by_hand() -> None:
-    product = Product(torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), torch.tensor([[2.0], [0.5]]),
-                      torch.tensor([[10.0], [100.0]]), torch.tensor([1.0, -1.0]), torch.float32)
+    product = Product(
+        torch.tensor([[1, 2], [3, 4]], dtype=torch.int32),
+        torch.tensor([[2.0], [0.5]]),
+        torch.tensor([[10.0], [100.0]]),
+        torch.tensor([1.0, -1.0]),
+        torch.float32,
+    )
     assert product.dense().tolist() == [[21.0, 399.0], [16.0, 199.0]]
     assert product.dense(torch.float16).dtype == torch.float16

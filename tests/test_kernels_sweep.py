@@ -1,7 +1,9 @@
-"""Checksums and the search for non-finite values in one launch, in Triton's interpreter and compiled for a GPU.
+"""Checksums and the search for non-finite values in one launch, in Triton's interpreter and
+compiled for a GPU.
 
 The checks run in a process of their own, where the interpreter is on before the kernels are made.
 """
+
 from __future__ import annotations
 
 import os
@@ -21,11 +23,21 @@ M64 = (1 << 64) - 1
 
 
 def tensors() -> list[Tensor]:
-    """Sizes that end within a word, within a block and on their borders; views that are shifted or transposed."""
+    """Sizes that end within a word, within a block and on their borders; views that are shifted or
+    transposed."""
     torch.manual_seed(0)
-    return [torch.randn(37, 91).bfloat16(), torch.randn(5), torch.randn(1), torch.randn(40, 64).t(), torch.empty(0),
-            torch.randn(33)[1:], torch.randn(3, dtype=torch.float64), torch.randn(1024), torch.randn(2052).half(),
-            torch.randn(3).bfloat16()]
+    return [
+        torch.randn(37, 91).bfloat16(),
+        torch.randn(5),
+        torch.randn(1),
+        torch.randn(40, 64).t(),
+        torch.empty(0),
+        torch.randn(33)[1:],
+        torch.randn(3, dtype=torch.float64),
+        torch.randn(1024),
+        torch.randn(2052).half(),
+        torch.randn(3).bfloat16(),
+    ]
 
 
 def checksum(tensor: Tensor) -> int:
@@ -34,7 +46,7 @@ def checksum(tensor: Tensor) -> int:
     raw += bytes(-len(raw) % 8)
     total = 0
     for i in range(len(raw) // 8):
-        word = int.from_bytes(raw[8 * i:8 * i + 8], "little", signed=True)
+        word = int.from_bytes(raw[8 * i : 8 * i + 8], "little", signed=True)
         word = (word ^ (word >> 32)) * sweep.GOLDEN & M64
         word -= (word >> 63) << 64
         total += (word ^ (word >> 29)) * (2 * i + 1)
@@ -43,7 +55,10 @@ def checksum(tensor: Tensor) -> int:
 
 
 def check_checksums() -> None:
-    codes = [torch.randint(-128, 128, (777,), dtype=torch.int8), torch.randn(63, 33).to(torch.float8_e4m3fn)]
+    codes = [
+        torch.randint(-128, 128, (777,), dtype=torch.int8),
+        torch.randn(63, 33).to(torch.float8_e4m3fn),
+    ]
     assert sweep.checksums(tensors() + codes) == [checksum(t) for t in tensors() + codes]
     assert sweep.checksums([]) == [] and sweep.checksums([torch.empty(0)]) == [0]
 
@@ -51,23 +66,33 @@ def check_checksums() -> None:
 def check_amax() -> None:
     """Also of values that are not finite, and of the largest ones that are."""
     good = [t for t in tensors() if t.dtype != torch.float64]
-    good += [torch.full((9,), sign * torch.finfo(t.dtype).max, dtype=t.dtype) for t in good for sign in (1, -1)]
+    good += [
+        torch.full((9,), sign * torch.finfo(t.dtype).max, dtype=t.dtype)
+        for t in good
+        for sign in (1, -1)
+    ]
     wanted = [t.double().abs().max() if t.numel() else torch.zeros(()).double() for t in good]
     found = sweep.amax(good)
     assert all(t.dtype == torch.float32 and t.shape == (1,) for t in found)
     assert sweep.finite(found) == [True] * len(good)
     assert torch.equal(torch.cat(found).double(), torch.stack(wanted))
     for i, tensor in enumerate(good[:9]):
-        for at, value in ((0, float("nan")), (tensor.numel() // 2, float("inf")), (-1, -float("inf"))):
+        for at, value in (
+            (0, float("nan")),
+            (tensor.numel() // 2, float("inf")),
+            (-1, -float("inf")),
+        ):
             if tensor.numel():
                 bad = tensor.contiguous().clone()
                 bad.view(-1)[at] = value
-                assert sweep.finite(sweep.amax([*good[:i], bad, *good[i + 1:]])) == [j != i for j in range(len(good))]
+                assert sweep.finite(sweep.amax([*good[:i], bad, *good[i + 1 :]])) == [
+                    j != i for j in range(len(good))
+                ]
 
 
 def check_a_tensor_of_many_programs() -> None:
     """The sum and the maximum of a tensor are put together from its blocks."""
-    tensor = torch.randn(sweep.BLOCK_BYTES + 3)      # five programs
+    tensor = torch.randn(sweep.BLOCK_BYTES + 3)  # five programs
     assert sweep.checksums([tensor[:7], tensor, tensor[:9]])[1] == int(sweep._checksum(tensor))
     for at in (0, len(tensor) // 2, len(tensor) - 1):
         tensor[at] = 100.0 + at
@@ -83,16 +108,25 @@ def test_in_plain_torch(check) -> None:
 
 
 def test_in_the_interpreter() -> None:
-    run = subprocess.run([sys.executable, __file__], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True,
-                         text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == [check.__name__ for check in CHECKS]
 
 
-@pytest.mark.parametrize(("kernel", "size"), [("_checksum_kernel", 8), ("_amax_kernel", 2), ("_amax_kernel", 4)])
+@pytest.mark.parametrize(
+    ("kernel", "size"), [("_checksum_kernel", 8), ("_amax_kernel", 2), ("_amax_kernel", 4)]
+)
 def test_compiled_for_a_gpu_nothing_spills(kernel: str, size: int) -> None:
     function = getattr(sweep, kernel)
-    types = dict(zip(function.arg_names, ("*i64", "*i32", "*i64" if size == 8 else "*i32"), strict=False))
+    types = dict(
+        zip(function.arg_names, ("*i64", "*i32", "*i64" if size == 8 else "*i32"), strict=False)
+    )
     constants = {"SIZE": size, "BLOCK": sweep.BLOCK_BYTES // size, "STEP": sweep.STEP_BYTES // size}
     sass = built(function, types, constants, loose=tuple(types), num_warps=4).asm["sass"]
     assert "STL" not in sass and "LDG.E.128" in sass
@@ -100,7 +134,7 @@ def test_compiled_for_a_gpu_nothing_spills(kernel: str, size: int) -> None:
 
 if __name__ == "__main__":
     assert fused(torch.empty(0))
-    sweep.BLOCK_BYTES, sweep.STEP_BYTES = 4096, 2048       # the interpreter takes its time
+    sweep.BLOCK_BYTES, sweep.STEP_BYTES = 4096, 2048  # the interpreter takes its time
     for check in CHECKS:
         check()
         print(check.__name__)

@@ -1,4 +1,6 @@
-"""Products of 8-bit codes and 8-bit weights: in Triton's interpreter, in plain torch, and compiled for a GPU."""
+"""Products of 8-bit codes and 8-bit weights: in Triton's interpreter, in plain torch, and compiled
+for a GPU."""
+
 from __future__ import annotations
 
 import re
@@ -13,25 +15,50 @@ from lowroll.kernels.rows import E4M3, Rows
 from lowroll.quant.formats import get_format
 
 SHAPES = [(1, 96, 500), (5, 33, 37), (17, 130, 1300), (40, 70, 96), (70, 64, 256)]
-LARGE = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (1536, 1536), (55296, 5120), (96, 64), (33, 7)]
+LARGE = [
+    (4608, 3584),
+    (3584, 3584),
+    (37888, 3584),
+    (3584, 18944),
+    (1536, 1536),
+    (55296, 5120),
+    (96, 64),
+    (33, 7),
+]
 
 
-def problem(num_rows: int, num_out: int, num_in: int) -> tuple[Rows, Tensor, Tensor, Tensor, Tensor]:
+def problem(
+    num_rows: int, num_out: int, num_in: int
+) -> tuple[Rows, Tensor, Tensor, Tensor, Tensor]:
     """(rows, codes, scales, bias, and y, computed in float64 up to the scales)."""
     generator = torch.Generator().manual_seed(num_in)
-    x, w = (torch.randint(-128, 128, (n, num_in), generator=generator, dtype=torch.int8) for n in (num_rows, num_out))
-    row_M1, scale_N1, bias_N = (torch.rand(shape, generator=generator)
-                                for shape in ((num_rows, 1), (num_out, 1), num_out))
+    x, w = (
+        torch.randint(-128, 128, (n, num_in), generator=generator, dtype=torch.int8)
+        for n in (num_rows, num_out)
+    )
+    row_M1, scale_N1, bias_N = (
+        torch.rand(shape, generator=generator) for shape in ((num_rows, 1), (num_out, 1), num_out)
+    )
     sums_MN = x.double() @ w.double().t()
-    return Rows(x, row_M1, torch.float32), w, scale_N1, bias_N, sums_MN.float() * scale_N1.t() * row_M1 + bias_N
+    return (
+        Rows(x, row_M1, torch.float32),
+        w,
+        scale_N1,
+        bias_N,
+        sums_MN.float() * scale_N1.t() * row_M1 + bias_N,
+    )
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("shape", [*SHAPES, (50, 200, 592)])
 @pytest.mark.parametrize("dealt", [None, (1, 3), (0, 2)])
 @pytest.mark.parametrize("engine", [True, False])
-def test_integer_products_are_exact(shape: tuple[int, int, int], dealt: tuple[int, int] | None, engine: bool,
-                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integer_products_are_exact(
+    shape: tuple[int, int, int],
+    dealt: tuple[int, int] | None,
+    engine: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Twice: the counters of finished parts are zero again after the first product."""
     rows, codes, scale, bias, want = problem(*shape)
     small = integers.Tile(16, 64, 64, 2, 4, 1, True)
@@ -45,12 +72,27 @@ def test_integer_products_are_exact(shape: tuple[int, int, int], dealt: tuple[in
     torch.testing.assert_close(without, want.double() - bias, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize(("tiles", "steps", "at_once"), [(296, 28, 264), (592, 28, 264), (28, 148, 132), (264, 28, 264),
-                                                         (1, 3, 264), (1, 1000, 264), (265, 28, 264), (200, 50, 264)])
-def test_tiles_are_dealt_in_full_rounds_and_no_part_is_empty(tiles: int, steps: int, at_once: int) -> None:
+@pytest.mark.parametrize(
+    ("tiles", "steps", "at_once"),
+    [
+        (296, 28, 264),
+        (592, 28, 264),
+        (28, 148, 132),
+        (264, 28, 264),
+        (1, 3, 264),
+        (1, 1000, 264),
+        (265, 28, 264),
+        (200, 50, 264),
+    ],
+)
+def test_tiles_are_dealt_in_full_rounds_and_no_part_is_empty(
+    tiles: int, steps: int, at_once: int
+) -> None:
     whole, splits = integers.deal(tiles, steps, at_once, 4)
     if splits == 1:
-        assert whole == tiles and (tiles % at_once == 0 or 2 * (tiles % at_once) > at_once or steps < 8)
+        assert whole == tiles and (
+            tiles % at_once == 0 or 2 * (tiles % at_once) > at_once or steps < 8
+        )
     else:
         assert whole % at_once == 0 and 0 < (tiles - whole) * splits <= at_once
         assert -(-steps // splits) >= 4 and (splits - 1) * -(-steps // splits) < steps
@@ -62,7 +104,9 @@ def test_few_rows_are_exact(shape: tuple[int, int, int]) -> None:
     rows, codes, scale, bias, want = problem(*shape)
     assert few.takes(rows.codes_MK, codes)
     assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
-    assert torch.equal(few.multiply(rows, codes, scale.flatten(), None), few.multiply(rows, codes, scale, bias * 0))
+    assert torch.equal(
+        few.multiply(rows, codes, scale.flatten(), None), few.multiply(rows, codes, scale, bias * 0)
+    )
 
 
 @pytest.mark.interpreted
@@ -97,12 +141,18 @@ def test_a_tile_fits_the_device(num_rows: int, shape: tuple[int, int]) -> None:
     tile = integers.choose(num_rows, *shape)
     tiles = -(-num_rows // tile.rows) * -(-shape[0] // tile.columns)
     assert (tile.rows + tile.columns) * tile.depth * tile.stages * tile.blocks <= 227 * 1024
-    assert tile.columns >= 64 and tile.blocks * integers.MULTIPROCESSORS <= integers.MOST_TURNS and tiles > 0
+    assert (
+        tile.columns >= 64
+        and tile.blocks * integers.MULTIPROCESSORS <= integers.MOST_TURNS
+        and tiles > 0
+    )
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("longest", [4096, 32])
-def test_weights_in_one_launch_are_the_formats_bytes(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_one_launch_are_the_formats_bytes(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of zeros, ties, both ends of float32; whole rows in registers and rows in pieces."""
     monkeypatch.setattr(quantise8, "LONGEST", longest)
     generator = torch.Generator().manual_seed(0)
@@ -129,23 +179,58 @@ def test_a_row_that_is_not_finite_shows_in_its_scale(bad: float) -> None:
 
 
 @pytest.mark.parametrize("engine", [True, False])
-@pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(1, 3584, 18944), (64, 37888, 3584), (96, 3584, 18944),
-    (96, 4608, 3584), (96, 37888, 3584), (256, 4608, 3584), (256, 37888, 3584), (512, 37888, 3584), (2048, 3584, 3584)])
-def test_the_product_compiles_for_hopper_and_fits(num_rows: int, num_out: int, num_in: int, engine: bool,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "num_in"),
+    [
+        (1, 3584, 18944),
+        (64, 37888, 3584),
+        (96, 3584, 18944),
+        (96, 4608, 3584),
+        (96, 37888, 3584),
+        (256, 4608, 3584),
+        (256, 37888, 3584),
+        (512, 37888, 3584),
+        (2048, 3584, 3584),
+    ],
+)
+def test_the_product_compiles_for_hopper_and_fits(
+    num_rows: int, num_out: int, num_in: int, engine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing spills, and the registers of the blocks that are to run at once are there."""
     pytest.importorskip("triton")
     tile = integers.choose(num_rows, num_out, num_in)
     engine = engine and tile.engine
-    types = {"x": "*i8", "w": "*i8", "row": "*fp32", "column": "*fp32", "bias": "*bf16", "y": "*bf16", "M": "i32",
-             "N": "i32", "K": "i32", "whole": "i32", "splits": "i32", "parts": "*i32", "turns": "*i32"}
+    types = {
+        "x": "*i8",
+        "w": "*i8",
+        "row": "*fp32",
+        "column": "*fp32",
+        "bias": "*bf16",
+        "y": "*bf16",
+        "M": "i32",
+        "N": "i32",
+        "K": "i32",
+        "whole": "i32",
+        "splits": "i32",
+        "parts": "*i32",
+        "turns": "*i32",
+    }
     if engine:
-        types |= {"x_box": f"tensordesc<i8[{tile.rows}, {tile.depth}]>",
-                  "w_box": f"tensordesc<i8[{tile.columns}, {tile.depth}]>"}
+        types |= {
+            "x_box": f"tensordesc<i8[{tile.rows}, {tile.depth}]>",
+            "w_box": f"tensordesc<i8[{tile.columns}, {tile.depth}]>",
+        }
     constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EVEN=True, EARLY=False)
     constants |= {} if engine else {"x_box": None, "w_box": None}
-    code = built(integers._kernel, types, constants, ("M", "whole", "splits"), num_warps=tile.warps,
-                 num_stages=tile.stages, maxnreg=integers.registers(tile))
+    code = built(
+        integers._kernel,
+        types,
+        constants,
+        ("M", "whole", "splits"),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        maxnreg=integers.registers(tile),
+    )
     assert re.search(r"wgmma\S+s32\.s8\.s8", code.asm["ptx"]) and "STL" not in code.asm["sass"]
     assert ("UTMALDG" if engine else "LDGSTS.E.BYPASS.128") in code.asm["sass"]
     assert code.metadata.shared * tile.blocks <= 227 * 1024
@@ -164,9 +249,27 @@ def test_the_quantiser_compiles_for_hopper_without_spills(integer: bool) -> None
 def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
     pytest.importorskip("triton")
     codes, rows = ("*i32", few.MOST[torch.int8]) if kind == "int8" else ("*fp8e4nv", few.MOST[E4M3])
-    types = {"x": codes, "w": codes, "row": "*fp32", "column": "*fp32", "bias": "*bf16", "y": "*bf16", "N": "i32",
-             "K": "i32"}
+    types = {
+        "x": codes,
+        "w": codes,
+        "row": "*fp32",
+        "column": "*fp32",
+        "bias": "*bf16",
+        "y": "*bf16",
+        "N": "i32",
+        "K": "i32",
+    }
     channels, step, warps = few.schedule(rows, kind == "int8")
-    constants = dict(ROWS=rows, COLUMNS=channels, DEPTH=step // (4 if kind == "int8" else 1), EVEN=False, DP4A=True)
+    constants = dict(
+        ROWS=rows,
+        COLUMNS=channels,
+        DEPTH=step // (4 if kind == "int8" else 1),
+        EVEN=False,
+        DP4A=True,
+    )
     code = built(few._few, types, constants, num_warps=warps).asm
-    assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"] and ("IDP" in code["sass"]) == (kind == "int8")
+    assert (
+        "LDG.E.128" in code["sass"]
+        and "STL" not in code["sass"]
+        and ("IDP" in code["sass"]) == (kind == "int8")
+    )

@@ -1,4 +1,6 @@
-"""Adapters: the identity when fresh, PEFT's files in and out with equal logits, gradients, and refusals by name."""
+"""Adapters: the identity when fresh, PEFT's files in and out with equal logits, gradients, and
+refusals by name."""
+
 from __future__ import annotations
 
 import json
@@ -46,7 +48,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: hf_folder(root / family, family) for family in ("qwen3", "llama-biases")}
 
 
-def adapted(folder: Path, targets: Sequence[str] = lora.TARGETS, format: str | None = None) -> Transformer:
+def adapted(
+    folder: Path, targets: Sequence[str] = lora.TARGETS, format: str | None = None
+) -> Transformer:
     """A model whose adapter is not the identity: B is random too."""
     model = hf.load(folder)
     if format is not None:
@@ -60,17 +64,22 @@ def adapted(folder: Path, targets: Sequence[str] = lora.TARGETS, format: str | N
     return model
 
 
-# -- identity limits --------------------------------------------------------------------------------------------------
+# -- identity limits -------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("format", [None, "int8"])
-def test_a_fresh_adapter_is_exactly_the_identity(folders: dict[str, Path], format: str | None) -> None:
+def test_a_fresh_adapter_is_exactly_the_identity(
+    folders: dict[str, Path], format: str | None
+) -> None:
     model = hf.load(folders["qwen3"])
     if format is not None:
         quantize_base(model, format)
     before = logits(model)
     lora.attach(model, rank=4, alpha=32.0)
     assert torch.equal(logits(model), before)
-    assert all(p.abs().max() > 0 for name, p in model.trainable_parameters().items() if ".a." in name)
+    assert all(
+        p.abs().max() > 0 for name, p in model.trainable_parameters().items() if ".a." in name
+    )
 
 
 def test_disabled_is_the_base_bitwise_and_ends_with_the_block(folders: dict[str, Path]) -> None:
@@ -81,41 +90,58 @@ def test_disabled_is_the_base_bitwise_and_ends_with_the_block(folders: dict[str,
         assert frozen is model and torch.equal(logits(model), base)
         with lora.disabled(model):
             pass
-        assert torch.equal(logits(model), base)                   # the inner block gave back what it found
+        assert torch.equal(logits(model), base)  # the inner block gave back what it found
         raise KeyError
     assert torch.equal(logits(model), on)
 
 
 def test_a_fresh_adapter_is_drawn_as_pefts_is(folders: dict[str, Path]) -> None:
-    """A uniform within 1 / sqrt(in), a function of the seed (0 by default), any rank from 1 on; every layer another."""
-    first, again, other = (lora.attach(hf.load(folders["qwen3"]), 1, 4.0, **seed).trainable_parameters()
-                           for seed in ({}, {"seed": 0}, {"seed": 1}))
+    """A uniform within 1 / sqrt(in), a function of the seed (0 by default), any rank from 1 on;
+    every layer another."""
+    first, again, other = (
+        lora.attach(hf.load(folders["qwen3"]), 1, 4.0, **seed).trainable_parameters()
+        for seed in ({}, {"seed": 0}, {"seed": 1})
+    )
     drawn = {name: p for name, p in first.items() if ".a." in name}
     assert all(torch.equal(p, again[name]) for name, p in first.items())
     assert not any(torch.equal(p, other[name]) for name, p in drawn.items())
     assert len({tuple(p.flatten()[:20].tolist()) for p in drawn.values()}) == len(drawn) == 14
     for p in drawn.values():
         assert p.shape[0] == 1 and p.dtype == torch.float32
-        assert 0.8 < float(p.abs().max()) * p.shape[1] ** 0.5 <= 1 and -0.5 < float(p.mean()) * p.shape[1] ** 0.5 < 0.5
-    theirs = peft.get_peft_model(hf_model("qwen3"), peft.LoraConfig(r=64, target_modules=["q_proj"])).state_dict()
-    bound, = {round(float(p.abs().max()), 2) for name, p in theirs.items() if "lora_A" in name}
-    assert bound == round(32 ** -0.5, 2)
+        assert (
+            0.8 < float(p.abs().max()) * p.shape[1] ** 0.5 <= 1
+            and -0.5 < float(p.mean()) * p.shape[1] ** 0.5 < 0.5
+        )
+    theirs = peft.get_peft_model(
+        hf_model("qwen3"), peft.LoraConfig(r=64, target_modules=["q_proj"])
+    ).state_dict()
+    (bound,) = {round(float(p.abs().max()), 2) for name, p in theirs.items() if "lora_A" in name}
+    assert bound == round(32**-0.5, 2)
 
 
 def test_the_switch_passes_layers_without_an_adapter(folders: dict[str, Path]) -> None:
     base, model = logits(hf.load(folders["qwen3"])), adapted(folders["qwen3"], SUBSET)
-    model.blocks[0].qkv.adapter.enabled = False                   # off before, and so after
+    model.blocks[0].qkv.adapter.enabled = False  # off before, and so after
     with lora.disabled(model):
         assert torch.equal(logits(model), base)
-    assert [linear.adapter.enabled for _, linear in model.linears() if linear.adapter] == [False, True, True, True]
+    assert [linear.adapter.enabled for _, linear in model.linears() if linear.adapter] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("targets", TARGETS)
-def test_merged_weights_are_the_adapter(folders: dict[str, Path], targets: str, tmp_path: Path) -> None:
+def test_merged_weights_are_the_adapter(
+    folders: dict[str, Path], targets: str, tmp_path: Path
+) -> None:
     model = adapted(folders["qwen3"], TARGETS[targets])
     on = logits(model)
     merged = lora.merge(model)
-    assert (logits(merged) - on).abs().max() < 1e-5 * on.abs().max() and not merged.trainable_parameters()
+    assert (
+        logits(merged) - on
+    ).abs().max() < 1e-5 * on.abs().max() and not merged.trainable_parameters()
     hf.save(merged, tmp_path / "merged")
     assert torch.equal(logits(hf.load(tmp_path / "merged")), logits(merged))
     with pytest.raises(ValueError, match=r"blocks\.0\.qkv: the base is int8"):
@@ -123,23 +149,33 @@ def test_merged_weights_are_the_adapter(folders: dict[str, Path], targets: str, 
 
 
 def test_an_adapter_moves_its_own_rows_only(folders: dict[str, Path]) -> None:
-    """y_p = W_p x + (alpha / r) B_p A_p x, by hand in float64; the other parts of the fused matrix stay put."""
+    """y_p = W_p x + (alpha / r) B_p A_p x, by hand in float64; the other parts of the fused matrix
+    stay put."""
     base, model = hf.load(folders["qwen3"]), adapted(folders["qwen3"], ("k_proj",))
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(3))
     plain, qkv = base.blocks[1].qkv, model.blocks[1].qkv
-    update = (7.0 / 3) * (x.double() @ qkv.adapter.a["k_proj"].double().t()) @ qkv.adapter.b["k_proj"].double().t()
+    update = (
+        (7.0 / 3)
+        * (x.double() @ qkv.adapter.a["k_proj"].double().t())
+        @ qkv.adapter.b["k_proj"].double().t()
+    )
     want = plain(x).double()
-    want[:, 64:96] += update                                      # 4 heads of 16 are q's rows; 2 of 16 are k's
+    want[:, 64:96] += update  # 4 heads of 16 are q's rows; 2 of 16 are k's
     torch.testing.assert_close(qkv(x).double(), want, rtol=0, atol=1e-5)
-    assert torch.equal(qkv(x)[:, :64], plain(x)[:, :64]) and torch.equal(qkv(x)[:, 96:], plain(x)[:, 96:])
+    assert torch.equal(qkv(x)[:, :64], plain(x)[:, :64]) and torch.equal(
+        qkv(x)[:, 96:], plain(x)[:, 96:]
+    )
     assert model.blocks[1].down.adapter is None
 
 
-# -- PEFT's files -----------------------------------------------------------------------------------------------------
+# -- PEFT's files ----------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("family", ["qwen3", "llama-biases"])
-def test_peft_loads_our_adapter(folders: dict[str, Path], family: str, targets: str, tmp_path: Path) -> None:
+def test_peft_loads_our_adapter(
+    folders: dict[str, Path], family: str, targets: str, tmp_path: Path
+) -> None:
     model = adapted(folders[family], TARGETS[targets])
     lora.save(model, tmp_path / "adapter", base=str(folders[family]))
     theirs = peft.PeftModel.from_pretrained(hf_model(family), tmp_path / "adapter").eval()
@@ -147,7 +183,9 @@ def test_peft_loads_our_adapter(folders: dict[str, Path], family: str, targets: 
         assert (theirs(IDS[None]).logits[0] - logits(model)).abs().max() < 1e-4
     again = lora.load(hf.load(folders[family]), tmp_path / "adapter")
     assert torch.equal(logits(again), logits(model))
-    for (name, p), (other, q) in zip(lora.state(model).items(), lora.state(again).items(), strict=True):
+    for (name, p), (other, q) in zip(
+        lora.state(model).items(), lora.state(again).items(), strict=True
+    ):
         assert name == other and torch.equal(p, q)
     assert again.trainable_parameters().keys() == model.trainable_parameters().keys()
 
@@ -156,21 +194,42 @@ def test_what_is_written_for_peft(folders: dict[str, Path], tmp_path: Path) -> N
     model = adapted(folders["qwen3"], ("down_proj", "q_proj"))
     lora.save(model, tmp_path / "adapter", base="Qwen/Qwen3-0.6B", tokenizer_from=tmp_path)
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 7.0, "lora_dropout": 0.0, "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True, "target_modules": ["q_proj", "down_proj"],
-        "base_model_name_or_path": "Qwen/Qwen3-0.6B"}
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 3,
+        "lora_alpha": 7.0,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": ["q_proj", "down_proj"],
+        "base_model_name_or_path": "Qwen/Qwen3-0.6B",
+    }
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     (tmp_path / "by hand").mkdir()
     lora.write(model, tmp_path / "by hand", "Qwen/Qwen3-0.6B")
     unscaled = load_file(tmp_path / "by hand" / "adapter_model.safetensors")
     assert stored.keys() == unscaled.keys() == lora.state(model).keys() and len(stored) == 2 * 2 * 2
-    assert all(torch.equal(t, stored[name]) and torch.equal(t, unscaled[name]) for name, t in lora.state(model).items())
+    assert all(
+        torch.equal(t, stored[name]) and torch.equal(t, unscaled[name])
+        for name, t in lora.state(model).items()
+    )
 
 
-def peft_adapter(path: Path, family: str = "qwen3", targets: Sequence[str] = SUBSET, **options: Any) -> Tensor:
+def peft_adapter(
+    path: Path, family: str = "qwen3", targets: Sequence[str] = SUBSET, **options: Any
+) -> Tensor:
     """Write an adapter with random B by PEFT; returns the logits of PEFT's model."""
-    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": list(targets), "task_type": "CAUSAL_LM",
-                                "lora_dropout": 0.1, **options})
+    config = peft.LoraConfig(
+        **{
+            "r": 3,
+            "lora_alpha": 5,
+            "target_modules": list(targets),
+            "task_type": "CAUSAL_LM",
+            "lora_dropout": 0.1,
+            **options,
+        }
+    )
     model = peft.get_peft_model(hf_model(family), config).eval()
     torch.manual_seed(4)
     with torch.no_grad():
@@ -184,14 +243,17 @@ def peft_adapter(path: Path, family: str = "qwen3", targets: Sequence[str] = SUB
 
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("family", ["qwen3", "llama-biases"])
-def test_we_load_what_peft_writes(folders: dict[str, Path], family: str, targets: str, tmp_path: Path) -> None:
+def test_we_load_what_peft_writes(
+    folders: dict[str, Path], family: str, targets: str, tmp_path: Path
+) -> None:
     want = peft_adapter(tmp_path, family, TARGETS[targets])
     base = logits(hf.load(folders[family]))
     got = logits(lora.load(hf.load(folders[family]), tmp_path))
     assert (got - want).abs().max() < 1e-4 and (want - base).abs().max() > 0.1
 
 
-# -- gradients --------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
+
 
 def test_gradient_reaches_the_adapters_alone(folders: dict[str, Path]) -> None:
     model = adapted(folders["llama-biases"])
@@ -205,9 +267,13 @@ def test_gradient_reaches_the_adapters_alone(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "llama-biases"])
 def test_gradients_over_a_quantised_base_are_those_over_the_dequantised_one(
-        folders: dict[str, Path], family: str, checkpointing: bool) -> None:
+    folders: dict[str, Path], family: str, checkpointing: bool
+) -> None:
     """Autograd through the same model with dequantised Parameters is the oracle."""
-    quantised, dense = adapted(folders[family], format="int8"), adapted(folders[family], format="int8")
+    quantised, dense = (
+        adapted(folders[family], format="int8"),
+        adapted(folders[family], format="int8"),
+    )
     for _, linear in dense.linears():
         assert isinstance(linear.weight, QTensor)
         linear.set_weight(nn.Parameter(linear.weight.dequantize(), requires_grad=False))
@@ -217,13 +283,15 @@ def test_gradients_over_a_quantised_base_are_those_over_the_dequantised_one(
     want = dense.trainable_parameters()
     for name, p in quantised.trainable_parameters().items():
         torch.testing.assert_close(p.grad, want[name].grad, rtol=1e-5, atol=1e-7)
-    assert (logits(dense) - logits(adapted(folders[family]))).abs().max() > 1e-3     # quantising did change the model
+    assert (
+        logits(dense) - logits(adapted(folders[family]))
+    ).abs().max() > 1e-3  # quantising did change the model
 
 
 def test_bias_gradient_over_a_quantised_weight(folders: dict[str, Path]) -> None:
     linear = quantize_base(hf.load(folders["llama-biases"]), "int8").blocks[0].o
     x = torch.randn(5, 32, requires_grad=True)
-    (linear(x) * torch.arange(5.)[:, None]).sum().backward()
+    (linear(x) * torch.arange(5.0)[:, None]).sum().backward()
     assert torch.equal(linear.bias.grad, torch.full((32,), 10.0))
     torch.testing.assert_close(x.grad[2], 2 * linear.weight.dequantize().sum(0))
 
@@ -243,20 +311,28 @@ def test_training_an_adapter_moves_nothing_else(folders: dict[str, Path]) -> Non
     assert losses[-1] < losses[0] - 0.1
     parameters = dict(model.named_parameters())
     assert all(torch.equal(parameters[name], p) for name, p in frozen.items())
-    assert all(torch.equal(linear.weight.tensors["codes"], codes[name]) for name, linear in model.linears())
+    assert all(
+        torch.equal(linear.weight.tensors["codes"], codes[name]) for name, linear in model.linears()
+    )
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
+
 
 def test_attach_refusals_leave_the_model_alone(folders: dict[str, Path]) -> None:
     model = hf.load(folders["qwen3"])
-    for options, words in (({"targets": ["q_proj", "lm_head"]}, r"lora_target_modules: .*got \['lm_head'\]"),
-                           ({"targets": []}, r"lora_target_modules: .*got \[\]"),
-                           ({"targets": "q_proj"}, r"lora_target_modules: .*got \['q_proj'\]"),
-                           ({"rank": 0}, "lora_rank"), ({"alpha": float("nan")}, "lora_alpha")):
+    for options, words in (
+        ({"targets": ["q_proj", "lm_head"]}, r"lora_target_modules: .*got \['lm_head'\]"),
+        ({"targets": []}, r"lora_target_modules: .*got \[\]"),
+        ({"targets": "q_proj"}, r"lora_target_modules: .*got \['q_proj'\]"),
+        ({"rank": 0}, "lora_rank"),
+        ({"alpha": float("nan")}, "lora_alpha"),
+    ):
         with pytest.raises(ValueError, match=words):
             lora.attach(model, **{"rank": 2, "alpha": 4.0, **options})
-    assert all(p.requires_grad for p in model.parameters()) and not any(x.adapter for _, x in model.linears())
+    assert all(p.requires_grad for p in model.parameters()) and not any(
+        x.adapter for _, x in model.linears()
+    )
     with pytest.raises(ValueError, match="no adapter"):
         lora.save(model, folders["qwen3"].parent / "nothing")
 
@@ -284,7 +360,10 @@ BAD_KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "alpha without end": ({"lora_alpha": float("inf")}, "lora_alpha"),
     "PiSSA": ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     "other rank": ({"r": 4}, "wrong shape"),
-    "other targets": ({"target_modules": ["q_proj", "v_proj", "up_proj"]}, "missing tensors.*up_proj"),
+    "other targets": (
+        {"target_modules": ["q_proj", "v_proj", "up_proj"]},
+        "missing tensors.*up_proj",
+    ),
     "fewer targets": ({"target_modules": ["q_proj", "v_proj"]}, "unexpected tensors.*down_proj"),
 }
 V1 = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
@@ -314,7 +393,9 @@ def refused(model_folder: Path, adapter: Path, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         lora.load(model, adapter)
     assert "\n" not in str(caught.value) and str(adapter) in str(caught.value)
-    assert all(p.requires_grad for p in model.parameters()) and not any(x.adapter for _, x in model.linears())
+    assert all(p.requires_grad for p in model.parameters()) and not any(
+        x.adapter for _, x in model.linears()
+    )
 
 
 @pytest.mark.parametrize("case", BAD_KEYS)
@@ -336,7 +417,7 @@ def test_bad_adapter_tensors(case: str, folders: dict[str, Path], adapter: Path)
 
 def test_damaged_and_absent_adapter_files(folders: dict[str, Path], adapter: Path) -> None:
     weights, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
-    refused(folders["llama-biases"], adapter, "wrong shape")      # another model's adapter
+    refused(folders["llama-biases"], adapter, "wrong shape")  # another model's adapter
     raw = weights.read_bytes()
     weights.write_bytes(raw[:-9])
     refused(folders["qwen3"], adapter, "adapter_model.safetensors: damaged")
@@ -350,12 +431,16 @@ def test_damaged_and_absent_adapter_files(folders: dict[str, Path], adapter: Pat
     refused(folders["qwen3"], adapter, "adapter_config.json: no such file")
 
 
-def test_a_relative_base_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_base_is_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hf_folder(tmp_path / "models" / "base")
     monkeypatch.chdir(tmp_path)
     lora.save(lora.attach(hf.load("models/base"), 2, 4.0), "adapter", base="models/base")
     monkeypatch.setenv("HOME", str(tmp_path / "models"))
-    lora.save(lora.attach(hf.load("~/base"), 2, 4.0), "home", base="~/base")       # it looks like a hub id
+    lora.save(
+        lora.attach(hf.load("~/base"), 2, 4.0), "home", base="~/base"
+    )  # it looks like a hub id
     monkeypatch.chdir(tmp_path / "models")
     for adapter in ("adapter", "home"):
         assert lora.base_of(tmp_path / adapter) == str(tmp_path / "models" / "base")
@@ -364,11 +449,17 @@ def test_a_relative_base_is_found_from_any_folder(tmp_path: Path, monkeypatch: p
 
 def test_an_adapter_of_rank_1_is_read(folders: dict[str, Path], tmp_path: Path) -> None:
     want = peft_adapter(tmp_path / "one", r=1, init_lora_weights=False)
-    assert (logits(lora.load(hf.load(folders["qwen3"]), tmp_path / "one")) - want).abs().max() < 1e-4
+    assert (
+        logits(lora.load(hf.load(folders["qwen3"]), tmp_path / "one")) - want
+    ).abs().max() < 1e-4
     config = json.loads((tmp_path / "one" / "adapter_config.json").read_text())
-    for harmless in (False, True, None, "gaussian", "orthogonal"):                 # how A and B were drawn, once
-        (tmp_path / "one" / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": harmless}))
-        assert (logits(lora.load(hf.load(folders["qwen3"]), tmp_path / "one")) - want).abs().max() < 1e-4
+    for harmless in (False, True, None, "gaussian", "orthogonal"):  # how A and B were drawn, once
+        (tmp_path / "one" / "adapter_config.json").write_text(
+            json.dumps({**config, "init_lora_weights": harmless})
+        )
+        assert (
+            logits(lora.load(hf.load(folders["qwen3"]), tmp_path / "one")) - want
+        ).abs().max() < 1e-4
 
 
 def test_the_base_of_an_adapter_folder(adapter: Path) -> None:
@@ -376,14 +467,17 @@ def test_the_base_of_an_adapter_folder(adapter: Path) -> None:
     config = json.loads(path.read_text())
     for odd in (None, "", 5, ["Qwen/Qwen3-0.6B"]):
         path.write_text(json.dumps({**config, "base_model_name_or_path": odd}))
-        with pytest.raises(ValueError, match="base_model_name_or_path: expected the base model's folder or hub id"):
+        with pytest.raises(
+            ValueError, match="base_model_name_or_path: expected the base model's folder or hub id"
+        ):
             lora.base_of(adapter)
     (adapter / "base").mkdir()
     assert lora.base_of(adapter) == str(adapter / "base")
 
 
-def test_a_revision_of_the_base_is_that_revision(folders: dict[str, Path], adapter: Path, tmp_path: Path,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revision_of_the_base_is_that_revision(
+    folders: dict[str, Path], adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The newest commit may be another model."""
     commits, asked = {None: "other", "0a1b": "qwen3"}, []
     hf_folder(tmp_path / "other", "qwen3", seed=5)
@@ -401,11 +495,15 @@ def test_a_revision_of_the_base_is_that_revision(folders: dict[str, Path], adapt
         assert torch.equal(logits(hf.load(adapter)), logits(lora.load(hf.load(family), adapter)))
     assert set(asked) == {("some/model", None), ("some/model", "0a1b")}
     path.write_text(json.dumps({**config, "revision": 7}))
-    with pytest.raises(ValueError, match="revision: expected a commit, branch or tag of the base model, got 7"):
+    with pytest.raises(
+        ValueError, match="revision: expected a commit, branch or tag of the base model, got 7"
+    ):
         lora.base_of(adapter)
 
 
-def test_a_refusal_names_five_tensors_and_counts_the_rest(folders: dict[str, Path], adapter: Path) -> None:
+def test_a_refusal_names_five_tensors_and_counts_the_rest(
+    folders: dict[str, Path], adapter: Path
+) -> None:
     path = adapter / "adapter_model.safetensors"
     tensors = load_file(path)
     names = sorted(tensors)

@@ -1,4 +1,6 @@
-"""Rung P1: our decoder equals transformers' in float32, for every family and flag, at once and step by step."""
+"""Rung P1: our decoder equals transformers' in float32, for every family and flag, at once and step
+by step."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -26,7 +28,9 @@ def forward(model: Transformer, sequences: list[list[int]]) -> Tensor:
 
 def random_sequences(lengths: list[int], seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, COMMON["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+    return [
+        torch.randint(0, COMMON["vocab_size"], (n,), generator=generator).tolist() for n in lengths
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -43,8 +47,13 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
 
 def test_llama3_scaling_really_changes_the_logits(tmp_path: Path) -> None:
     scaled = hf.load(hf_folder(tmp_path / "a", "llama3-rope"))
-    plain = hf.load(hf_folder(tmp_path / "b", "llama3-rope", rope_parameters={"rope_type": "default",
-                                                                           "rope_theta": 500.0}))
+    plain = hf.load(
+        hf_folder(
+            tmp_path / "b",
+            "llama3-rope",
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        )
+    )
     sequences = random_sequences([50])
     assert (forward(scaled, sequences) - forward(plain, sequences)).abs().max() > 0.01
 
@@ -52,7 +61,12 @@ def test_llama3_scaling_really_changes_the_logits(tmp_path: Path) -> None:
 def test_rope_keys_of_transformers_4_are_read() -> None:
     new = {**COMMON, "architectures": ["LlamaForCausalLM"], "rope_parameters": LLAMA3_ROPE}
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
-    old = {**COMMON, "architectures": ["LlamaForCausalLM"], "rope_theta": 500.0, "rope_scaling": scaling}
+    old = {
+        **COMMON,
+        "architectures": ["LlamaForCausalLM"],
+        "rope_theta": 500.0,
+        "rope_scaling": scaling,
+    }
     assert spec_from_config(new) == spec_from_config(old)
     assert spec_from_config(old).rope_theta == 500.0
 
@@ -86,8 +100,12 @@ def test_token_log_probs_and_gradients_are_the_dense_ones(temperature: float, ch
     h32, w32 = hidden.float().requires_grad_(), weight.float().requires_grad_()
     logp, entropy = token_log_probs(h32, w32, targets, temperature, chunk)
     (logp * upstream.float()).sum().backward()
-    torch.testing.assert_close(logp.double(), dense[torch.arange(23), targets], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), -(dense.exp() * dense).sum(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logp.double(), dense[torch.arange(23), targets], rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        entropy.double(), -(dense.exp() * dense).sum(-1), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(h32.grad.double(), h64.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(w32.grad.double(), w64.grad, rtol=1e-4, atol=1e-5)
     assert not entropy.requires_grad
@@ -95,7 +113,9 @@ def test_token_log_probs_and_gradients_are_the_dense_ones(temperature: float, ch
 
 def test_token_log_probs_refuses_greedy() -> None:
     with pytest.raises(ValueError, match="temperature"):
-        token_log_probs(torch.zeros(1, 2), torch.zeros(3, 2), torch.zeros(1, dtype=torch.int64), 0.0)
+        token_log_probs(
+            torch.zeros(1, 2), torch.zeros(3, 2), torch.zeros(1, dtype=torch.int64), 0.0
+        )
 
 
 @torch.no_grad()
@@ -104,7 +124,9 @@ def test_score_equals_transformers(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "m")
     sequences, prompt_lens = random_sequences([12, 7, 12, 3]), [4, 1, 12, 2]
     for limit in (1, 20, 1000):
-        got = lowroll.score(hf.load(tmp_path / "m"), sequences, prompt_lens, 0.8, tokens_per_batch=limit)
+        got = lowroll.score(
+            hf.load(tmp_path / "m"), sequences, prompt_lens, 0.8, tokens_per_batch=limit
+        )
         for ids, start, logp in zip(sequences, prompt_lens, got, strict=True):
             rows = log_probs(theirs(torch.tensor([ids])).logits[0], 0.8)
             want = torch.tensor([rows[t - 1, ids[t]] for t in range(start, len(ids))])

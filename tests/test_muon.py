@@ -1,4 +1,6 @@
-"""Muon: the iteration against its scalar form, the update's length, decay, stacked matrices, and bitwise state."""
+"""Muon: the iteration against its scalar form, the update's length, decay, stacked matrices, and
+bitwise state."""
+
 from __future__ import annotations
 
 import math
@@ -32,7 +34,9 @@ def test_the_iteration_is_the_quintic_on_singular_values(shape: tuple[int, int])
     u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
     want = u @ torch.diag(polynomial(s / s.norm())) @ v
     torch.testing.assert_close(orthogonalize(x).double(), want, rtol=0, atol=2e-5)
-    torch.testing.assert_close(orthogonalize(1e-4 * x), orthogonalize(x), rtol=0, atol=1e-5)     # length is forgotten
+    torch.testing.assert_close(
+        orthogonalize(1e-4 * x), orthogonalize(x), rtol=0, atol=1e-5
+    )  # length is forgotten
 
 
 def test_singular_values_come_near_one_and_directions_stay() -> None:
@@ -46,11 +50,16 @@ def test_singular_values_come_near_one_and_directions_stay() -> None:
 
 
 def test_known_values_of_the_quintic() -> None:
-    """The 2 x 2 identity: s = 1/sqrt 2 -> 1.1065337242, .7120848663, 1.1005940697, .7057639296, 1.1081111157."""
-    torch.testing.assert_close(orthogonalize(torch.eye(2)), 1.1081111157 * torch.eye(2), rtol=0, atol=1e-5)
+    """The 2 x 2 identity: s = 1/sqrt 2 -> 1.1065337242, .7120848663, 1.1005940697, .7057639296,
+    1.1081111157."""
+    torch.testing.assert_close(
+        orthogonalize(torch.eye(2)), 1.1081111157 * torch.eye(2), rtol=0, atol=1e-5
+    )
 
 
-def stepped(p: Tensor, grads: list[Tensor], rows: tuple[int, ...], rate: float, decay: float) -> tuple[Tensor, float]:
+def stepped(
+    p: Tensor, grads: list[Tensor], rows: tuple[int, ...], rate: float, decay: float
+) -> tuple[Tensor, float]:
     p = p.clone()
     muon, moved = Muon({"w": p}, {"w": rows}, decay), 0.0
     for g in grads:
@@ -74,7 +83,8 @@ def test_updates_follow_the_recurrence() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128)])
 def test_an_update_has_the_rms_of_adam(shape: tuple[int, int]) -> None:
-    """0.2 times the rate, whatever the shape and the gradient's size (up to the spread of the quintic)."""
+    """0.2 times the rate, whatever the shape and the gradient's size (up to the spread of the
+    quintic)."""
     p = torch.zeros(shape)
     got, _ = stepped(p, [1e-3 * normal(*shape)], (shape[0],), 1e-2, 0.0)
     assert float(got.square().mean().sqrt()) == pytest.approx(0.2 * 1e-2, rel=0.2)
@@ -90,8 +100,14 @@ def test_torch_agrees() -> None:
     """torch.optim.Muon (its iteration is in bfloat16) within bfloat16's rounding."""
     p, grads = normal(16, 24, seed=1), [normal(16, 24, seed=k) for k in (2, 3)]
     theirs = nn.Parameter(p.clone())
-    optimizer = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.05, momentum=0.95, nesterov=True,
-                                 adjust_lr_fn="match_rms_adamw")
+    optimizer = torch.optim.Muon(
+        [theirs],
+        lr=0.1,
+        weight_decay=0.05,
+        momentum=0.95,
+        nesterov=True,
+        adjust_lr_fn="match_rms_adamw",
+    )
     for g in grads:
         theirs.grad = g.clone()
         optimizer.step()
@@ -103,8 +119,12 @@ def test_torch_agrees() -> None:
 def test_stacked_matrices_are_orthogonalised_apart() -> None:
     p, g = normal(12, 8, seed=1), normal(12, 8, seed=2)
     fused, _ = stepped(p, [g], (8, 2, 2), 0.1, 0.01)
-    apart = torch.cat([stepped(a, [b], (len(a),), 0.1, 0.01)[0]
-                       for a, b in zip(p.split([8, 2, 2]), g.split([8, 2, 2]), strict=True)])
+    apart = torch.cat(
+        [
+            stepped(a, [b], (len(a),), 0.1, 0.01)[0]
+            for a, b in zip(p.split([8, 2, 2]), g.split([8, 2, 2]), strict=True)
+        ]
+    )
     torch.testing.assert_close(fused, apart, rtol=0, atol=1e-6)
     assert (fused - stepped(p, [g], (12,), 0.1, 0.01)[0]).abs().max() > 1e-3
     with pytest.raises(ValueError, match="w of shape .* is no stack"):
@@ -116,25 +136,40 @@ def test_muon_takes_the_hidden_matrices(tmp_path: Path) -> None:
     model = hf.load(folder).requires_grad_(True)
     names = hidden_matrices(model)
     kinds = ("qkv.weight", "o.weight", "gate_up.weight", "down.weight")
-    assert set(names) == {n for n in model.trainable_parameters() if n.endswith(kinds)} and len(names) == 8
-    assert names["blocks.0.qkv.weight"] == (64, 32, 32) and names["blocks.1.gate_up.weight"] == (48, 48)
+    assert (
+        set(names) == {n for n in model.trainable_parameters() if n.endswith(kinds)}
+        and len(names) == 8
+    )
+    assert names["blocks.0.qkv.weight"] == (64, 32, 32) and names["blocks.1.gate_up.weight"] == (
+        48,
+        48,
+    )
     adapted = lora.attach(hf.load(folder), 3, 6.0)
     assert set(hidden_matrices(adapted)) == set(adapted.trainable_parameters())
 
 
-# -- inside the optimizer ---------------------------------------------------------------------------------------------
+# -- inside the optimizer --------------------------------------------------------------------------
 
 MATRICES = {"w": (4, 2), "down": (5,)}
 
 
 def made(dtype: torch.dtype = torch.float32, **settings: object) -> Optimizer:
-    params = {"w": nn.Parameter(normal(6, 5, seed=1).to(dtype)), "down": nn.Parameter(normal(5, 6, seed=2).to(dtype)),
-              "embedding": nn.Parameter(normal(7, 5, seed=3).to(dtype)), "norm": nn.Parameter(normal(5).to(dtype))}
-    return Optimizer(params, OptimSettings(**{"learning_rate": 0.1, "optimizer": "muon", **settings}), MATRICES)
+    params = {
+        "w": nn.Parameter(normal(6, 5, seed=1).to(dtype)),
+        "down": nn.Parameter(normal(5, 6, seed=2).to(dtype)),
+        "embedding": nn.Parameter(normal(7, 5, seed=3).to(dtype)),
+        "norm": nn.Parameter(normal(5).to(dtype)),
+    }
+    return Optimizer(
+        params, OptimSettings(**{"learning_rate": 0.1, "optimizer": "muon", **settings}), MATRICES
+    )
 
 
 def set_grads(optimizer: Optimizer, k: int) -> None:
-    loss = sum((p.float() * normal(*p.shape, seed=50 + k + i)).sum() for i, p in enumerate(optimizer.params.values()))
+    loss = sum(
+        (p.float() * normal(*p.shape, seed=50 + k + i)).sum()
+        for i, p in enumerate(optimizer.params.values())
+    )
     loss.backward()
 
 
@@ -148,8 +183,14 @@ def test_the_rest_is_adamws() -> None:
     for name in ("embedding", "norm"):
         assert torch.equal(ours.params[name], adamw.params[name])
     assert not torch.equal(ours.params["w"], adamw.params["w"])
-    assert set(ours.state()[0]) == {"w.momentum", "down.momentum", "embedding.exp_avg", "embedding.exp_avg_sq",
-                                    "norm.exp_avg", "norm.exp_avg_sq"}
+    assert set(ours.state()[0]) == {
+        "w.momentum",
+        "down.momentum",
+        "embedding.exp_avg",
+        "embedding.exp_avg_sq",
+        "norm.exp_avg",
+        "norm.exp_avg_sq",
+    }
     assert metrics["optim/update_norm"] > 0
     assert "w.momentum" not in adamw.state()[0] and "w.exp_avg" in adamw.state()[0]
 
@@ -160,20 +201,29 @@ def test_the_update_norm_covers_both() -> None:
     set_grads(optimizer, 0)
     optimizer.begin_step()
     metrics = optimizer.update()
-    moved = math.sqrt(sum(float((p.detach() - b).square().sum())
-                          for p, b in zip(optimizer.params.values(), before, strict=True)))
+    moved = math.sqrt(
+        sum(
+            float((p.detach() - b).square().sum())
+            for p, b in zip(optimizer.params.values(), before, strict=True)
+        )
+    )
     assert metrics["optim/update_norm"] == pytest.approx(moved, rel=1e-5)
 
 
 def test_the_update_norm_is_muons_where_nothing_is_left_to_adamw() -> None:
     weight = nn.Parameter(normal(6, 5))
-    optimizer = Optimizer({"w": weight}, OptimSettings(learning_rate=0.1, optimizer="muon", weight_decay=0.0),
-                          {"w": MATRICES["w"]})
+    optimizer = Optimizer(
+        {"w": weight},
+        OptimSettings(learning_rate=0.1, optimizer="muon", weight_decay=0.0),
+        {"w": MATRICES["w"]},
+    )
     before = weight.detach().clone()
     set_grads(optimizer, 0)
     optimizer.begin_step()
     metrics = optimizer.update()
-    assert metrics["optim/update_norm"] == pytest.approx(float((weight.detach() - before).norm()), rel=1e-5)
+    assert metrics["optim/update_norm"] == pytest.approx(
+        float((weight.detach() - before).norm()), rel=1e-5
+    )
 
 
 def test_a_schedule_reaches_muon() -> None:
@@ -219,7 +269,9 @@ def test_state_comes_back_bitwise(dtype: torch.dtype) -> None:
             half = fresh
     assert all(torch.equal(p, half.params[name]) for name, p in whole.params.items())
     ours, theirs = whole.state()[0], half.state()[0]
-    assert ours.keys() == theirs.keys() and all(torch.equal(t, theirs[name]) for name, t in ours.items())
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(t, theirs[name]) for name, t in ours.items()
+    )
     other = made(dtype, optimizer="adamw")
     with pytest.raises(ValueError, match="optimizer state: .* is (missing|unknown)"):
         other.restore(ours, whole.state()[1])

@@ -1,4 +1,6 @@
-"""Schedules by hand, AdamW against a float64 recurrence, clipping, refusal of non-finite gradients, bitwise state."""
+"""Schedules by hand, AdamW against a float64 recurrence, clipping, refusal of non-finite gradients,
+bitwise state."""
+
 from __future__ import annotations
 
 import math
@@ -19,9 +21,17 @@ def test_constant_rate_with_warmup():
 
 
 def test_linear_rate():
-    got = rates([0, 1, 2, 5, 9, 10, 99], learning_rate=1.0, lr_scheduler_type="linear", warmup_steps=2, total_steps=10,
-                min_lr_ratio=0.2)
-    assert got == pytest.approx([0.5, 1.0, 1.0, 0.7, 0.3, 0.2, 0.2])     # p = 0, 3/8, 7/8, 1, 1 from step 2 on
+    got = rates(
+        [0, 1, 2, 5, 9, 10, 99],
+        learning_rate=1.0,
+        lr_scheduler_type="linear",
+        warmup_steps=2,
+        total_steps=10,
+        min_lr_ratio=0.2,
+    )
+    assert got == pytest.approx(
+        [0.5, 1.0, 1.0, 0.7, 0.3, 0.2, 0.2]
+    )  # p = 0, 3/8, 7/8, 1, 1 from step 2 on
 
 
 def test_cosine_rate():
@@ -29,9 +39,19 @@ def test_cosine_rate():
     assert got == pytest.approx([1.0, 0.8535533906, 0.5, 0.1464466094, 0.0, 0.0], abs=1e-10)
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("lr_scheduler_type", "polynomial"), ("learning_rate", -1.0), ("learning_rate", math.nan), ("warmup_steps", -1),
-    ("betas", (0.9, 1.0)), ("max_grad_norm", 0.0), ("eps", math.inf), ("weight_decay", -0.1)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lr_scheduler_type", "polynomial"),
+        ("learning_rate", -1.0),
+        ("learning_rate", math.nan),
+        ("warmup_steps", -1),
+        ("betas", (0.9, 1.0)),
+        ("max_grad_norm", 0.0),
+        ("eps", math.inf),
+        ("weight_decay", -0.1),
+    ],
+)
 def test_wrong_settings_are_named(field, value):
     with pytest.raises(ValueError, match=field):
         OptimSettings(**{field: value})
@@ -39,19 +59,30 @@ def test_wrong_settings_are_named(field, value):
 
 def parameters(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    return {"w": nn.Parameter(torch.randn(3, 2, generator=generator).to(dtype)),
-            "norm": nn.Parameter(torch.randn(2, generator=generator).to(dtype))}
+    return {
+        "w": nn.Parameter(torch.randn(3, 2, generator=generator).to(dtype)),
+        "norm": nn.Parameter(torch.randn(2, generator=generator).to(dtype)),
+    }
 
 
 def set_grads(optimizer, k):
     generator = torch.Generator().manual_seed(100 + k)
-    loss = sum((p * torch.randn(p.shape, generator=generator)).sum() for p in optimizer.params.values())
+    loss = sum(
+        (p * torch.randn(p.shape, generator=generator)).sum() for p in optimizer.params.values()
+    )
     loss.backward()
 
 
 def test_updates_follow_the_recurrence_with_clipping_and_decay_on_matrices_only():
-    settings = OptimSettings(learning_rate=0.1, weight_decay=0.5, betas=(0.8, 0.9), eps=1e-3, max_grad_norm=0.7,
-                             lr_scheduler_type="linear", total_steps=4)
+    settings = OptimSettings(
+        learning_rate=0.1,
+        weight_decay=0.5,
+        betas=(0.8, 0.9),
+        eps=1e-3,
+        max_grad_norm=0.7,
+        lr_scheduler_type="linear",
+        total_steps=4,
+    )
     optimizer = Optimizer(parameters(), settings)
     want = {n: p.detach().double().clone() for n, p in optimizer.params.items()}
     m = {n: torch.zeros_like(p) for n, p in want.items()}
@@ -62,13 +93,18 @@ def test_updates_follow_the_recurrence_with_clipping_and_decay_on_matrices_only(
         norm = math.sqrt(sum(float((g * g).sum()) for g in grads.values()))
         assert optimizer.begin_step() == pytest.approx(0.1 * (1 - k / 4))
         metrics, moved = optimizer.update(), 0.0
-        assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-6) and metrics["optim/skipped"] == 0
+        assert (
+            metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-6)
+            and metrics["optim/skipped"] == 0
+        )
         for n, p in want.items():
             g, lr = grads[n] * min(1.0, 0.7 / (norm + 1e-6)), 0.1 * (1 - k / 4)
             m[n] = 0.8 * m[n] + 0.2 * g
             v[n] = 0.9 * v[n] + 0.1 * g * g
             p.mul_(1 - lr * (0.5 if n == "w" else 0.0))
-            step = lr * (m[n] / (1 - 0.8 ** (k + 1))) / ((v[n] / (1 - 0.9 ** (k + 1))).sqrt() + 1e-3)
+            step = (
+                lr * (m[n] / (1 - 0.8 ** (k + 1))) / ((v[n] / (1 - 0.9 ** (k + 1))).sqrt() + 1e-3)
+            )
             p.sub_(step)
             moved += float((step * step).sum())
             assert torch.allclose(optimizer.params[n].double(), p, atol=1e-6)
@@ -77,7 +113,9 @@ def test_updates_follow_the_recurrence_with_clipping_and_decay_on_matrices_only(
 
 
 def test_one_step_of_several_updates_shares_its_rate():
-    optimizer = Optimizer(parameters(), OptimSettings(learning_rate=1.0, lr_scheduler_type="linear", total_steps=2))
+    optimizer = Optimizer(
+        parameters(), OptimSettings(learning_rate=1.0, lr_scheduler_type="linear", total_steps=2)
+    )
     assert optimizer.begin_step() == 1.0
     for k in range(3):
         set_grads(optimizer, k)
@@ -96,7 +134,7 @@ def test_a_non_finite_gradient_changes_nothing(poison):
     for refused in (1, 2):
         set_grads(optimizer, 1)
         optimizer.params["norm"].grad[1] = poison
-        optimizer.params["w"].grad[0, 0] = 1e38 if poison == 1e38 else 0.0     # the norm overflows
+        optimizer.params["w"].grad[0, 0] = 1e38 if poison == 1e38 else 0.0  # the norm overflows
         metrics = optimizer.update()
         assert not math.isfinite(metrics["optim/grad_norm"])
         assert metrics["optim/skipped"] == 1 and metrics["optim/update_norm"] == 0
@@ -124,9 +162,12 @@ def test_a_parameter_without_a_gradient_takes_part_with_zero():
 
 
 def test_bfloat16_parameters_learn_through_float32_masters():
-    """Ten updates of 1e-3 on weights of 1 each round away in bfloat16, and add up to 1e-2 on the master."""
+    """Ten updates of 1e-3 on weights of 1 each round away in bfloat16, and add up to 1e-2 on the
+    master."""
     param = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    optimizer = Optimizer({"w": param}, OptimSettings(learning_rate=1e-3, weight_decay=0.0, max_grad_norm=None))
+    optimizer = Optimizer(
+        {"w": param}, OptimSettings(learning_rate=1e-3, weight_decay=0.0, max_grad_norm=None)
+    )
     optimizer.begin_step()
     for _ in range(10):
         (param * 0.5).sum().backward()
@@ -157,7 +198,7 @@ def test_restored_state_continues_bitwise(dtype, stop):
     advance(whole, range(stop, 6))
 
     resumed = Optimizer(parameters(dtype), settings)
-    advance(resumed, range(2))                           # leftovers that the restore must replace
+    advance(resumed, range(2))  # leftovers that the restore must replace
     with torch.no_grad():
         for n, p in resumed.params.items():
             p.copy_(weights[n])

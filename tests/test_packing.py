@@ -1,4 +1,6 @@
-"""Packing: the worked row of the specification, properties of first-fit, and the alignment of collated tensors."""
+"""Packing: the worked row of the specification, properties of first-fit, and the alignment of
+collated tensors."""
+
 from __future__ import annotations
 
 import pytest
@@ -13,8 +15,16 @@ def sample(prompt_ids, token_ids, logprobs=None, mask=None, advantage=0.0, group
     tag = BehaviorTag((PolicySpan(0, "d"),), "int8")
     logprobs = [-1.0] * len(token_ids) if logprobs is None else logprobs
     mask = [1] * len(token_ids) if mask is None else mask
-    return Sample(Prompt("p", "e", []), prompt_ids, Rollout(token_ids, logprobs, "stop", tag), "", Score(1.0),
-                  advantage, mask, group)
+    return Sample(
+        Prompt("p", "e", []),
+        prompt_ids,
+        Rollout(token_ids, logprobs, "stop", tag),
+        "",
+        Score(1.0),
+        advantage,
+        mask,
+        group,
+    )
 
 
 def test_first_fit_packs_the_worked_row():
@@ -31,8 +41,9 @@ def test_a_sequence_over_the_capacity_is_alone():
     assert [p.indices for p in first_fit([3, 50, 4], 10)] == [(1,), (2, 0)]
 
 
-@pytest.mark.parametrize(("lengths", "capacity", "words"),
-                         [([1], 0, "tokens_per_microbatch"), ([1, 0], 4, "sequence 1")])
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "words"), [([1], 0, "tokens_per_microbatch"), ([1, 0], 4, "sequence 1")]
+)
 def test_first_fit_names_the_wrong_input(lengths, capacity, words):
     with pytest.raises(ValueError, match=words):
         first_fit(lengths, capacity)
@@ -45,7 +56,9 @@ def test_first_fit_loses_nothing_and_respects_the_capacity(lengths, capacity):
     for p in packs:
         assert p.num_tokens == sum(lengths[i] for i in p.indices)
         assert p.num_tokens <= capacity or len(p.indices) == 1
-    for a, b in zip(packs, packs[1:], strict=False):          # first fit: a later bin's opener had no room before
+    for a, b in zip(
+        packs, packs[1:], strict=False
+    ):  # first fit: a later bin's opener had no room before
         assert a.num_tokens + lengths[b.indices[0]] > capacity
 
 
@@ -61,30 +74,41 @@ def test_minibatches_are_whole_groups_in_planned_order():
 
 
 def test_collate_aligns_every_response_token_with_the_state_before_it():
-    a = sample([11, 12, 13], [21, 22], [-.5, -.25], [1, 0], advantage=2.0)
-    b = sample([14], [23, 24, 25], [-1., -2., -3.], [0, 1, 1], advantage=-1.0)
+    a = sample([11, 12, 13], [21, 22], [-0.5, -0.25], [1, 0], advantage=2.0)
+    b = sample([14], [23, 24, 25], [-1.0, -2.0, -3.0], [0, 1, 1], advantage=-1.0)
     packed = collate([b, a], [1, 0])
     assert packed.samples == (1, 0)
     assert packed.lengths == (4, 3)
-    assert packed.ids_T.tolist() == [11, 12, 13, 21, 14, 23, 24]        # the last token of each is not fed
+    assert packed.ids_T.tolist() == [
+        11,
+        12,
+        13,
+        21,
+        14,
+        23,
+        24,
+    ]  # the last token of each is not fed
     assert packed.pos_T.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert packed.index_N.tolist() == [2, 3, 4, 5, 6]
     assert packed.targets_N.tolist() == [21, 22, 23, 24, 25]
     assert packed.mask_N.tolist() == [True, False, False, True, True]
     assert packed.segments_N.tolist() == [0, 0, 1, 1, 1]
-    assert packed.behavior_N.tolist() == [-.5, -.25, -1, -2, -3]
+    assert packed.behavior_N.tolist() == [-0.5, -0.25, -1, -2, -3]
     assert packed.advantages_N.tolist() == [2, 2, -1, -1, -1]
 
 
-@pytest.mark.parametrize(("bad", "words"), [
-    (sample([], [1]), "prompt_ids is empty"),
-    (sample([1], []), "rollout.token_ids is empty"),
-    (sample([1], [1, 2], logprobs=[-1.0]), "rollout.logprobs has 1 entries for 2"),
-    (sample([1], [1, 2], mask=[]), "loss_mask has 0 entries for 2"),
-    (sample([1, 64], [1]), r"prompt_ids leaves 0..63"),
-    (sample([1, 2, 3, 4], [5] * 6), "9 tokens to read, the model's context is 8"),
-    (sample([1], [-1]), r"rollout.token_ids leaves 0..63"),
-])
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (sample([], [1]), "prompt_ids is empty"),
+        (sample([1], []), "rollout.token_ids is empty"),
+        (sample([1], [1, 2], logprobs=[-1.0]), "rollout.logprobs has 1 entries for 2"),
+        (sample([1], [1, 2], mask=[]), "loss_mask has 0 entries for 2"),
+        (sample([1, 64], [1]), r"prompt_ids leaves 0..63"),
+        (sample([1, 2, 3, 4], [5] * 6), "9 tokens to read, the model's context is 8"),
+        (sample([1], [-1]), r"rollout.token_ids leaves 0..63"),
+    ],
+)
 def test_a_wrong_sample_is_named(bad, words):
     good = sample([1], [2])
     check([good, sample([1, 2, 3, 4], [5] * 5)], 64, 8)

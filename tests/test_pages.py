@@ -1,4 +1,6 @@
-"""The page pool against hand-worked cases and, in a random walk, against a model that counts holds."""
+"""The page pool against hand-worked cases and, in a random walk, against a model that counts
+holds."""
+
 from __future__ import annotations
 
 import subprocess
@@ -22,7 +24,7 @@ def test_allocate_share_free_by_hand():
     assert (pool.num_free, pool.num_used, pool.refcount(1)) == (2, 2, 1)
     with pytest.raises(OutOfPages, match="3 pages wanted, 2 of 4 free"):
         pool.allocate(3)
-    assert pool.num_free == 2                         # a refused call took nothing
+    assert pool.num_free == 2  # a refused call took nothing
     pool.free([1, 2])
     assert (pool.num_free, pool.peak_used) == (4, 3)
     with pytest.raises(AssertionError, match="page 2 freed twice"):
@@ -59,10 +61,10 @@ def test_prefix_pages_are_served_until_the_memory_is_needed_least_recent_first()
     pool.free(pages_b)
     assert pool.num_free == 4
     assert pool.match(keys_a + keys_b) == pages_a + pages_b
-    pool.reuse(pool.match(keys_a[:1]))                # page 0 is held again, so it cannot be taken
+    pool.reuse(pool.match(keys_a[:1]))  # page 0 is held again, so it cannot be taken
     assert pool.hits == 1 and pool.refcount(0) == 1
-    assert pool.allocate(1) == [3]                    # blank before cached
-    assert pool.allocate(1) == [1]                    # the older of the cached ones; the prefix outlived its suffix
+    assert pool.allocate(1) == [3]  # blank before cached
+    assert pool.allocate(1) == [1]  # the older of the cached ones; the prefix outlived its suffix
     assert pool.match(keys_a) == [0] and pool.match(keys_b) == [2]
     assert pool.allocate(1) == [2]
     assert pool.match(keys_b) == []
@@ -89,11 +91,18 @@ def test_slots_follow_the_page_table():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "free", "publish", "reuse", "clear"]),
-                          st.integers(0, 5)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["allocate", "share", "free", "publish", "reuse", "clear"]),
+            st.integers(0, 5),
+        ),
+        max_size=60,
+    )
+)
 def test_random_walk_keeps_exact_counts(steps):
     pool = PagePool(6, 1)
-    holds: list[int] = []                             # one entry a hold
+    holds: list[int] = []  # one entry a hold
     for i, (verb, x) in enumerate(steps):
         if verb == "allocate":
             if x > pool.num_free:
@@ -124,5 +133,7 @@ def test_random_walk_keeps_exact_counts(steps):
 
 
 def test_scheduling_needs_no_torch():
-    code = "import sys, lowroll.kv.pages, lowroll.engine.scheduler; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, lowroll.kv.pages, lowroll.engine.scheduler; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

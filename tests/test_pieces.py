@@ -1,7 +1,9 @@
 """No piece of a checkpoint can be left out unseen.
 
-Of a run with a critic and a guard here; `make torture` asks about every tensor, and about a run of an adapter.
+Of a run with a critic and a guard here; `make torture` asks about every tensor, and about a run of
+an adapter.
 """
+
 from __future__ import annotations
 
 from contextlib import ExitStack

@@ -1,4 +1,6 @@
-"""`--dry-run` fails when the run would, in a few seconds, writes nothing, and its memory plan is that of the run."""
+"""`--dry-run` fails when the run would, in a few seconds, writes nothing, and its memory plan is
+that of the run."""
+
 from __future__ import annotations
 
 import json
@@ -22,8 +24,15 @@ from lowroll.quant.formats import QTensor
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
 
-TINY = {**demo.CONFIG, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
-        "num_attention_heads": 2, "num_key_value_heads": 1}
+TINY = {
+    **demo.CONFIG,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 WORDS = {"template": "{text}", "max_words": 1, "min_len": 3, "max_len": 5}
 
 
@@ -33,9 +42,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tree(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    return {"model": str(model), "output_dir": str(out), "device": "cpu", "score": {"workers": 1},
-            "env": [{"id": "reverse-text", "args": WORDS}], "batch_size": 8, "rollouts_per_example": 4,
-            "rollout": {"max_tokens": 6}, **changes}
+    return {
+        "model": str(model),
+        "output_dir": str(out),
+        "device": "cpu",
+        "score": {"workers": 1},
+        "env": [{"id": "reverse-text", "args": WORDS}],
+        "batch_size": 8,
+        "rollouts_per_example": 4,
+        "rollout": {"max_tokens": 6},
+        **changes,
+    }
 
 
 SCORER = """from lowroll.envs import Environment
@@ -57,40 +74,56 @@ class Env(Environment):
 """
 
 
-def test_a_dry_run_fails_where_the_run_would(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_fails_where_the_run_would(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("raises.py").write_text(SCORER % "1 / 0")
     Path("strict.py").write_text(SCORER % "Score(0.25)")
-    Path("silent.py").write_text((SCORER % "None").replace('return "yes"', "raise NotImplementedError"))
+    Path("silent.py").write_text(
+        (SCORER % "None").replace('return "yes"', "raise NotImplementedError")
+    )
     Path("old").mkdir()
     Path("old/metrics.jsonl").write_text('{"step": 1}\n')
-    Path("old/config.yaml").write_text("# lowroll grpo: the settings of the run in this folder\nmodel: m\n")
+    Path("old/config.yaml").write_text(
+        "# lowroll grpo: the settings of the run in this folder\nmodel: m\n"
+    )
     Path("run.yaml").write_text(json.dumps(tree(model, tmp_path / "out")))
     before = sorted(tmp_path.rglob("*"))
 
     def errors(*overrides: str) -> str:
         assert main(["grpo", "run.yaml", *overrides, "--dry-run"]) == 2, overrides
         out, err = capsys.readouterr()
-        assert out.startswith("# model ")                                     # the plan is printed all the same
+        assert out.startswith("# model ")  # the plan is printed all the same
         return "".join(line + "\n" for line in err.splitlines() if line.startswith("error: "))
 
-    two = errors("env.0.id=reverse_text", "env.0.args={}", "train.lora=true", "train.lora_target_modules=[x]")
+    two = errors(
+        "env.0.id=reverse_text", "env.0.args={}", "train.lora=true", "train.lora_target_modules=[x]"
+    )
     assert "unknown environment 'reverse_text' (did you mean 'reverse-text'?)" in two
-    assert "error: lora_target_modules: expected" in two                      # every problem in one look
+    assert "error: lora_target_modules: expected" in two  # every problem in one look
     assert "error: score.workers: 100000 is more than the " in errors("score.workers=100000")
     assert "max_wordz" in errors("env.0.args={max_wordz: 2}")
     scorer = errors("env=[{id: raises.py}]")
-    assert "raises.py': its scorer fails on 8 of 8 of its own answers" in scorer and "ZeroDivisionError" in scorer
+    assert (
+        "raises.py': its scorer fails on 8 of 8 of its own answers" in scorer
+        and "ZeroDivisionError" in scorer
+    )
     assert "neither a folder nor a hub id" in errors("model=nowhere")
-    assert "train.tokens_per_microbatch: 8 tokens are too few: the" in errors("train.tokens_per_microbatch=8")
-    assert "leaves no room for a prompt" in errors("rollout.max_tokens=4096", "train.tokens_per_microbatch=8192")
+    assert "train.tokens_per_microbatch: 8 tokens are too few: the" in errors(
+        "train.tokens_per_microbatch=8"
+    )
+    assert "leaves no room for a prompt" in errors(
+        "rollout.max_tokens=4096", "train.tokens_per_microbatch=8192"
+    )
     assert "memory: the run holds" in errors("rollout.cache_tokens=1000000000000")
     assert "already holds a run; continue it with --resume" in errors("output_dir=old")
     assert "no CUDA device" in errors("device=cuda") or torch.cuda.is_available()
     assert "score.workers: 100000 is more than" in errors("score.workers=100000")
     assert "output_dir: run.yaml/out cannot be written: " in errors("output_dir=run.yaml/out")
-    assert "8 of 8 responses (invalid: " in errors("env=[{id: silent.py}]")    # though it knows no answer of its own
+    assert "8 of 8 responses (invalid: " in errors(
+        "env=[{id: silent.py}]"
+    )  # though it knows no answer of its own
     weights = model / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-8])
@@ -100,35 +133,60 @@ def test_a_dry_run_fails_where_the_run_would(model: Path, tmp_path: Path, capsys
         weights.write_bytes(whole)
     assert main(["grpo", "run.yaml", "env=[{id: strict.py}]", "--dry-run"]) == 0
     assert "8 of 8 of its own answers score below 1" in capsys.readouterr().err
-    assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
+    assert [
+        path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts
+    ] == before
 
 
 def test_sft_has_one_too(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(tree(model, tmp_path / "out", sft={"num_examples": 16, "steps": 3, "batch_size": 4})))
+    path.write_text(
+        json.dumps(
+            tree(model, tmp_path / "out", sft={"num_examples": 16, "steps": 3, "batch_size": 4})
+        )
+    )
     assert main(["sft", str(path), "--dry-run"]) == 0
     out, err = capsys.readouterr()
     assert "# 16 demonstrations of" in out and "3 steps of 4" in out and "# memory on cpu: " in out
     (tmp_path / "again.yaml").write_text(out)
     assert load(tmp_path / "again.yaml").sft.steps == 3
     (tmp_path / "bad.jsonl").write_text('{"messages": [1]}\n')
-    for override, told in (("sft.data=nowhere.jsonl", "sft.data: nowhere.jsonl: no such file"),
-                           (f"sft.data={tmp_path}/bad.jsonl", "bad.jsonl:1: messages[0]"),
-                           ("env.0.id=reverse_text", "did you mean 'reverse-text'?")):
+    for override, told in (
+        ("sft.data=nowhere.jsonl", "sft.data: nowhere.jsonl: no such file"),
+        (f"sft.data={tmp_path}/bad.jsonl", "bad.jsonl:1: messages[0]"),
+        ("env.0.id=reverse_text", "did you mean 'reverse-text'?"),
+    ):
         assert main(["sft", str(path), override, "--dry-run"]) == 2
         assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"train": {"lora": True, "lora_rank": 4, "optimizer": "adamw8bit"}, "rollout": {"weights": "nf4"}},
-    {"train": {"optimizer": "muon", "forward": "aligned"}, "dtype": "bfloat16", "rollout": {"weights": "int8"}}],
-    ids=["full", "lora", "aligned"])
-def test_the_memory_plan_is_what_the_run_holds(changes: dict[str, Any], model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "train": {"lora": True, "lora_rank": 4, "optimizer": "adamw8bit"},
+            "rollout": {"weights": "nf4"},
+        },
+        {
+            "train": {"optimizer": "muon", "forward": "aligned"},
+            "dtype": "bfloat16",
+            "rollout": {"weights": "int8"},
+        },
+    ],
+    ids=["full", "lora", "aligned"],
+)
+def test_the_memory_plan_is_what_the_run_holds(
+    changes: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
     values = tree(model, tmp_path / "out", **changes)
     values["rollout"] = {"max_tokens": 6, **changes.get("rollout", {})}
     cfg = from_mapping(values).resolved()
-    where, shapes = assemble.place(cfg), Transformer(read_spec(model), "meta", assemble.place(cfg).dtype)
+    where, shapes = (
+        assemble.place(cfg),
+        Transformer(read_spec(model), "meta", assemble.place(cfg).dtype),
+    )
     with ExitStack() as stack:
         session = Session(cfg, stack)
         assert look_at_run(cfg).problems == []
@@ -136,20 +194,28 @@ def test_the_memory_plan_is_what_the_run_holds(changes: dict[str, Any], model: P
         learner, engine = session.model, session.engine.model
         assert planned.cache_tokens == session.engine.cache_tokens
         assert planned.parts["KV cache"] == planned.cache_tokens * 2 * 2 * 16 * where.dtype.itemsize
-        mine = tensors(learner) | {f"{name}.aligned.{key}": t for name, linear in learner.linears()
-                                   if linear.aligned is not None for key, t in linear.aligned.tensors.items()}
+        mine = tensors(learner) | {
+            f"{name}.aligned.{key}": t
+            for name, linear in learner.linears()
+            if linear.aligned is not None
+            for key, t in linear.aligned.tensors.items()
+        }
         assert planned.parts["learner's weights"] == size(mine)
         shared = {t.data_ptr() for t in mine.values()}
         own = size({name: t for name, t in tensors(engine).items() if t.data_ptr() not in shared})
-        kept = 4 * budget.linear_size(shapes) if cfg.rollout.weights == "nf4" else 0        # dequantised, once used
+        kept = (
+            4 * budget.linear_size(shapes) if cfg.rollout.weights == "nf4" else 0
+        )  # dequantised, once used
         assert planned.parts["rollouts' weights"] == own + kept
-        optimizer = Optimizer(learner.trainable_parameters(), assemble.optim_settings(cfg), hidden_matrices(learner))
+        optimizer = Optimizer(
+            learner.trainable_parameters(), assemble.optim_settings(cfg), hidden_matrices(learner)
+        )
         for master in optimizer.masters.values():
             master.grad = torch.ones_like(master)
         optimizer.begin_step()
         optimizer.update()
         gradients = sum(4 * master.numel() for master in optimizer.masters.values())
-        if not optimizer.in_8_bits:              # which keeps 32 in tensors as small as these
+        if not optimizer.in_8_bits:  # which keeps 32 in tensors as small as these
             assert planned.parts["its optimiser"] == size(optimizer.state()[0]) + gradients
 
 
@@ -167,13 +233,16 @@ def size(named: dict[str, torch.Tensor]) -> int:
     return sum({t.data_ptr(): t.numel() * t.element_size() for t in named.values()}.values())
 
 
-def test_a_model_of_the_hub_is_looked_at_without_its_weights(model: Path, tmp_path: Path,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_looked_at_without_its_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = tmp_path / "snapshot"
     shutil.copytree(model, small, ignore=shutil.ignore_patterns("*.safetensors"))
     asked: list[list[str]] = []
 
-    def snapshot_download(name: str, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
+    def snapshot_download(
+        name: str, revision: str | None, allow_patterns: list[str], local_files_only: bool
+    ) -> str:
         assert not local_files_only
         asked.append(allow_patterns)
         return str(small)
@@ -186,15 +255,33 @@ def test_a_model_of_the_hub_is_looked_at_without_its_weights(model: Path, tmp_pa
     assert asked and all("*.safetensors" not in patterns for patterns in asked)
 
 
-@pytest.mark.parametrize(("changes", "told"), [
-    ({"algorithm": "ppo", "rollouts_per_example": 1, "critic": {"model": "nowhere"}}, "'nowhere' is neither a folder"),
-    ({"correction": "aipo", "loss": {"aipo": {"teacher_tau": 0.1}}, "train": {"teacher": "nowhere"}}, "'nowhere' is"),
-    ({"eval": {"interval": 1, "env": {"id": "gsm8k", "args": {"path": "only.jsonl"}}}}, "has no test split"),
-    ({"env": {"id": "gsm8k", "args": {"path": "bad.jsonl"}}}, "bad.jsonl:1: ")])
-def test_what_a_run_reads_beside_its_model(changes: dict[str, Any], told: str, model: Path, tmp_path: Path,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"algorithm": "ppo", "rollouts_per_example": 1, "critic": {"model": "nowhere"}},
+            "'nowhere' is neither a folder",
+        ),
+        (
+            {
+                "correction": "aipo",
+                "loss": {"aipo": {"teacher_tau": 0.1}},
+                "train": {"teacher": "nowhere"},
+            },
+            "'nowhere' is",
+        ),
+        (
+            {"eval": {"interval": 1, "env": {"id": "gsm8k", "args": {"path": "only.jsonl"}}}},
+            "has no test split",
+        ),
+        ({"env": {"id": "gsm8k", "args": {"path": "bad.jsonl"}}}, "bad.jsonl:1: "),
+    ],
+)
+def test_what_a_run_reads_beside_its_model(
+    changes: dict[str, Any], told: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("only.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     Path("bad.jsonl").write_text("{}\n")
-    problem, = look_at_run(from_mapping(tree(model, tmp_path / "out", **changes))).problems
+    (problem,) = look_at_run(from_mapping(tree(model, tmp_path / "out", **changes))).problems
     assert told in problem

@@ -1,4 +1,6 @@
-"""Formats against the hand-computed vectors of B1, an independent float64 oracle, and rung P2 (row == row in batch)."""
+"""Formats against the hand-computed vectors of B1, an independent float64 oracle, and rung P2 (row
+== row in batch)."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,24 +12,28 @@ from lowroll.kernels.w8a8 import multiply
 from lowroll.quant import int8
 from lowroll.quant.formats import get_format
 
-ROWS = torch.tensor([[.5, -1, .25, .003], [2, .1, -.7, -2], [0, 0, 0, 0]])
+ROWS = torch.tensor([[0.5, -1, 0.25, 0.003], [2, 0.1, -0.7, -2], [0, 0, 0, 0]])
 
 
 def test_int8_weight_vectors() -> None:
     q = lowroll.quantize(ROWS, "int8")
     assert q.tensors["codes"].tolist() == [[64, -127, 32, 0], [127, 6, -45, -127], [0, 0, 0, 0]]
-    torch.testing.assert_close(q.tensors["scale"].flatten(),
-                               torch.tensor([.0078431377, .0156862754, 1.1920929e-07]), rtol=1e-7, atol=0)
+    torch.testing.assert_close(
+        q.tensors["scale"].flatten(),
+        torch.tensor([0.0078431377, 0.0156862754, 1.1920929e-07]),
+        rtol=1e-7,
+        atol=0,
+    )
     assert q.nbytes == 12 + 3 * 4
 
 
 def test_int8_activation_and_product_vector() -> None:
-    rows = quantize_rows(torch.tensor([[1., 2., -3., .5]]), "int8")
+    rows = quantize_rows(torch.tensor([[1.0, 2.0, -3.0, 0.5]]), "int8")
     assert rows.codes_MK.tolist() == [[42, 85, -127, 21]]
-    assert rows.scale_M1.item() == pytest.approx(.0236220472, abs=1e-9)
+    assert rows.scale_M1.item() == pytest.approx(0.0236220472, abs=1e-9)
     q = lowroll.quantize(ROWS, "int8")
-    y = q.linear(torch.tensor([[1., 2., -3., .5]]))
-    assert y[0, 0].item() == pytest.approx(-2.2549329642, abs=1e-6)      # integer sum -12171
+    y = q.linear(torch.tensor([[1.0, 2.0, -3.0, 0.5]]))
+    assert y[0, 0].item() == pytest.approx(-2.2549329642, abs=1e-6)  # integer sum -12171
 
 
 @pytest.mark.parametrize("shape", [(96, 64), (1, 1), (33, 7), (130, 257)])
@@ -39,7 +45,9 @@ def test_int8_linear_is_the_integer_oracle(shape: tuple[int, int], rows: int) ->
     codes = quantize_rows(x, "int8")
     sums = codes.codes_MK.double() @ q.tensors["codes"].double().t()
     exact = sums * q.tensors["scale"].double().t() * codes.scale_M1.double()
-    torch.testing.assert_close(q.linear(x, bias).double(), exact + bias.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        q.linear(x, bias).double(), exact + bias.double(), rtol=1e-5, atol=1e-6
+    )
     dense = x.double() @ w.double().t()
     bound = 0.02 * x.double().norm(dim=-1, keepdim=True) * w.double().norm(dim=-1)
     assert ((exact - dense).abs() <= bound).all()
@@ -53,7 +61,9 @@ def test_both_int8_products_agree_bitwise() -> None:
     if not int8._onednn_is_exact():
         pytest.skip("this CPU's oneDNN int8 kernel is not exact")
     fallback = multiply(rows, q.tensors["codes"], q.tensors["scale"], bias)
-    assert torch.equal(int8.Int8().product(rows, q, bias).dense(torch.float32), fallback.dense(torch.float32))
+    assert torch.equal(
+        int8.Int8().product(rows, q, bias).dense(torch.float32), fallback.dense(torch.float32)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -63,14 +73,14 @@ def test_int8_row_alone_is_row_in_batch_bitwise(dtype: torch.dtype) -> None:
     x, bias = (torch.randn(67, 320) * torch.rand(67, 1) * 5).to(dtype), torch.randn(200).to(dtype)
     batch = q.linear(x, bias)
     for i in range(67):
-        assert torch.equal(q.linear(x[i:i + 1], bias)[0], batch[i])
+        assert torch.equal(q.linear(x[i : i + 1], bias)[0], batch[i])
     assert torch.equal(q.linear(x[torch.arange(66, -1, -1)], bias).flip(0), batch)
 
 
 def test_extreme_values() -> None:
     q = lowroll.quantize(torch.tensor([[1e-30, -1e-30], [1e30, 3e29]]), "int8")
     assert q.tensors["codes"].tolist() == [[127, -128], [127, 38]]
-    assert torch.isfinite(q.linear(torch.tensor([[0., 0.], [1e-38, 0.], [1e3, 1.]]))).all()
+    assert torch.isfinite(q.linear(torch.tensor([[0.0, 0.0], [1e-38, 0.0], [1e3, 1.0]]))).all()
     assert torch.equal(q.linear(torch.zeros(1, 2)), torch.zeros(1, 2))
 
 
@@ -81,12 +91,16 @@ def test_adoption_keeps_storages() -> None:
     before = q.linear(x)
     q.quantize_(w)
     assert [t.data_ptr() for t in q.tensors.values()] == pointers
-    assert torch.equal(q.linear(x), lowroll.quantize(w, "int8").linear(x)) and not torch.equal(q.linear(x), before)
+    assert torch.equal(q.linear(x), lowroll.quantize(w, "int8").linear(x)) and not torch.equal(
+        q.linear(x), before
+    )
     with pytest.raises(ValueError, match="cannot adopt"):
         q.quantize_(torch.randn(8, 8))
 
 
-@pytest.mark.parametrize("bad", [torch.ones(3), torch.ones(0, 4), torch.tensor([[1., float("nan")]])])
+@pytest.mark.parametrize(
+    "bad", [torch.ones(3), torch.ones(0, 4), torch.tensor([[1.0, float("nan")]])]
+)
 def test_refused_weights(bad: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="int8"):
         lowroll.quantize(bad, "int8")

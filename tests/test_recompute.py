@@ -1,4 +1,6 @@
-"""Tensors that are made again: the same gradient bit for bit, one run of each function, and nothing kept."""
+"""Tensors that are made again: the same gradient bit for bit, one run of each function, and nothing
+kept."""
+
 from __future__ import annotations
 
 import weakref
@@ -25,7 +27,8 @@ class Counted:
 
 
 def chain(enabled: bool) -> tuple[list[Tensor], list[int]]:
-    """x -> h = tanh(x W) -> g = exp(h) -> y = (g V) (g U): two readers of g, whose recipe reads that of h."""
+    """x -> h = tanh(x W) -> g = exp(h) -> y = (g V) (g U): two readers of g, whose recipe reads
+    that of h."""
     torch.manual_seed(0)
     x, w, v, u = (torch.randn(5, 5, requires_grad=True) for _ in range(4))
     first, second = Counted(lambda x: torch.tanh(x @ w)), Counted(torch.exp)
@@ -83,17 +86,22 @@ def test_blocks_nest_and_graphs_may_be_walked_twice() -> None:
             g = remake(h.sin(), torch.sin, h)
             y = (g * g).sum()
         z = y + (h * h).sum()
-    first, = torch.autograd.grad(z, x, retain_graph=True)
-    second, = torch.autograd.grad(z, x)
-    want, = torch.autograd.grad((x.exp().sin() ** 2).sum() + (x.exp() ** 2).sum(), x)
+    (first,) = torch.autograd.grad(z, x, retain_graph=True)
+    (second,) = torch.autograd.grad(z, x)
+    (want,) = torch.autograd.grad((x.exp().sin() ** 2).sum() + (x.exp() ** 2).sum(), x)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, want)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("interpreted", [pytest.param(True, marks=pytest.mark.interpreted), False])
-def test_a_model_has_the_same_gradient_whatever_is_made_again(adapter: bool, interpreted: bool) -> None:
-    ids, pos = torch.randint(0, 64, (11,), generator=torch.Generator().manual_seed(1)), torch.arange(11) % 7
+def test_a_model_has_the_same_gradient_whatever_is_made_again(
+    adapter: bool, interpreted: bool
+) -> None:
+    ids, pos = (
+        torch.randint(0, 64, (11,), generator=torch.Generator().manual_seed(1)),
+        torch.arange(11) % 7,
+    )
     found, products = [], []
     for share in (False, 0.5, 1.0, True):
         model = tiny_model()
@@ -106,7 +114,9 @@ def test_a_model_has_the_same_gradient_whatever_is_made_again(adapter: bool, int
             block.gate_up.without_update = Counted(block.gate_up.without_update)
             runs.append(block.gate_up.without_update)
         hidden = model(ids, pos, varlen([7, 4]))
-        (hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+        (
+            hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
+        ).sum().backward()
         found.append([p.grad for p in model.trainable_parameters().values()])
         products.append([f.runs for f in runs])
     assert products == [[1, 1], [2, 1], [2, 2], [2, 2]]

@@ -1,4 +1,6 @@
-"""The experiments of docs/results.md: every variant is a run that can be made, and the sums are right."""
+"""The experiments of docs/results.md: every variant is a run that can be made, and the sums are
+right."""
+
 from __future__ import annotations
 
 import json
@@ -15,35 +17,61 @@ from lowroll.model.transformer import Transformer
 
 
 @pytest.mark.parametrize("variant", curves.VARIANTS)
-def test_a_variant_changes_what_its_name_says_and_nothing_else(variant: str, tmp_path: Path) -> None:
+def test_a_variant_changes_what_its_name_says_and_nothing_else(
+    variant: str, tmp_path: Path
+) -> None:
     cfg = curves.settings(variant, 3, 150, tmp_path, "cpu", {"train": {"learning_rate": 1e-6}})
     format, *words = variant.split()
     assert cfg.rollout.weights == format and (cfg.noise is not None) == ("noise" in words)
     assert (cfg.train.forward == "aligned") == ("aligned" in words)
     assert cfg.train.uaq_scale == (1.5 if "uaq" in words else None)
     wanted = {"naive": "is", "uncorrected": "none", "tis": "tis", "acr": "acr", "tbpo": "tbpo"}
-    assert cfg.correction == next((wanted[word] for word in words if word in wanted),
-                                  "none" if variant == "bf16" else "acr")
+    assert cfg.correction == next(
+        (wanted[word] for word in words if word in wanted), "none" if variant == "bf16" else "acr"
+    )
     plain = curves.settings("bf16", 3, 150, tmp_path, "cpu", {"train": {"learning_rate": 1e-6}})
-    assert (cfg.seed, cfg.env, cfg.batch_size, cfg.sft) == (plain.seed, plain.env, plain.batch_size, plain.sft)
+    assert (cfg.seed, cfg.env, cfg.batch_size, cfg.sft) == (
+        plain.seed,
+        plain.env,
+        plain.batch_size,
+        plain.sft,
+    )
     assert cfg.train.learning_rate == 1e-6 and cfg.train.minibatches >= 2
 
 
 def test_merging_replaces_leaves() -> None:
     assert curves.merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 5}, "e": {"f": 6}}) == {
-        "a": {"b": 5, "c": 2}, "d": 3, "e": {"f": 6}}
+        "a": {"b": 5, "c": 2},
+        "d": 3,
+        "e": {"f": 6},
+    }
 
 
 def test_the_running_mean_leaves_out_what_is_missing() -> None:
     assert pictures.smooth([1.0, None, 4.0]) == [1.0, 1.0, 2.5]
-    assert pictures.smooth([float(i) for i in range(12)])[-1] == pytest.approx(6.5)       # of 2..11
+    assert pictures.smooth([float(i) for i in range(12)])[-1] == pytest.approx(6.5)  # of 2..11
 
 
 def test_the_weight_error_and_the_logprobs_are_those_of_a_hand_loop() -> None:
-    config = {**curves.MODEL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16,
-              "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40}
+    config = {
+        **curves.MODEL,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "head_dim": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 40,
+    }
     model = initialize(Transformer(spec_from_config(config)), 0, std=0.3)
-    assert 0.001 < formats.weight_error(model, "int8") < 0.01 < 0.05 < formats.weight_error(model, "int4") < 0.2
+    assert (
+        0.001
+        < formats.weight_error(model, "int8")
+        < 0.01
+        < 0.05
+        < formats.weight_error(model, "int4")
+        < 0.2
+    )
     texts = [[1, 2, 3, 4], [5, 6, 7]]
     packed = formats.next_token_logprobs(model, texts)
     alone = torch.cat([formats.next_token_logprobs(model, [text]) for text in texts])
@@ -54,5 +82,8 @@ def test_the_weight_error_and_the_logprobs_are_those_of_a_hand_loop() -> None:
 def test_the_stored_curves_are_complete() -> None:
     record = json.loads((RESULTS / "curves.json").read_text())
     assert {(run["variant"], run["seed"]) for run in record["runs"]} == {
-        (variant, seed) for variant in curves.VARIANTS for seed in range(3)}
-    assert all(len(run["curves"]["reward/mean"]) == record["steps"] >= 150 for run in record["runs"])
+        (variant, seed) for variant in curves.VARIANTS for seed in range(3)
+    }
+    assert all(
+        len(run["curves"]["reward/mean"]) == record["steps"] >= 150 for run in record["runs"]
+    )

@@ -1,4 +1,6 @@
-"""The sampler against Random123's known answers, an independent float64 oracle, and counted draws."""
+"""The sampler against Random123's known answers, an independent float64 oracle, and counted
+draws."""
+
 from __future__ import annotations
 
 import math
@@ -21,8 +23,16 @@ KNOBS = {
     "min_p": replace(PLAIN, min_p=0.2),
     "repetition_penalty": replace(PLAIN, repetition_penalty=1.8),
     "min_tokens": replace(PLAIN, min_tokens=4, stop_ids=(0, 4)),
-    "all": replace(PLAIN, temperature=1.3, top_k=7, top_p=0.9, min_p=0.05, repetition_penalty=1.3, min_tokens=4,
-                   stop_ids=(3,)),
+    "all": replace(
+        PLAIN,
+        temperature=1.3,
+        top_k=7,
+        top_p=0.9,
+        min_p=0.05,
+        repetition_penalty=1.3,
+        min_tokens=4,
+        stop_ids=(3,),
+    ),
 }
 LOGITS_V = torch.tensor([2.0, 1.5, -0.5, 1.0, 0.5, 1.0, -1.0, -4.0, 0.9, 0.0])
 
@@ -41,7 +51,7 @@ def oracle(logits: list[float], s: Sequence) -> list[float]:
         for i in s.group.stop_ids:
             x[i] = -math.inf
     x = [v / r.temperature for v in x]
-    order = sorted(range(len(x)), key=lambda i: (-x[i], i))[:r.top_k or None]
+    order = sorted(range(len(x)), key=lambda i: (-x[i], i))[: r.top_k or None]
     weight = {i: math.exp(x[i] - x[order[0]]) for i in order}
     total, kept, mass = sum(weight.values()), [], 0.0
     for i in order:
@@ -53,14 +63,30 @@ def oracle(logits: list[float], s: Sequence) -> list[float]:
     return [weight[i] / total if i in kept else 0.0 for i in range(len(x))]
 
 
-@pytest.mark.parametrize("counter, key, answer", [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
-])
+@pytest.mark.parametrize(
+    "counter, key, answer",
+    [
+        (
+            "00000000 00000000 00000000 00000000",
+            "00000000 00000000",
+            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        ),
+        (
+            "ffffffff ffffffff ffffffff ffffffff",
+            "ffffffff ffffffff",
+            "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        ),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            "a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
 def test_philox_known_answers(counter, key, answer):
     def words(text):
         return torch.tensor([[int(word, 16)] for word in text.split()])
+
     assert [f"{int(word):08x}" for word in philox4x32(words(counter), words(key))] == answer.split()
 
 
@@ -71,6 +97,7 @@ def test_philox_equals_whole_numbers_of_python():
             c = (q >> 32 ^ c[1] ^ k[0], q & mask, p >> 32 ^ c[3] ^ k[1], p & mask)
             k = (k[0] + 0x9E3779B9 & mask, k[1] + 0xBB67AE85 & mask)
         return list(c)
+
     torch.manual_seed(0)
     words_6B = torch.randint(0, 2**32, (6, 1000))
     got_4B = philox4x32(words_6B[:4], words_6B[4:])
@@ -78,16 +105,21 @@ def test_philox_equals_whole_numbers_of_python():
 
 
 def test_uniform_is_the_top_53_bits_of_philox():
-    key, position = 0x299F31D0A4093822, 0x85A308D3243F6A88      # the known answer's words, high zero counters
+    key, position = (
+        0x299F31D0A4093822,
+        0x85A308D3243F6A88,
+    )  # the known answer's words, high zero counters
     signed = torch.tensor([key, position - 2**64])
-    words = philox4x32(torch.tensor([[0x243F6A88], [0x85A308D3], [0], [0]]),
-                       torch.tensor([[0xA4093822], [0x299F31D0]]))
+    words = philox4x32(
+        torch.tensor([[0x243F6A88], [0x85A308D3], [0], [0]]),
+        torch.tensor([[0xA4093822], [0x299F31D0]]),
+    )
     bits = (int(words[0]) << 32 | int(words[1])) >> 11
     assert uniform(signed[:1], signed[1:]).item() == bits / 2**53
     u = uniform(torch.full((20_000,), -3), torch.arange(20_000))
     counts = torch.histc(u.float(), bins=20, min=0, max=1)
     assert u.min() >= 0 and u.max() < 1
-    assert ((counts - 1000) ** 2 / 1000).sum() < 45             # chi-square, 19 degrees: p = 7e-4
+    assert ((counts - 1000) ** 2 / 1000).sum() < 45  # chi-square, 19 degrees: p = 7e-4
     assert abs(torch.corrcoef(torch.stack([u[:-1], u[1:]]))[0, 1]) < 0.03
 
 
@@ -106,20 +138,32 @@ def test_draws_follow_the_oracle_and_record_its_log_probs(name):
     support = [i for i in range(10) if want[i] > 0]
     assert all(counts[i] == 0 for i in range(10) if i not in support)
     chi2 = sum((counts[i] - num_draws * want[i]) ** 2 / (num_draws * want[i]) for i in support)
-    assert chi2 < (len(support) - 1) + 5 * math.sqrt(2 * (len(support) - 1)) + 6     # far beyond p = 1e-4
+    assert (
+        chi2 < (len(support) - 1) + 5 * math.sqrt(2 * (len(support) - 1)) + 6
+    )  # far beyond p = 1e-4
 
 
 def replace_rows(params: SamplingBatch, n: int) -> SamplingBatch:
-    """Row 0 of `params`, n times: distribution by distribution it is the same row at other positions."""
+    """Row 0 of `params`, n times: distribution by distribution it is the same row at other
+    positions."""
+
     def each(entries):
         if entries is None:
             return None
         rows = torch.arange(n).repeat_interleave(len(entries[0]))
         return (rows, *(column.repeat(n) for column in entries[1:]))
+
     floor_B = None if params.log_min_p_B is None else params.log_min_p_B.expand(n)
     temperature_B = None if params.temperature_B is None else params.temperature_B.expand(n)
-    return SamplingBatch(params.keys_B.expand(n), temperature_B, None, each(params.penalised),
-                         each(params.banned), each(params.ranked), floor_B)
+    return SamplingBatch(
+        params.keys_B.expand(n),
+        temperature_B,
+        None,
+        each(params.penalised),
+        each(params.banned),
+        each(params.ranked),
+        floor_B,
+    )
 
 
 def test_hand_worked_filters():
@@ -128,16 +172,34 @@ def test_hand_worked_filters():
 
     def kept(**knobs):
         s = row(replace(PLAIN, **knobs), token_ids=())
-        return [round(v, 6) for v in distribution(logits, SamplingBatch.of([s], 4))[0].exp().tolist()]
-    assert kept(top_k=2) == [round(0.4 / 0.65, 6), round(0.25 / 0.65, 6), 0, 0]      # a tie: the lower id stays
+        return [
+            round(v, 6) for v in distribution(logits, SamplingBatch.of([s], 4))[0].exp().tolist()
+        ]
+
+    assert kept(top_k=2) == [
+        round(0.4 / 0.65, 6),
+        round(0.25 / 0.65, 6),
+        0,
+        0,
+    ]  # a tie: the lower id stays
     assert kept(top_p=0.6) == [round(0.4 / 0.65, 6), round(0.25 / 0.65, 6), 0, 0]
     assert kept(top_p=0.66) == [round(0.4 / 0.9, 6), round(0.25 / 0.9, 6), round(0.25 / 0.9, 6), 0]
     assert kept(top_p=1e-9) == [1, 0, 0, 0]
     assert kept(min_p=0.5) == [round(0.4 / 0.9, 6), round(0.25 / 0.9, 6), round(0.25 / 0.9, 6), 0]
-    assert distribution(torch.zeros(1, 4), SamplingBatch.of([row(replace(PLAIN, top_p=0.5))], 4))[0].tolist() == [
-        pytest.approx(-math.log(2)), pytest.approx(-math.log(2)), -math.inf, -math.inf]     # 1/4 + 1/4 is enough
+    assert distribution(torch.zeros(1, 4), SamplingBatch.of([row(replace(PLAIN, top_p=0.5))], 4))[
+        0
+    ].tolist() == [
+        pytest.approx(-math.log(2)),
+        pytest.approx(-math.log(2)),
+        -math.inf,
+        -math.inf,
+    ]  # 1/4 + 1/4 is enough
     far = torch.tensor([[0.0, -50.0, -60.0]])
-    assert distribution(far, SamplingBatch.of([row(replace(PLAIN, top_k=2))], 3))[0].tolist() == [0, -50, -math.inf]
+    assert distribution(far, SamplingBatch.of([row(replace(PLAIN, top_k=2))], 3))[0].tolist() == [
+        0,
+        -50,
+        -math.inf,
+    ]
     # top-p sees the mass that top-k leaves: 0.4 / 0.9 = 0.444 < 0.45, so a second id is needed
     assert kept(top_k=3, top_p=0.45) == [round(0.4 / 0.65, 6), round(0.25 / 0.65, 6), 0, 0]
 
@@ -147,7 +209,9 @@ def test_knobs_switched_off_change_nothing_bitwise():
     logits_BV = torch.randn(3, 300)
     rows = [row(replace(PLAIN, temperature=0.7), key=k) for k in range(3)]
     plain = SamplingBatch.of(rows, 300)
-    assert (plain.ranked, plain.penalised, plain.banned, plain.greedy_B, plain.log_min_p_B) == (None,) * 5
+    assert (plain.ranked, plain.penalised, plain.banned, plain.greedy_B, plain.log_min_p_B) == (
+        None,
+    ) * 5
     busy = SamplingBatch.of([*rows, row(KNOBS["all"]), row(replace(PLAIN, temperature=0.0))], 300)
     mixed = distribution(torch.cat([logits_BV, torch.randn(2, 300)]), busy)
     assert torch.equal(mixed[:3], distribution(logits_BV, plain))
@@ -164,14 +228,20 @@ def test_a_row_alone_is_the_row_in_a_batch_bitwise(vocab_size):
     tokens_B, logprobs_B = sample(logits_BV, SamplingBatch.of(rows, vocab_size), positions_B)
     assert torch.equal(before, logits_BV)
     for i, s in enumerate(rows):
-        token, logprob = sample(logits_BV[i:i + 1], SamplingBatch.of([s], vocab_size), positions_B[i:i + 1])
+        token, logprob = sample(
+            logits_BV[i : i + 1], SamplingBatch.of([s], vocab_size), positions_B[i : i + 1]
+        )
         assert (token.item(), logprob.item()) == (tokens_B[i].item(), logprobs_B[i].item())
 
 
 def test_greedy_takes_the_lower_id_of_a_tie_after_penalty_and_bans():
     logits = torch.tensor([[3.0, 2.5, 2.5, 1.0]])
-    request = Request(prompt_ids=[3], temperature=0.0, min_tokens=2, stop_ids=(0,), top_p=0.1, seed=3)
-    tokens, logprobs = sample(logits, SamplingBatch.of([row(request, token_ids=())], 4), torch.tensor([1]))
+    request = Request(
+        prompt_ids=[3], temperature=0.0, min_tokens=2, stop_ids=(0,), top_p=0.1, seed=3
+    )
+    tokens, logprobs = sample(
+        logits, SamplingBatch.of([row(request, token_ids=())], 4), torch.tensor([1])
+    )
     assert tokens.item() == 1
     want = 2.5 - math.log(2 * math.exp(2.5) + math.exp(1.0))
     assert abs(logprobs.item() - want) < 1e-6
@@ -179,19 +249,23 @@ def test_greedy_takes_the_lower_id_of_a_tie_after_penalty_and_bans():
 
 def test_impossible_ids_are_never_drawn_at_either_end_of_the_uniform(monkeypatch):
     import lowroll.engine.sampler as sampler
+
     logits = torch.full((4, 400), -math.inf)
     logits[:, 130:140] = 0.0
-    logits[:, 300:302] = -80.0                                  # mass 1.8e-35: only the very last target could reach it
+    logits[:, 300:302] = -80.0  # mass 1.8e-35: only the very last target could reach it
     ends = torch.tensor([0.0, 1 - 2.0**-53, 0.5, 1 - 2.0**-53], dtype=torch.float64)
     monkeypatch.setattr(sampler, "uniform", lambda keys, positions: ends)
-    tokens, logprobs = sample(logits, SamplingBatch.of([row(PLAIN, k) for k in range(4)], 400), torch.arange(4))
+    tokens, logprobs = sample(
+        logits, SamplingBatch.of([row(PLAIN, k) for k in range(4)], 400), torch.arange(4)
+    )
     assert tokens.tolist()[0] == 130 and tokens.tolist()[2] == 135
     assert all(130 <= t < 140 or 300 <= t < 302 for t in tokens.tolist())
     require_finite(logprobs.tolist())
 
 
 def test_a_target_on_a_block_boundary_skips_impossible_ids():
-    """Block 0 holds mass a ~ 1e-10, block 1 starts with an impossible id; u * total = a, to the last bits."""
+    """Block 0 holds mass a ~ 1e-10, block 1 starts with an impossible id; u * total = a, to the
+    last bits."""
     torch.manual_seed(3)
     logp_BV = torch.full((500, 256), -math.inf)
     logp_BV[:, 5] = -20 - 5 * torch.rand(500)
@@ -204,7 +278,8 @@ def test_a_target_on_a_block_boundary_skips_impossible_ids():
 
 
 def test_block_boundaries_do_not_bend_the_distribution():
-    """A wide vocabulary: the drawn id is the float64 inverse CDF's, up to a rounding of the boundary."""
+    """A wide vocabulary: the drawn id is the float64 inverse CDF's, up to a rounding of the
+    boundary."""
     torch.manual_seed(1)
     logits_BV = torch.randn(64, 5000) * 2
     rows = [row(PLAIN, key=k) for k in range(64)]
@@ -214,7 +289,9 @@ def test_block_boundaries_do_not_bend_the_distribution():
     cdf_BV = torch.softmax(logits_BV.double(), -1).cumsum(-1)
     u_B = uniform(params.keys_B, positions_B)
     upper_B = cdf_BV.gather(1, tokens_B[:, None])[:, 0]
-    lower_B = torch.where(tokens_B > 0, cdf_BV.gather(1, (tokens_B[:, None] - 1).clamp(min=0))[:, 0], 0.0)
+    lower_B = torch.where(
+        tokens_B > 0, cdf_BV.gather(1, (tokens_B[:, None] - 1).clamp(min=0))[:, 0], 0.0
+    )
     assert (u_B < upper_B + 1e-6).all() and (u_B > lower_B - 1e-6).all()
 
 
@@ -223,7 +300,7 @@ def test_rows_without_a_distribution_are_named():
     logits[1, 49] = math.nan
     logits[2] = -math.inf
     logits[4, 7] = math.inf
-    logits[5, :49] = -math.inf                                  # one possible id is a distribution
+    logits[5, :49] = -math.inf  # one possible id is a distribution
     for request in (*KNOBS.values(), replace(PLAIN, temperature=0.0)):
         plain = replace(request, min_tokens=0)
         params = SamplingBatch.of([row(plain, k) for k in range(6)], 50)

@@ -1,4 +1,6 @@
-"""Supervised warm start: exact loss, falling loss, what a demonstration becomes, and clear errors for bad files."""
+"""Supervised warm start: exact loss, falling loss, what a demonstration becomes, and clear errors
+for bad files."""
+
 from __future__ import annotations
 
 import itertools
@@ -27,11 +29,12 @@ from lowroll.trainer.sft import (
 from lowroll.trainer.step import TrainingDiverged
 from lowroll.types import Prompt, Score
 
-__all__ = ["one_thread"]                    # the fixture serves this file too
+__all__ = ["one_thread"]  # the fixture serves this file too
 
 
 class Letters:
-    """A tokenizer of letters: a=2, b=3, ...; user messages open with 40, a response is asked for with 41."""
+    """A tokenizer of letters: a=2, b=3, ...; user messages open with 40, a response is asked for
+    with 41."""
 
     eos_token_id, special_tokens_map = 1, {}
     chat_template = "{% for m in messages %}<{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -45,7 +48,11 @@ class Letters:
 
     def __call__(self, text, add_special_tokens):
         marks = {"<": 40, ">": 41}
-        return {"input_ids": [marks[c] if c in marks else self.encode(c, add_special_tokens)[0] for c in text]}
+        return {
+            "input_ids": [
+                marks[c] if c in marks else self.encode(c, add_special_tokens)[0] for c in text
+            ]
+        }
 
 
 def ask(text, response):
@@ -60,7 +67,7 @@ def test_a_demonstration_becomes_prompt_and_response_with_the_end_of_turn():
     assert sample.prompt_ids == [40, 2, 3, 41]
     assert sample.rollout.token_ids == [3, 2, 1]
     assert sample.loss_mask == [1, 1, 1] and sample.advantage == 1.0
-    assert sample.rollout.logprobs == [0.0, 0.0, 0.0]             # it was given, not drawn
+    assert sample.rollout.logprobs == [0.0, 0.0, 0.0]  # it was given, not drawn
 
 
 def test_a_tokenizer_without_an_end_is_refused():
@@ -76,7 +83,9 @@ def test_the_loss_is_the_token_mean_of_the_dense_model(capacity):
     samples = [encode(ChatTokenizer(Letters()), d) for d in REVERSED]
     with torch.no_grad():
         logp = torch.cat([dense_log_probs(model, s, temperature=1.0) for s in samples])
-    metrics = train_sft(model, Letters(), REVERSED, SftSettings(1, len(REVERSED), tokens_per_microbatch=capacity))
+    metrics = train_sft(
+        model, Letters(), REVERSED, SftSettings(1, len(REVERSED), tokens_per_microbatch=capacity)
+    )
     assert metrics["sft/loss"] == pytest.approx(-float(logp.mean()), abs=1e-5)
     assert metrics["sft/tokens"] == len(logp) == 28
     assert metrics["optim/skipped"] == 0
@@ -84,9 +93,25 @@ def test_the_loss_is_the_token_mean_of_the_dense_model(capacity):
 
 def test_the_loss_falls_and_the_greedy_response_is_the_demonstration():
     model, seen = tiny_model(), []
-    settings = SftSettings(80, 8, OptimSettings(learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=5,
-                                                total_steps=80, weight_decay=0.0), tokens_per_microbatch=64)
-    train_sft(model, Letters(), REVERSED, settings, on_step=lambda step, m: seen.append((step, m["sft/loss"])))
+    settings = SftSettings(
+        80,
+        8,
+        OptimSettings(
+            learning_rate=1e-2,
+            lr_scheduler_type="cosine",
+            warmup_steps=5,
+            total_steps=80,
+            weight_decay=0.0,
+        ),
+        tokens_per_microbatch=64,
+    )
+    train_sft(
+        model,
+        Letters(),
+        REVERSED,
+        settings,
+        on_step=lambda step, m: seen.append((step, m["sft/loss"])),
+    )
     assert [step for step, _ in seen] == list(range(1, 81))
     assert seen[0][1] > 2.0 and seen[-1][1] < 0.05
     sample = encode(ChatTokenizer(Letters()), ask("cab", "bac"))
@@ -97,7 +122,12 @@ def test_the_loss_falls_and_the_greedy_response_is_the_demonstration():
 def test_runs_with_one_seed_are_the_same_and_with_another_differ():
     def weights(seed):
         model = tiny_model()
-        train_sft(model, Letters(), REVERSED, SftSettings(2, 3, OptimSettings(learning_rate=1e-2), seed=seed))
+        train_sft(
+            model,
+            Letters(),
+            REVERSED,
+            SftSettings(2, 3, OptimSettings(learning_rate=1e-2), seed=seed),
+        )
         return torch.cat([p.detach().flatten() for p in model.trainable_parameters().values()])
 
     assert torch.equal(weights(1), weights(1))
@@ -124,7 +154,7 @@ def test_demonstrations_that_the_model_cannot_read_are_refused():
 
 def test_every_epoch_visits_everything_once_in_a_new_order():
     drawn = list(itertools.islice(epochs(50, seed=3), 150))
-    thirds = [drawn[k:k + 50] for k in (0, 50, 100)]
+    thirds = [drawn[k : k + 50] for k in (0, 50, 100)]
     assert all(sorted(t) == list(range(50)) for t in thirds)
     assert thirds[0] != thirds[1] != thirds[2]
     assert drawn == list(itertools.islice(epochs(50, seed=3), 150))
@@ -141,7 +171,9 @@ class Counting(Environment):
         return self.tasks
 
     def prompt(self, index, split="train"):
-        return Prompt(f"{split}/{index}", self.name, [{"role": "user", "content": f"{self.name} {index}"}])
+        return Prompt(
+            f"{split}/{index}", self.name, [{"role": "user", "content": f"{self.name} {index}"}]
+        )
 
     def gold(self, prompt):
         if int(prompt.id.split("/")[1]) % 3 == 2:
@@ -160,7 +192,9 @@ def test_demonstrations_come_from_the_environments_by_weight():
     assert len(drawn) == 400
     share = sum(d.messages[0]["content"].startswith("a ") for d in drawn) / 400
     assert 0.68 < share < 0.82
-    assert drawn == demonstrations([(Counting("a", None), 3.0), (Counting("b", None), 1.0)], 400, seed=1)
+    assert drawn == demonstrations(
+        [(Counting("a", None), 3.0), (Counting("b", None), 1.0)], 400, seed=1
+    )
 
 
 def test_demonstrations_end_with_the_tasks_that_have_an_answer():
@@ -184,22 +218,46 @@ def test_an_endless_environment_without_answers_is_asked_twice_as_often_as_neede
 
 
 def test_a_conversation_gives_one_demonstration_for_each_reply(tmp_path):
-    turns = [{"role": r, "content": c} for r, c in
-             (("system", "s"), ("user", "u1"), ("assistant", "a1"), ("user", "u2"), ("assistant", "a2"))]
+    turns = [
+        {"role": r, "content": c}
+        for r, c in (
+            ("system", "s"),
+            ("user", "u1"),
+            ("assistant", "a1"),
+            ("user", "u2"),
+            ("assistant", "a2"),
+        )
+    ]
     path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps({"messages": turns}) + "\n\n" + json.dumps({"messages": turns[1:3]}) + "\n")
-    assert read_demonstrations(path) == [Demonstration(turns[:2], "a1"), Demonstration(turns[:4], "a2"),
-                                         Demonstration(turns[1:2], "a1")]
+    path.write_text(
+        json.dumps({"messages": turns}) + "\n\n" + json.dumps({"messages": turns[1:3]}) + "\n"
+    )
+    assert read_demonstrations(path) == [
+        Demonstration(turns[:2], "a1"),
+        Demonstration(turns[:4], "a2"),
+        Demonstration(turns[1:2], "a1"),
+    ]
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ("{", ":2: "), ("[]", ':2: expected {"messages"'), ('{"messages": []}', ":2: messages: a conversation must end"),
-    ('{"messages": [{"role": "user", "content": "u"}]}', ":2: messages: a conversation must end"),
-    ('{"messages": [{"role": "bot", "content": "u"}]}', r":2: messages\[0\]: role"),
-    ('{"messages": [{"role": "user", "content": 3}]}', r":2: messages\[0\]: role"),
-    ('{"messages": [{"role": "user"}]}', r":2: messages\[0\]: expected")])
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", ":2: "),
+        ("[]", ':2: expected {"messages"'),
+        ('{"messages": []}', ":2: messages: a conversation must end"),
+        (
+            '{"messages": [{"role": "user", "content": "u"}]}',
+            ":2: messages: a conversation must end",
+        ),
+        ('{"messages": [{"role": "bot", "content": "u"}]}', r":2: messages\[0\]: role"),
+        ('{"messages": [{"role": "user", "content": 3}]}', r":2: messages\[0\]: role"),
+        ('{"messages": [{"role": "user"}]}', r":2: messages\[0\]: expected"),
+    ],
+)
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, words):
-    good = json.dumps({"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]})
+    good = json.dumps(
+        {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}
+    )
     path = tmp_path / "data.jsonl"
     path.write_text(f"{good}\n{line}\n")
     with pytest.raises(ValueError, match=f"data.jsonl{words}"):
@@ -220,39 +278,69 @@ def model_folder(tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     letters = ["<eos>", "<user>", "<assistant>", *"abcdefghijklmnopqrstuvwxyz", " "]
-    words = Tokenizer(models.WordLevel({"<unk>": 0} | {w: i for i, w in enumerate(letters, 1)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({"<unk>": 0} | {w: i for i, w in enumerate(letters, 1)}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>",
-                                        additional_special_tokens=["<user>", "<assistant>"])
-    tokenizer.chat_template = ("{% for m in messages %}<user>{{ m.content }}{% endfor %}"
-                               "{% if add_generation_prompt %}<assistant>{% endif %}")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<user>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    return hf.save(tiny_model(eos_token_id=1), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    return hf.save(
+        tiny_model(eos_token_id=1), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer"
+    )
 
 
 def test_the_command_publishes_a_model_that_learned_the_demonstrations(tmp_path, model_folder):
-    rows = [{"messages": [*d.messages, {"role": "assistant", "content": d.response}]} for d in REVERSED]
+    rows = [
+        {"messages": [*d.messages, {"role": "assistant", "content": d.response}]} for d in REVERSED
+    ]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = from_mapping({
-        "model": str(model_folder), "output_dir": str(tmp_path / "run"), "device": "cpu",
-        "train": {"weight_decay": 0.0},
-        "sft": {"data": str(tmp_path / "data.jsonl"), "steps": 30, "batch_size": 8, "learning_rate": 0.01}})
+    cfg = from_mapping(
+        {
+            "model": str(model_folder),
+            "output_dir": str(tmp_path / "run"),
+            "device": "cpu",
+            "train": {"weight_decay": 0.0},
+            "sft": {
+                "data": str(tmp_path / "data.jsonl"),
+                "steps": 30,
+                "batch_size": 8,
+                "learning_rate": 0.01,
+            },
+        }
+    )
     result = run_sft(cfg)
     path, records = result.folder / "final", result.records
     assert [r["step"] for r in records] == list(range(1, 31))
     assert records[-1]["sft/loss"] < 0.7 * records[0]["sft/loss"]
     before, after = hf.load(model_folder), hf.load(path)
     samples = [encode(ChatTokenizer(load_tokenizer(path)), d) for d in REVERSED]
-    gains = [float((dense_log_probs(after, s, 1.0) - dense_log_probs(before, s, 1.0)).detach().mean()) for s in samples]
+    gains = [
+        float((dense_log_probs(after, s, 1.0) - dense_log_probs(before, s, 1.0)).detach().mean())
+        for s in samples
+    ]
     assert min(gains) > 0.3
     with pytest.raises(ValueError, match="output_dir"):
         run_sft(cfg)
 
 
 def test_the_command_takes_demonstrations_from_the_environments(tmp_path, model_folder):
-    cfg = from_mapping({
-        "model": str(model_folder), "output_dir": str(tmp_path / "run"), "device": "cpu",
-        "env": [{"id": "reverse-text", "args": {"min_len": 2, "max_len": 4}}],
-        "sft": {"num_examples": 16, "steps": 2, "batch_size": 4}})
+    cfg = from_mapping(
+        {
+            "model": str(model_folder),
+            "output_dir": str(tmp_path / "run"),
+            "device": "cpu",
+            "env": [{"id": "reverse-text", "args": {"min_len": 2, "max_len": 4}}],
+            "sft": {"num_examples": 16, "steps": 2, "batch_size": 4},
+        }
+    )
     records = run_sft(cfg).records
     assert len(records) == 2 and records[0]["sft/tokens"] >= 4 * 3

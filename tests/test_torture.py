@@ -1,4 +1,6 @@
-"""A little of `make torture`, and that what it writes is asked about at every point (python -m tests.torture)."""
+"""A little of `make torture`, and that what it writes is asked about at every point (python -m
+tests.torture)."""
+
 from __future__ import annotations
 
 import os
@@ -19,12 +21,33 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_a_little_torture() -> None:
-    done = subprocess.run([sys.executable, "-m", "tests.torture", "--trials", "1", "--seed", "5", "--suites", "kills",
-                           "errors", "damage"], capture_output=True, text=True, timeout=240, cwd=ROOT)
-    assert done.returncode == 0 and done.stdout.count(": 1 trials, 0 problems") == 3, done.stdout + done.stderr
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.torture",
+            "--trials",
+            "1",
+            "--seed",
+            "5",
+            "--suites",
+            "kills",
+            "errors",
+            "damage",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0 and done.stdout.count(": 1 trials, 0 problems") == 3, (
+        done.stdout + done.stderr
+    )
 
 
-def test_a_quantised_folder_is_whole_or_absent_at_every_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantised_folder_is_whole_or_absent_at_every_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, out, points = demo.build_model(tmp_path / "model", 0, TINY), tmp_path / "out" / "q", []
     observers.append(points.append)
     quantize_folder(model, out, "int8")

@@ -1,6 +1,8 @@
-"""The learner against independent computations: dense float64 log-probs, autograd through materialised logits, a
-hand-written two-minibatch loop; and its promises: exact accumulation, refusal of non-finite numbers, bitwise resume.
+"""The learner against independent computations: dense float64 log-probs, autograd through
+materialised logits, a hand-written two-minibatch loop; and its promises: exact accumulation,
+refusal of non-finite numbers, bitwise resume.
 """
+
 from __future__ import annotations
 
 import copy
@@ -21,9 +23,19 @@ from lowroll.transport.memory import MemoryRolloutChannel
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
 
 VOCAB = 64
-CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48,
-          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-          "max_position_embeddings": 128, "tie_word_embeddings": True, "eos_token_id": 1}
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
 TEMPERATURE = 0.8
 
 
@@ -69,11 +81,12 @@ def dense_log_probs(model, sample, temperature=TEMPERATURE):
     hidden = model(ids, torch.arange(len(ids)), dense_attention)
     logp = torch.log_softmax(hidden @ model.lm_head_weight.t() / temperature, -1)
     start, targets = len(sample.prompt_ids), torch.tensor(sample.rollout.token_ids)
-    return logp[start - 1:-1].gather(1, targets[:, None])[:, 0]
+    return logp[start - 1 : -1].gather(1, targets[:, None])[:, 0]
 
 
 def make_batch(model, groups=4, size=2, step=1, seed=0, noise=0.3):
-    """Groups of random responses, one group without signal, some tokens masked; behaviour = model + noise."""
+    """Groups of random responses, one group without signal, some tokens masked; behaviour = model +
+    noise."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low, high):
@@ -85,12 +98,21 @@ def make_batch(model, groups=4, size=2, step=1, seed=0, noise=0.3):
         for k in range(size):
             token_ids = [draw(2, VOCAB) for _ in range(draw(1, 9))]
             rollout = Rollout(token_ids, [], "stop", BehaviorTag((PolicySpan(0, "d"),), "int8"))
-            sample = Sample(Prompt(f"p{g}", "e", []), list(prompt_ids), rollout, "", Score(1.0),
-                            advantage=0.0 if g == 1 else (1.5 if k % 2 else -0.7), group=g,
-                            loss_mask=[int(t % 4 != 3) for t in range(len(token_ids))])
+            sample = Sample(
+                Prompt(f"p{g}", "e", []),
+                list(prompt_ids),
+                rollout,
+                "",
+                Score(1.0),
+                advantage=0.0 if g == 1 else (1.5 if k % 2 else -0.7),
+                group=g,
+                loss_mask=[int(t % 4 != 3) for t in range(len(token_ids))],
+            )
             with torch.no_grad():
                 logp = dense_log_probs(model, sample)
-            sample.rollout.logprobs = (logp + noise * torch.randn(len(logp), generator=generator)).tolist()
+            sample.rollout.logprobs = (
+                logp + noise * torch.randn(len(logp), generator=generator)
+            ).tolist()
             samples.append(sample)
     return Batch(step, samples, TEMPERATURE)
 
@@ -99,17 +121,24 @@ class Probe(Optimizer):
     """Keeps the gradient of every update."""
 
     def update(self, refuse=False):
-        grads = {n: torch.zeros_like(m) if m.grad is None else m.grad.clone() for n, m in self.masters.items()}
+        grads = {
+            n: torch.zeros_like(m) if m.grad is None else m.grad.clone()
+            for n, m in self.masters.items()
+        }
         self.seen = [*getattr(self, "seen", []), grads]
         return super().update(refuse)
 
 
 def settings(algorithm="grpo", correction="acr", **more):
-    return LearnSettings(select(algorithm, correction), **{"tokens_per_microbatch": 24, "logprob_chunk": 5} | more)
+    return LearnSettings(
+        select(algorithm, correction), **{"tokens_per_microbatch": 24, "logprob_chunk": 5} | more
+    )
 
 
 def run_learn(model, batch, learn_settings, reference=None, **optim):
-    optimizer = Probe(model.trainable_parameters(), OptimSettings(**{"learning_rate": 1e-2} | optim))
+    optimizer = Probe(
+        model.trainable_parameters(), OptimSettings(**{"learning_rate": 1e-2} | optim)
+    )
     metrics = learn(model, batch, optimizer, learn_settings, reference)
     return optimizer, metrics
 
@@ -122,7 +151,9 @@ def acr_objective(model, samples, proximal, cap=2.0, eps=0.2, kl_coef=0.0, refer
         w, ratio, mask = (lpo - lpr).exp(), (lpn - lpo).exp(), torch.tensor(s.loss_mask).bool()
         high = (1 + eps) * (w / cap).clamp(min=1)
         A = torch.tensor(s.advantage)
-        token = w.clamp(max=cap) * torch.minimum(ratio * A, torch.minimum(ratio.clamp(min=1 - eps), high) * A)
+        token = w.clamp(max=cap) * torch.minimum(
+            ratio * A, torch.minimum(ratio.clamp(min=1 - eps), high) * A
+        )
         if reference is not None:
             d = lpn - dense_log_probs(reference, s).detach()
             token = token - kl_coef * ((-d).exp() + d - 1)
@@ -158,7 +189,8 @@ def test_packed_log_probs_match_dense_float64():
 
 
 def test_the_gradient_is_that_of_the_materialised_objective():
-    """Covers alignment, temperature, mask, weights, denominators, and the forward-only group without signal."""
+    """Covers alignment, temperature, mask, weights, denominators, and the forward-only group
+    without signal."""
     model = tiny_model()
     batch = make_batch(model)
     J = acr_objective(model, batch.samples, frozen_log_probs(model, batch.samples))
@@ -175,13 +207,18 @@ def test_the_gradient_is_that_of_the_materialised_objective():
 def test_a_bfloat16_learner_accumulates_in_float32_masters(device):
     model = tiny_model()
     batch = make_batch(model)
-    want = gradients(model, acr_objective(model, batch.samples, frozen_log_probs(model, batch.samples)))
+    want = gradients(
+        model, acr_objective(model, batch.samples, frozen_log_probs(model, batch.samples))
+    )
     half = copy.deepcopy(model).to(device, torch.bfloat16)
     optimizer, metrics = run_learn(half, batch, settings(), learning_rate=1e-4)
     a = torch.cat([want[n].flatten() for n in want])
     b = torch.cat([optimizer.seen[0][n].flatten().cpu() for n in want])
     assert b.dtype == torch.float32
-    assert float(torch.cosine_similarity(a, b, dim=0)) > 0.995 and abs(float(b.norm() / a.norm()) - 1) < 0.05
+    assert (
+        float(torch.cosine_similarity(a, b, dim=0)) > 0.995
+        and abs(float(b.norm() / a.norm()) - 1) < 0.05
+    )
     assert metrics["optim/skipped"] == 0 and metrics["optim/update_norm"] > 0
     for name, p in half.trainable_parameters().items():
         assert p.dtype == torch.bfloat16 and torch.equal(p, optimizer.masters[name].bfloat16())
@@ -196,23 +233,46 @@ def test_activation_checkpointing_changes_no_bit_of_the_gradient():
     assert all(torch.equal(spared.seen[0][n], g) for n, g in plain.seen[0].items())
 
 
-@pytest.mark.parametrize(("algorithm", "correction", "options"), [
-    ("grpo", "acr", {}), ("dapo", "tis", {}), ("dr_grpo", "none", {"max_length": 8}), ("rloo", "decoupled", {}),
-    ("gspo", "none", {}), ("grpo", "is", {}), ("grpo", "tbpo", {}), ("dapo", "sparse", {"veto": 0.75}),
-    ("grpo", "sparse", {"veto": 0.75, "xi_cap": 1.5, "token_rs": (0.7, 1.4), "normalize_xi": True}),
-    ("grpo_no_std", "aipo", {"reduce": "token-mean", "kl_tau": 0.1, "token_mask_high": 1.5}),
-    ("grpo", "aipo", {"ratio_type": "sequence", "mode": "truncate"}),
-    ("grpo_no_std", "ipo", {"signed": True, "width": 0.01, "kl_tau": 0.1}),
-    ("dapo", "reweight", {"normalize": True, "weight": "sequence", "reject": {"token_k3": 0.05}}),
-    ("grpo", "reweight", {"bypass": True, "reject": {"seq_mean_k2": 0.05}})])
+@pytest.mark.parametrize(
+    ("algorithm", "correction", "options"),
+    [
+        ("grpo", "acr", {}),
+        ("dapo", "tis", {}),
+        ("dr_grpo", "none", {"max_length": 8}),
+        ("rloo", "decoupled", {}),
+        ("gspo", "none", {}),
+        ("grpo", "is", {}),
+        ("grpo", "tbpo", {}),
+        ("dapo", "sparse", {"veto": 0.75}),
+        (
+            "grpo",
+            "sparse",
+            {"veto": 0.75, "xi_cap": 1.5, "token_rs": (0.7, 1.4), "normalize_xi": True},
+        ),
+        ("grpo_no_std", "aipo", {"reduce": "token-mean", "kl_tau": 0.1, "token_mask_high": 1.5}),
+        ("grpo", "aipo", {"ratio_type": "sequence", "mode": "truncate"}),
+        ("grpo_no_std", "ipo", {"signed": True, "width": 0.01, "kl_tau": 0.1}),
+        (
+            "dapo",
+            "reweight",
+            {"normalize": True, "weight": "sequence", "reject": {"token_k3": 0.05}},
+        ),
+        ("grpo", "reweight", {"bypass": True, "reject": {"seq_mean_k2": 0.05}}),
+    ],
+)
 def test_micro_batches_add_up_to_the_big_batch(algorithm, correction, options):
     model = tiny_model()
     batch = make_batch(model)
     grads, metrics = [], []
     for capacity in (1, 24, 10_000):
-        optimizer, m = run_learn(copy.deepcopy(model), batch, settings(algorithm, correction, options=options,
-                                                                       tokens_per_microbatch=capacity, kl_coef=0.1),
-                                 reference=nearby(model))
+        optimizer, m = run_learn(
+            copy.deepcopy(model),
+            batch,
+            settings(
+                algorithm, correction, options=options, tokens_per_microbatch=capacity, kl_coef=0.1
+            ),
+            reference=nearby(model),
+        )
         grads.append(optimizer.seen[0])
         metrics.append(m)
     scale = max(float(g.abs().max()) for g in grads[-1].values())
@@ -231,9 +291,14 @@ def test_statistics_cover_tokens_without_signal():
         log_w = (lpo - torch.tensor(s.rollout.logprobs))[mask]
         d += (-log_w).tolist()
         w += log_w.exp().tolist()
-        hidden = model(torch.tensor(s.prompt_ids + s.rollout.token_ids),
-                       torch.arange(len(s.prompt_ids + s.rollout.token_ids)), dense_attention)
-        p = torch.softmax(hidden @ model.lm_head_weight.t() / TEMPERATURE, -1)[len(s.prompt_ids) - 1:-1][mask]
+        hidden = model(
+            torch.tensor(s.prompt_ids + s.rollout.token_ids),
+            torch.arange(len(s.prompt_ids + s.rollout.token_ids)),
+            dense_attention,
+        )
+        p = torch.softmax(hidden @ model.lm_head_weight.t() / TEMPERATURE, -1)[
+            len(s.prompt_ids) - 1 : -1
+        ][mask]
         entropy += (-(p * p.log()).sum(-1)).tolist()
     assert metrics["mismatch/kl_k1"] == pytest.approx(sum(d) / len(d), abs=1e-5)
     assert metrics["mismatch/weight_max"] == pytest.approx(max(w), abs=1e-4)
@@ -242,13 +307,17 @@ def test_statistics_cover_tokens_without_signal():
 
 
 def test_two_minibatches_follow_the_textbook_loop():
-    """lpo stays that of the parameters before the batch, so the second minibatch sees ratios other than 1."""
+    """lpo stays that of the parameters before the batch, so the second minibatch sees ratios other
+    than 1."""
     model = tiny_model()
     batch, twin = make_batch(model), copy.deepcopy(model)
-    _, metrics = run_learn(model, batch, settings(minibatches=2), weight_decay=0.0, max_grad_norm=None,
-                           eps=1e-3)
+    _, metrics = run_learn(
+        model, batch, settings(minibatches=2), weight_decay=0.0, max_grad_norm=None, eps=1e-3
+    )
     proximal = frozen_log_probs(twin, batch.samples)
-    adam = torch.optim.AdamW(twin.trainable_parameters().values(), lr=1e-2, weight_decay=0.0, eps=1e-3)
+    adam = torch.optim.AdamW(
+        twin.trainable_parameters().values(), lr=1e-2, weight_decay=0.0, eps=1e-3
+    )
     for part in (slice(0, 4), slice(4, 8)):
         adam.zero_grad()
         (-acr_objective(twin, batch.samples[part], proximal[part])).backward()
@@ -262,7 +331,13 @@ def test_kl_to_a_frozen_reference_pulls_the_gradient():
     model = tiny_model()
     reference = nearby(model)
     batch = make_batch(model)
-    J = acr_objective(model, batch.samples, frozen_log_probs(model, batch.samples), kl_coef=0.5, reference=reference)
+    J = acr_objective(
+        model,
+        batch.samples,
+        frozen_log_probs(model, batch.samples),
+        kl_coef=0.5,
+        reference=reference,
+    )
     want = gradients(model, J)
     optimizer, metrics = run_learn(model, batch, settings(kl_coef=0.5), reference)
     assert_close(optimizer.seen[0], want, atol=2e-5)
@@ -270,11 +345,18 @@ def test_kl_to_a_frozen_reference_pulls_the_gradient():
     assert metrics["policy/kl_reference"] > 1e-3
 
 
-def sparse_objective(model, samples, proximal, *, veto, kl_coef=0.0, reference=None, normalize=False):
-    """Sparse-RL sequence by sequence: a rejected response is neither learned from nor held to the reference."""
+def sparse_objective(
+    model, samples, proximal, *, veto, kl_coef=0.0, reference=None, normalize=False
+):
+    """Sparse-RL sequence by sequence: a rejected response is neither learned from nor held to the
+    reference."""
     total, weights, num_rejected = 0.0, [], 0
     for s, lpo in zip(samples, proximal, strict=True):
-        lpn, lpr, mask = dense_log_probs(model, s), torch.tensor(s.rollout.logprobs), torch.tensor(s.loss_mask).bool()
+        lpn, lpr, mask = (
+            dense_log_probs(model, s),
+            torch.tensor(s.rollout.logprobs),
+            torch.tensor(s.loss_mask).bool(),
+        )
         xi, ratio, A = (lpo - lpr).exp(), (lpn - lpo).exp(), torch.tensor(s.advantage)
         weights += xi[mask].tolist()
         if float(xi[mask].min()) < veto:
@@ -292,12 +374,19 @@ def sparse_objective(model, samples, proximal, *, veto, kl_coef=0.0, reference=N
 def test_a_rejected_response_is_out_of_the_objective_and_of_the_kl_term():
     model = tiny_model()
     reference, batch = nearby(model), make_batch(model)
-    J, num_rejected = sparse_objective(model, batch.samples, frozen_log_probs(model, batch.samples), veto=0.75,
-                                       kl_coef=0.5, reference=reference)
+    J, num_rejected = sparse_objective(
+        model,
+        batch.samples,
+        frozen_log_probs(model, batch.samples),
+        veto=0.75,
+        kl_coef=0.5,
+        reference=reference,
+    )
     assert 0 < num_rejected < 8
     want = gradients(model, J)
-    optimizer, metrics = run_learn(model, batch, settings("grpo", "sparse", kl_coef=0.5, options={"veto": 0.75}),
-                                   reference)
+    optimizer, metrics = run_learn(
+        model, batch, settings("grpo", "sparse", kl_coef=0.5, options={"veto": 0.75}), reference
+    )
     assert_close(optimizer.seen[0], want, atol=2e-5)
     assert metrics["policy/objective"] == pytest.approx(J.item(), abs=1e-5)
     assert metrics["correction/rejected_sequence_fraction"] == num_rejected / 8
@@ -307,10 +396,20 @@ def test_a_rejected_response_is_out_of_the_objective_and_of_the_kl_term():
 def test_normalised_weights_know_the_mean_of_the_batch_before_the_first_micro_batch(capacity):
     model = tiny_model()
     batch = make_batch(model)
-    J, _ = sparse_objective(model, batch.samples, frozen_log_probs(model, batch.samples), veto=0.75, normalize=True)
+    J, _ = sparse_objective(
+        model, batch.samples, frozen_log_probs(model, batch.samples), veto=0.75, normalize=True
+    )
     want = gradients(model, J)
-    optimizer, metrics = run_learn(model, batch, settings("grpo", "sparse", tokens_per_microbatch=capacity,
-                                                          options={"veto": 0.75, "normalize_xi": True}))
+    optimizer, metrics = run_learn(
+        model,
+        batch,
+        settings(
+            "grpo",
+            "sparse",
+            tokens_per_microbatch=capacity,
+            options={"veto": 0.75, "normalize_xi": True},
+        ),
+    )
     assert_close(optimizer.seen[0], want, atol=2e-6)
     assert metrics["policy/objective"] == pytest.approx(J.item(), abs=1e-5)
     assert metrics["correction/weight_mean"] == pytest.approx(1, abs=1e-5)
@@ -322,7 +421,11 @@ def test_aipo_learns_from_its_kl_where_there_is_no_advantage():
     batch = make_batch(model)
     J = 0.0
     for s in batch.samples:
-        lpn, lpr, mask = dense_log_probs(model, s), torch.tensor(s.rollout.logprobs), torch.tensor(s.loss_mask).bool()
+        lpn, lpr, mask = (
+            dense_log_probs(model, s),
+            torch.tensor(s.rollout.logprobs),
+            torch.tensor(s.loss_mask).bool(),
+        )
         log_ratio = (lpn - lpr).detach()
         J = J + (log_ratio.exp() * (s.advantage - 0.3 * log_ratio) * lpn)[mask].sum()
     J = J / sum(sum(s.loss_mask) for s in batch.samples)
@@ -350,59 +453,111 @@ class Spoken(torch.nn.Module):
         return iter(())
 
 
-A11 = [-1.2, -.8, -3.0, -.1]
+A11 = [-1.2, -0.8, -3.0, -0.1]
 
 
-@pytest.mark.parametrize(("correction", "options", "seeds", "loss"), [
-    ("aipo", {}, [.40936538, .55258546, 0, 0], .2333267048),
-    ("aipo", {"kl_tau": .1}, [.42573999, .54153375, 0, 0], .9441149898 / 4),
-    ("aipo", {"ratio_type": "sequence"}, [.10234134, .10234134, 0, 0], .2046826883 / 4),
-    ("aipo", {"token_mask_high": 12.0}, [.40936538, .55258546, 0, 5.51158819], 1.4844656381 / 4),
-    ("aipo", {"sequence_mask_high": 5.0}, [0, 0, 0, 0], 0),
-    # teacher - learner = .2, -1, 2.5, -.4: rho (A + teacher_tau (teacher - learner)) on the two kept tokens
-    ("aipo", {"teacher_tau": .5}, [.81873075 * .6, 1.10517092 * 0, 0, 0], .81873075 * .6 * 1.2 / 4),
-    ("aipo", {"teacher_tau": 1.0, "adv_tau": 0.0}, [.81873075 * .2, -1.10517092, 0, 0],
-     (.81873075 * .2 * 1.2 - 1.10517092 * .8) / 4),
-    ("ipo", {}, [.40976538, .55238546, .005, -.0048], None),
-    ("ipo", {"signed": True, "width": .1}, [.40976538, .55238546, .0460425, -.0048], None),
-])
+@pytest.mark.parametrize(
+    ("correction", "options", "seeds", "loss"),
+    [
+        ("aipo", {}, [0.40936538, 0.55258546, 0, 0], 0.2333267048),
+        ("aipo", {"kl_tau": 0.1}, [0.42573999, 0.54153375, 0, 0], 0.9441149898 / 4),
+        ("aipo", {"ratio_type": "sequence"}, [0.10234134, 0.10234134, 0, 0], 0.2046826883 / 4),
+        (
+            "aipo",
+            {"token_mask_high": 12.0},
+            [0.40936538, 0.55258546, 0, 5.51158819],
+            1.4844656381 / 4,
+        ),
+        ("aipo", {"sequence_mask_high": 5.0}, [0, 0, 0, 0], 0),
+        # teacher - learner = .2, -1, 2.5, -.4: rho (A + teacher_tau (teacher - learner)) on the two
+        # kept tokens
+        (
+            "aipo",
+            {"teacher_tau": 0.5},
+            [0.81873075 * 0.6, 1.10517092 * 0, 0, 0],
+            0.81873075 * 0.6 * 1.2 / 4,
+        ),
+        (
+            "aipo",
+            {"teacher_tau": 1.0, "adv_tau": 0.0},
+            [0.81873075 * 0.2, -1.10517092, 0, 0],
+            (0.81873075 * 0.2 * 1.2 - 1.10517092 * 0.8) / 4,
+        ),
+        ("ipo", {}, [0.40976538, 0.55238546, 0.005, -0.0048], None),
+        ("ipo", {"signed": True, "width": 0.1}, [0.40976538, 0.55238546, 0.0460425, -0.0048], None),
+    ],
+)
 def test_the_rows_of_aipo_through_the_step(monkeypatch, correction, options, seeds, loss):
-    monkeypatch.setattr("lowroll.trainer.step.token_log_probs",
-                        lambda hidden, weight, targets, **more: (weight * 1, torch.zeros_like(weight)))
-    rollout = Rollout([2, 3, 4, 5], [-1, -.9, -.5, -2.5], "stop", BehaviorTag((PolicySpan(0, "d"),), "int8"))
-    sample = Sample(Prompt("p", "e", []), [7], rollout, "", Score(1.0), advantage=.5, loss_mask=[1] * 4)
-    learner, teacher = Spoken(A11), Spoken([-1.0, -1.8, -.5, -.5])
+    monkeypatch.setattr(
+        "lowroll.trainer.step.token_log_probs",
+        lambda hidden, weight, targets, **more: (weight * 1, torch.zeros_like(weight)),
+    )
+    rollout = Rollout(
+        [2, 3, 4, 5], [-1, -0.9, -0.5, -2.5], "stop", BehaviorTag((PolicySpan(0, "d"),), "int8")
+    )
+    sample = Sample(
+        Prompt("p", "e", []), [7], rollout, "", Score(1.0), advantage=0.5, loss_mask=[1] * 4
+    )
+    learner, teacher = Spoken(A11), Spoken([-1.0, -1.8, -0.5, -0.5])
     optimizer = Probe(learner.trainable_parameters(), OptimSettings())
-    metrics = learn(learner, Batch(1, [sample], 1.0), optimizer,
-                    settings("grpo_no_std", correction, options={"reduce": "token-mean"} | options), teacher=teacher)
-    assert [-4 * g for g in optimizer.seen[0]["lm_head_weight"].tolist()] == pytest.approx(seeds, rel=1e-6, abs=2e-7)
+    metrics = learn(
+        learner,
+        Batch(1, [sample], 1.0),
+        optimizer,
+        settings("grpo_no_std", correction, options={"reduce": "token-mean"} | options),
+        teacher=teacher,
+    )
+    assert [-4 * g for g in optimizer.seen[0]["lm_head_weight"].tolist()] == pytest.approx(
+        seeds, rel=1e-6, abs=2e-7
+    )
     if loss is not None:
         assert metrics["policy/objective"] == pytest.approx(-loss, rel=1e-6, abs=2e-7)
     if "teacher_tau" in options:
         with pytest.raises(ValueError, match="teacher: teacher_tau .* needs a teacher model"):
-            learn(learner, Batch(1, [sample], 1.0), optimizer,
-                  settings("grpo_no_std", correction, options={"reduce": "token-mean"} | options))
+            learn(
+                learner,
+                Batch(1, [sample], 1.0),
+                optimizer,
+                settings("grpo_no_std", correction, options={"reduce": "token-mean"} | options),
+            )
 
 
 def test_the_teacher_is_another_model_and_stays_as_it_is():
-    """Its log-probs at the sampling temperature, for every token; the group without an advantage learns from it too."""
+    """Its log-probs at the sampling temperature, for every token; the group without an advantage
+    learns from it too."""
     model = tiny_model()
     batch, teacher = make_batch(model), tiny_model(seed=5)
     before = {n: p.clone() for n, p in teacher.named_parameters()}
     J = 0.0
     for s in batch.samples:
-        lpn, lpr, mask = dense_log_probs(model, s), torch.tensor(s.rollout.logprobs), torch.tensor(s.loss_mask).bool()
+        lpn, lpr, mask = (
+            dense_log_probs(model, s),
+            torch.tensor(s.rollout.logprobs),
+            torch.tensor(s.loss_mask).bool(),
+        )
         pull = s.advantage + 0.3 * (dense_log_probs(teacher, s) - lpn).detach()
         J = J + ((lpn - lpr).detach().exp() * pull * lpn)[mask].sum()
     want = gradients(model, J / sum(sum(s.loss_mask) for s in batch.samples))
     optimizer = Probe(model.trainable_parameters(), OptimSettings(learning_rate=1e-2))
-    metrics = learn(model, batch, optimizer, settings("dapo", "aipo", options={"teacher_tau": 0.3}), teacher=teacher)
+    metrics = learn(
+        model,
+        batch,
+        optimizer,
+        settings("dapo", "aipo", options={"teacher_tau": 0.3}),
+        teacher=teacher,
+    )
     assert metrics["correction/rejected_fraction"] == 0
     assert_close(optimizer.seen[0], want, atol=2e-6)
     assert all(torch.equal(p, before[n]) for n, p in teacher.named_parameters())
     small = tiny_model(vocab_size=8)
     with pytest.raises(ValueError, match="leaves 0..7"):
-        learn(model, batch, optimizer, settings("dapo", "aipo", options={"teacher_tau": 0.3}), teacher=small)
+        learn(
+            model,
+            batch,
+            optimizer,
+            settings("dapo", "aipo", options={"teacher_tau": 0.3}),
+            teacher=small,
+        )
 
 
 def with_adapter(seed=0, b_scale=0.1):
@@ -421,7 +576,9 @@ def test_lora_moves_the_adapter_alone_and_its_reference_is_the_adapter_off():
     batch = make_batch(model)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     trainable = {id(p) for p in model.trainable_parameters().values()}
-    J = acr_objective(model, batch.samples, frozen_log_probs(model, batch.samples), kl_coef=0.5, reference=base)
+    J = acr_objective(
+        model, batch.samples, frozen_log_probs(model, batch.samples), kl_coef=0.5, reference=base
+    )
     want = gradients(model, J)
     optimizer, metrics = run_learn(model, batch, settings(kl_coef=0.5))
     assert_close(optimizer.seen[0], want, atol=2e-5)
@@ -456,7 +613,11 @@ def test_a_batch_without_any_signal_is_a_zero_gradient():
         s.loss_mask = [0] * len(s.loss_mask)
     before = copy.deepcopy(model.state_dict())
     _, metrics = run_learn(model, batch, settings(), weight_decay=0.0)
-    assert metrics["optim/grad_norm"] == 0 and metrics["optim/skipped"] == 0 and metrics["policy/objective"] == 0
+    assert (
+        metrics["optim/grad_norm"] == 0
+        and metrics["optim/skipped"] == 0
+        and metrics["policy/objective"] == 0
+    )
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
@@ -470,7 +631,9 @@ def poison_behavior(batch, model, value):
 
 def poison_gradient(batch, model, value):
     first = next(iter(model.trainable_parameters().values()))
-    first.register_hook(lambda g: g.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(value)))
+    first.register_hook(
+        lambda g: g.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(value))
+    )
 
 
 def poison_hidden(batch, model, value):
@@ -478,7 +641,9 @@ def poison_hidden(batch, model, value):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38])
-@pytest.mark.parametrize("poison", [poison_advantage, poison_behavior, poison_gradient, poison_hidden])
+@pytest.mark.parametrize(
+    "poison", [poison_advantage, poison_behavior, poison_gradient, poison_hidden]
+)
 def test_non_finite_numbers_never_reach_the_weights(poison, value):
     model = tiny_model()
     before = copy.deepcopy(model.state_dict())
@@ -489,7 +654,7 @@ def test_non_finite_numbers_never_reach_the_weights(poison, value):
     if metrics["optim/skipped"]:
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(v.isfinite().all() for v in model.state_dict().values())
-    if poison is poison_behavior:                      # a lost behaviour log-prob costs its token, not the step
+    if poison is poison_behavior:  # a lost behaviour log-prob costs its token, not the step
         assert not metrics["optim/skipped"]
         assert metrics["correction/dropped_tokens"] == (0 if value == 1e38 else 1)
     elif not math.isfinite(value):
@@ -501,8 +666,14 @@ def test_three_refusals_in_a_row_stop_the_run_with_the_batch_saved(minibatches):
     model, saved = tiny_model(), []
     before = copy.deepcopy(model.state_dict())
     channel = MemoryRolloutChannel(capacity=8)
-    trainer = Trainer(model, Optimizer(model.trainable_parameters(), OptimSettings()),
-                      settings(minibatches=minibatches), channel, lambda version: None, save_offending=saved.append)
+    trainer = Trainer(
+        model,
+        Optimizer(model.trainable_parameters(), OptimSettings()),
+        settings(minibatches=minibatches),
+        channel,
+        lambda version: None,
+        save_offending=saved.append,
+    )
     for step in (1, 2, 3):
         batch = make_batch(model, step=step)
         for s in batch.samples:
@@ -531,18 +702,36 @@ def test_bad_batches_are_refused_before_anything_changes():
     assert optimizer.num_steps == 0
 
 
-@pytest.mark.parametrize(("field", "value"), [("minibatches", 0), ("tokens_per_microbatch", 0), ("kl_coef", -1.0),
-                                              ("kl_coef", math.nan), ("options", {"capp": 2.0})])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("minibatches", 0),
+        ("tokens_per_microbatch", 0),
+        ("kl_coef", -1.0),
+        ("kl_coef", math.nan),
+        ("options", {"capp": 2.0}),
+    ],
+)
 def test_wrong_learn_settings_are_named(field, value):
     with pytest.raises(ValueError, match=field):
         settings(**{field: value})
 
 
 def make_trainer(model, channel, published=None):
-    optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=1e-2, warmup_steps=3,
-                                                                      lr_scheduler_type="cosine", total_steps=8))
-    return Trainer(model, optimizer, settings(minibatches=2), channel,
-                   (lambda v: None) if published is None else published.append, deadline_s=0.05)
+    optimizer = Optimizer(
+        model.trainable_parameters(),
+        OptimSettings(
+            learning_rate=1e-2, warmup_steps=3, lr_scheduler_type="cosine", total_steps=8
+        ),
+    )
+    return Trainer(
+        model,
+        optimizer,
+        settings(minibatches=2),
+        channel,
+        (lambda v: None) if published is None else published.append,
+        deadline_s=0.05,
+    )
 
 
 @pytest.mark.parametrize("build", [tiny_model, with_adapter])
@@ -555,7 +744,10 @@ def test_a_resumed_trainer_is_bitwise_the_uninterrupted_one(build, stop):
     def advance(trainer, steps):
         for s in steps:
             channel.send(batches[s])
-        return [{k: v for k, v in trainer.step().items() if not k.startswith(("time/", "perf/"))} for _ in steps]
+        return [
+            {k: v for k, v in trainer.step().items() if not k.startswith(("time/", "perf/"))}
+            for _ in steps
+        ]
 
     advance(whole, range(stop))
     tensors, state = whole.state()
@@ -570,7 +762,10 @@ def test_a_resumed_trainer_is_bitwise_the_uninterrupted_one(build, stop):
     for file, named in whole.state()[0].items():
         for name, tensor in named.items():
             assert torch.equal(resumed.state()[0][file][name], tensor), name
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("lost", ["model", "exp_avg", "exp_avg_sq", "num_steps", "num_updates"])
@@ -596,7 +791,9 @@ def test_every_part_of_the_state_matters(lost):
         elif broken and lost.startswith("num"):
             state["optimizer"][lost] = 1
         elif broken:
-            tensors["optimizer"] = {n: t * 0 if n.endswith(f".{lost}") else t for n, t in tensors["optimizer"].items()}
+            tensors["optimizer"] = {
+                n: t * 0 if n.endswith(f".{lost}") else t for n, t in tensors["optimizer"].items()
+            }
         resumed = make_trainer(tiny_model(seed=7), channel)
         resumed.restore(tensors, state)
         assert torch.equal(next_weights(resumed), want) != broken
@@ -604,7 +801,10 @@ def test_every_part_of_the_state_matters(lost):
 
 def test_restore_refuses_the_state_of_another_model():
     channel = MemoryRolloutChannel()
-    trainer, other = make_trainer(tiny_model(), channel), make_trainer(tiny_model(hidden_size=16), channel)
+    trainer, other = (
+        make_trainer(tiny_model(), channel),
+        make_trainer(tiny_model(hidden_size=16), channel),
+    )
     tensors, state = other.state()
     before = copy.deepcopy(trainer.model.state_dict())
     with pytest.raises(ValueError, match=r"model state: .* expected"):
@@ -632,12 +832,15 @@ def test_the_trainer_publishes_growing_versions_and_refuses_replays():
 def test_learning_raises_the_probability_of_rewarded_responses():
     model = tiny_model()
     batch = make_batch(model, noise=0.0)
-    optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=3e-3, weight_decay=0.0))
+    optimizer = Optimizer(
+        model.trainable_parameters(), OptimSettings(learning_rate=3e-3, weight_decay=0.0)
+    )
     good, bad = ([s for s in batch.samples if s.advantage * sign > 0] for sign in (1, -1))
 
     def gap():
-        return (sum(float(dense_log_probs(model, s).detach().mean()) for s in good)
-                - sum(float(dense_log_probs(model, s).detach().mean()) for s in bad))
+        return sum(float(dense_log_probs(model, s).detach().mean()) for s in good) - sum(
+            float(dense_log_probs(model, s).detach().mean()) for s in bad
+        )
 
     before = gap()
     for _ in range(5):

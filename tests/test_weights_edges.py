@@ -1,4 +1,6 @@
-"""From master to rollout weights at the edges: AWQ's floors and grid, alignment that ends, a second model."""
+"""From master to rollout weights at the edges: AWQ's floors and grid, alignment that ends, a second
+model."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -30,7 +32,9 @@ def logits(model: Transformer) -> torch.Tensor:
 def test_awq_searches_twenty_ratios_and_counts_its_blocks(folder: Path) -> None:
     assert awq.RATIOS == pytest.approx([0.05 * i for i in range(20)])
     told: list[tuple[int, int]] = []
-    awq.calibrate(hf.load(folder), "int4", [IDS.tolist()], lambda done, total: told.append((done, total)))
+    awq.calibrate(
+        hf.load(folder), "int4", [IDS.tolist()], lambda done, total: told.append((done, total))
+    )
     assert told == [(1, 2), (2, 2)]
 
 
@@ -76,9 +80,11 @@ def test_the_second_model_multiplies_in_its_own_format(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-tied-bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_was_made_of_the_head_before_a_publication_is_made_anew(family: str, dtype: torch.dtype,
-                                                                     tmp_path: Path) -> None:
-    """A product's own copy of a matrix that learns, where a processor has one, must not outlive it."""
+def test_what_was_made_of_the_head_before_a_publication_is_made_anew(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A product's own copy of a matrix that learns, where a processor has one, must not outlive
+    it."""
     master = hf.load(hf_folder(tmp_path / "m", family), dtype=dtype)
     rollout = rollout_copy(master, "int8", dtype)
     before = logits(rollout)
@@ -89,8 +95,12 @@ def test_what_was_made_of_the_head_before_a_publication_is_made_anew(family: str
     assert not torch.equal(logits(rollout), before)
 
 
-@pytest.mark.parametrize(("noise", "moved"), [(None, False), (Noise(3, 0.0), False), (Noise(3, 1e-3), True)])
-def test_noise_is_on_the_norms_when_there_is_some(folder: Path, noise: Noise | None, moved: bool) -> None:
+@pytest.mark.parametrize(
+    ("noise", "moved"), [(None, False), (Noise(3, 0.0), False), (Noise(3, 1e-3), True)]
+)
+def test_noise_is_on_the_norms_when_there_is_some(
+    folder: Path, noise: Noise | None, moved: bool
+) -> None:
     master = hf.load(folder)
     rollout = rollout_copy(master, "int8", torch.float32, noisy=True)
     clean = logits(rollout)
@@ -104,7 +114,10 @@ def test_a_frozen_base_is_shared_and_another_ones_is_refused(folder: Path) -> No
     base, other = quantize_base(hf.load(folder), "int8"), quantize_base(hf.load(folder), "int8")
     rollout = rollout_copy(base.requires_grad_(False), "int8", torch.float32)
     assert rollout.shared >= {f"{name}.weight" for name, _ in rollout.linears()}
-    assert all(a.weight is b.weight for (_, a), (_, b) in zip(rollout.linears(), base.linears(), strict=True))
+    assert all(
+        a.weight is b.weight
+        for (_, a), (_, b) in zip(rollout.linears(), base.linears(), strict=True)
+    )
     publish(base, rollout)
     with pytest.raises(ValueError, match="belongs to another model, whose base the engine shares"):
         publish(other, rollout)

@@ -4,7 +4,8 @@
     python -m tests.torture --suites kills damage --trials 20
 
     kills      a run is killed at every fault point, at every call to the system, and at random moments, some of them
-               again while they resume; gone on with, it is bit for bit the run that nobody disturbed
+               again while they resume; gone on with, it is bit for bit the run that nobody
+               disturbed
     errors     the same with "no space left" and "input/output error": one error line or none, then as above; and a
                disk of 64 MB that is full for a moment, which the run waits for
     damage     flips, cuts, zeroed tails, deletions and swaps in every kind of file of a run folder: a resume is the
@@ -13,9 +14,10 @@
     folders    hostile model folders: an error line or a success, no traceback, no hang, no 2 GB of memory
     pieces     every tensor and every piece of state of a checkpoint left out (tests/pieces.py)
 
-Every suite first takes what can be enumerated in turn, then draws at random until its share of the time is over. A
-problem names its trial; the same seed and suite draw the same trials.
+Every suite first takes what can be enumerated in turn, then draws at random until its share of the
+time is over. A problem names its trial; the same seed and suite draw the same trials.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -55,16 +57,24 @@ class Bench:
     """What all suites start from."""
 
     root: Path
-    stack: ExitStack                               # what is undone at the end
+    stack: ExitStack  # what is undone at the end
     model: Path
-    whole: Path                                    # a finished run
+    whole: Path  # a finished run
     prints: dict[str, str]
-    seconds: float                                 # that it took
+    seconds: float  # that it took
     places: list[tuple[list[str], int]] = field(default_factory=list)
 
     def tree(self, out: Path, **changes: Any) -> dict[str, Any]:
-        return settings(self.model, out, **{"train": {"max_steps": STEPS}, "ckpt": {"interval": 1, "keep_last": 4},
-                                            "eval": {"interval": 2, "num_examples": 2}, **changes})
+        return settings(
+            self.model,
+            out,
+            **{
+                "train": {"max_steps": STEPS},
+                "ckpt": {"interval": 1, "keep_last": 4},
+                "eval": {"interval": 2, "num_examples": 2},
+                **changes,
+            },
+        )
 
     def words(self, out: Path, **changes: Any) -> list[str]:
         """A command that makes the run in `out`."""
@@ -85,19 +95,31 @@ def build(root: Path, stack: ExitStack) -> Bench:
     return bench
 
 
-def go_on(bench: Bench, out: Path, words: list[str], may_end: bool = False) -> tuple[str, strike.Outcome]:
+def go_on(
+    bench: Bench, out: Path, words: list[str], may_end: bool = False
+) -> tuple[str, strike.Outcome]:
     """Finish a run that was disturbed; ("", outcome) when it is then the undisturbed one."""
     done = attempt([*words, "--resume"])
     if done.code == 2 and "no run to resume" in done.text:
         done = attempt(words)
     if done.trouble or done.code:
-        return ("" if may_end and not done.trouble else f"does not go on: {done.trouble or done.text[-800:]}"), done
+        return (
+            ""
+            if may_end and not done.trouble
+            else f"does not go on: {done.trouble or done.text[-800:]}"
+        ), done
     after = fingerprint(out)
-    other = sorted(name for name in bench.prints.keys() | after.keys() if bench.prints.get(name) != after.get(name))
+    other = sorted(
+        name
+        for name in bench.prints.keys() | after.keys()
+        if bench.prints.get(name) != after.get(name)
+    )
     return (f"goes on otherwise: {other}" if other else ""), done
 
 
-def each(rng: random.Random, *ways: Callable[[], Iterator[str]], then: Callable[[], str]) -> Iterator[str]:
+def each(
+    rng: random.Random, *ways: Callable[[], Iterator[str]], then: Callable[[], str]
+) -> Iterator[str]:
     """What can be enumerated, shuffled together, then at random without end."""
     rounds = [way() for way in ways]
     while rounds:
@@ -110,18 +132,21 @@ def each(rng: random.Random, *ways: Callable[[], Iterator[str]], then: Callable[
         yield then()
 
 
-# -- kills and errors -------------------------------------------------------------------------------------------------
+# -- kills and errors ------------------------------------------------------------------------------
+
 
 def kills(bench: Bench, rng: random.Random) -> Iterator[str]:
     points, calls = _places(bench)
 
-    def trial(how: str, before: Callable[[], object] | None = None, after: float | None = None) -> str:
+    def trial(
+        how: str, before: Callable[[], object] | None = None, after: float | None = None
+    ) -> str:
         out = _fresh(bench.root / "killed")
         words = bench.words(out)
         done = attempt(words, before, after)
         if done.code != -9 and done.code != 0:
             return f"{how}: {done.trouble or done.text[-500:]}"
-        if rng.random() < 0.3:                     # and again, while it resumes
+        if rng.random() < 0.3:  # and again, while it resumes
             attempt([*words, "--resume"], kill_after=rng.uniform(0, bench.seconds))
         problem, _ = go_on(bench, out, words)
         return f"{how}: {problem}" if problem else ""
@@ -159,12 +184,17 @@ def errors(bench: Bench, rng: random.Random) -> Iterator[str]:
 
     def call() -> str:
         number, action = rng.randint(1, calls), rng.choice(sorted(strike.ERRORS))
-        return trial(f"{action} at call {number}", strike.calls(bench.root / "killed", number, action))
+        return trial(
+            f"{action} at call {number}", strike.calls(bench.root / "killed", number, action)
+        )
 
     def at_call() -> Iterator[str]:
         for number in rng.sample(range(1, calls + 1), calls):
             for action in strike.ERRORS:
-                yield trial(f"{action} at call {number}", strike.calls(bench.root / "killed", number, action))
+                yield trial(
+                    f"{action} at call {number}",
+                    strike.calls(bench.root / "killed", number, action),
+                )
 
     def full() -> Iterator[str]:
         for _ in range(20 if disk else 0):
@@ -200,7 +230,9 @@ def _fill(bench: Bench, rng: random.Random, out: Path) -> str:
     done = attempt(words, meanwhile=disturb)
     ballast.unlink(missing_ok=True)
     how = f"disk full after {begin:.2f} s, for {long:.2f} s"
-    if "attempt_1.log" in done.text or done.code == 2:       # there was no room to begin: nothing has begun
+    if (
+        "attempt_1.log" in done.text or done.code == 2
+    ):  # there was no room to begin: nothing has begun
         return f"{how}: {done.trouble}" if done.trouble else ""
     if done.trouble or done.code:
         return f"{how}: {done.trouble or done.text[-500:]}"
@@ -221,14 +253,17 @@ def _fill_up(path: Path) -> None:
 def _small_disk(path: Path, stack: ExitStack) -> Path | None:
     """A file system of 64 MB, where we may mount one."""
     path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)], capture_output=True
+    ).returncode:
         print("errors: no right to mount a tmpfs, a really full disk is left out", flush=True)
         return None
     stack.callback(subprocess.run, ["umount", "-l", str(path)], capture_output=True)
     return path
 
 
-# -- damage -----------------------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------
+
 
 def damage(bench: Bench, rng: random.Random) -> Iterator[str]:
     for _ in count():
@@ -254,10 +289,17 @@ def _kind(name: Path) -> str:
 
 def _noticed(bench: Bench, out: Path, path: Path) -> str:
     """A published folder knows that it is not what it was."""
-    folder = next((above for above in path.parents if (above / MANIFEST).exists() or path.name == MANIFEST), None)
+    folder = next(
+        (above for above in path.parents if (above / MANIFEST).exists() or path.name == MANIFEST),
+        None,
+    )
     original = bench.whole / path.relative_to(out)
-    if out not in (folder, *(folder.parents if folder else ())) or path.is_file() and original.is_file() and (
-            path.read_bytes() == original.read_bytes()):
+    if (
+        out not in (folder, *(folder.parents if folder else ()))
+        or path.is_file()
+        and original.is_file()
+        and (path.read_bytes() == original.read_bytes())
+    ):
         return ""
     try:
         verify_folder(folder)
@@ -273,9 +315,9 @@ def _resumed(bench: Bench, out: Path, kind: str) -> str:
     words = bench.words(out)
     done = attempt([*words, "--resume"])
     if kind == "config.yaml" and done.code == 2 and not done.trouble and not (out / kind).exists():
-        return ""                                  # without it the folder is not known as a run's
+        return ""  # without it the folder is not known as a run's
     if kind == "final" and done.code == 2 and not done.trouble and "output_dir: " in done.text:
-        return ""                                  # what somebody may have changed is not removed
+        return ""  # what somebody may have changed is not removed
     if done.trouble or done.code:
         return f"does not go on: {done.trouble or done.text[-800:]}"
     after = fingerprint(out)
@@ -294,7 +336,11 @@ def _marked(bench: Bench, out: Path, text: str) -> bool:
     """Every record is what was recorded, or marked as lost and told."""
     whole, found = read(bench.whole), read(out)
     lost = [record["step"] for record in found if record.get("record/lost")]
-    same = all(reproducible(a) == reproducible(b) for a, b in zip(found, whole, strict=True) if a["step"] not in lost)
+    same = all(
+        reproducible(a) == reproducible(b)
+        for a, b in zip(found, whole, strict=True)
+        if a["step"] not in lost
+    )
     return same and bool(lost) and "are lost" in text
 
 
@@ -309,17 +355,24 @@ def _told(path: Path) -> bool:
         return True
 
 
-# -- exports ----------------------------------------------------------------------------------------------------------
+# -- exports ---------------------------------------------------------------------------------------
+
 
 def exports(bench: Bench, rng: random.Random) -> Iterator[str]:
     adapted = bench.root / "adapted"
-    done = attempt(bench.words(adapted, train={"max_steps": 1, "warmup_steps": 0, "lora": True, "lora_rank": 2}))
+    done = attempt(
+        bench.words(
+            adapted, train={"max_steps": 1, "warmup_steps": 0, "lora": True, "lora_rank": 2}
+        )
+    )
     assert done.code == 0, done.text
     out = bench.root / "exports" / "out"
-    commands = {"quantize": ["quantize", str(bench.model), str(out), "--format", "int8"],
-                "merged": ["export", str(bench.whole), str(out), "--as", "merged"],
-                "adapter": ["export", str(adapted), str(out), "--as", "adapter"],
-                "rollout": ["export", str(adapted), str(out), "--as", "rollout"]}
+    commands = {
+        "quantize": ["quantize", str(bench.model), str(out), "--format", "int8"],
+        "merged": ["export", str(bench.whole), str(out), "--as", "merged"],
+        "adapter": ["export", str(adapted), str(out), "--as", "adapter"],
+        "rollout": ["export", str(adapted), str(out), "--as", "rollout"],
+    }
     jobs: list[tuple[str, str, Callable[[], object]]] = []
     for name, words in commands.items():
         _fresh(out.parent).mkdir()
@@ -328,7 +381,10 @@ def exports(bench: Bench, rng: random.Random) -> Iterator[str]:
         points, number = strike.passed(words, out.parent, folder)
         for action in ("kill", *strike.ERRORS):
             jobs += [(name, f"{action} at {point}", strike.arm(point, action)) for point in points]
-            jobs += [(name, f"{action} at call {k}", strike.calls(out.parent, k, action)) for k in range(1, number + 1)]
+            jobs += [
+                (name, f"{action} at call {k}", strike.calls(out.parent, k, action))
+                for k in range(1, number + 1)
+            ]
     for name, how, before in rng.sample(jobs, len(jobs)):
         problem = _whole_or_absent(commands[name], _fresh(out.parent) / "out", before)
         yield f"{name}, {how}: {problem}" if problem else ""
@@ -357,15 +413,19 @@ def _whole_or_absent(words: list[str], out: Path, before: Callable[[], object]) 
     return ""
 
 
-# -- folders, pieces --------------------------------------------------------------------------------------------------
+# -- folders, pieces -------------------------------------------------------------------------------
+
 
 def folders(bench: Bench, rng: random.Random) -> Iterator[str]:
     for number in count():
         folder, out = _fresh(bench.root / "hostile"), _fresh(bench.root / "quantised")
         shutil.copytree(bench.model, folder)
         how = hostile.mutate(folder, rng)
-        words = (["quantize", str(folder), str(out), "--format", "int8"] if number % 2 else
-                 ["generate", "--model", str(folder), "--prompt", "abc", "--max-tokens", "2"])
+        words = (
+            ["quantize", str(folder), str(out), "--format", "int8"]
+            if number % 2
+            else ["generate", "--model", str(folder), "--prompt", "abc", "--max-tokens", "2"]
+        )
         done = attempt(words, deadline=30.0)
         yield f"{words[0]}, {how}: {done.trouble}" if done.trouble else ""
 
@@ -373,21 +433,35 @@ def folders(bench: Bench, rng: random.Random) -> Iterator[str]:
 def every_piece(bench: Bench, rng: random.Random) -> Iterator[str]:
     """One trial a process: sessions are heavy and their parts are not shared."""
     for name in pieces.configurations(bench.model, bench.root):
-        code = ("import sys; sys.path.insert(0, 'tests'); from contextlib import ExitStack; from pathlib import Path; "
-                "import pieces; model, out, name = sys.argv[1:]; stack = ExitStack(); "
-                "trial = pieces.Trial(pieces.configurations(Path(model), Path(out))[name], stack); "
-                "found = [*trial.survivors(True), *trial.meta_survivors()]; "
-                "n = len([*pieces.mutants(trial.saved, True)]) + len(trial.saved.meta); stack.close(); "
-                "print(f'COUNT {n}'); print(*found, sep=chr(10)); sys.exit(bool(found))")
-        done = subprocess.run([sys.executable, "-c", code, str(bench.model), str(bench.root / "pieces"), name],
-                              capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[1])
-        told = done.stdout[done.stdout.rfind("COUNT"):].strip() if "COUNT" in done.stdout else ""
+        code = (
+            "import sys; sys.path.insert(0, 'tests'); from contextlib import ExitStack; from "
+            "pathlib import Path; "
+            "import pieces; model, out, name = sys.argv[1:]; stack = ExitStack(); "
+            "trial = pieces.Trial(pieces.configurations(Path(model), Path(out))[name], stack); "
+            "found = [*trial.survivors(True), *trial.meta_survivors()]; "
+            "n = len([*pieces.mutants(trial.saved, True)]) + len(trial.saved.meta); stack.close(); "
+            "print(f'COUNT {n}'); print(*found, sep=chr(10)); sys.exit(bool(found))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(bench.model), str(bench.root / "pieces"), name],
+            capture_output=True,
+            text=True,
+            timeout=900,
+            cwd=Path(__file__).parents[1],
+        )
+        told = done.stdout[done.stdout.rfind("COUNT") :].strip() if "COUNT" in done.stdout else ""
         print(f"pieces: {name}: {told.splitlines()[0] if told else '?'}", flush=True)
         yield f"{name}: {told or done.stderr[-800:]}" if done.returncode else ""
 
 
-SUITES = {"kills": kills, "errors": errors, "damage": damage, "exports": exports, "folders": folders,
-          "pieces": every_piece}
+SUITES = {
+    "kills": kills,
+    "errors": errors,
+    "damage": damage,
+    "exports": exports,
+    "folders": folders,
+    "pieces": every_piece,
+}
 
 
 def _fresh(path: Path) -> Path:
@@ -416,7 +490,11 @@ def main() -> None:
                 if time.monotonic() > until or done == args.trials:
                     break
             bad += problems
-            print(f"DONE {name}: {done} trials, {problems} problems, {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"DONE {name}: {done} trials, {problems} problems, {time.monotonic() - began:.0f} "
+                f"s",
+                flush=True,
+            )
     sys.exit(bad > 0)
 
 

@@ -1,8 +1,10 @@
 """Rewards in, advantages out: lists of floats, standard library only.
 
-`TABLE[name](rewards, lengths)` estimates the advantages of one group; `BY_ALGORITHM` names each algorithm's
-estimator; `overlong` is DAPO's length penalty. `gae`, `place` and `whiten` are PPO's, which has a critic.
+`TABLE[name](rewards, lengths)` estimates the advantages of one group; `BY_ALGORITHM` names each
+algorithm's estimator; `overlong` is DAPO's length penalty. `gae`, `place` and `whiten` are PPO's,
+which has a critic.
 """
+
 from lowroll.advantages.gae import gae, place, whiten
 from lowroll.advantages.group import (
     BY_ALGORITHM,
@@ -15,5 +17,16 @@ from lowroll.advantages.group import (
 )
 from lowroll.advantages.shaping import overlong
 
-__all__ = ["BY_ALGORITHM", "TABLE", "Estimator", "gae", "grpo", "grpo_no_std", "length_weighted", "overlong", "place",
-           "rloo", "whiten"]
+__all__ = [
+    "BY_ALGORITHM",
+    "TABLE",
+    "Estimator",
+    "gae",
+    "grpo",
+    "grpo_no_std",
+    "length_weighted",
+    "overlong",
+    "place",
+    "rloo",
+    "whiten",
+]

@@ -1,12 +1,15 @@
-"""Generalised advantage estimation for PPO with a critic (arXiv 1506.02438 eq. 16), for one response.
+"""Generalised advantage estimation for PPO with a critic (arXiv 1506.02438 eq. 16), for one
+response.
 
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   G_t = A_t + V_t
 
-V_t is the critic's value of the state before token t; after the last token V = A = 0. A masked token (a tool's answer,
-say) is no step: A and V of the token after it are carried over it to the token before. `place` puts the one score of a
-response on its last unmasked token. `whiten` is verl's, over the unmasked tokens of a whole batch; the returns G, which
-the critic learns, are taken before it.
+V_t is the critic's value of the state before token t; after the last token V = A = 0. A masked
+token (a tool's answer, say) is no step: A and V of the token after it are carried over it to the
+token before. `place` puts the one score of a response on its last unmasked token. `whiten` is
+verl's, over the unmasked tokens of a whole batch; the returns G, which the critic learns, are taken
+before it.
 """
+
 from __future__ import annotations
 
 import math
@@ -15,12 +18,18 @@ from collections.abc import Sequence
 Mask = Sequence[int] | Sequence[bool]
 
 
-def gae(rewards: Sequence[float], values: Sequence[float], mask: Mask | None = None, *, gamma: float = 1.0,
-        lam: float = 1.0) -> tuple[list[float], list[float]]:
+def gae(
+    rewards: Sequence[float],
+    values: Sequence[float],
+    mask: Mask | None = None,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[list[float], list[float]]:
     """(advantages, returns) of one response, one entry a token, 0.0 where the mask is 0.
 
-    What `rewards` and `values` hold under the mask is not looked at. ValueError for lengths that differ, a non-finite
-    entry, or gamma or lam outside of [0, 1].
+    What `rewards` and `values` hold under the mask is not looked at. ValueError for lengths that
+    differ, a non-finite entry, or gamma or lam outside of [0, 1].
     """
     mask = [1] * len(rewards) if mask is None else mask
     for name, entries in (("values", values), ("mask", mask)):
@@ -47,19 +56,30 @@ def place(reward: float, mask: Mask) -> list[float]:
     return [reward if t == last else 0.0 for t in range(len(mask))]
 
 
-def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask], *, eps: float = 1e-8) -> list[list[float]]:
-    """(A - mean) / sqrt(var + eps) over the unmasked tokens of all responses, var with ddof 1; 0.0 under the mask.
+def whiten(
+    advantages: Sequence[Sequence[float]], masks: Sequence[Mask], *, eps: float = 1e-8
+) -> list[list[float]]:
+    """(A - mean) / sqrt(var + eps) over the unmasked tokens of all responses, var with ddof 1; 0.0
+    under the mask.
 
-    A batch of one token, or of equal advantages, gives 0.0. ValueError for lengths that differ or a non-finite entry.
+    A batch of one token, or of equal advantages, gives 0.0. ValueError for lengths that differ or a
+    non-finite entry.
     """
     if [len(row) for row in advantages] != [len(mask) for mask in masks]:
         raise ValueError("masks: their lengths differ from those of the advantages")
-    heard = [a for row, mask in zip(advantages, masks, strict=True) for a, m in zip(row, mask, strict=True) if m]
+    heard = [
+        a
+        for row, mask in zip(advantages, masks, strict=True)
+        for a, m in zip(row, mask, strict=True)
+        if m
+    ]
     if not all(map(math.isfinite, heard)):
         raise ValueError("advantages: an unmasked entry is not finite")
     mean, scale = 0.0, 0.0
     if len(heard) > 1 and min(heard) != max(heard):
         mean = math.fsum(heard) / len(heard)
         scale = 1 / math.sqrt(math.fsum((a - mean) ** 2 for a in heard) / (len(heard) - 1) + eps)
-    return [[(a - mean) * scale if m else 0.0 for a, m in zip(row, mask, strict=True)]
-            for row, mask in zip(advantages, masks, strict=True)]
+    return [
+        [(a - mean) * scale if m else 0.0 for a, m in zip(row, mask, strict=True)]
+        for row, mask in zip(advantages, masks, strict=True)
+    ]

@@ -1,23 +1,27 @@
 """Advantages from a group of rewards: G rollouts of one prompt judge each other.
 
-With scalar rewards r_1..r_G of one prompt the baseline is the group itself; the advantage of a rollout is given to
-each of its tokens.
+With scalar rewards r_1..r_G of one prompt the baseline is the group itself; the advantage of a
+rollout is given to each of its tokens.
 
     grpo             A_i = (r_i - mean) / (std + eps), std with G-1     GRPO, arXiv 2402.03300 sec. 4.1; eps as in verl
     grpo_no_std      A_i = r_i - mean                                   Dr. GRPO, arXiv 2503.20783 sec. 3.2
     rloo             A_i = (r_i - mean) * G / (G-1)                     RLOO, arXiv 2402.14740: the baseline is the
-                                                                        mean of the other G-1 rewards
+                                                                        mean of the other G-1
+                                                                        rewards
     gae              A_i = r_i                                          PPO: the critic's values are the baseline, and
-                                                                        the learner takes them off token by token
+                                                                        the learner takes them off
+                                                                        token by token
     length_weighted  A_i = r_i - sum_j r_j len_j / sum_j len_j          the `length_weighted_mean` of Surogate
 
 Rules shared by all of them but `gae`, which compares nothing:
 1. A reward of None (the scorer could not score) leaves the statistics, and its rollout gets 0.0.
 2. Rewards that are all equal give exactly 0.0, whatever the rounding of their mean.
 3. A request for a single rollout (G = 1) has no group: mean 0 and std 1, so A = r (verl's convention).
-   A larger group of which only one reward is left gets 0.0: a lone survivor has nothing to be compared with.
+   A larger group of which only one reward is left gets 0.0: a lone survivor has nothing to be
+   compared with.
 4. Every reward of the group counts, also that of a rollout which is masked or filtered later.
 """
+
 from __future__ import annotations
 
 import math
@@ -27,12 +31,17 @@ Rewards = Sequence[float | None]
 Estimator = Callable[[Rewards, Sequence[int] | None], list[float]]
 
 
-def grpo(rewards: Rewards, lengths: Sequence[int] | None = None, *, eps: float = 1e-6) -> list[float]:
-    """(r - mean) / (std + eps), std with ddof 1. `lengths` is ignored. ValueError for an empty group or a NaN."""
+def grpo(
+    rewards: Rewards, lengths: Sequence[int] | None = None, *, eps: float = 1e-6
+) -> list[float]:
+    """(r - mean) / (std + eps), std with ddof 1. `lengths` is ignored. ValueError for an empty
+    group or a NaN."""
+
     def normalise(scored: list[float]) -> list[float]:
         centred = _centre(scored)
         std = math.sqrt(math.fsum(c * c for c in centred) / (len(centred) - 1))
         return [c / (std + eps) for c in centred]
+
     return _estimate(rewards, normalise)
 
 
@@ -42,23 +51,31 @@ def grpo_no_std(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[
 
 
 def rloo(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """r - mean of the others. `lengths` is ignored. ValueError for an empty group or a non-finite reward."""
+    """r - mean of the others. `lengths` is ignored. ValueError for an empty group or a non-finite
+    reward."""
+
     def leave_one_out(scored: list[float]) -> list[float]:
         return [c * len(scored) / (len(scored) - 1) for c in _centre(scored)]
+
     return _estimate(rewards, leave_one_out)
 
 
 def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
     """r - sum(r len) / sum(len). `lengths` are response lengths in tokens, one a reward.
 
-    ValueError when lengths are missing, of another number, negative, or zero for every scored rollout.
+    ValueError when lengths are missing, of another number, negative, or zero for every scored
+    rollout.
     """
     if lengths is None or len(lengths) != len(rewards):
-        raise ValueError(f"lengths: one for each of the {len(rewards)} rewards is needed, got "
-                         f"{'none' if lengths is None else len(lengths)}")
+        raise ValueError(
+            f"lengths: one for each of the {len(rewards)} rewards is needed, got "
+            f"{'none' if lengths is None else len(lengths)}"
+        )
     if any(length < 0 for length in lengths):
         raise ValueError(f"lengths: a negative length in {list(lengths)}")
-    scored_lengths = [length for reward, length in zip(rewards, lengths, strict=True) if reward is not None]
+    scored_lengths = [
+        length for reward, length in zip(rewards, lengths, strict=True) if reward is not None
+    ]
 
     def subtract_weighted_mean(scored: list[float]) -> list[float]:
         total = sum(scored_lengths)
@@ -66,11 +83,13 @@ def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> l
             raise ValueError("lengths: every scored rollout of the group is empty")
         baseline = math.fsum(r * n for r, n in zip(scored, scored_lengths, strict=True)) / total
         return [r - baseline for r in scored]
+
     return _estimate(rewards, subtract_weighted_mean)
 
 
 def reward(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """The reward itself, 0.0 for None. `lengths` is ignored. ValueError for an empty group or a non-finite reward."""
+    """The reward itself, 0.0 for None. `lengths` is ignored. ValueError for an empty group or a
+    non-finite reward."""
     _check(rewards)
     return [0.0 if r is None else float(r) for r in rewards]
 
@@ -109,7 +128,8 @@ def _check(rewards: Rewards) -> None:
 
 
 def _estimate(rewards: Rewards, estimate: Callable[[list[float]], list[float]]) -> list[float]:
-    """Apply `estimate` to the scored rewards under the shared rules and put the results back in place."""
+    """Apply `estimate` to the scored rewards under the shared rules and put the results back in
+    place."""
     _check(rewards)
     scored = [float(r) for r in rewards if r is not None]
     if len(rewards) == 1:

@@ -1,12 +1,13 @@
 """Reward shaping: what is added to a reward before the group's statistics are taken.
 
-DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13), for a response of n tokens, a limit L_max and a soft zone
-of L_cache tokens below it:
+DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13), for a response of n tokens, a limit L_max
+and a soft zone of L_cache tokens below it:
 
     n <= L_max - L_cache          0
     up to L_max                   ((L_max - L_cache) - n) / L_cache      falls linearly from 0 to -1
     n > L_max                    -1
 """
+
 from __future__ import annotations
 
 

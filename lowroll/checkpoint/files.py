@@ -1,4 +1,5 @@
 """Single files that are whole or absent, and input and output errors that name their file."""
+
 from __future__ import annotations
 
 import errno
@@ -12,19 +13,20 @@ from pathlib import Path
 from lowroll.checkpoint.faults import faultpoint
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_RUST = re.compile(r"\(os error ([0-9]+)\)")            # how safetensors words the errors of the system
+_RUST = re.compile(r"\(os error ([0-9]+)\)")  # how safetensors words the errors of the system
 
 
 def read_file(path: Path) -> bytes:
     """The bytes of a regular file. OSError with its name, also when reading fails half way."""
     with naming(path):
-        if not stat.S_ISREG(os.stat(path).st_mode):         # a FIFO would be waited for
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a FIFO would be waited for
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         return Path(path).read_bytes()
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Make `data` the content of `path`: after an error or a crash it is the old content, or the new one, whole."""
+    """Make `data` the content of `path`: after an error or a crash it is the old content, or the
+    new one, whole."""
     path = Path(path)
     tmp = path.with_name(f".tmp-{path.name}")
     with naming(path):
@@ -45,7 +47,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line and its newline. It is on disk when this returns; after an error the file is as it was."""
+    """Append a line and its newline. It is on disk when this returns; after an error the file is as
+    it was."""
     path = Path(path)
     with naming(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -66,7 +69,7 @@ def write_all(descriptor: int, data: bytes) -> None:
     """Write every byte: on a disk that fills up, one call of the system may take a part only."""
     left = memoryview(data)
     while left:
-        left = left[os.write(descriptor, left):]
+        left = left[os.write(descriptor, left) :]
 
 
 def sync_folder(path: Path) -> None:
@@ -91,7 +94,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def system_error(error: BaseException) -> int | None:
-    """The errno of an error of the system, also when a library wrapped it in an error of its own; else None."""
+    """The errno of an error of the system, also when a library wrapped it in an error of its own;
+    else None."""
     if isinstance(error, OSError):
         return error.errno
     found = _RUST.search(str(error))

@@ -1,12 +1,14 @@
 """One process at a time owns a run folder.
 
-`flock` on `.lock` is freed by the kernel when its owner dies, however it dies, so there are no stale locks to clean.
-The file is an append-only list of attempts, one JSON line each; the line count is the attempt number, which therefore
-grows by one with every launch and can serve as a fencing token in names and logs.
+`flock` on `.lock` is freed by the kernel when its owner dies, however it dies, so there are no
+stale locks to clean. The file is an append-only list of attempts, one JSON line each; the line
+count is the attempt number, which therefore grows by one with every launch and can serve as a
+fencing token in names and logs.
 
-A forked child inherits the lock and keeps it while it lives: workers of a dead run hold its folder until they are
-gone. Children started by exec (spawn, forkserver, subprocess) do not.
+A forked child inherits the lock and keeps it while it lives: workers of a dead run hold its folder
+until they are gone. Children started by exec (spawn, forkserver, subprocess) do not.
 """
+
 from __future__ import annotations
 
 import fcntl
@@ -28,7 +30,8 @@ class RunLockedError(RunFailed):
 
 
 class RunLock:
-    """`with RunLock(folder) as lock:` owns `folder`; `lock.attempt` counts the launches on it, from 1.
+    """`with RunLock(folder) as lock:` owns `folder`; `lock.attempt` counts the launches on it, from
+    1.
 
     Raises RunLockedError at once when another process owns it; the folder is created when absent.
     """
@@ -48,8 +51,17 @@ class RunLock:
     def _append_attempt(self) -> int:
         content = self._read()
         attempt = len(content.splitlines()) + 1
-        line = json.dumps({"attempt": attempt, "pid": os.getpid(), "host": socket.gethostname(),
-                           "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n"
+        line = (
+            json.dumps(
+                {
+                    "attempt": attempt,
+                    "pid": os.getpid(),
+                    "host": socket.gethostname(),
+                    "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                }
+            )
+            + "\n"
+        )
         torn = bool(content) and not content.endswith(b"\n")
         with naming(self.folder / LOCK):
             write_all(self._descriptor, (b"\n" if torn else b"") + line.encode())
@@ -76,6 +88,10 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release()

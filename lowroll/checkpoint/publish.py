@@ -2,14 +2,17 @@
 
     write into .tmp-lowroll-*  ->  fsync files  ->  MANIFEST.json, fsync  ->  fsync folder  ->  rename  ->  fsync parent
 
-A rename is atomic on POSIX file systems, so a process that dies anywhere leaves either the finished folder or a
-`.tmp-lowroll-*` that no reader looks at. The fsyncs order the data before the name, which is what a power loss needs
-(Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). The manifest holds size and SHA-256 of every
-file because neither safetensors nor the file system notices a flipped bit or a zeroed tail.
+A rename is atomic on POSIX file systems, so a process that dies anywhere leaves either the finished
+folder or a `.tmp-lowroll-*` that no reader looks at. The fsyncs order the data before the name,
+which is what a power loss needs (Pillai et al., "All File Systems Are Not Created Equal", OSDI
+2014). The manifest holds size and SHA-256 of every file because neither safetensors nor the file
+system notices a flipped bit or a zeroed tail.
 
-A temporary folder is flock'ed by its writer. The kernel frees the lock when the writer dies, so a folder whose lock
-can be taken is a leftover, whatever its process id was, and is removed by the next writer beside it.
+A temporary folder is flock'ed by its writer. The kernel frees the lock when the writer dies, so a
+folder whose lock can be taken is a leftover, whatever its process id was, and is removed by the
+next writer beside it.
 """
+
 from __future__ import annotations
 
 import errno
@@ -33,14 +36,15 @@ from lowroll.types import printable
 log = logging.getLogger(__name__)
 
 MANIFEST = "MANIFEST.json"
-TEMPORARY = ".tmp-lowroll-"         # ours alone: leftovers are removed wherever a folder is published
+TEMPORARY = ".tmp-lowroll-"  # ours alone: leftovers are removed wherever a folder is published
 FORMAT = 1
 _CHUNK = 1 << 20
 _MOST_MANIFEST = 16 << 20
 
 
 class DamagedError(ValueError):
-    """A published folder is not what was published. The message names the file and what is wrong with it."""
+    """A published folder is not what was published. The message names the file and what is wrong
+    with it."""
 
 
 class DiskFullError(OSError):
@@ -52,16 +56,18 @@ class NotSyncedError(OSError):
 
 
 def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, Any]) -> Path:
-    """Make `dest` appear with the files that `write(folder)` puts into the folder it is given; return `dest`.
+    """Make `dest` appear with the files that `write(folder)` puts into the folder it is given;
+    return `dest`.
 
-    `meta` is JSON data stored in the manifest and returned by `verify_folder`. An existing `dest` is refused with
-    FileExistsError before anything is written. When `write` raises, its partial folder is removed and the error goes
-    on; a full disk becomes DiskFullError, any other error of the system an OSError with the path. NotSyncedError when
-    the folder is there, but a power loss could still take it away.
+    `meta` is JSON data stored in the manifest and returned by `verify_folder`. An existing `dest`
+    is refused with FileExistsError before anything is written. When `write` raises, its partial
+    folder is removed and the error goes on; a full disk becomes DiskFullError, any other error of
+    the system an OSError with the path. NotSyncedError when the folder is there, but a power loss
+    could still take it away.
     """
     dest = Path(dest)
     _check_absent(dest)
-    encode_manifest({}, meta)                       # meta that is not JSON fails before a byte is written
+    encode_manifest({}, meta)  # meta that is not JSON fails before a byte is written
     dest.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(dest.parent)
     with _temporary(dest) as tmp:
@@ -70,7 +76,10 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
         faultpoint("publish.written")
         files = {}
         for name in _file_names(tmp):
-            files[name] = {"size": (tmp / name).stat().st_size, "sha256": _sync_and_digest(tmp / name)}
+            files[name] = {
+                "size": (tmp / name).stat().st_size,
+                "sha256": _sync_and_digest(tmp / name),
+            }
             faultpoint(f"publish.synced/{name}")
         (tmp / MANIFEST).write_bytes(encode_manifest(files, meta))
         faultpoint("publish.manifest_written")
@@ -85,15 +94,20 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
         sync_folder(dest.parent)
         faultpoint("publish.parent_synced")
     except OSError as error:
-        raise NotSyncedError(f"{dest} is published, but a power loss could still take it away: {dest.parent} could not "
-                             f"be synced ({error.strerror})") from error
+        raise NotSyncedError(
+            f"{dest} is published, but a power loss could still take it away: {dest.parent} could "
+            f"not "
+            f"be synced ({error.strerror})"
+        ) from error
     return dest
 
 
 def verify_folder(path: Path) -> dict[str, Any]:
-    """Read every byte of a published folder and return the manifest's meta. Raises DamagedError naming the file.
+    """Read every byte of a published folder and return the manifest's meta. Raises DamagedError
+    naming the file.
 
-    Files that the manifest does not list (a note that somebody left) are ignored: readers open listed files only.
+    Files that the manifest does not list (a note that somebody left) are ignored: readers open
+    listed files only.
     """
     path = Path(path)
     files, meta = _read_manifest(path / MANIFEST)
@@ -106,14 +120,17 @@ def verify_folder(path: Path) -> dict[str, Any]:
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{printable(file)}: not a regular file")
         if status.st_size != entry["size"]:
-            raise DamagedError(f"{printable(file)}: {status.st_size} bytes, {entry['size']} were published")
+            raise DamagedError(
+                f"{printable(file)}: {status.st_size} bytes, {entry['size']} were published"
+            )
         if _digest(file) != entry["sha256"]:
             raise DamagedError(f"{printable(file)}: SHA-256 differs from what was published")
     return meta
 
 
 def read_meta(path: Path) -> dict[str, Any] | None:
-    """The meta of a published folder, unverified; None for a folder that was not published, or was damaged since."""
+    """The meta of a published folder, unverified; None for a folder that was not published, or was
+    damaged since."""
     try:
         return _read_manifest(Path(path) / MANIFEST)[1]
     except DamagedError:
@@ -126,7 +143,8 @@ def published_files(path: Path) -> set[str]:
 
 
 def encode_manifest(files: dict[str, dict[str, Any]], meta: dict[str, Any]) -> bytes:
-    """Canonical bytes of a manifest, with a digest over its own content. ValueError when `meta` is not JSON data."""
+    """Canonical bytes of a manifest, with a digest over its own content. ValueError when `meta` is
+    not JSON data."""
     body = {"format": FORMAT, "files": files, "meta": meta}
     try:
         text = json.dumps(body, sort_keys=True, allow_nan=False)
@@ -141,16 +159,16 @@ def remove_leftovers(folder: Path) -> None:
     for path in Path(folder).glob(f"{TEMPORARY}*"):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:                             # gone meanwhile, or not a folder of ours
+        except OSError:  # gone meanwhile, or not a folder of ours
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path)
             log.warning("removed %s, left by an attempt that died", path)
         except BlockingIOError:
-            pass                                    # its writer is alive
+            pass  # its writer is alive
         except FileNotFoundError:
-            pass                                    # another writer removed it first
+            pass  # another writer removed it first
         finally:
             os.close(descriptor)
 
@@ -162,13 +180,18 @@ def _temporary(dest: Path) -> Iterator[Path]:
     try:
         yield tmp
     except BaseException as error:
-        shutil.rmtree(tmp, ignore_errors=True)      # the first error is the one to report
+        shutil.rmtree(tmp, ignore_errors=True)  # the first error is the one to report
         if is_disk_full(error):
             free = shutil.disk_usage(dest.parent).free
-            raise DiskFullError(errno.ENOSPC, f"disk full while publishing {dest}, {free / 2**20:.0f} MiB free "
-                                              "after removing the partial data; nothing was published") from error
+            raise DiskFullError(
+                errno.ENOSPC,
+                f"disk full while publishing {dest}, {free / 2**20:.0f} MiB free "
+                "after removing the partial data; nothing was published",
+            ) from error
         if not isinstance(error, FileExistsError) and (code := system_error(error)) is not None:
-            raise OSError(code, f"{os.strerror(code)} while publishing, nothing was published", str(dest)) from error
+            raise OSError(
+                code, f"{os.strerror(code)} while publishing, nothing was published", str(dest)
+            ) from error
         raise
     finally:
         os.close(descriptor)
@@ -180,7 +203,7 @@ def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
         tmp.mkdir(mode=0o755)
         try:
             descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:                   # a cleaner ran between mkdir and open
+        except FileNotFoundError:  # a cleaner ran between mkdir and open
             continue
         except OSError:
             tmp.rmdir()
@@ -190,7 +213,7 @@ def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
             if tmp.exists():
                 return tmp, descriptor
         except BlockingIOError:
-            pass                                    # a cleaner holds it and is about to remove it
+            pass  # a cleaner holds it and is about to remove it
         os.close(descriptor)
     raise RuntimeError(f"{dest.parent}: could not keep a temporary folder, other writers remove it")
 
@@ -216,10 +239,12 @@ def _file_names(folder: Path) -> list[str]:
 def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     try:
         status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):       # a FIFO would be waited for
+        if not stat.S_ISREG(status.st_mode):  # a FIFO would be waited for
             raise DamagedError(f"{path}: not a regular file")
         if status.st_size > _MOST_MANIFEST:
-            raise DamagedError(f"{path}: {status.st_size:,} bytes; a manifest has {_MOST_MANIFEST:,} at most")
+            raise DamagedError(
+                f"{path}: {status.st_size:,} bytes; a manifest has {_MOST_MANIFEST:,} at most"
+            )
         raw = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedError(f"{path}: missing") from None
@@ -242,7 +267,11 @@ def _check_entry(path: Path, name: str, entry: object) -> None:
     """DamagedError for a name that leads out of the folder, or what is not a size and a digest."""
     if "\0" in name or name in ("", ".") or Path(name).is_absolute() or ".." in Path(name).parts:
         raise DamagedError(f"{path}: {printable(repr(name))} is no file of the folder")
-    if not isinstance(entry, dict) or type(entry.get("size")) is not int or not isinstance(entry.get("sha256"), str):
+    if (
+        not isinstance(entry, dict)
+        or type(entry.get("size")) is not int
+        or not isinstance(entry.get("sha256"), str)
+    ):
         raise DamagedError(f"{path}: {printable(name)}: expected a size and a sha256")
 
 

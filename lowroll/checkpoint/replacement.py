@@ -2,9 +2,11 @@
 
     publish beside dest  ->  rename dest aside  ->  rename the new one to dest  ->  fsync parent  ->  remove the old one
 
-A process that dies between the two renames leaves both, whole, under names that `settle_folder` knows. Only what was
-published is ever removed: a folder that holds anything else is moved aside and kept.
+A process that dies between the two renames leaves both, whole, under names that `settle_folder`
+knows. Only what was published is ever removed: a folder that holds anything else is moved aside and
+kept.
 """
+
 from __future__ import annotations
 
 import logging
@@ -29,7 +31,8 @@ log = logging.getLogger(__name__)
 
 
 def foreign_in(folder: Path, contents: bool = True) -> str:
-    """What in a folder is not what was published there, in words that name the first of it; "" when there is nothing.
+    """What in a folder is not what was published there, in words that name the first of it; "" when
+    there is nothing.
 
     contents: read every byte, so that a file that somebody changed counts too.
     """
@@ -43,11 +46,18 @@ def foreign_in(folder: Path, contents: bool = True) -> str:
         return str(error)
     inside = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     found = {path.relative_to(folder).as_posix() for path in inside}
-    return next((f"{folder / name}: it was not published with the folder" for name in sorted(found - listed)), "")
+    return next(
+        (
+            f"{folder / name}: it was not published with the folder"
+            for name in sorted(found - listed)
+        ),
+        "",
+    )
 
 
 def replace_folder(dest: Path, publish: Callable[[Path], object]) -> Path:
-    """Publish a folder with `publish(path)` and put it in the place of `dest`, if there is one; returns `dest`."""
+    """Publish a folder with `publish(path)` and put it in the place of `dest`, if there is one;
+    returns `dest`."""
     settle_folder(dest)
     if not dest.exists():
         publish(dest)
@@ -65,8 +75,8 @@ def replace_folder(dest: Path, publish: Callable[[Path], object]) -> Path:
 
 
 def settle_folder(dest: Path) -> None:
-    """Finish what a process began that died in `replace_folder` or `remove_published`: afterwards `dest` is the newest
-    whole one."""
+    """Finish what a process began that died in `replace_folder` or `remove_published`: afterwards
+    `dest` is the newest whole one."""
     new, old = _beside(dest)
     remove_leftovers(dest.parent)
     if new.is_dir() and not dest.exists():
@@ -78,8 +88,8 @@ def settle_folder(dest: Path) -> None:
 
 
 def remove_published(folder: Path, trash: Path) -> None:
-    """Remove a folder that was published. A process that dies in between leaves it in `trash`, a folder of the same
-    disk, as what a dead writer leaves: the next one there removes it."""
+    """Remove a folder that was published. A process that dies in between leaves it in `trash`, a
+    folder of the same disk, as what a dead writer leaves: the next one there removes it."""
     aside = trash / f"{TEMPORARY}{folder.name}-{secrets.token_hex(4)}"
     os.rename(folder, aside)
     faultpoint("replace.trashed")
@@ -91,7 +101,8 @@ def _beside(dest: Path) -> tuple[Path, Path]:
 
 
 def _discard(folder: Path, dest: Path) -> None:
-    """Remove a folder that was published; one that holds anything else is kept under a name that people see."""
+    """Remove a folder that was published; one that holds anything else is kept under a name that
+    people see."""
     foreign = foreign_in(folder)
     if not foreign:
         remove_published(folder, folder.parent)

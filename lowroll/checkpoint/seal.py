@@ -1,9 +1,12 @@
-"""A line of JSON that shows when it was damaged: `{"step": 3, "reward/mean": 0.4, "crc": "9cf16ae5"}`.
+"""A line of JSON that shows when it was damaged: `{"step": 3, "reward/mean": 0.4, "crc":
+"9cf16ae5"}`.
 
-`crc` is the CRC-32 of the line without that last field, eight hexadecimal digits. It finds every change of up to 32
-neighbouring bits; readers that do not know it (jq, pandas) see one more field. Where the order of lines matters the
-sum begins with the line's number instead of 0, so that lines which changed places are found too.
+`crc` is the CRC-32 of the line without that last field, eight hexadecimal digits. It finds every
+change of up to 32 neighbouring bits; readers that do not know it (jq, pandas) see one more field.
+Where the order of lines matters the sum begins with the line's number instead of 0, so that lines
+which changed places are found too.
 """
+
 from __future__ import annotations
 
 import json
@@ -19,23 +22,26 @@ _SUFFIX = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')
 
 
 def seal(line: bytes, number: int = 0) -> bytes:
-    """The line, a JSON object of one field or more without its newline, with its checksum as the last field."""
+    """The line, a JSON object of one field or more without its newline, with its checksum as the
+    last field."""
     return line[:-1] + b', "crc": "%08x"}' % zlib.crc32(line, number)
 
 
 def unseal(line: bytes, number: int = 0) -> tuple[bytes, bool]:
-    """(what was sealed, True), or (the line, False) when it has no checksum. ValueError when the two disagree."""
+    """(what was sealed, True), or (the line, False) when it has no checksum. ValueError when the
+    two disagree."""
     found = _SUFFIX.search(line)
     if found is None:
         return line, False
-    content, stated = line[:found.start()] + b"}", found[1].decode()
+    content, stated = line[: found.start()] + b"}", found[1].decode()
     if (computed := f"{zlib.crc32(content, number):08x}") != stated:
         raise ValueError(f"damaged: its checksum is {stated}, its content gives {computed}")
     return content, True
 
 
 def unseal_lines(data: bytes) -> bytes:
-    """The content of a file whose lines are sealed with their numbers from 1 on, or all without a checksum.
+    """The content of a file whose lines are sealed with their numbers from 1 on, or all without a
+    checksum.
 
     ValueError names the first line that is damaged, or that alone has no checksum.
     """
@@ -48,13 +54,17 @@ def unseal_lines(data: bytes) -> bytes:
         if line:
             sums.add(has_sum)
         if len(sums) == 2:
-            raise ValueError(f"line {number}: damaged: the lines before it {'lack' if has_sum else 'have'} a checksum")
+            raise ValueError(
+                f"line {number}: damaged: the lines before it {'lack' if has_sum else 'have'} a "
+                f"checksum"
+            )
         lines.append(content)
     return b"\n".join(lines)
 
 
 def read_objects(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The JSON objects of a sealed file's undamaged lines, and what is wrong with the others, with file and line."""
+    """The JSON objects of a sealed file's undamaged lines, and what is wrong with the others, with
+    file and line."""
     objects, problems = [], []
     for number, line in enumerate(read_file(path).removesuffix(b"\n").split(b"\n"), 1):
         try:

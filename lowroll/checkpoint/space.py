@@ -1,4 +1,6 @@
-"""Writes that outlast a full disk: a run is worth more than the minutes until somebody makes room."""
+"""Writes that outlast a full disk: a run is worth more than the minutes until somebody makes
+room."""
+
 from __future__ import annotations
 
 import logging
@@ -15,8 +17,8 @@ from lowroll.types import RunFailed
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0         # seconds between two tries
-REMIND = 300.0                                 # seconds between two lines that say what is waited for
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between two tries
+REMIND = 300.0  # seconds between two lines that say what is waited for
 
 
 class Space:
@@ -28,8 +30,9 @@ class Space:
     def write(self, path: Path, action: Callable[[], Result]) -> Result:
         """Do `action`, which writes `path`; on a full disk do it again until there is room.
 
-        An action that fails must leave nothing behind. RunFailed names the path when the time is over, and at once for
-        any other error of the system: a disk that cannot be read or written does not get well by waiting.
+        An action that fails must leave nothing behind. RunFailed names the path when the time is
+        over, and at once for any other error of the system: a disk that cannot be read or written
+        does not get well by waiting.
         """
         began, told, pause = time.monotonic(), -REMIND, FIRST_PAUSE
         while True:
@@ -40,19 +43,35 @@ class Space:
             except OSError as error:
                 waited = time.monotonic() - began
                 if not is_disk_full(error):
-                    raise RunFailed(f"{_words(error, path)}. What was committed before is intact: mend the disk, then "
-                                    "go on with --resume") from error
+                    raise RunFailed(
+                        f"{_words(error, path)}. What was committed before is intact: mend the "
+                        f"disk, then "
+                        "go on with --resume"
+                    ) from error
                 if waited >= self.seconds:
-                    raise RunFailed(f"disk full: no room to write {path} within {self.seconds:g} s "
-                                    f"(ckpt.wait_for_space), {_free(path)} free. What was committed before is intact: "
-                                    "make room, then go on with --resume") from error
+                    raise RunFailed(
+                        f"disk full: no room to write {path} within {self.seconds:g} s "
+                        f"(ckpt.wait_for_space), {_free(path)} free. What was committed before is "
+                        f"intact: "
+                        "make room, then go on with --resume"
+                    ) from error
                 if waited - told >= REMIND:
                     told = waited
-                    log.warning("disk full: waiting for room to write %s, %s free; the run goes on when there is some, "
-                                "and ends in %.0f s (ckpt.wait_for_space)", path, _free(path), self.seconds - waited)
+                    log.warning(
+                        "disk full: waiting for room to write %s, %s free; the run goes on when "
+                        "there is some, "
+                        "and ends in %.0f s (ckpt.wait_for_space)",
+                        path,
+                        _free(path),
+                        self.seconds - waited,
+                    )
             else:
                 if told >= 0:
-                    log.warning("there is room again after %.0f s: %s is written", time.monotonic() - began, path)
+                    log.warning(
+                        "there is room again after %.0f s: %s is written",
+                        time.monotonic() - began,
+                        path,
+                    )
                 return result
             time.sleep(min(pause, self.seconds - waited))
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -66,5 +85,7 @@ def _words(error: OSError, path: Path) -> str:
 
 
 def _free(path: Path) -> str:
-    folder = next((parent for parent in Path(path).absolute().parents if parent.is_dir()), Path("/"))
+    folder = next(
+        (parent for parent in Path(path).absolute().parents if parent.is_dir()), Path("/")
+    )
     return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB"

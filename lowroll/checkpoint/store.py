@@ -4,9 +4,11 @@ What the store promises:
 1. a checkpoint exists whole or not at all (`publish`), and holds tensors and JSON only;
 2. `load()` returns the newest one whose every byte is what was written; damaged ones are moved to `damaged/`, loudly,
    and a store in which nothing is left raises: a run never restarts from scratch by accident;
-3. retention removes a checkpoint only after a newer one was synced, read back and verified, so the newest verified one
+3. retention removes a checkpoint only after a newer one was synced, read back and verified, so the
+newest verified one
    stays. What cannot be removed is left, with a warning, for the next save.
 """
+
 from __future__ import annotations
 
 import json
@@ -50,32 +52,44 @@ class Checkpoint:
     step: int
     tensors: dict[str, dict[str, torch.Tensor]]
     state: dict[str, Any]
-    meta: dict[str, Any]               # what the writer put beside the step: versions, hashes, attempt
+    meta: dict[str, Any]  # what the writer put beside the step: versions, hashes, attempt
     path: Path
 
 
 class Store:
     """Checkpoints of one run in `folder`. One writer at a time: hold the run's `RunLock`.
 
-    keep_last: how many of the newest to keep (None keeps all). keep_interval: steps that are multiples of it are kept
-    for good. ValueError when either is below 1.
+    keep_last: how many of the newest to keep (None keeps all). keep_interval: steps that are
+    multiples of it are kept for good. ValueError when either is below 1.
     """
 
-    def __init__(self, folder: Path, keep_last: int | None = None, keep_interval: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, keep_last: int | None = None, keep_interval: int | None = None
+    ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_interval", keep_interval)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}: expected None or an integer of at least 1, got {value!r}")
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                raise ValueError(
+                    f"{name}: expected None or an integer of at least 1, got {value!r}"
+                )
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.keep_interval = keep_interval
         self._foreign: set[str] = set()
 
     def steps(self) -> list[int]:
-        """Steps that have a folder here, ascending, verified or not. Foreign names are ignored with a warning."""
+        """Steps that have a folder here, ascending, verified or not. Foreign names are ignored with
+        a warning."""
         steps = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             match = _STEP.fullmatch(path.name)
-            if match and _folder_name(int(match[1])) == path.name and path.is_dir() and not path.is_symlink():
+            if (
+                match
+                and _folder_name(int(match[1])) == path.name
+                and path.is_dir()
+                and not path.is_symlink()
+            ):
                 steps.append(int(match[1]))
             elif path.name != DAMAGED and not path.name.startswith((TEMPORARY, TRASH)):
                 self._warn_foreign(path)
@@ -85,13 +99,19 @@ class Store:
         """The folder of checkpoint `step`, whether it is there or not."""
         return self.folder / _folder_name(step)
 
-    def save(self, step: int, tensors: dict[str, dict[str, torch.Tensor]], state: dict[str, Any],
-             meta: dict[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, dict[str, torch.Tensor]],
+        state: dict[str, Any],
+        meta: dict[str, Any] | None = None,
+    ) -> Path:
         """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
 
-        Each entry of `tensors` becomes `<name>.safetensors`; `state` must be JSON data that comes back as it went in
-        (no NaN, tuples or non-string keys: ValueError naming the place). FileExistsError when `step` is here already,
-        NotSyncedError when it is published and could not be read back.
+        Each entry of `tensors` becomes `<name>.safetensors`; `state` must be JSON data that comes
+        back as it went in (no NaN, tuples or non-string keys: ValueError naming the place).
+        FileExistsError when `step` is here already, NotSyncedError when it is published and could
+        not be read back.
         """
         _check_save(step, tensors)
         text = _encode_state(state)
@@ -112,42 +132,55 @@ class Store:
             verify_folder(path)
             faultpoint("store.verified")
         except OSError as error:
-            raise NotSyncedError(f"{path} is published, but could not be read back: {error.strerror}") from error
+            raise NotSyncedError(
+                f"{path} is published, but could not be read back: {error.strerror}"
+            ) from error
         if synced:
             self._apply_retention(step)
         return path
 
     def load(self, step: int | None = None, only: Collection[str] | None = None) -> Checkpoint:
-        """The newest verified checkpoint, or checkpoint `step`. only: the tensor files to read; None reads all.
+        """The newest verified checkpoint, or checkpoint `step`. only: the tensor files to read;
+        None reads all.
 
-        A damaged newest one is moved to `damaged/` with a warning and the one before is tried; when none is left
-        DamagedError. A damaged `step` that was asked for by number raises and stays where it is. FileNotFoundError
-        when there was never a checkpoint, or not this one.
+        A damaged newest one is moved to `damaged/` with a warning and the one before is tried; when
+        none is left DamagedError. A damaged `step` that was asked for by number raises and stays
+        where it is. FileNotFoundError when there was never a checkpoint, or not this one.
         """
         if step is not None:
             if step not in self.steps():
-                raise FileNotFoundError(f"{self.folder}: no checkpoint of step {step}, there are {self.steps()}")
+                raise FileNotFoundError(
+                    f"{self.folder}: no checkpoint of step {step}, there are {self.steps()}"
+                )
             return self._read(step, only)
         for candidate in reversed(self.steps()):
             try:
                 return self._read(candidate, only)
             except DamagedError as error:
                 moved = self._quarantine(candidate)
-                log.warning("DAMAGED CHECKPOINT: %s. Moved to %s; falling back to the one before.", error, moved)
+                log.warning(
+                    "DAMAGED CHECKPOINT: %s. Moved to %s; falling back to the one before.",
+                    error,
+                    moved,
+                )
         if (self.folder / DAMAGED).is_dir():
-            raise DamagedError(f"{self.folder}: no undamaged checkpoint is left; the damaged ones are in "
-                               f"{self.folder / DAMAGED}. Start a new run folder to begin from scratch.")
+            raise DamagedError(
+                f"{self.folder}: no undamaged checkpoint is left; the damaged ones are in "
+                f"{self.folder / DAMAGED}. Start a new run folder to begin from scratch."
+            )
         raise FileNotFoundError(f"{self.folder}: no checkpoint")
 
     def truncate(self, step: int) -> None:
-        """Remove every checkpoint after `step`: a run that resumes from an older one will write them again."""
+        """Remove every checkpoint after `step`: a run that resumes from an older one will write
+        them again."""
         for later in self.steps():
             if later > step:
                 self._remove(later)
         self.clean()
 
     def clean(self) -> None:
-        """Remove what a process left here that died: half-written checkpoints, and half-removed ones."""
+        """Remove what a process left here that died: half-written checkpoints, and half-removed
+        ones."""
         remove_leftovers(self.folder)
         for leftover in self.folder.glob(f"{TRASH}step_*"):
             if _STEP.fullmatch(leftover.name.removeprefix(TRASH)):
@@ -159,23 +192,29 @@ class Store:
         if meta.get("step") != step or "tensors" not in meta:
             raise DamagedError(f"{path}: its manifest is not that of checkpoint {step}")
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        tensors = {name: _read_tensors(path / f"{name}.safetensors") for name in meta["tensors"]
-                   if only is None or name in only}
+        tensors = {
+            name: _read_tensors(path / f"{name}.safetensors")
+            for name in meta["tensors"]
+            if only is None or name in only
+        }
         return Checkpoint(step, tensors, state, meta, path)
 
     def _apply_retention(self, newest: int) -> None:
-        """Remove what is not kept. A disk that refuses costs space, not the run: the next save tries again."""
+        """Remove what is not kept. A disk that refuses costs space, not the run: the next save
+        tries again."""
         if self.keep_last is None:
             return
         older = [step for step in self.steps() if step < newest]
         pinned = {step for step in older if self.keep_interval and step % self.keep_interval == 0}
         try:
             self.clean()
-            for step in older[:max(0, len(older) - (self.keep_last - 1))]:
+            for step in older[: max(0, len(older) - (self.keep_last - 1))]:
                 if step not in pinned and not self._holds_foreign(step):
                     self._remove(step)
         except OSError as error:
-            log.warning("an old checkpoint could not be removed, the next save tries again: %s", error)
+            log.warning(
+                "an old checkpoint could not be removed, the next save tries again: %s", error
+            )
 
     def _holds_foreign(self, step: int) -> bool:
         foreign = foreign_in(self.path(step), contents=False)
@@ -187,7 +226,7 @@ class Store:
         self.clean()
         name = _folder_name(step)
         trash = self.folder / f"{TRASH}{name}"
-        os.rename(self.folder / name, trash)        # first out of the readers' sight, then slowly away
+        os.rename(self.folder / name, trash)  # first out of the readers' sight, then slowly away
         faultpoint(f"store.trashed/{name}")
         shutil.rmtree(trash)
         faultpoint(f"store.removed/{name}")
@@ -209,11 +248,14 @@ class Store:
 
 
 def check_pieces(where: str, state: Mapping[str, Any], wanted: Collection[str]) -> None:
-    """ValueError unless `state`, read from a checkpoint, has exactly the pieces `wanted`: what is missing must not be
-    taken for its default."""
+    """ValueError unless `state`, read from a checkpoint, has exactly the pieces `wanted`: what is
+    missing must not be taken for its default."""
     if odd := sorted({*wanted} ^ state.keys()):
-        raise ValueError(f"{where}: {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}: the checkpoint is of "
-                         "another lowroll, continue it there")
+        raise ValueError(
+            f"{where}: {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}: the checkpoint "
+            f"is of "
+            "another lowroll, continue it there"
+        )
 
 
 def _folder_name(step: int) -> str:
@@ -236,7 +278,8 @@ def _encode_state(state: dict[str, Any]) -> str:
 
 
 def _check_json(value: object, where: str) -> None:
-    """ValueError unless JSON gives `value` back as it is: resume must not see a list where a tuple was saved."""
+    """ValueError unless JSON gives `value` back as it is: resume must not see a list where a tuple
+    was saved."""
     if type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
@@ -254,12 +297,14 @@ def _check_json(value: object, where: str) -> None:
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
+
     flat: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage()
-        # safetensors refuses tensors that share memory; a view of a larger buffer would also drag the buffer along.
+        # safetensors refuses tensors that share memory; a view of a larger buffer would also drag
+        # the buffer along.
         if storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen:
             tensor = tensor.clone()
         elif tensor.nbytes:
@@ -270,4 +315,5 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
+
     return dict(load_file(path))

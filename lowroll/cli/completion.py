@@ -1,4 +1,6 @@
-"""`lowroll completion bash|zsh|fish`: a script that completes commands, options and settings, made from the parsers."""
+"""`lowroll completion bash|zsh|fish`: a script that completes commands, options and settings, made
+from the parsers."""
+
 from __future__ import annotations
 
 import argparse
@@ -26,10 +28,15 @@ complete -F _lowroll lowroll
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="lowroll completion", description=(
-        "Print a script that completes lowroll's commands, options and settings. bash: eval \"$(lowroll completion "
-        "bash)\" in ~/.bashrc. zsh: the same in ~/.zshrc, after compinit. fish: lowroll completion fish > "
-        "~/.config/fish/completions/lowroll.fish"))
+    p = argparse.ArgumentParser(
+        prog="lowroll completion",
+        description=(
+            "Print a script that completes lowroll's commands, options and settings. bash: eval "
+            '"$(lowroll completion '
+            'bash)" in ~/.bashrc. zsh: the same in ~/.zshrc, after compinit. fish: lowroll completion fish > '
+            "~/.config/fish/completions/lowroll.fish"
+        ),
+    )
     p.add_argument("shell", choices=SHELLS)
     return p
 
@@ -42,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 def bash() -> str:
     """The script for bash."""
     from lowroll.cli.main import COMMANDS
+
     known = {name: " ".join(word for word, _ in words(name)) for name in COMMANDS}
     cases = "\n".join(f'            {name}) words="{line}" ;;' for name, line in known.items())
     return BASH % {"commands": " ".join((*COMMANDS, "--help", "--version")), "cases": cases}
@@ -55,17 +63,24 @@ def zsh() -> str:
 def fish() -> str:
     """The script for fish."""
     from lowroll.cli.main import COMMANDS
-    lines = [f"complete -c lowroll -n __fish_use_subcommand -f -a {name} -d {_quoted(summary)}"
-             for name, summary in COMMANDS.items()]
+
+    lines = [
+        f"complete -c lowroll -n __fish_use_subcommand -f -a {name} -d {_quoted(summary)}"
+        for name, summary in COMMANDS.items()
+    ]
     for name in COMMANDS:
         for word, summary in words(name):
             kind = f"-l {word[2:]}" if word.startswith("--") else f"-a {_quoted(word)}"
-            lines.append(f"complete -c lowroll -n '__fish_seen_subcommand_from {name}' {kind} -d {_quoted(summary)}")
+            lines.append(
+                f"complete -c lowroll -n '__fish_seen_subcommand_from {name}' {kind} -d "
+                f"{_quoted(summary)}"
+            )
     return "\n".join(lines) + "\n"
 
 
 def words(command: str) -> Iterator[tuple[str, str]]:
-    """What a command takes: its options, the choices of its arguments, and the keys of a run, each with a summary."""
+    """What a command takes: its options, the choices of its arguments, and the keys of a run, each
+    with a summary."""
     for action in importlib.import_module(f"lowroll.cli.{command}").parser()._actions:
         summary = (action.help or "").split("; ")[0]
         for option in action.option_strings:
@@ -81,11 +96,17 @@ def _keys() -> list[str]:
     """The dotted keys that take a value of their own."""
     from lowroll.config.load import known_keys
     from lowroll.config.schema import RunConfig
+
     every = known_keys(RunConfig)
-    lists = {name for name, field in RunConfig.model_fields.items() if isinstance(field.default, tuple)}
+    lists = {
+        name for name, field in RunConfig.model_fields.items() if isinstance(field.default, tuple)
+    }
     whole = [key for key in every if not any(other.startswith(f"{key}.") for other in every)]
-    return [key.replace(".", ".0.", 1) if key.partition(".")[0] in lists else key for key in whole
-            if not key.startswith("eval.env.")]
+    return [
+        key.replace(".", ".0.", 1) if key.partition(".")[0] in lists else key
+        for key in whole
+        if not key.startswith("eval.env.")
+    ]
 
 
 def _quoted(text: str) -> str:

@@ -1,4 +1,6 @@
-"""`lowroll diagnose RUN|MODEL`: how much of the mismatch comes from weights, kernels, KV and staleness."""
+"""`lowroll diagnose RUN|MODEL`: how much of the mismatch comes from weights, kernels, KV and
+staleness."""
+
 from __future__ import annotations
 
 import argparse
@@ -14,16 +16,42 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="lowroll diagnose", description=(
-        "Draw one batch and take the log-probs of its tokens four ways (engine decode, engine prefill, learner "
-        "aligned, learner dense); print how much of the mismatch comes from weights, kernels, KV and staleness. Of a "
-        "run, the newest checkpoint is taken."))
-    p.add_argument("source", nargs="+", metavar="RUN | MODEL | key=value",
-                   help="a run folder, or a model's folder or hub id; then dotted overrides such as rollout.kv=null")
-    p.add_argument("--format", metavar="F", help="format of the rollout's weights (rollout.weights)")
-    p.add_argument("--env", action="append", metavar="ID", help="an environment for the prompts; may be repeated")
-    p.add_argument("--prompt", action="append", metavar="TEXT", default=[], help="a prompt instead; may be repeated")
-    p.add_argument("--n", type=int, default=16, metavar="N", help="prompts of the environments (default 16)")
+    p = argparse.ArgumentParser(
+        prog="lowroll diagnose",
+        description=(
+            "Draw one batch and take the log-probs of its tokens four ways (engine decode, engine "
+            "prefill, learner "
+            "aligned, learner dense); print how much of the mismatch comes from weights, kernels, "
+            "KV and staleness. Of a "
+            "run, the newest checkpoint is taken."
+        ),
+    )
+    p.add_argument(
+        "source",
+        nargs="+",
+        metavar="RUN | MODEL | key=value",
+        help="a run folder, or a model's folder or hub id; then dotted overrides such as "
+        "rollout.kv=null",
+    )
+    p.add_argument(
+        "--format", metavar="F", help="format of the rollout's weights (rollout.weights)"
+    )
+    p.add_argument(
+        "--env",
+        action="append",
+        metavar="ID",
+        help="an environment for the prompts; may be repeated",
+    )
+    p.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        default=[],
+        help="a prompt instead; may be repeated",
+    )
+    p.add_argument(
+        "--n", type=int, default=16, metavar="N", help="prompts of the environments (default 16)"
+    )
     p.add_argument("--k", type=int, default=4, metavar="K", help="responses a prompt (default 4)")
     p.add_argument("--max-tokens", type=int, help="longest response (rollout.max_tokens)")
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -36,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name}: must be at least 1, is {getattr(arguments, name)}")
     from lowroll.diagnose import diagnose
+
     diagnosis = diagnose(cfg, folder, arguments.prompt, arguments.n, arguments.k)
     if arguments.json:
         print(json.dumps(diagnosis.as_json(), indent=1))
@@ -45,15 +74,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
-    """The settings with the command's options laid over them, and the run folder when the source is one."""
+    """The settings with the command's options laid over them, and the run folder when the source is
+    one."""
     from lowroll.config import ConfigError, from_mapping, load
-    options: dict[str, object] = {"force": True,             # nothing is learnt here that could collapse
-                                  "rollout.weights": arguments.format, "rollout.max_tokens": arguments.max_tokens,
-                                  "env": [{"id": env} for env in arguments.env] if arguments.env else None}
+
+    options: dict[str, object] = {
+        "force": True,  # nothing is learnt here that could collapse
+        "rollout.weights": arguments.format,
+        "rollout.max_tokens": arguments.max_tokens,
+        "env": [{"id": env} for env in arguments.env] if arguments.env else None,
+    }
     sources, overrides = split(arguments.source)
-    overrides = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None] + overrides
+    overrides = [
+        f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None
+    ] + overrides
     if len(sources) != 1:
-        raise ConfigError(f"give one run folder or model, got {', '.join(sources) if sources else 'none'}")
+        raise ConfigError(
+            f"give one run folder or model, got {', '.join(sources) if sources else 'none'}"
+        )
     written = Path(sources[0]) / "config.yaml"
     if written.is_file():
         return load(written, overrides), written.parent
@@ -64,14 +102,32 @@ def show(diagnosis: Diagnosis) -> None:
     """Print the table, the notes and the reading."""
     from rich.console import Console
     from rich.table import Table
-    table = Table("cause", "from -> to", "share", "kl_k1", "kl_k3", "mean |dlogp|", "max |dlogp|", "ESS",
-                  title=f"{diagnosis.model}: {diagnosis.format} rollouts, {diagnosis.num_tokens} tokens")
+
+    table = Table(
+        "cause",
+        "from -> to",
+        "share",
+        "kl_k1",
+        "kl_k3",
+        "mean |dlogp|",
+        "max |dlogp|",
+        "ESS",
+        title=f"{diagnosis.model}: {diagnosis.format} rollouts, {diagnosis.num_tokens} tokens",
+    )
     for part in (*diagnosis.parts, diagnosis.whole):
         if part is diagnosis.whole:
             table.add_section()
         way = part.remark or f"{part.start} -> {part.stop}"
-        table.add_row(part.cause, way, f"{part.share:.0%}", *(f"{value:.3g}" for value in (
-            part.kl_k1, part.kl_k3, part.logp_diff_mean, part.logp_diff_max)), f"{part.ess:.4f}")
+        table.add_row(
+            part.cause,
+            way,
+            f"{part.share:.0%}",
+            *(
+                f"{value:.3g}"
+                for value in (part.kl_k1, part.kl_k3, part.logp_diff_mean, part.logp_diff_max)
+            ),
+            f"{part.ess:.4f}",
+        )
     console = Console()
     console = console if console.is_terminal else Console(width=140)
     console.print(table)

@@ -1,4 +1,6 @@
-"""`lowroll eval run.yaml` or `lowroll eval --model M --env E`: pass@1 and avg@k, dense and low-precision."""
+"""`lowroll eval run.yaml` or `lowroll eval --model M --env E`: pass@1 and avg@k, dense and
+low-precision."""
+
 from __future__ import annotations
 
 import argparse
@@ -14,25 +16,38 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="lowroll eval", description=(
-        "Evaluate a model on the test split of its environments, with the dense weights and with the rollout precision "
-        "side by side. Give a run's YAML file, or --model and --env."))
+    p = argparse.ArgumentParser(
+        prog="lowroll eval",
+        description=(
+            "Evaluate a model on the test split of its environments, with the dense weights and "
+            "with the rollout precision side by side. Give a run's YAML file, or --model and --env."
+        ),
+    )
     add_settings(p)
     p.add_argument("--model", help="a folder or a hub id; with a YAML file: instead of its model")
     p.add_argument("--env", action="append", metavar="ID", help="an environment; may be repeated")
     p.add_argument("--n", type=int, metavar="N", help="examples an environment (eval.num_examples)")
-    p.add_argument("--k", type=int, metavar="K", help="rollouts an example (eval.rollouts_per_example)")
+    p.add_argument(
+        "--k", type=int, metavar="K", help="rollouts an example (eval.rollouts_per_example)"
+    )
     p.add_argument("--temperature", type=float, help="0 is greedy (eval.temperature)")
     p.add_argument("--max-tokens", type=int, help="longest response (rollout.max_tokens)")
-    p.add_argument("--weights", metavar="FORMAT,...", help="formats to compare (default: dense and rollout.weights, or "
-                                                           "where that is not set the model's own low-bit format)")
+    p.add_argument(
+        "--weights",
+        metavar="FORMAT,...",
+        help="formats to compare (default: dense and rollout.weights, or "
+        "where that is not set the model's own low-bit format)",
+    )
     return p
 
 
 def run(arguments: argparse.Namespace) -> int:
     cfg = settings(arguments)
     from lowroll.evaluate import evaluate
-    rows = evaluate(cfg, list(dict.fromkeys(arguments.weights.split(",") if arguments.weights else ())))
+
+    rows = evaluate(
+        cfg, list(dict.fromkeys(arguments.weights.split(",") if arguments.weights else ()))
+    )
     show(rows, title(cfg))
     return 0
 
@@ -40,12 +55,21 @@ def run(arguments: argparse.Namespace) -> int:
 def settings(arguments: argparse.Namespace) -> RunConfig:
     """The run's settings with the command's options laid over them."""
     from lowroll.config import ConfigError, from_mapping
+
     options: dict[str, object] = {
-        "model": arguments.model, "eval.num_examples": arguments.n, "eval.rollouts_per_example": arguments.k,
-        "eval.temperature": arguments.temperature, "rollout.max_tokens": arguments.max_tokens,
-        "stages": None if arguments.max_tokens is None else [],      # one length, the one that was asked for
-        "eval.env": [{"id": env} for env in arguments.env] if arguments.env else None}
-    arguments.settings += [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+        "model": arguments.model,
+        "eval.num_examples": arguments.n,
+        "eval.rollouts_per_example": arguments.k,
+        "eval.temperature": arguments.temperature,
+        "rollout.max_tokens": arguments.max_tokens,
+        "stages": None
+        if arguments.max_tokens is None
+        else [],  # one length, the one that was asked for
+        "eval.env": [{"id": env} for env in arguments.env] if arguments.env else None,
+    }
+    arguments.settings += [
+        f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None
+    ]
     files, overrides = split(arguments.settings)
     if any((files, arguments.train, arguments.orch)):
         return read_settings(arguments, tell=False)
@@ -65,6 +89,7 @@ def show(rows: Sequence[dict[str, Any]], title: str = "") -> None:
     """Print one row a format and environment."""
     from rich.console import Console
     from rich.table import Column, Table
+
     columns = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(*(Column(name, overflow="fold") for name in columns), title=title)
     for row in rows:
@@ -78,4 +103,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if math.isfinite(value) else "-"
     return "-" if value is None else str(value)
-

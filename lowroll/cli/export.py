@@ -1,34 +1,60 @@
-"""`lowroll export RUN OUT --as merged|adapter|rollout`: a run's checkpoint as a folder for others."""
+"""`lowroll export RUN OUT --as merged|adapter|rollout`: a run's checkpoint as a folder for
+others."""
+
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-_FROM_THE_LEARNER = {"merged": "rounding the sums", "adapter": "on the model as it is named, not on the base it states"}
+_FROM_THE_LEARNER = {
+    "merged": "rounding the sums",
+    "adapter": "on the model as it is named, not on the base it states",
+}
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="lowroll export", description=(
-        "Write a run's newest checkpoint as a model folder. merged: one dense model, the learner's. adapter: the LoRA "
-        "adapter in PEFT's format, for the base that it states. rollout: the low-bit policy that the engine samples "
-        "from, bit for bit and without noise; of a LoRA run it is the adapter, with its quantised base in OUT/base."))
-    p.add_argument("run", metavar="RUN", type=Path,
-                   help="the run folder (output_dir), or an adapter folder (merged, rollout)")
+    p = argparse.ArgumentParser(
+        prog="lowroll export",
+        description=(
+            "Write a run's newest checkpoint as a model folder. merged: one dense model, the "
+            "learner's. adapter: the LoRA "
+            "adapter in PEFT's format, for the base that it states. rollout: the low-bit policy "
+            "that the engine samples "
+            "from, bit for bit and without noise; of a LoRA run it is the adapter, with its "
+            "quantised base in OUT/base."
+        ),
+    )
+    p.add_argument(
+        "run",
+        metavar="RUN",
+        type=Path,
+        help="the run folder (output_dir), or an adapter folder (merged, rollout)",
+    )
     p.add_argument("out", metavar="OUT", type=Path, help="the folder to write; it must not exist")
     p.add_argument("--as", dest="kind", required=True, choices=("merged", "adapter", "rollout"))
-    p.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N (default: the newest)")
+    p.add_argument(
+        "--step", type=int, metavar="N", help="the checkpoint of step N (default: the newest)"
+    )
     return p
 
 
 def run(arguments: argparse.Namespace) -> int:
     from lowroll.export import export_run
     from lowroll.quant.formats import get_format
+
     done = export_run(arguments.run, arguments.out, arguments.kind, arguments.step)
     of = "an adapter" if done.step is None else f"step {done.step}"
-    gap = "" if done.gap is None else f"\nfrom the learner, {_FROM_THE_LEARNER[arguments.kind]}: {done.gap}"
-    print(f"{done.folder}: {arguments.kind} of {of}, linear weights {done.format} "
-          f"({get_format(done.format).bits:g} bits){gap}\n"
-          f"weight files: {done.bytes / 1e6:.1f} MB; of the model at the start: {done.bytes_before / 1e6:.1f} MB\n"
-          + (f"note: {done.note}\n" if done.note else "") +
-          f"try it: lowroll generate --model {done.folder} --weights {done.format}")
+    gap = (
+        ""
+        if done.gap is None
+        else f"\nfrom the learner, {_FROM_THE_LEARNER[arguments.kind]}: {done.gap}"
+    )
+    print(
+        f"{done.folder}: {arguments.kind} of {of}, linear weights {done.format} "
+        f"({get_format(done.format).bits:g} bits){gap}\n"
+        f"weight files: {done.bytes / 1e6:.1f} MB; of the model at the start: "
+        f"{done.bytes_before / 1e6:.1f} MB\n"
+        + (f"note: {done.note}\n" if done.note else "")
+        + f"try it: lowroll generate --model {done.folder} --weights {done.format}"
+    )
     return 0

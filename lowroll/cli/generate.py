@@ -1,4 +1,5 @@
 """`lowroll generate --model M`: try a model at the terminal."""
+
 from __future__ import annotations
 
 import argparse
@@ -12,15 +13,29 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="lowroll generate", description=(
-        "Sample responses from a model with the rollout engine. Without --prompt it reads prompts line by line."))
+    p = argparse.ArgumentParser(
+        prog="lowroll generate",
+        description=(
+            "Sample responses from a model with the rollout engine. Without --prompt it reads "
+            "prompts line by line."
+        ),
+    )
     p.add_argument("--model", required=True, help="a folder or a hub id")
-    p.add_argument("--weights", help="format of the linear weights: int8, fp8, nvfp4, bf16, ... (default: what the "
-                                     "folder holds if it is low-bit, else int8)")
+    p.add_argument(
+        "--weights",
+        help="format of the linear weights: int8, fp8, nvfp4, bf16, ... (default: what the "
+        "folder holds if it is low-bit, else int8)",
+    )
     p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    p.add_argument("--prompt", metavar="TEXT", help="what the user says; without it, a prompt is read from each line")
+    p.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="what the user says; without it, a prompt is read from each line",
+    )
     p.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
-    p.add_argument("--max-tokens", type=int, help="default: 256, or what the context leaves where that is less")
+    p.add_argument(
+        "--max-tokens", type=int, help="default: 256, or what the context leaves where that is less"
+    )
     p.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--n", type=int, default=1, help="responses a prompt")
@@ -32,7 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.n < 1:
         raise ValueError(f"--n: expected at least 1, got {arguments.n}")
     import lowroll
-    engine = lowroll.Engine(arguments.model, weights=arguments.weights, device=arguments.device, max_batch=arguments.n)
+
+    engine = lowroll.Engine(
+        arguments.model, weights=arguments.weights, device=arguments.device, max_batch=arguments.n
+    )
     if arguments.prompt is not None:
         answer(engine, arguments, arguments.prompt)
         return 0
@@ -48,12 +66,19 @@ def answer(engine: Engine, arguments: argparse.Namespace, prompt: str) -> None:
     """Print the responses to one prompt, with speed and mean log-prob."""
     import lowroll
     from lowroll.model.tokenizer import ChatTokenizer
+
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages.append({"role": "user", "content": prompt})
     ids = ChatTokenizer(engine.tokenizer).encode_chat(messages)
     room = max(1, min(256, engine.spec.max_position - len(ids)))
-    request = lowroll.Request(prompt_ids=list(ids), n=arguments.n, max_tokens=arguments.max_tokens or room,
-                              temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)
+    request = lowroll.Request(
+        prompt_ids=list(ids),
+        n=arguments.n,
+        max_tokens=arguments.max_tokens or room,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
     started = time.monotonic()
     rollouts = engine.generate([request])[0].rollouts
     seconds = time.monotonic() - started
@@ -61,9 +86,15 @@ def answer(engine: Engine, arguments: argparse.Namespace, prompt: str) -> None:
         print(_printable(engine.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)))
         mean = sum(rollout.logprobs) / max(1, len(rollout.logprobs))
         length = len(rollout.token_ids)
-        print(f"  [{length} tokens, {rollout.finish_reason}, mean log-prob {mean:.3f}]", file=sys.stderr)
+        print(
+            f"  [{length} tokens, {rollout.finish_reason}, mean log-prob {mean:.3f}]",
+            file=sys.stderr,
+        )
     total = sum(len(rollout.token_ids) for rollout in rollouts)
-    print(f"  [{total / max(seconds, 1e-9):.1f} tokens/s, {engine.format.name} weights]", file=sys.stderr)
+    print(
+        f"  [{total / max(seconds, 1e-9):.1f} tokens/s, {engine.format.name} weights]",
+        file=sys.stderr,
+    )
 
 
 def _printable(text: str) -> str:
@@ -72,7 +103,8 @@ def _printable(text: str) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """Prompts from the terminal until its end or an empty line; from a pipe, every line that holds something."""
+    """Prompts from the terminal until its end or an empty line; from a pipe, every line that holds
+    something."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return

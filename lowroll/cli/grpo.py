@@ -1,4 +1,5 @@
 """`lowroll grpo run.yaml [a.b=c ...]`: train by reinforcement learning."""
+
 from __future__ import annotations
 
 import argparse
@@ -11,13 +12,23 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="lowroll grpo", description=(
-        "Train a model by GRPO and its relatives with low-precision rollouts, in one process. The run folder "
-        "(output_dir) holds the resolved settings, metrics.jsonl, every rollout, checkpoints and the logs."))
+    p = argparse.ArgumentParser(
+        prog="lowroll grpo",
+        description=(
+            "Train a model by GRPO and its relatives with low-precision rollouts, in one process. "
+            "The run folder "
+            "(output_dir) holds the resolved settings, metrics.jsonl, every rollout, checkpoints "
+            "and the logs."
+        ),
+    )
     add_settings(p)
     add_folder_options(p)
-    p.add_argument("--dry-run", action="store_true",
-                   help="check model, environments, data and memory, print the plan and every setting, and stop")
+    p.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check model, environments, data and memory, print the plan and every setting, and "
+        "stop",
+    )
     return p
 
 
@@ -25,8 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
     cfg = read_settings(arguments)
     if arguments.dry_run:
         from lowroll.preflight import look_at_run
+
         return show(cfg, plan(cfg), look_at_run(cfg, arguments.resume, arguments.overwrite))
     from lowroll.inprocess import run as train
+
     result = train(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     if result.signal:
         return 128 + result.signal
@@ -40,22 +53,32 @@ def plan(cfg: RunConfig) -> list[str]:
     """What the run will do, in a few lines."""
     rollout, train = cfg.rollout, cfg.train
     updates = train.max_steps * train.minibatches
-    tokens = sum(now.batch_size * now.rollout.max_tokens for now in map(cfg.at, range(1, train.max_steps + 1)))
+    tokens = sum(
+        now.batch_size * now.rollout.max_tokens
+        for now in map(cfg.at, range(1, train.max_steps + 1))
+    )
     learned = f"LoRA adapters of rank {train.lora_rank}" if train.lora else "all weights"
     low, high = cfg.loss.eps_low, cfg.loss.eps_high
     clip = "no clip" if low is None or high is None else f"clip {low:g}/{high:g}"
     return [
         f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights",
-        f"{train.max_steps} steps of {cfg.num_groups} prompts x {cfg.rollouts_per_example} rollouts of up to "
+        f"{train.max_steps} steps of {cfg.num_groups} prompts x {cfg.rollouts_per_example} "
+        f"rollouts of up to "
         f"{rollout.max_tokens} tokens: at most {tokens:,} tokens generated",
-        *(f"from step {stage.step}: {now.num_groups} prompts x {now.rollouts_per_example} rollouts of up to "
-          f"{now.rollout.max_tokens} tokens" for stage in cfg.stages for now in [cfg.at(stage.step)]),
+        *(
+            f"from step {stage.step}: {now.num_groups} prompts x {now.rollouts_per_example} "
+            f"rollouts of up to "
+            f"{now.rollout.max_tokens} tokens"
+            for stage in cfg.stages
+            for now in [cfg.at(stage.step)]
+        ),
         f"{updates} updates at learning rate {train.learning_rate:g} ({train.lr_scheduler_type}, "
         f"{train.warmup_steps} steps of warm-up)",
         f"algorithm {cfg.algorithm}, advantages {cfg.advantage}, correction {cfg.correction}, "
         f"{clip}, reduce {cfg.loss.reduce}",
         *_evaluations(cfg),
-        f"environments {', '.join(f'{env.name} ({env.weight:g})' for env in cfg.env)}; run folder {cfg.output_dir}",
+        f"environments {', '.join(f'{env.name} ({env.weight:g})' for env in cfg.env)}; run folder "
+        f"{cfg.output_dir}",
     ]
 
 
@@ -64,6 +87,10 @@ def _evaluations(cfg: RunConfig) -> list[str]:
     drawn = cfg.eval
     if not drawn.interval:
         return []
-    return [f"evaluation before step 1, every {drawn.interval} steps and after the last: up to {drawn.num_examples:,} "
-            f"held-out prompts x {drawn.rollouts_per_example} responses an environment each time, twice before step 1 "
-            "and after the last (eval.num_examples; eval.interval: null has none)"]
+    return [
+        f"evaluation before step 1, every {drawn.interval} steps and after the last: up to "
+        f"{drawn.num_examples:,} "
+        f"held-out prompts x {drawn.rollouts_per_example} responses an environment each time, "
+        f"twice before step 1 "
+        "and after the last (eval.num_examples; eval.interval: null has none)"
+    ]

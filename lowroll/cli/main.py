@@ -1,9 +1,11 @@
 """`lowroll <command> ...`: finds the command's module, reads its arguments, runs it.
 
-Exit codes: 0 done, 1 a run that could not go on (one `error:` line) or a failure of the program (its traceback), 2
-something that the user can mend (one `error:` line a problem), 130, 143 or 129 stopped by SIGINT, SIGTERM or SIGHUP.
-LOWROLL_DEBUG=1 shows the traceback of the errors of exit code 2 too.
+Exit codes: 0 done, 1 a run that could not go on (one `error:` line) or a failure of the program
+(its traceback), 2 something that the user can mend (one `error:` line a problem), 130, 143 or 129
+stopped by SIGINT, SIGTERM or SIGHUP. LOWROLL_DEBUG=1 shows the traceback of the errors of exit code
+2 too.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -23,18 +25,33 @@ COMMANDS = {
     "eval": "measure pass@1 and avg@k, dense and low-precision side by side",
     "generate": "try a model at the terminal",
     "quantize": "write a dense model as a low-bit folder",
-    "export": "write a run's checkpoint as a model folder: merged, adapter or the rollouts' exact policy",
+    "export": "write a run's checkpoint as a model folder: merged, adapter or the rollouts' exact "
+    "policy",
     "diagnose": "say how much of the mismatch comes from weights, kernels, KV and staleness",
     "report": "write a run's page of plots",
     "demo": "build a tiny model and train it, in a few minutes and without a GPU",
-    "completion": "print a script that completes commands, options and settings in bash, zsh or fish",
+    "completion": "print a script that completes commands, options and settings in bash, zsh or "
+    "fish",
 }
 # what people type for them
-MEANT = {"train": "grpo", "rl": "grpo", "run": "grpo", "ppo": "grpo run.yaml algorithm=ppo",
-         "dapo": "grpo run.yaml algorithm=dapo", "gspo": "grpo run.yaml algorithm=gspo", "finetune": "sft",
-         "evaluate": "eval", "test": "eval", "infer": "generate", "inference": "generate", "chat": "generate",
-         "merge": "export RUN OUT --as merged", "convert": "quantize", "plot": "report",
-         "resume": "grpo run.yaml --resume"}
+MEANT = {
+    "train": "grpo",
+    "rl": "grpo",
+    "run": "grpo",
+    "ppo": "grpo run.yaml algorithm=ppo",
+    "dapo": "grpo run.yaml algorithm=dapo",
+    "gspo": "grpo run.yaml algorithm=gspo",
+    "finetune": "sft",
+    "evaluate": "eval",
+    "test": "eval",
+    "infer": "generate",
+    "inference": "generate",
+    "chat": "generate",
+    "merge": "export RUN OUT --as merged",
+    "convert": "quantize",
+    "plot": "report",
+    "resume": "grpo run.yaml --resume",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,12 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     if words[0] == "--version":
         from lowroll import __version__
+
         print(f"lowroll {__version__}")
         return 0
     name = words[0]
     if name not in COMMANDS:
-        print(f"error: unknown command {name!r}{_meant(name, words[1:])}; commands: {', '.join(COMMANDS)}",
-              file=sys.stderr)
+        print(
+            f"error: unknown command {name!r}{_meant(name, words[1:])}; commands: "
+            f"{', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
         return 2
     command = importlib.import_module(f"lowroll.cli.{name}")
     parser = command.parser()
@@ -65,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:                      # the reader of our output went away, as `head` does
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError) as error:
@@ -80,8 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _meant(name: str, rest: Sequence[str]) -> str:
-    """" (did you mean x?)" for a command that is none, or a file that was given in the place of one."""
+    """ " (did you mean x?)" for a command that is none, or a file that was given in the place of
+    one."""
     from difflib import get_close_matches
+
     if name.endswith((".yaml", ".yml")):
         return f" (did you mean lowroll grpo {' '.join((name, *rest))}?)"
     near = [MEANT[name]] if name in MEANT else get_close_matches(name, COMMANDS, n=1)
@@ -91,6 +114,7 @@ def _meant(name: str, rest: Sequence[str]) -> str:
 def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
     """What to write in the place of an option that the command does not have."""
     from difflib import get_close_matches
+
     name, equals, value = option.lstrip("-").partition("=")
     options = [word for action in parser._actions for word in action.option_strings]
     near = get_close_matches(f"--{name}", options, n=1, cutoff=0.75)
@@ -98,7 +122,11 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
         from lowroll.config.foreign import explain as explain_key
         from lowroll.config.load import last_names
         from lowroll.config.schema import RunConfig
-        key, rest = name.replace("-", "_"), words[words.index(option) + 1:] if option in words else []
+
+        key, rest = (
+            name.replace("-", "_"),
+            words[words.index(option) + 1 :] if option in words else [],
+        )
         value = value if equals else rest[0] if rest and "=" not in rest[0] else "true"
         if told := explain_key((key,)):
             return f"{option}: {told}; a setting is written key=value"
@@ -112,8 +140,16 @@ def usage() -> str:
     """The list of commands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
-    return "\n".join(["usage: lowroll <command> [options]", "", "commands:", *lines, "",
-                      "lowroll <command> --help explains a command."])
+    return "\n".join(
+        [
+            "usage: lowroll <command> [options]",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "lowroll <command> --help explains a command.",
+        ]
+    )
 
 
 if __name__ == "__main__":

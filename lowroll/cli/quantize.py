@@ -1,4 +1,6 @@
-"""`lowroll quantize MODEL OUT --format nvfp4`: a dense model as a low-bit folder that other tools read too."""
+"""`lowroll quantize MODEL OUT --format nvfp4`: a dense model as a low-bit folder that other tools
+read too."""
+
 from __future__ import annotations
 
 import argparse
@@ -10,22 +12,48 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="lowroll quantize", description=(
-        "Quantise the linear weights of a dense model and write them as a folder that lowroll, transformers and vLLM "
-        "read: compressed-tensors for int8, fp8, int4, nvfp4 and mxfp4, bitsandbytes for nf4. Embeddings, norms and "
-        "lm_head stay as they are."))
+    p = argparse.ArgumentParser(
+        prog="lowroll quantize",
+        description=(
+            "Quantise the linear weights of a dense model and write them as a folder that lowroll, "
+            "transformers and vLLM "
+            "read: compressed-tensors for int8, fp8, int4, nvfp4 and mxfp4, bitsandbytes for nf4. "
+            "Embeddings, norms and "
+            "lm_head stay as they are."
+        ),
+    )
     p.add_argument("model", metavar="MODEL", help="a dense model: a folder or a hub id")
     p.add_argument("out", metavar="OUT", help="the folder to write; it must not exist")
-    p.add_argument("--format", required=True,
-                   help="int8, fp8, fp8_block, int4, int4_asym, w4a8, nvfp4, mxfp4, nf4, nf4_dq")
-    p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to calibrate and quantise")
-    awq = p.add_argument_group("calibration", "AWQ rescales channels that are loud on your text: they round finer")
+    p.add_argument(
+        "--format",
+        required=True,
+        help="int8, fp8, fp8_block, int4, int4_asym, w4a8, nvfp4, mxfp4, nf4, nf4_dq",
+    )
+    p.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="where to calibrate and quantise",
+    )
+    awq = p.add_argument_group(
+        "calibration", "AWQ rescales channels that are loud on your text: they round finer"
+    )
     awq.add_argument("--awq", action="store_true", help="calibrate before quantising")
-    awq.add_argument("--calibration", metavar="FILE",
-                     help="a .jsonl file of rows with a text or messages, or a plain text; needed with --awq")
-    awq.add_argument("--calibration-samples", type=int, metavar="N", help="sequences at most (default 128)")
-    awq.add_argument("--calibration-length", type=int, metavar="L",
-                     help="tokens of a sequence at most (default 512, or the model's context where that is shorter)")
+    awq.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="a .jsonl file of rows with a text or messages, or a plain text; needed with --awq",
+    )
+    awq.add_argument(
+        "--calibration-samples", type=int, metavar="N", help="sequences at most (default 128)"
+    )
+    awq.add_argument(
+        "--calibration-length",
+        type=int,
+        metavar="L",
+        help="tokens of a sequence at most (default 512, or the model's context where that is "
+        "shorter)",
+    )
     return p
 
 
@@ -38,12 +66,17 @@ def run(arguments: argparse.Namespace) -> int:
     from lowroll.engine.engine import pick_device
     from lowroll.export import quantize_folder
     from lowroll.quant.formats import formats
+
     transform = _awq(arguments) if arguments.awq else None
-    done = quantize_folder(arguments.model, arguments.out, arguments.format, transform, pick_device(arguments.device))
-    print(f"{done.folder}: {done.format}, {formats()[done.format]}\n"
-          f"weight files: {done.bytes_before / 1e6:.1f} MB before, {done.bytes / 1e6:.1f} MB now\n"
-          + (f"note: {done.note}\n" if done.note else "") +
-          f"try it: lowroll generate --model {done.folder}")
+    done = quantize_folder(
+        arguments.model, arguments.out, arguments.format, transform, pick_device(arguments.device)
+    )
+    print(
+        f"{done.folder}: {done.format}, {formats()[done.format]}\n"
+        f"weight files: {done.bytes_before / 1e6:.1f} MB before, {done.bytes / 1e6:.1f} MB now\n"
+        + (f"note: {done.note}\n" if done.note else "")
+        + f"try it: lowroll generate --model {done.folder}"
+    )
     return 0
 
 
@@ -58,16 +91,29 @@ def _awq(arguments: argparse.Namespace) -> Callable[[Transformer], None]:
 
     folder = resolve(arguments.model)
     length = arguments.calibration_length
-    sequences = calibration_sequences(arguments.calibration, load_tokenizer(folder),
-                                      128 if arguments.calibration_samples is None else arguments.calibration_samples,
-                                      min(512, read_spec(folder).max_position) if length is None else length)
+    sequences = calibration_sequences(
+        arguments.calibration,
+        load_tokenizer(folder),
+        128 if arguments.calibration_samples is None else arguments.calibration_samples,
+        min(512, read_spec(folder).max_position) if length is None else length,
+    )
 
     def calibrate(model: Transformer) -> None:
         with phases() as on_phase:
-            blocks = awq.calibrate(model, arguments.format, sequences,
-                                   on_progress=lambda done, total: on_phase("AWQ, blocks", done, total))
-        before, after = (sum(errors) for errors in zip(*((b.plain_error, b.error) for b in blocks), strict=True))
-        print(f"AWQ on {len(sequences)} sequences, {sum(map(len, sequences))} tokens: squared error of the quantised "
-              f"blocks {before:.3g} before, {after:.3g} now; {sum(b.kept for b in blocks)} of {len(blocks)} rescaled")
+            blocks = awq.calibrate(
+                model,
+                arguments.format,
+                sequences,
+                on_progress=lambda done, total: on_phase("AWQ, blocks", done, total),
+            )
+        before, after = (
+            sum(errors) for errors in zip(*((b.plain_error, b.error) for b in blocks), strict=True)
+        )
+        print(
+            f"AWQ on {len(sequences)} sequences, {sum(map(len, sequences))} tokens: squared error "
+            f"of the quantised "
+            f"blocks {before:.3g} before, {after:.3g} now; {sum(b.kept for b in blocks)} of "
+            f"{len(blocks)} rescaled"
+        )
 
     return calibrate

@@ -1,4 +1,6 @@
-"""The arguments that name a run's settings, shared by the commands: a YAML file, dotted overrides, reference files."""
+"""The arguments that name a run's settings, shared by the commands: a YAML file, dotted overrides,
+reference files."""
+
 from __future__ import annotations
 
 import argparse
@@ -16,17 +18,28 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]]*\s*=.*", re.DOTALL)
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add `run.yaml [a.b=c ...] [--train --infer --orch]`."""
-    parser.add_argument("settings", nargs="*", metavar="run.yaml | key=value",
-                        help="the run's YAML file, then dotted overrides such as train.max_steps=20")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="run.yaml | key=value",
+        help="the run's YAML file, then dotted overrides such as train.max_steps=20",
+    )
     for name in ("train", "infer", "orch"):
-        parser.add_argument(f"--{name}", metavar="FILE", help=f"the {name} file of the three-file form")
+        parser.add_argument(
+            f"--{name}", metavar="FILE", help=f"the {name} file of the three-file form"
+        )
 
 
 def add_folder_options(parser: argparse.ArgumentParser) -> None:
     """Add `--resume` and `--overwrite`: what becomes of a run that is in output_dir already."""
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir")
-    parser.add_argument("--overwrite", action="store_true",
-                        help="replace the run in output_dir; nothing that a run did not make is removed")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in output_dir"
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the run in output_dir; nothing that a run did not make is removed",
+    )
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -41,11 +54,14 @@ def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig
     tell: print what was chosen for the user, which is about learning from rollouts.
     """
     from lowroll.config import ConfigError, load, load_reference
+
     files, overrides = split(arguments.settings)
     three = {name: getattr(arguments, name) for name in ("train", "infer", "orch")}
     if any(three.values()):
         if files:
-            raise ConfigError(f"{files[0]}: give either one YAML file or --train, --infer and --orch")
+            raise ConfigError(
+                f"{files[0]}: give either one YAML file or --train, --infer and --orch"
+            )
         for name in ("train", "orch"):
             if not three[name]:
                 raise ConfigError(f"--{name}: this file is required beside the others")
@@ -62,8 +78,8 @@ def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig
 
 
 def show(cfg: RunConfig, plan: Sequence[str], found: Findings) -> int:
-    """Print what a dry run found: the plan as comments over the settings, so that the whole loads as a file again.
-    ValueError, a line each, when the run would fail."""
+    """Print what a dry run found: the plan as comments over the settings, so that the whole loads
+    as a file again. ValueError, a line each, when the run would fail."""
     print("\n".join(f"# {line}" for line in (*plan, *found.lines)))
     print(cfg.dump(), end="", flush=True)
     for note in found.notes:

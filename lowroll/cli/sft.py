@@ -1,4 +1,5 @@
 """`lowroll sft run.yaml [a.b=c ...]`: warm-start a model on demonstrations."""
+
 from __future__ import annotations
 
 import argparse
@@ -7,13 +8,20 @@ from lowroll.cli.settings import add_folder_options, add_settings, read_settings
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="lowroll sft", description=(
-        "Supervised fine-tuning on the environments' own demonstrations, or on a JSONL of {\"messages\": [...]} "
-        "(sft.data). The settings are the section sft, and train for what both stages share."))
+    p = argparse.ArgumentParser(
+        prog="lowroll sft",
+        description=(
+            'Supervised fine-tuning on the environments\' own demonstrations, or on a JSONL of {"messages": [...]} '
+            "(sft.data). The settings are the section sft, and train for what both stages share."
+        ),
+    )
     add_settings(p)
     add_folder_options(p)
-    p.add_argument("--dry-run", action="store_true",
-                   help="check model, data and memory, print the plan and every setting, and stop")
+    p.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check model, data and memory, print the plan and every setting, and stop",
+    )
     return p
 
 
@@ -21,9 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
     cfg = read_settings(arguments, tell=False)
     if arguments.dry_run:
         from lowroll.preflight import look_at_sft
+
         found = look_at_sft(cfg, arguments.resume, arguments.overwrite)
         return show(cfg, [f"warm start of {cfg.model}; run folder {cfg.output_dir}"], found)
     from lowroll.supervised import run_sft
+
     result = run_sft(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     if result.signal:
         return 128 + result.signal

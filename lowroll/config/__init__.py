@@ -1,7 +1,17 @@
-"""The run's settings: a strict schema, loading with file and line in every error, and the reference files."""
+"""The run's settings: a strict schema, loading with file and line in every error, and the reference
+files."""
+
 from lowroll.config.document import ConfigError
 from lowroll.config.load import as_config, from_mapping, load
 from lowroll.config.reference import load_reference
 from lowroll.config.schema import EnvConfig, RunConfig
 
-__all__ = ["ConfigError", "EnvConfig", "RunConfig", "as_config", "from_mapping", "load", "load_reference"]
+__all__ = [
+    "ConfigError",
+    "EnvConfig",
+    "RunConfig",
+    "as_config",
+    "from_mapping",
+    "load",
+    "load_reference",
+]

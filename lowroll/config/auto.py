@@ -1,19 +1,22 @@
-"""`correction: auto`: the rollouts' price and the learner's forward choose a correction; and what is refused.
+"""`correction: auto`: the rollouts' price and the learner's forward choose a correction; and what
+is refused.
 
-The first row of `AUTO` that applies is taken. Where a paper trained with such rollouts, its remedy is the row's; the
-reason is printed at the start of a run. `COLLAPSES` are combinations that a paper saw fail; they are refused unless
-`force: true` asks for them, as a comparison does.
+The first row of `AUTO` that applies is taken. Where a paper trained with such rollouts, its remedy
+is the row's; the reason is printed at the start of a run. `COLLAPSES` are combinations that a paper
+saw fail; they are refused unless `force: true` asks for them, as a comparison does.
 
     QuRL       low-bit rollouts, a dense learner          acr; Fig. 2, Fig. 3, Tables 1 and 2 show the others fail
     QaRL       a learner in the rollouts' arithmetic      tbpo; Fig. 8 shows gspo drift
     Sparse-RL  a sampler that cannot reach every token    rejection and reweighting (sec. 3)
     QeRL       LoRA on the rollouts' own low-bit base     trains without a correction; tis costs nothing and is safe
 
-A sampler is truncated by whatever keeps it from the learner's distribution: a penalty reshapes it, and `min_tokens`
-bans the ids that stop until then. A second format (`rollout.bulk`) is low-bit rollouts that no learner shares.
+A sampler is truncated by whatever keeps it from the learner's distribution: a penalty reshapes it,
+and `min_tokens` bans the ids that stop until then. A second format (`rollout.bulk`) is low-bit
+rollouts that no learner shares.
 
 GSPO's ratio is a sequence's, so acr and reweight have no form under it; tbpo is its mended form.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -25,13 +28,16 @@ from lowroll.config.algorithms import DENSE
 
 @dataclass(frozen=True)
 class Rollouts:
-    """All that `auto` looks at: how the rollouts are made cheap, and what the learner shares with them."""
+    """All that `auto` looks at: how the rollouts are made cheap, and what the learner shares with
+    them."""
 
-    weights: str                           # two formats are "nvfp4+fp8"
-    truncated: tuple[str, ...] = ()        # settings that keep tokens from being drawn, such as "top_p 0.9"
-    noisy: bool = False                    # by noise that the learner does not share
-    aligned: bool = False                  # the learner multiplies in the rollouts' arithmetic
-    lora: bool = False                     # learner and rollouts hold the same base, codes and all
+    weights: str  # two formats are "nvfp4+fp8"
+    truncated: tuple[
+        str, ...
+    ] = ()  # settings that keep tokens from being drawn, such as "top_p 0.9"
+    noisy: bool = False  # by noise that the learner does not share
+    aligned: bool = False  # the learner multiplies in the rollouts' arithmetic
+    lora: bool = False  # learner and rollouts hold the same base, codes and all
 
     @property
     def low_bit(self) -> bool:
@@ -39,7 +45,7 @@ class Rollouts:
 
     @property
     def words(self) -> str:
-        """"use int8 weights, are cut by top_p 0.9 and carry noise"."""
+        """ "use int8 weights, are cut by top_p 0.9 and carry noise"."""
         parts = [f"use {self.weights} weights"]
         parts += [f"are cut by {', '.join(self.truncated)}"] if self.truncated else []
         parts += ["carry noise"] if self.noisy else []
@@ -48,8 +54,8 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. `gspo` is the correction under that algorithm, `sets` are values of the section
-    `loss.<correction>`, and `example` is a configuration that the row applies to."""
+    """A line of the table. `gspo` is the correction under that algorithm, `sets` are values of the
+    section `loss.<correction>`, and `example` is a configuration that the row applies to."""
 
     price: str
     forward: str
@@ -63,22 +69,69 @@ class Row:
 
 
 AUTO: tuple[Row, ...] = (
-    Row("truncated sampler (top_p, top_k, min_p, repetition_penalty, min_tokens)", "any", "reweight", "tbpo",
-        "so tokens are missing from them: capped weights, and a response that the learner finds impossible is rejected",
-        "Sparse-RL sec. 3", lambda r: bool(r.truncated), {"rollout": {"weights": "int8", "top_p": 0.9}},
-        {"veto": 1e-4}),
-    Row("dense", "any", "none", "none", "which are the learner's own up to rounding", "",
-        lambda r: not r.low_bit and not r.noisy, {"rollout": {"weights": "dense"}}),
-    Row("low-bit", "aligned", "tbpo", "tbpo", "and the learner's forward is aligned with them", "QaRL sec. 3.2",
-        lambda r: r.low_bit and r.aligned, {"rollout": {"weights": "int4"}, "train": {"forward": "aligned"}}),
-    Row("noise on the norms that the learner does not share", "dense", "acr", "tbpo",
-        "so the learner must pay for the mismatch", "QuRL Eq. 9", lambda r: r.noisy,
-        {"rollout": {"weights": "dense"}, "noise": {}}),
-    Row("low-bit", "dense, LoRA on the same base", "tis", "tis",
-        "and the learner shares their codes under its adapter: a capped weight pays for the arithmetic", "QuRL Eq. 5",
-        lambda r: r.low_bit and r.lora, {"rollout": {"weights": "nvfp4"}, "train": {"lora": True}}),
-    Row("low-bit", "dense", "acr", "tbpo", "so the learner must pay for the mismatch", "QuRL Eq. 9",
-        lambda r: r.low_bit, {"rollout": {"weights": "int8"}}),
+    Row(
+        "truncated sampler (top_p, top_k, min_p, repetition_penalty, min_tokens)",
+        "any",
+        "reweight",
+        "tbpo",
+        "so tokens are missing from them: capped weights, and a response that the learner finds "
+        "impossible is rejected",
+        "Sparse-RL sec. 3",
+        lambda r: bool(r.truncated),
+        {"rollout": {"weights": "int8", "top_p": 0.9}},
+        {"veto": 1e-4},
+    ),
+    Row(
+        "dense",
+        "any",
+        "none",
+        "none",
+        "which are the learner's own up to rounding",
+        "",
+        lambda r: not r.low_bit and not r.noisy,
+        {"rollout": {"weights": "dense"}},
+    ),
+    Row(
+        "low-bit",
+        "aligned",
+        "tbpo",
+        "tbpo",
+        "and the learner's forward is aligned with them",
+        "QaRL sec. 3.2",
+        lambda r: r.low_bit and r.aligned,
+        {"rollout": {"weights": "int4"}, "train": {"forward": "aligned"}},
+    ),
+    Row(
+        "noise on the norms that the learner does not share",
+        "dense",
+        "acr",
+        "tbpo",
+        "so the learner must pay for the mismatch",
+        "QuRL Eq. 9",
+        lambda r: r.noisy,
+        {"rollout": {"weights": "dense"}, "noise": {}},
+    ),
+    Row(
+        "low-bit",
+        "dense, LoRA on the same base",
+        "tis",
+        "tis",
+        "and the learner shares their codes under its adapter: a capped weight pays for the "
+        "arithmetic",
+        "QuRL Eq. 5",
+        lambda r: r.low_bit and r.lora,
+        {"rollout": {"weights": "nvfp4"}, "train": {"lora": True}},
+    ),
+    Row(
+        "low-bit",
+        "dense",
+        "acr",
+        "tbpo",
+        "so the learner must pay for the mismatch",
+        "QuRL Eq. 9",
+        lambda r: r.low_bit,
+        {"rollout": {"weights": "int8"}},
+    ),
 )
 
 
@@ -91,22 +144,36 @@ def choose_correction(algorithm: str, rollouts: Rollouts) -> tuple[str, str]:
     """The correction that `auto` stands for, and why, for people."""
     row = choose_row(rollouts)
     if algorithm == "gspo" and row.gspo != row.correction:
-        return row.gspo, (f"the rollouts {rollouts.words}, {row.reason} ({row.correction} has no form under gspo; "
-                          f"{row.gspo} is gspo with a band where A < 0, QaRL sec. 3.2)")
-    return row.correction, f"the rollouts {rollouts.words}, {row.reason}" + (f" ({row.source})" if row.source else "")
+        return row.gspo, (
+            f"the rollouts {rollouts.words}, {row.reason} ({row.correction} has no form under "
+            f"gspo; "
+            f"{row.gspo} is gspo with a band where A < 0, QaRL sec. 3.2)"
+        )
+    return row.correction, f"the rollouts {rollouts.words}, {row.reason}" + (
+        f" ({row.source})" if row.source else ""
+    )
 
 
 @dataclass(frozen=True)
 class Collapse:
-    """A correction that fails with low-bit rollouts of a learner that is neither aligned nor on their base (LoRA)."""
+    """A correction that fails with low-bit rollouts of a learner that is neither aligned nor on
+    their base (LoRA)."""
 
     correction: str
     seen: str
 
 
 COLLAPSES: tuple[Collapse, ...] = (
-    Collapse("none", "QuRL's Table 2 ends near 0 for INT8 and FP8, where BF16 has 31.67; so does Table 1 for FP8"),
-    Collapse("is", "QuRL's Fig. 2: the reward collapses after a few steps, because the clip acts on the mismatch"),
+    Collapse(
+        "none",
+        "QuRL's Table 2 ends near 0 for INT8 and FP8, where BF16 has 31.67; so does Table 1 for "
+        "FP8",
+    ),
+    Collapse(
+        "is",
+        "QuRL's Fig. 2: the reward collapses after a few steps, because the clip acts on the "
+        "mismatch",
+    ),
 )
 
 

@@ -1,10 +1,11 @@
 """YAML text -> plain values, with the line of every key.
 
-The safe part of YAML and no more: mappings, lists and scalars. Anchors, aliases, tags, merge keys, several documents
-and duplicated keys are refused, which rules out alias bombs and object construction before anything is built. Plain
-scalars follow the core schema of YAML 1.2 (1e-5 is a number); what YAML 1.1 reads otherwise (no, 010, 1:30, 1_000) is
-refused instead of guessed.
+The safe part of YAML and no more: mappings, lists and scalars. Anchors, aliases, tags, merge keys,
+several documents and duplicated keys are refused, which rules out alias bombs and object
+construction before anything is built. Plain scalars follow the core schema of YAML 1.2 (1e-5 is a
+number); what YAML 1.1 reads otherwise (no, 010, 1:30, 1_000) is refused instead of guessed.
 """
+
 from __future__ import annotations
 
 import re
@@ -27,7 +28,9 @@ _HEX = re.compile(r"0x[0-9a-fA-F]{1,32}|0o[0-7]{1,48}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _ANSWER = re.compile(r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
-_OLD_NUMBER = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9][0-9_]*_[0-9_]*|0b[01_]+|[-+]?[0-9]+(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_OLD_NUMBER = re.compile(
+    r"[-+]?0[0-9_]+|[-+]?[0-9][0-9_]*_[0-9_]*|0b[01_]+|[-+]?[0-9]+(:[0-5]?[0-9])+(\.[0-9_]*)?"
+)
 
 
 class ConfigError(ValueError):
@@ -47,7 +50,8 @@ class Mark:
 
 @dataclass
 class Document:
-    """Plain values (dict, list, str, int, float, bool, None) and the mark of every path that was written."""
+    """Plain values (dict, list, str, int, float, bool, None) and the mark of every path that was
+    written."""
 
     value: dict[str, Any]
     marks: dict[Path, Mark] = field(default_factory=dict)
@@ -57,8 +61,10 @@ class Document:
         """The mark of a path, of the first key beneath it, or of the nearest section above it."""
         if path in self.marks:
             return self.marks[path]
-        beneath = (mark for written, mark in self.marks.items() if written[:len(path)] == path)
-        above = (self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks)
+        beneath = (mark for written, mark in self.marks.items() if written[: len(path)] == path)
+        above = (
+            self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks
+        )
         return next(beneath, None) or next(above, None)
 
     def wrap(self, path: Path) -> None:
@@ -66,10 +72,12 @@ class Document:
         mark = self.marks[path]
         node = self.value
         for depth, part in enumerate(path[:-1]):
-            node = _get(node, part, path[:depth + 1], mark)
+            node = _get(node, part, path[: depth + 1], mark)
         _set(node, path[-1], [_get(node, path[-1], path, mark)], path, mark)
         end = len(path)
-        inner = {old: mark for old, mark in self.marks.items() if old[:end] == path and len(old) > end}
+        inner = {
+            old: mark for old, mark in self.marks.items() if old[:end] == path and len(old) > end
+        }
         for old, mark in inner.items():
             del self.marks[old]
             self.marks[(*path, 0, *old[end:])] = mark
@@ -78,13 +86,13 @@ class Document:
         """Write a value, making the sections above it; whatever stood there before is gone."""
         node: Any = self.value
         for depth, part in enumerate(path[:-1]):
-            inner = _get(node, part, path[:depth + 1], mark)
+            inner = _get(node, part, path[: depth + 1], mark)
             if inner is None:
                 inner = {}
-                _set(node, part, inner, path[:depth + 1], mark)
+                _set(node, part, inner, path[: depth + 1], mark)
             node = inner
         _set(node, path[-1], value, path, mark)
-        for old in [old for old in self.marks if old[:len(path)] == path]:
+        for old in [old for old in self.marks if old[: len(path)] == path]:
             del self.marks[old]
         self.marks[path] = mark
 
@@ -98,7 +106,7 @@ def dotted(path: Path) -> str:
 
 
 def nearest(word: str, known: list[str], cutoff: float = 0.6) -> str:
-    """" (did you mean x?)", or "" when nothing is near."""
+    """ " (did you mean x?)", or "" when nothing is near."""
     close = get_close_matches(word, known, n=1, cutoff=cutoff)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -126,7 +134,8 @@ def parse_value(text: str, mark: Mark) -> Any:
 
 
 def resolve_plain(text: str) -> Any:
-    """The value of an unquoted scalar. Raises ValueError for what two YAML versions read differently."""
+    """The value of an unquoted scalar. Raises ValueError for what two YAML versions read
+    differently."""
     if _NULL.fullmatch(text):
         return None
     if _TRUE.fullmatch(text) or _FALSE.fullmatch(text):
@@ -139,7 +148,9 @@ def resolve_plain(text: str) -> Any:
     if _HEX.fullmatch(text):
         return int(text, 0)
     if _OLD_NUMBER.fullmatch(text):
-        raise ValueError(f"{text} is ambiguous in YAML: write plain decimal digits, or quote it if it is text")
+        raise ValueError(
+            f"{text} is ambiguous in YAML: write plain decimal digits, or quote it if it is text"
+        )
     if _SPECIAL.fullmatch(text):
         raise ValueError(f"{text} is not a finite number")
     if _FLOAT.fullmatch(text):
@@ -181,7 +192,9 @@ def _refuse_events(events: Iterator[yaml.Event], name: str) -> None:
             if documents > 1:
                 raise ConfigError(f"{name}:{line}: more than one document in a file")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ConfigError(f"{name}:{line}: anchors and aliases (&, *) are not allowed; write the value out")
+            raise ConfigError(
+                f"{name}:{line}: anchors and aliases (&, *) are not allowed; write the value out"
+            )
         if getattr(event, "tag", None):
             raise ConfigError(f"{name}:{line}: tags (!) are not allowed")
         if isinstance(event, yaml.CollectionStartEvent):
@@ -205,18 +218,25 @@ def _build(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: str) -> A
     if isinstance(node, yaml.SequenceNode):
         values = []
         for index, item in enumerate(node.value):
-            marks[(*path, index)] = Mark(f"{name}:{item.start_mark.line + 1}", dotted((*path, index)))
+            marks[(*path, index)] = Mark(
+                f"{name}:{item.start_mark.line + 1}", dotted((*path, index))
+            )
             values.append(_build(item, (*path, index), marks, name))
         return values
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key, key_line = key_node.value, key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode) or not isinstance(key, str) or not key:
-            raise ConfigError(f"{name}:{key_line}: {dotted(path) or 'top level'}: a key must be text")
+            raise ConfigError(
+                f"{name}:{key_line}: {dotted(path) or 'top level'}: a key must be text"
+            )
         inner = (*path, key)
         if key in mapping:
             first = marks[inner].where.rpartition(":")[2]
-            raise ConfigError(f"{name}:{key_line}: {dotted(inner)}: duplicated key (first written in line {first})")
+            raise ConfigError(
+                f"{name}:{key_line}: {dotted(inner)}: duplicated key (first written in line "
+                f"{first})"
+            )
         marks[inner] = Mark(f"{name}:{key_line}", dotted(inner))
         mapping[key] = _build(value_node, inner, marks, name)
     return mapping
@@ -240,7 +260,8 @@ def _set(node: Any, part: str | int, value: Any, path: Path, mark: Mark) -> None
 
 
 class ConfigDumper(yaml.SafeDumper):
-    """Writes YAML that `parse` reads back to the same values: text that would read as something else is quoted."""
+    """Writes YAML that `parse` reads back to the same values: text that would read as something
+    else is quoted."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -259,7 +280,8 @@ ConfigDumper.add_representer(str, _represent_text)
 
 
 def plain(value: Any, where: str) -> Any:
-    """A copy of a Python value as a configuration may hold it. Raises ConfigError for anything else."""
+    """A copy of a Python value as a configuration may hold it. Raises ConfigError for anything
+    else."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):

@@ -1,4 +1,6 @@
-"""The `env:` and `eval:` sections: where prompts come from, and how a policy is measured on those held out."""
+"""The `env:` and `eval:` sections: where prompts come from, and how a policy is measured on those
+held out."""
+
 from __future__ import annotations
 
 import re
@@ -10,13 +12,25 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Strict
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.document import Path
-from lowroll.config.section import Count, GroupSize, Penalty, Positive, Probability, Problem, Section, Text, as_list
+from lowroll.config.section import (
+    Count,
+    GroupSize,
+    Penalty,
+    Positive,
+    Probability,
+    Problem,
+    Section,
+    Text,
+    as_list,
+)
 from lowroll.types import TEMPERATURES
 
 
 def _is_variable(name: str) -> str:
-    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:      # not shown: it may be a value
-        raise PydanticCustomError("no_variable", "must be the name of an environment variable, not its value")
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:  # not shown: it may be a value
+        raise PydanticCustomError(
+            "no_variable", "must be the name of an environment variable, not its value"
+        )
     return name
 
 
@@ -24,8 +38,9 @@ Variable = Annotated[str, AfterValidator(_is_variable)]
 
 
 class EnvConfig(Section):
-    """One environment. `name` labels its metrics (default: its id, without the folders of an absolute path); `weight`
-    is its share of the prompts. `pass_env` names environment variables that the scoring workers see."""
+    """One environment. `name` labels its metrics (default: its id, without the folders of an
+    absolute path); `weight` is its share of the prompts. `pass_env` names environment variables
+    that the scoring workers see."""
 
     id: Text
     name: Text | None = None
@@ -35,40 +50,54 @@ class EnvConfig(Section):
 
 
 def _listed(value: Any) -> Any:
-    """A single section stands for a list of one; a bare id is answered with the section that was meant."""
-    ids = [value] if isinstance(value, str) else [one for one in value if isinstance(one, str)] if isinstance(
-        value, list) else []
+    """A single section stands for a list of one; a bare id is answered with the section that was
+    meant."""
+    ids = (
+        [value]
+        if isinstance(value, str)
+        else [one for one in value if isinstance(one, str)]
+        if isinstance(value, list)
+        else []
+    )
     if ids:
         meant = ", ".join(f"{{id: {one}}}" for one in ids)
-        raise PydanticCustomError("bare_ids", "{text}", {"text": f"an environment is a section: write [{meant}]"})
+        raise PydanticCustomError(
+            "bare_ids", "{text}", {"text": f"an environment is a section: write [{meant}]"}
+        )
     return as_list(value)
 
 
-Environments = Annotated[tuple[EnvConfig, ...], Strict(False), BeforeValidator(_listed), Field(min_length=1)]
+Environments = Annotated[
+    tuple[EnvConfig, ...], Strict(False), BeforeValidator(_listed), Field(min_length=1)
+]
 
 
 def _greedy_or_drawn(value: float) -> float:
     low, high = TEMPERATURES
     if value != 0 and not low <= value <= high:
-        raise PydanticCustomError("temperature", "{text}", {
-            "text": f"must be 0 (greedy) or from {low:g} to {high:g}, got {value:g}"})
+        raise PydanticCustomError(
+            "temperature",
+            "{text}",
+            {"text": f"must be 0 (greedy) or from {low:g} to {high:g}, got {value:g}"},
+        )
     return value
 
 
 class EvalConfig(Section):
-    """Evaluation on the test split every `interval` steps, before the first and after the last one (null: only when
-    asked). `env` null: the training ones.
+    """Evaluation on the test split every `interval` steps, before the first and after the last one
+    (null: only when asked). `env` null: the training ones.
 
-    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches it. Before the first
-    and after the last step the same prompts are drawn once more, as the rollouts are.
+    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches
+    it. Before the first and after the last step the same prompts are drawn once more, as the
+    rollouts are.
     """
 
     interval: Count | None = None
     num_examples: Count = 64
     rollouts_per_example: GroupSize = 1
-    temperature: Annotated[float, AfterValidator(_greedy_or_drawn)] = 0.0   # 0 is greedy
+    temperature: Annotated[float, AfterValidator(_greedy_or_drawn)] = 0.0  # 0 is greedy
     top_p: Probability = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0                 # 0 is off
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0 is off
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: Penalty = 1.0
     env: Environments | None = None
@@ -80,24 +109,34 @@ def named(env: EnvConfig) -> EnvConfig:
 
 
 def default_name(env: EnvConfig) -> str:
-    """The name, or the id; of a file with an absolute path its last part, since metrics are named by it."""
+    """The name, or the id; of a file with an absolute path its last part, since metrics are named
+    by it."""
     return env.name or (PurePath(env.id).name if PurePath(env.id).is_absolute() else env.id)
 
 
 def env_problems(env: tuple[EnvConfig, ...], held_out: EvalConfig) -> Iterator[Problem]:
     """Two environments of one name."""
-    places: tuple[tuple[Path, tuple[EnvConfig, ...]], ...] = ((("env",), env), (("eval", "env"), held_out.env or ()))
+    places: tuple[tuple[Path, tuple[EnvConfig, ...]], ...] = (
+        (("env",), env),
+        (("eval", "env"), held_out.env or ()),
+    )
     for path, envs in places:
         seen: set[str] = set()
         for index, one in enumerate(envs):
             name = default_name(one)
             if name in seen:
-                yield (((*path, index, "name"), (*path, index, "id")),
-                       f"two environments are called {name!r}; give one another name")
+                yield (
+                    ((*path, index, "name"), (*path, index, "id")),
+                    f"two environments are called {name!r}; give one another name",
+                )
             seen.add(name)
 
 
 def eval_notes(held_out: EvalConfig) -> Iterator[str]:
     """Filters that a greedy evaluation does not ask."""
-    if held_out.temperature == 0 and (held_out.top_p, held_out.top_k, held_out.min_p) != (1.0, 0, 0.0):
+    if held_out.temperature == 0 and (held_out.top_p, held_out.top_k, held_out.min_p) != (
+        1.0,
+        0,
+        0.0,
+    ):
         yield "eval.top_p, top_k, min_p: no effect at eval.temperature 0, which is greedy"

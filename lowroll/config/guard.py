@@ -1,8 +1,11 @@
-"""The `guard:` section: numbers that say that the rollouts are leaving the learner, and what to do about it.
+"""The `guard:` section: numbers that say that the rollouts are leaving the learner, and what to do
+about it.
 
-Defaults: verl's guide wants an effective sample size above 0.3; QuRL (Fig. 3) saw the KL of its rollouts grow
-twelvefold, from 0.002 to 0.025, and single weights of 1e5 before a collapse. `lowroll.trainer.guard` has the actions.
+Defaults: verl's guide wants an effective sample size above 0.3; QuRL (Fig. 3) saw the KL of its
+rollouts grow twelvefold, from 0.002 to 0.025, and single weights of 1e5 before a collapse.
+`lowroll.trainer.guard` has the actions.
 """
+
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -16,12 +19,16 @@ class GuardConfig(Section):
     """Alarms on the mismatch (null: off), and what they do after `patience` steps in a row."""
 
     action: Literal["warn", "tighten", "fallback"] = "warn"
-    patience: Count = 3                                    # steps in a row with an alarm before the action
-    ess_below: Probability | None = 0.3                    # mismatch/ess
-    kl_growth: Annotated[float, Field(gt=1)] | None = 10.0   # moving average of mismatch/kl_k3 over its first steps
-    kl_floor: Positive = 2e-3                              # nats; growth below this level is no alarm
-    rejected_above: Probability | None = 0.5               # correction/rejected_fraction, or of sequences
-    ratio_above: Positive | None = 1e3                     # mismatch/weight_max
-    nonfinite: bool = True                                 # a mismatch or an update that is not finite
-    factor: Annotated[float, Field(gt=0, lt=1)] = 0.5      # tighten: the power on bounds, on a log scale
-    fallback: Literal["next", "dense"] = "next"            # next: 4 bits -> fp8 -> dense; 8 bits -> dense
+    patience: Count = 3  # steps in a row with an alarm before the action
+    ess_below: Probability | None = 0.3  # mismatch/ess
+    kl_growth: Annotated[float, Field(gt=1)] | None = (
+        10.0  # moving average of mismatch/kl_k3 over its first steps
+    )
+    kl_floor: Positive = 2e-3  # nats; growth below this level is no alarm
+    rejected_above: Probability | None = 0.5  # correction/rejected_fraction, or of sequences
+    ratio_above: Positive | None = 1e3  # mismatch/weight_max
+    nonfinite: bool = True  # a mismatch or an update that is not finite
+    factor: Annotated[float, Field(gt=0, lt=1)] = (
+        0.5  # tighten: the power on bounds, on a log scale
+    )
+    fallback: Literal["next", "dense"] = "next"  # next: 4 bits -> fp8 -> dense; 8 bits -> dense

@@ -1,11 +1,14 @@
-"""Files and overrides -> RunConfig. Every error names the file, the line, the key and the nearest known key.
+"""Files and overrides -> RunConfig. Every error names the file, the line, the key and the nearest
+known key.
 
     cfg = load("run.yaml", overrides=["train.max_steps=20"])
     run.yaml:8: train.max_stepz: unknown key (did you mean max_steps?)
     override train.max_stepz: unknown key (did you mean max_steps?)
 
-A file with the sections `orch:` and `infer:` or `train:` is a reference file in one piece: see `reference.py`.
+A file with the sections `orch:` and `infer:` or `train:` is a reference file in one piece: see
+`reference.py`.
 """
+
 from __future__ import annotations
 
 import types
@@ -18,7 +21,17 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from lowroll.config.document import ConfigError, Document, Mark, Path, dotted, nearest, parse, parse_value, plain
+from lowroll.config.document import (
+    ConfigError,
+    Document,
+    Mark,
+    Path,
+    dotted,
+    nearest,
+    parse,
+    parse_value,
+    plain,
+)
 from lowroll.config.foreign import explain, foreign_keys
 from lowroll.config.paths import anchor
 from lowroll.config.schema import RunConfig
@@ -28,14 +41,16 @@ Overrides = Mapping[str, object] | Iterable[str]
 
 
 def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
-    """Read a run's YAML file, apply dotted overrides, check everything and fill in what a table decides.
+    """Read a run's YAML file, apply dotted overrides, check everything and fill in what a table
+    decides.
 
-    overrides: {"train.max_steps": 20} or ["train.max_steps=20"] (values are YAML; list items by index: env.0.id=...).
-    Raises ConfigError, a ValueError, with one line a problem.
+    overrides: {"train.max_steps": 20} or ["train.max_steps=20"] (values are YAML; list items by
+    index: env.0.id=...). Raises ConfigError, a ValueError, with one line a problem.
     """
     document = read(path)
     if {"orch", "infer"} & document.value.keys():
         from lowroll.config.reference import load_sections
+
         return load_sections(document, overrides)
     return build(document, overrides)
 
@@ -45,15 +60,24 @@ def from_mapping(values: Mapping[str, object], overrides: Overrides = ()) -> Run
     return build(Document(plain(dict(values), "config"), name="config"), overrides)
 
 
-def as_config(given: str | FilePath | RunConfig | Mapping[str, object], overrides: Overrides = ()) -> RunConfig:
-    """The settings that a caller in Python gives: a file, a tree of the same keys, or a RunConfig."""
+def as_config(
+    given: str | FilePath | RunConfig | Mapping[str, object], overrides: Overrides = ()
+) -> RunConfig:
+    """The settings that a caller in Python gives: a file, a tree of the same keys, or a
+    RunConfig."""
     if isinstance(given, (str, FilePath)):
         return load(given, overrides)
     if isinstance(given, RunConfig):
-        return from_mapping(given.model_dump(mode="json", exclude_unset=True), overrides) if overrides else given
+        return (
+            from_mapping(given.model_dump(mode="json", exclude_unset=True), overrides)
+            if overrides
+            else given
+        )
     if isinstance(given, Mapping):
         return from_mapping(given, overrides)
-    raise ConfigError(f"config: expected a path, a mapping or a RunConfig, got {type(given).__name__}")
+    raise ConfigError(
+        f"config: expected a path, a mapping or a RunConfig, got {type(given).__name__}"
+    )
 
 
 def read(path: str | FilePath) -> Document:
@@ -76,11 +100,14 @@ def build(document: Document, overrides: Overrides = ()) -> RunConfig:
 
 
 def validate(model: type[M], document: Document) -> M:
-    """Check a document against a section's model; all its problems in one ConfigError, in the order of the file."""
+    """Check a document against a section's model; all its problems in one ConfigError, in the order
+    of the file."""
     try:
         return model.model_validate(document.value)
     except ValidationError as error:
-        problems = [line for details in error.errors() for line in _explain(model, document, details)]
+        problems = [
+            line for details in error.errors() for line in _explain(model, document, details)
+        ]
         raise ConfigError("\n".join(sorted(set(problems), key=_order))) from None
 
 
@@ -91,7 +118,9 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"override {item}: write it as key=value, for example train.max_steps=20")
+            raise ConfigError(
+                f"override {item}: write it as key=value, for example train.max_steps=20"
+            )
         yield key.strip(), parse_value(text, Mark("override", key.strip()))
 
 
@@ -103,7 +132,11 @@ def _override(document: Document, key: str, value: Any) -> None:
     path = tuple(int(part) if part.isdecimal() else part for part in parts)
     if path[0] == "env" and len(path) > 1 and "env" not in document.value:
         document.value["env"] = [{"id": "reverse-text"}]
-    if len(path) > 1 and isinstance(path[1], int) and isinstance(document.value.get(str(path[0])), dict):
+    if (
+        len(path) > 1
+        and isinstance(path[1], int)
+        and isinstance(document.value.get(str(path[0])), dict)
+    ):
         document.wrap(path[:1])
     document.put(path, value, mark)
 
@@ -120,12 +153,16 @@ def _explain(model: type[BaseModel], document: Document, details: ErrorDetails) 
         return [_blame(document, *problem) for problem in details["ctx"]["problems"]]
     path = _written(loc, document.value)
     if details["type"] == "extra_forbidden":
-        return [_blame(document, (key,), "unknown key" + hint) for key, hint in _hints(model, path, details["input"])]
+        return [
+            _blame(document, (key,), "unknown key" + hint)
+            for key, hint in _hints(model, path, details["input"])
+        ]
     return [_blame(document, (path,), _message(model, loc, details))]
 
 
 def _written(loc: Path, value: Any) -> Path:
-    """pydantic counts the items of a single mapping that stands for a list, and names a union's branch: drop those."""
+    """pydantic counts the items of a single mapping that stands for a list, and names a union's
+    branch: drop those."""
     path: list[str | int] = []
     for part in loc:
         if isinstance(value, dict):
@@ -144,7 +181,8 @@ def _written(loc: Path, value: Any) -> Path:
 
 
 def _blame(document: Document, paths: tuple[Path, ...], message: str) -> str:
-    """`file:line: key: message` for the first of the keys that was written, otherwise for the nearest section."""
+    """`file:line: key: message` for the first of the keys that was written, otherwise for the
+    nearest section."""
     for path in paths:
         if path in document.marks:
             return document.marks[path].blame(message)
@@ -158,7 +196,9 @@ def _message(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
     kind, context, value = details["type"], details.get("ctx", {}), details.get("input")
     got = f", got {_show(value)}"
     if kind == "missing":
-        return f"needs {loc[-1] + 1} entries" if isinstance(loc[-1], int) else "this key is required"
+        return (
+            f"needs {loc[-1] + 1} entries" if isinstance(loc[-1], int) else "this key is required"
+        )
     if kind == "literal_error":
         choices = _choices(context["expected"])
         hint = nearest(value.lower(), choices) if isinstance(value, str) else ""
@@ -175,14 +215,28 @@ def _message(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
 
 
 _NEEDS = {
-    "bool_type": "true or false", "bool_parsing": "true or false",
-    "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",
-    "float_type": "a number", "float_parsing": "a number", "finite_number": "a finite number",
-    "string_type": "text", "model_type": "a section of keys", "model_attributes_type": "a section of keys",
-    "dict_type": "a section of keys", "list_type": "a list", "tuple_type": "a list", "none_required": "null",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "model_type": "a section of keys",
+    "model_attributes_type": "a section of keys",
+    "dict_type": "a section of keys",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "none_required": "null",
 }
-_BOUNDS = {"greater_than": (">", "gt"), "greater_than_equal": (">=", "ge"), "less_than": ("<", "lt"),
-           "less_than_equal": ("<=", "le")}
+_BOUNDS = {
+    "greater_than": (">", "gt"),
+    "greater_than_equal": (">=", "ge"),
+    "less_than": ("<", "lt"),
+    "less_than_equal": ("<=", "le"),
+}
 
 
 def _show(value: Any) -> str:
@@ -208,8 +262,9 @@ def _choices(expected: str) -> list[str]:
 
 
 def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Path, str]]:
-    """An unknown key, or what is foreign in an unknown section, and what was meant by it: a near key of its section,
-    what another tool calls so, a key of this name elsewhere, or the nearest one anywhere."""
+    """An unknown key, or what is foreign in an unknown section, and what was meant by it: a near
+    key of its section, what another tool calls so, a key of this name elsewhere, or the nearest one
+    anywhere."""
     word = str(path[-1])
     if "." in word and ".".join(map(str, path)) in known_keys(model):
         nested = ": {".join(word.split(".")) + ": ..." + "}" * word.count(".")
@@ -225,15 +280,20 @@ def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Pat
         yield from ((key, f"; {explain(key)}") for key in foreign)
         return
     elsewhere = last_names(model)
-    if not (hint := f" (did you mean {elsewhere[word]}?)" if word in elsewhere else nearest(word, here)):
+    if not (
+        hint := f" (did you mean {elsewhere[word]}?)" if word in elsewhere else nearest(word, here)
+    ):
         near = get_close_matches(word, elsewhere, n=1, cutoff=0.75) if model is RunConfig else []
         hint = f" (did you mean {elsewhere[near[0]]}?)" if near else ""
     yield path, hint
 
 
 def last_names(model: type[BaseModel]) -> dict[str, str]:
-    """The last name of every key -> the key; of those that share one, what is rarely meant gives way."""
-    keys = sorted(reversed(known_keys(model)), key=lambda key: key.startswith(("train.", "rollout.")))
+    """The last name of every key -> the key; of those that share one, what is rarely meant gives
+    way."""
+    keys = sorted(
+        reversed(known_keys(model)), key=lambda key: key.startswith(("train.", "rollout."))
+    )
     return {key.rpartition(".")[2]: key for key in keys}
 
 

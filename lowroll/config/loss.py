@@ -1,8 +1,11 @@
-"""The `loss:` section: the policy objective's numbers, a section for each correction that has options of its own.
+"""The `loss:` section: the policy objective's numbers, a section for each correction that has
+options of its own.
 
-The names and defaults of a section are those of the function in `lowroll.objectives`; a test holds them together. A
-section that the run's correction does not read has no effect, and a note says so when it was changed.
+The names and defaults of a section are those of the function in `lowroll.objectives`; a test holds
+them together. A section that the run's correction does not read has no effect, and a note says so
+when it was changed.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -15,23 +18,34 @@ from lowroll.config.document import Path
 from lowroll.config.section import NotNegative, Positive, Problem, Section
 
 Bounds = Annotated[tuple[NotNegative, Positive], Strict(False)]
-Rule = Literal["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-               "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"]
+Rule = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
 
 
 class TbpoConfig(Section):
     """TBPO. The other bounds are loss.eps_low and loss.eps_high, the cap loss.cap."""
 
-    eps_negative: Positive = 7e-4                          # A < 0: no gradient above 1 + this
+    eps_negative: Positive = 7e-4  # A < 0: no gradient above 1 + this
 
 
 class SparseConfig(Section):
     """Sparse-RL's weights xi and its rejection."""
 
     xi_cap: Positive | None = None
-    token_rs: Bounds | None = None                         # (low, high): tokens with xi outside are masked
-    normalize_xi: bool = False                             # divide by the batch's mean of xi (one more forward pass)
-    veto: Positive | None = 1e-4                           # a sequence with any xi below is rejected
+    token_rs: Bounds | None = None  # (low, high): tokens with xi outside are masked
+    normalize_xi: bool = False  # divide by the batch's mean of xi (one more forward pass)
+    veto: Positive | None = 1e-4  # a sequence with any xi below is rejected
 
 
 class SurogateLoss(Section):
@@ -40,7 +54,7 @@ class SurogateLoss(Section):
     ratio_type: Literal["token", "sequence"] = "token"
     kl_tau: NotNegative = 0.0
     adv_tau: NotNegative = 1.0
-    teacher_tau: NotNegative = 0.0                         # pull to the log-probs of train.teacher
+    teacher_tau: NotNegative = 0.0  # pull to the log-probs of train.teacher
     token_mask_low: NotNegative = 0.125
     token_mask_high: Positive = 8.0
     geo_mask_low: NotNegative = 0.1
@@ -59,32 +73,40 @@ class AipoConfig(SurogateLoss):
 class IpoConfig(Section):
     """IPO; DPPO with signed: true and width: 0.1."""
 
-    signed: bool = False                                   # test the side that the advantage pushes to, alone
-    width: NotNegative = 0.2                               # tokens whose probability moved further are masked
-    ratio_cap: Positive = 7.38905609893065                 # e^2
+    signed: bool = False  # test the side that the advantage pushes to, alone
+    width: NotNegative = 0.2  # tokens whose probability moved further are masked
+    ratio_cap: Positive = 7.38905609893065  # e^2
     kl_tau: NotNegative = 1e-3
 
 
 class ReweightConfig(Section):
-    """The generic correction: a weight for each token, capped at loss.cap, and rules that reject."""
+    """The generic correction: a weight for each token, capped at loss.cap, and rules that
+    reject."""
 
     weight: Literal["token", "sequence", "none"] = "token"
-    icepop: Bounds | None = None                           # (low, high): weights outside become 0; replaces the cap
-    normalize: bool = False                                # divide by the batch's mean weight (one more forward pass)
-    reject: dict[Rule, NotNegative | Bounds] | None = None   # k1: (low, high) of sampler over learner; others: a bound
-    veto: Positive | None = None                           # a sequence with any w below is rejected
-    bypass: bool = False                                   # clip against the sampler, without weights
+    icepop: Bounds | None = None  # (low, high): weights outside become 0; replaces the cap
+    normalize: bool = False  # divide by the batch's mean weight (one more forward pass)
+    reject: dict[Rule, NotNegative | Bounds] | None = (
+        None  # k1: (low, high) of sampler over learner; others: a bound
+    )
+    veto: Positive | None = None  # a sequence with any w below is rejected
+    bypass: bool = False  # clip against the sampler, without weights
 
 
 class LossConfig(Section):
-    """The policy objective. null: the algorithm's default, or that of a correction with bounds of its own."""
+    """The policy objective. null: the algorithm's default, or that of a correction with bounds of
+    its own."""
 
     eps_low: NotNegative | None = None
     eps_high: NotNegative | None = None
-    cap: Annotated[float, Field(ge=1)] = 2.0               # C of tis, acr, tbpo, reweight: the largest mismatch weight
+    cap: Annotated[float, Field(ge=1)] = (
+        2.0  # C of tis, acr, tbpo, reweight: the largest mismatch weight
+    )
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    reduce: Literal["seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum"] | None = None
-    kl_coef: NotNegative = 0.0                             # weight of the KL to the frozen reference model
+    reduce: (
+        Literal["seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum"] | None
+    ) = None
+    kl_coef: NotNegative = 0.0  # weight of the KL to the frozen reference model
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     tbpo: TbpoConfig = TbpoConfig()
     sparse: SparseConfig = SparseConfig()
@@ -93,7 +115,8 @@ class LossConfig(Section):
     reweight: ReweightConfig = ReweightConfig()
 
     def options(self, algorithm: str, correction: str, max_tokens: int) -> dict[str, Any]:
-        """The options of `lowroll.objectives.select(algorithm, correction)`, once every null is filled in."""
+        """The options of `lowroll.objectives.select(algorithm, correction)`, once every null is
+        filled in."""
         length = max_tokens if self.reduce == "constant" else None
         options: dict[str, Any] = {"reduce": self.reduce, "max_length": length}
         if correction not in CLIPLESS:
@@ -109,14 +132,19 @@ class LossConfig(Section):
 
 def without_dual_clip(algorithm: str, correction: str) -> str:
     """The name of what has no dual clip, "" when there is one."""
-    return correction if correction in ("tbpo", *CLIPLESS) else "gspo" if algorithm == "gspo" else ""
+    return (
+        correction if correction in ("tbpo", *CLIPLESS) else "gspo" if algorithm == "gspo" else ""
+    )
 
 
 def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator[Problem]:
     """Settings of the objective that cannot work together."""
     if algorithm == "gspo" and correction in TOKEN_LEVEL:
-        yield ((("correction",), ("algorithm",)),
-               f"{correction} bounds single tokens and has no form under gspo; use auto, tis, decoupled, tbpo or none")
+        yield (
+            (("correction",), ("algorithm",)),
+            f"{correction} bounds single tokens and has no form under gspo; use auto, tis, "
+            f"decoupled, tbpo or none",
+        )
     owner = without_dual_clip(algorithm, correction)
     if owner and loss.dual_clip is not None:
         key = "algorithm" if owner == "gspo" else "correction"
@@ -128,19 +156,35 @@ def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator
     for name in ("token_mask", "geo_mask", "sequence_mask"):
         low, high = getattr(loss.aipo, f"{name}_low"), getattr(loss.aipo, f"{name}_high")
         if low > high:
-            yield ((("loss", "aipo", f"{name}_low"), ("loss", "aipo", f"{name}_high")),
-                   f"{name}_low ({low:g}) is more than {name}_high ({high:g})")
-    for path, bounds in ((("sparse", "token_rs"), loss.sparse.token_rs),
-                         (("reweight", "icepop"), loss.reweight.icepop)):
+            yield (
+                (("loss", "aipo", f"{name}_low"), ("loss", "aipo", f"{name}_high")),
+                f"{name}_low ({low:g}) is more than {name}_high ({high:g})",
+            )
+    for path, bounds in (
+        (("sparse", "token_rs"), loss.sparse.token_rs),
+        (("reweight", "icepop"), loss.reweight.icepop),
+    ):
         if bounds is not None and bounds[0] > bounds[1]:
-            yield (("loss", *path),), f"the lower bound ({bounds[0]:g}) is more than the upper one ({bounds[1]:g})"
+            yield (
+                (("loss", *path),),
+                f"the lower bound ({bounds[0]:g}) is more than the upper one ({bounds[1]:g})",
+            )
     for rule, bound in (loss.reweight.reject or {}).items():
         where: Path = ("loss", "reweight", "reject", rule)
         if isinstance(bound, tuple) != rule.endswith("k1"):
-            yield (where,), ("needs [low, high], bounds on sampler over learner" if rule.endswith("k1")
-                             else "needs one number, an upper bound")
+            yield (
+                (where,),
+                (
+                    "needs [low, high], bounds on sampler over learner"
+                    if rule.endswith("k1")
+                    else "needs one number, an upper bound"
+                ),
+            )
         elif isinstance(bound, tuple) and bound[0] > bound[1]:
-            yield (where,), f"the lower bound ({bound[0]:g}) is more than the upper one ({bound[1]:g})"
+            yield (
+                (where,),
+                f"the lower bound ({bound[0]:g}) is more than the upper one ({bound[1]:g})",
+            )
 
 
 def loss_notes(correction: str, loss: LossConfig) -> Iterator[str]:

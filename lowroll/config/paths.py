@@ -1,10 +1,12 @@
 """What a relative path in a configuration is relative to.
 
-What a run reads (models, environments' files and those that their arguments name, demonstrations) is looked for beside
-the YAML file that names it, then in the working directory; what an override or a Python mapping names, in the working
-directory alone. What is found becomes an absolute path, so that the run's config.yaml means the same everywhere.
-`output_dir` is relative to the working directory.
+What a run reads (models, environments' files and those that their arguments name, demonstrations)
+is looked for beside the YAML file that names it, then in the working directory; what an override or
+a Python mapping names, in the working directory alone. What is found becomes an absolute path, so
+that the run's config.yaml means the same everywhere. `output_dir` is relative to the working
+directory.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -30,7 +32,9 @@ def anchor(document: Document) -> None:
                 _replace(document, inside, _argument)
 
 
-def _replace(document: Document, path: Path, find: Callable[[str, list[FilePath]], str | None]) -> None:
+def _replace(
+    document: Document, path: Path, find: Callable[[str, list[FilePath]], str | None]
+) -> None:
     text = _get(document.value, path)
     if not isinstance(text, str) or not text or "\0" in text or FilePath(text).is_absolute():
         return
@@ -40,7 +44,8 @@ def _replace(document: Document, path: Path, find: Callable[[str, list[FilePath]
 
 
 def _folders(document: Document, path: Path) -> list[FilePath]:
-    """Where a path that was written here may begin: beside the file, and in the working directory."""
+    """Where a path that was written here may begin: beside the file, and in the working
+    directory."""
     mark = document.mark(path)
     file = None if mark is None or mark.where == "override" else mark.where.rpartition(":")[0]
     return [*([FilePath(file).absolute().parent] if file else []), FilePath.cwd()]
@@ -60,7 +65,8 @@ def _code(text: str, folders: list[FilePath]) -> str | None:
 
 
 def _argument(text: str, folders: list[FilePath]) -> str | None:
-    """A text that looks like a path, and is one: of a file, or with a slash in it of a folder too."""
+    """A text that looks like a path, and is one: of a file, or with a slash in it of a folder
+    too."""
     found = _beside(text, folders) if "/" in text or "." in text else None
     return None if found is None or "/" not in text and FilePath(found).is_dir() else found
 
@@ -68,7 +74,7 @@ def _argument(text: str, folders: list[FilePath]) -> str | None:
 def _exists(path: FilePath) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):          # a text too long for a name
+    except (OSError, ValueError):  # a text too long for a name
         return False
 
 

@@ -1,9 +1,12 @@
-"""The keys of the Surogate GRPO document: its train, infer and orch files, names and defaults as documented.
+"""The keys of the Surogate GRPO document: its train, infer and orch files, names and defaults as
+documented.
 
-Each file is a strict model of its own, so that an unknown key is an error with its line here too. `only(...)` marks a
-key of later work: it is accepted at its neutral values, and refused with "not available yet" when it asks for more.
-A key that needs nothing from this program (a port of a server that an in-process run does not open) is accepted as is.
+Each file is a strict model of its own, so that an unknown key is an error with its line here too.
+`only(...)` marks a key of later work: it is accepted at its neutral values, and refused with "not
+available yet" when it asks for more. A key that needs nothing from this program (a port of a server
+that an in-process run does not open) is accepted as is.
 """
+
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -13,7 +16,17 @@ from pydantic_core import PydanticCustomError
 
 from lowroll.config.loss import SurogateLoss
 from lowroll.config.schema import FilterConfig, TemperatureConfig
-from lowroll.config.section import Count, NotNegative, Positive, Rate, Schedule, Section, Text, as_list, only
+from lowroll.config.section import (
+    Count,
+    NotNegative,
+    Positive,
+    Rate,
+    Schedule,
+    Section,
+    Text,
+    as_list,
+    only,
+)
 
 Strings = Annotated[tuple[Text, ...], Strict(False)]
 Whole = Annotated[int, Field(ge=0)]
@@ -38,7 +51,7 @@ class TrainFile(Section):
     sequence_len: Count = 1024
     per_device_train_batch_size: Count = 2
     gradient_accumulation_steps: Count = 4
-    max_steps: Annotated[int, Field(ge=-1)] = -1           # -1: until the orchestrator stops
+    max_steps: Annotated[int, Field(ge=-1)] = -1  # -1: until the orchestrator stops
     logging_steps: Count = 1
     learning_rate: Rate = 2e-4
     lr_scheduler_type: Schedule = "constant"
@@ -46,13 +59,22 @@ class TrainFile(Section):
     max_grad_norm: Positive = 1.0
     weight_decay: NotNegative = 0.01
     optimizer: Literal["adamw_8bit", "adamw"] = "adamw_8bit"
-    recipe: Annotated[Literal["bf16", "fp8-hybrid", "fp8_hybrid", "nvfp4"],
-                      only("bf16", "fp8-hybrid", "fp8_hybrid")] = "bf16"
+    recipe: Annotated[
+        Literal["bf16", "fp8-hybrid", "fp8_hybrid", "nvfp4"],
+        only("bf16", "fp8-hybrid", "fp8_hybrid"),
+    ] = "bf16"
     lora: bool = True
     lora_rank: Count = 16
     lora_alpha: Positive = 32.0
     lora_target_modules: Annotated[Strings, Field(min_length=1)] = (
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
     qlora_fp8: Annotated[bool, only(False)] = False
     qlora_bnb: Annotated[bool, only(False)] = False
     qlora_fp4: Annotated[bool, only(False)] = False
@@ -71,7 +93,9 @@ class InferFile(Section):
     dtype: Annotated[Literal["auto", "bfloat16", "float16"], only("auto", "bfloat16")] = "auto"
     max_model_len: Count | None = None
     enforce_eager: bool = False
-    trust_remote_code: Annotated[bool, only(False, why="code from a model repository is never run")] = False
+    trust_remote_code: Annotated[
+        bool, only(False, why="code from a model repository is never run")
+    ] = False
     tp: Annotated[int, only(1)] = 1
     dp: Annotated[int, only(1)] = 1
     enable_lora: bool = True
@@ -80,11 +104,14 @@ class InferFile(Section):
     max_cpu_loras: Count = 100
     enable_prefix_caching: bool | None = None
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    weight_broadcast_type: Annotated[Literal["filesystem", "nccl"], only("filesystem")] = "filesystem"
+    weight_broadcast_type: Annotated[Literal["filesystem", "nccl"], only("filesystem")] = (
+        "filesystem"
+    )
     reasoning_parser: Annotated[str | None, only(None)] = None
     enable_auto_tool_choice: Annotated[bool, only(False)] = False
-    rope_scaling: Annotated[dict[str, JsonValue] | None,
-                            only(None, why="read from the model's config.json")] = None
+    rope_scaling: Annotated[
+        dict[str, JsonValue] | None, only(None, why="read from the model's config.json")
+    ] = None
 
 
 class OrchModel(Section):
@@ -116,7 +143,9 @@ class OrchEnv(Section):
     address: Annotated[str | None, only(None)] = None
 
 
-OrchEnvs = Annotated[tuple[OrchEnv, ...], Strict(False), BeforeValidator(as_list), Field(min_length=1)]
+OrchEnvs = Annotated[
+    tuple[OrchEnv, ...], Strict(False), BeforeValidator(as_list), Field(min_length=1)
+]
 
 
 class Elastic(Section):
@@ -130,7 +159,9 @@ class Elastic(Section):
 class Client(Section):
     """orch.yaml `client`: how a separate inference server is reached."""
 
-    base_url: Annotated[Strings, only(("http://localhost:8000/v1",))] = ("http://localhost:8000/v1",)
+    base_url: Annotated[Strings, only(("http://localhost:8000/v1",))] = (
+        "http://localhost:8000/v1",
+    )
     timeout: Positive = 1200
     api_key_var: str = "VLLM_API_KEY"
     skip_model_check: bool = False
@@ -147,7 +178,9 @@ class Buffer(Section):
     easy_fraction: Annotated[float, only(0.0, 0)] = 0.0
     hard_fraction: Annotated[float, only(0.0, 0)] = 0.0
     hash_keys: Strings = ("task", "prompt")
-    skip_verification: Annotated[bool, only(False, why="a reward that is not computed is never 0")] = False
+    skip_verification: Annotated[
+        bool, only(False, why="a reward that is not computed is never 0")
+    ] = False
     env_ratios: Annotated[tuple[NotNegative, ...], Strict(False)] | None = None
 
 
@@ -168,7 +201,9 @@ class OrchCkpt(Section):
     wait_for_weights_timeout: Positive | None = None
     keep_last: Count | None = None
     keep_interval: Count | None = None
-    skip_progress: Annotated[bool, only(False, why="a resumed run is the uninterrupted one")] = False
+    skip_progress: Annotated[bool, only(False, why="a resumed run is the uninterrupted one")] = (
+        False
+    )
     skip_buffer: Annotated[bool, only(False, why="a resumed run is the uninterrupted one")] = False
 
 
@@ -242,6 +277,11 @@ class OrchFile(Section):
     def _check(self) -> OrchFile:
         ratios = self.buffer.env_ratios
         if ratios is not None and len(ratios) != len(self.env):
-            problem = ((("buffer", "env_ratios"),), f"{len(ratios)} ratios for {len(self.env)} environments")
-            raise PydanticCustomError("combination", "{text}", {"text": problem[1], "problems": [problem]})
+            problem = (
+                (("buffer", "env_ratios"),),
+                f"{len(ratios)} ratios for {len(self.env)} environments",
+            )
+            raise PydanticCustomError(
+                "combination", "{text}", {"text": problem[1], "problems": [problem]}
+            )
         return self

@@ -1,10 +1,12 @@
 """The run's configuration: one frozen tree of settings, read as `cfg.rollout.max_tokens`.
 
-Every section is a strict pydantic model: an unknown key, text where a number belongs, a boolean where a count belongs
-and a non-finite number are errors, and so are settings that cannot work together (`RunConfig` checks these last, all
-at once). `null` means "the default of the algorithm"; `RunConfig.resolved()` fills all such gaps, `notes` says why, and
-`dump()` writes the resolved tree as YAML that loads to the same tree again.
+Every section is a strict pydantic model: an unknown key, text where a number belongs, a boolean
+where a count belongs and a non-finite number are errors, and so are settings that cannot work
+together (`RunConfig` checks these last, all at once). `null` means "the default of the algorithm";
+`RunConfig.resolved()` fills all such gaps, `notes` says why, and `dump()` writes the resolved tree
+as YAML that loads to the same tree again.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -40,7 +42,9 @@ from lowroll.config.stages import StageConfig, blame, order_problems, stage_note
 
 def _no_kv_policy(value: Any) -> Any:
     if value is not None:
-        raise PydanticCustomError("not_available", "a bounded KV cache is not available yet; write null (dense)")
+        raise PydanticCustomError(
+            "not_available", "a bounded KV cache is not available yet; write null (dense)"
+        )
     return value
 
 
@@ -59,37 +63,57 @@ class TemperatureConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How the engine samples. `weights` is the format of its linear weights; `dense` is the run's own dtype."""
+    """How the engine samples. `weights` is the format of its linear weights; `dense` is the run's
+    own dtype."""
 
-    weights: Literal["int8", "fp8", "fp8_block", "int4", "int4_asym", "w4a8", "nvfp4", "mxfp4", "mxfp4_floor", "nf4",
-                     "nf4_dq", "dense", "bf16", "fp32"] = "int8"
+    weights: Literal[
+        "int8",
+        "fp8",
+        "fp8_block",
+        "int4",
+        "int4_asym",
+        "w4a8",
+        "nvfp4",
+        "mxfp4",
+        "mxfp4_floor",
+        "nf4",
+        "nf4_dq",
+        "dense",
+        "bf16",
+        "fp32",
+    ] = "int8"
     kv: Annotated[None, BeforeValidator(_no_kv_policy)] = None
-    max_tokens: Count = 64                                 # a response's longest length, in tokens
+    max_tokens: Count = 64  # a response's longest length, in tokens
     min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Temperature = 1.0
-    temp_scheduler: TemperatureConfig | None = None        # takes the place of `temperature`
+    temp_scheduler: TemperatureConfig | None = None  # takes the place of `temperature`
     top_p: Probability = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0                 # 0 is off
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0 is off
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: Penalty = 1.0
     stop: Annotated[tuple[Text, ...], Strict(False)] = ()  # stop strings
-    page_size: Count = 16                                  # tokens in a page of the KV cache
-    max_batch: Count = 256                                 # sequences decoded together
-    bulk: Literal["int8", "fp8", "bf16"] | None = None     # a second format, used while many rows decode
-    keep_dense: bool = False                               # 4 bits on CUDA: dense weights beside, for many rows
-    release_cache: bool = False                            # give the cache's memory to the learner between rollouts
-    cache_tokens: Count | None = None                      # tokens that the KV cache holds; null: what the run uses
-    prefill_chunk: Count | None = None                     # prompt tokens a sequence prefills in one step; null: all
+    page_size: Count = 16  # tokens in a page of the KV cache
+    max_batch: Count = 256  # sequences decoded together
+    bulk: Literal["int8", "fp8", "bf16"] | None = (
+        None  # a second format, used while many rows decode
+    )
+    keep_dense: bool = False  # 4 bits on CUDA: dense weights beside, for many rows
+    release_cache: bool = False  # give the cache's memory to the learner between rollouts
+    cache_tokens: Count | None = None  # tokens that the KV cache holds; null: what the run uses
+    prefill_chunk: Count | None = None  # prompt tokens a sequence prefills in one step; null: all
 
 
 class DapoConfig(Section):
-    """DAPO's sampling and length rules (they may be switched on for any algorithm). Lengths in tokens."""
+    """DAPO's sampling and length rules (they may be switched on for any algorithm). Lengths in
+    tokens."""
 
-    dynamic_sampling: bool | None = None                   # draw again for groups whose rewards are all equal
+    dynamic_sampling: bool | None = None  # draw again for groups whose rewards are all equal
     max_rounds: Count = 8
-    no_signal: Literal["end", "go_on"] = "end"             # no group differs in all rounds: the run ends, or goes on
-    overlong_max: Count | None = None                      # Lmax: at this length the penalty is -1
-    overlong_cache: Count | None = None                    # Lc: the penalty starts at Lmax - Lc
+    no_signal: Literal["end", "go_on"] = (
+        "end"  # no group differs in all rounds: the run ends, or goes on
+    )
+    overlong_max: Count | None = None  # Lmax: at this length the penalty is -1
+    overlong_cache: Count | None = None  # Lc: the penalty starts at Lmax - Lc
 
 
 class TrainConfig(Section):
@@ -103,38 +127,52 @@ class TrainConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     weight_decay: NotNegative = 0.01
-    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
-                     Strict(False)] = (0.9, 0.999)
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+        Strict(False),
+    ] = (0.9, 0.999)
     eps: Positive = 1e-8
     max_grad_norm: Positive = 1.0
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"   # 8bit: moments in 8 bits; muon: for hidden matrices
-    forward: Literal["dense", "aligned"] = "dense"         # aligned: in the rollout's low-bit arithmetic (QaRL)
-    teacher: Text | None = None                            # the frozen model of loss.aipo.teacher_tau: a folder, hub id
-    uaq_scale: Positive | None = None                      # QuRL's update-aware scaling; it uses 1.5
-    weight_metrics: bool = True                            # weights/*, at the price of a copy of what is learnt
-    # true: whole layers are made again in the backward pass; a number: the gate-up product of this share of them
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = (
+        "adamw"  # 8bit: moments in 8 bits; muon: for hidden matrices
+    )
+    forward: Literal["dense", "aligned"] = (
+        "dense"  # aligned: in the rollout's low-bit arithmetic (QaRL)
+    )
+    teacher: Text | None = None  # the frozen model of loss.aipo.teacher_tau: a folder, hub id
+    uaq_scale: Positive | None = None  # QuRL's update-aware scaling; it uses 1.5
+    weight_metrics: bool = True  # weights/*, at the price of a copy of what is learnt
+    # true: whole layers are made again in the backward pass; a number: the gate-up product of this
+    # share of them
     activation_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = False
-    logprob_chunk: Count = 1024                            # tokens whose logits exist at a time
+    logprob_chunk: Count = 1024  # tokens whose logits exist at a time
     lora: bool = False
     lora_rank: Count = 16
     lora_alpha: Positive = 32.0
-    lora_target_modules: Annotated[tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(_unique)] = (
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    lora_target_modules: Annotated[
+        tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(_unique)
+    ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class NoiseConfig(Section):
-    """QeRL's noise on the norms of the rollout engine: sigma falls from start to end over the run, in stages."""
+    """QeRL's noise on the norms of the rollout engine: sigma falls from start to end over the run,
+    in stages."""
 
     sigma_start: NotNegative = 1e-2
     sigma_end: NotNegative = 1e-4
     num_stages: Count = 10
     schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
-    variant: Literal["code", "paper"] = "code"             # num_stages counts the silent first stage, or does not
-    learner: Literal["clean", "shared"] = "clean"          # shared: the learner's norms carry the same noise
+    variant: Literal["code", "paper"] = (
+        "code"  # num_stages counts the silent first stage, or does not
+    )
+    learner: Literal["clean", "shared"] = (
+        "clean"  # shared: the learner's norms carry the same noise
+    )
 
 
 class ScoreConfig(Section):
-    """The scoring workers. `time_limit` in seconds a response; more than `max_error_rate` failures stop the run."""
+    """The scoring workers. `time_limit` in seconds a response; more than `max_error_rate` failures
+    stop the run."""
 
     workers: Count = 2
     time_limit: Positive = 10.0
@@ -143,32 +181,39 @@ class ScoreConfig(Section):
 
 
 class FilterConfig(Section):
-    """Flags odd rollouts in the metrics; `enforce` also takes them out of the loss (their reward stays)."""
+    """Flags odd rollouts in the metrics; `enforce` also takes them out of the loss (their reward
+    stays)."""
 
     type: Literal["gibberish", "repetition"]
     enforce: bool = False
-    token_id_threshold: Annotated[int, Field(ge=0)] = 100_000   # gibberish: ids above it are rare tokens
-    logprob_offset: NotNegative = 2.0                           # gibberish: nats below the uniform log-prob
-    window: Count = 3000                                        # repetition: consecutive near-certain tokens
-    prob_threshold: Probability = 0.99                          # repetition: what near-certain means
+    token_id_threshold: Annotated[int, Field(ge=0)] = (
+        100_000  # gibberish: ids above it are rare tokens
+    )
+    logprob_offset: NotNegative = 2.0  # gibberish: nats below the uniform log-prob
+    window: Count = 3000  # repetition: consecutive near-certain tokens
+    prob_threshold: Probability = 0.99  # repetition: what near-certain means
 
 
 class CkptConfig(Section):
-    """A checkpoint every `interval` steps; the newest `keep_last` stay (null: all), as does every `keep_interval`th."""
+    """A checkpoint every `interval` steps; the newest `keep_last` stay (null: all), as does every
+    `keep_interval`th."""
 
     interval: Count = 50
     keep_last: Count | None = 3
     keep_interval: Count | None = None
-    wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0     # seconds that a full disk may last
+    wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
+        3600.0  # seconds that a full disk may last
+    )
 
 
 class SftConfig(Section):
-    """`lowroll sft`: supervised warm start. Everything that is not here (LoRA, decay, packing, ...) is `train`'s."""
+    """`lowroll sft`: supervised warm start. Everything that is not here (LoRA, decay, packing, ...)
+    is `train`'s."""
 
-    data: Text | None = None                               # a JSONL of {"messages": [...]}; null: env demonstrations
-    num_examples: Count = 4096                             # demonstrations drawn from the environments
+    data: Text | None = None  # a JSONL of {"messages": [...]}; null: env demonstrations
+    num_examples: Count = 4096  # demonstrations drawn from the environments
     steps: Count = 200
-    batch_size: Count = 32                                 # examples a step
+    batch_size: Count = 32  # examples a step
     learning_rate: Rate = 1e-4
     lr_scheduler_type: Schedule = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -178,29 +223,36 @@ class SftConfig(Section):
 class RunConfig(Section):
     """One run. Load it with `lowroll.config.load`; every field but `model` has a default."""
 
-    model: Text                                            # a folder or a hub id
+    model: Text  # a folder or a hub id
     output_dir: Text = "outputs/run"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"   # auto: float32 on the CPU, bfloat16 on a GPU
+    dtype: Literal["auto", "float32", "bfloat16"] = (
+        "auto"  # auto: float32 on the CPU, bfloat16 on a GPU
+    )
     env: Environments = (EnvConfig(id="reverse-text"),)
-    batch_size: Count = 64                                 # rollouts a step
-    rollouts_per_example: GroupSize = 8                    # G, the group's size
+    batch_size: Count = 64  # rollouts a step
+    rollouts_per_example: GroupSize = 8  # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
     algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = "grpo"
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted", "gae"] | None = None   # null: the algorithm's
-    correction: Literal["auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "ipo",
-                        "reweight"] = "auto"
-    force: bool = False                                    # run what is known to collapse, to compare with
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted", "gae"] | None = (
+        None  # null: the algorithm's
+    )
+    correction: Literal[
+        "auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "ipo", "reweight"
+    ] = "auto"
+    force: bool = False  # run what is known to collapse, to compare with
     loss: LossConfig = LossConfig()
-    critic: CriticConfig = CriticConfig()                  # read by ppo alone
+    critic: CriticConfig = CriticConfig()  # read by ppo alone
     dapo: DapoConfig = DapoConfig()
     filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()
     train: TrainConfig = TrainConfig()
-    stages: Annotated[tuple[StageConfig, ...], Strict(False)] = ()   # what changes in the course of the run
+    stages: Annotated[
+        tuple[StageConfig, ...], Strict(False)
+    ] = ()  # what changes in the course of the run
     noise: NoiseConfig | None = None
     score: ScoreConfig = ScoreConfig()
-    guard: GuardConfig | None = GuardConfig()              # watches the mismatch; null: nothing does
+    guard: GuardConfig | None = GuardConfig()  # watches the mismatch; null: nothing does
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
@@ -222,7 +274,8 @@ class RunConfig(Section):
 
     @property
     def chosen_options(self) -> tuple[str, ...]:
-        """Options of the objective that `correction: auto` chose; the measured mismatch may widen them."""
+        """Options of the objective that `correction: auto` chose; the measured mismatch may widen
+        them."""
         return self._chosen
 
     @property
@@ -231,7 +284,8 @@ class RunConfig(Section):
         return self.batch_size // self.rollouts_per_example
 
     def at(self, step: int) -> RunConfig:
-        """The settings of a step (counted from 1): those of the stages that have begun laid over the run's own."""
+        """The settings of a step (counted from 1): those of the stages that have begun laid over
+        the run's own."""
         cfg = self
         for stage in self.stages:
             cfg = _enter(cfg, stage) if stage.step <= step else cfg
@@ -243,7 +297,8 @@ class RunConfig(Section):
 
     @property
     def objective_options(self) -> dict[str, Any]:
-        """The options of `lowroll.objectives.select(cfg.algorithm, cfg.correction)`, with the defaults filled in."""
+        """The options of `lowroll.objectives.select(cfg.algorithm, cfg.correction)`, with the
+        defaults filled in."""
         cfg = self.resolved()
         return cfg.loss.options(cfg.algorithm, cfg.correction, cfg.rollout.max_tokens)
 
@@ -254,25 +309,36 @@ class RunConfig(Section):
         return copy
 
     def resolved(self) -> RunConfig:
-        """The same run with every `auto` and null that a table decides filled in (device and dtype stay: they are the
-        machine's). Idempotent."""
+        """The same run with every `auto` and null that a table decides filled in (device and dtype
+        stay: they are the machine's). Idempotent."""
         default = ALGORITHMS[self.algorithm]
         correction, reason = _correction(self)
         low, high = bounds(self.algorithm, correction)
-        loss = {name: value for name, value in (("eps_low", low), ("eps_high", high), ("reduce", default.reduce))
-                if getattr(self.loss, name) is None}
+        loss = {
+            name: value
+            for name, value in (("eps_low", low), ("eps_high", high), ("reduce", default.reduce))
+            if getattr(self.loss, name) is None
+        }
         chosen = _thresholds(self)
         if chosen:
             loss[correction] = getattr(self.loss, correction).model_copy(update=chosen)
-        sampling = default.dynamic_sampling if self.dapo.dynamic_sampling is None else self.dapo.dynamic_sampling
-        copy = self.model_copy(update={
-            "advantage": self.advantage or default.advantage,
-            "correction": correction,
-            "loss": self.loss.model_copy(update=loss),
-            "dapo": self.dapo.model_copy(update={"dynamic_sampling": sampling}),
-            "env": tuple(named(env) for env in self.env),
-            "eval": self.eval.model_copy(update={"env": self.eval.env and tuple(map(named, self.eval.env))}),
-        })
+        sampling = (
+            default.dynamic_sampling
+            if self.dapo.dynamic_sampling is None
+            else self.dapo.dynamic_sampling
+        )
+        copy = self.model_copy(
+            update={
+                "advantage": self.advantage or default.advantage,
+                "correction": correction,
+                "loss": self.loss.model_copy(update=loss),
+                "dapo": self.dapo.model_copy(update={"dynamic_sampling": sampling}),
+                "env": tuple(named(env) for env in self.env),
+                "eval": self.eval.model_copy(
+                    update={"env": self.eval.env and tuple(map(named, self.eval.env))}
+                ),
+            }
+        )
         copy._chosen = self._chosen or tuple(chosen)
         because = (f"correction: {correction}, because {reason}",) if reason else ()
         return copy.with_notes(*because, *_warnings(copy))
@@ -280,7 +346,9 @@ class RunConfig(Section):
     def dump(self) -> str:
         """YAML text of the resolved tree; loading it gives the same tree."""
         tree = self.resolved().model_dump(mode="json")
-        return yaml.dump(tree, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6)
+        return yaml.dump(
+            tree, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6
+        )
 
 
 def _rollouts(cfg: RunConfig) -> Rollouts:
@@ -289,11 +357,14 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
     cut = {name: getattr(rollout, name) for name in off if getattr(rollout, name) != off[name]}
     second = rollout.bulk if rollout.bulk != rollout.weights else None
-    low_bit = second not in (None, *DENSE)                 # a dense second format is that of LoRA's own base
-    return Rollouts(f"{rollout.weights}+{second}" if low_bit else rollout.weights,
-                    truncated=tuple(f"{name} {value}" for name, value in cut.items()),
-                    noisy=cfg.noise is not None and cfg.noise.learner == "clean",
-                    aligned=cfg.train.forward == "aligned" and second is None, lora=cfg.train.lora and not low_bit)
+    low_bit = second not in (None, *DENSE)  # a dense second format is that of LoRA's own base
+    return Rollouts(
+        f"{rollout.weights}+{second}" if low_bit else rollout.weights,
+        truncated=tuple(f"{name} {value}" for name, value in cut.items()),
+        noisy=cfg.noise is not None and cfg.noise.learner == "clean",
+        aligned=cfg.train.forward == "aligned" and second is None,
+        lora=cfg.train.lora and not low_bit,
+    )
 
 
 def _correction(cfg: RunConfig) -> tuple[str, str]:
@@ -324,42 +395,63 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from _batch_problems(cfg)
     yield from _stage_problems(cfg)
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
-        yield ((("rollout", "temp_scheduler"), ("rollout", "temperature")),
-               "set either rollout.temperature or rollout.temp_scheduler, not both")
+        yield (
+            (("rollout", "temp_scheduler"), ("rollout", "temperature")),
+            "set either rollout.temperature or rollout.temp_scheduler, not both",
+        )
     yield from loss_problems(cfg.algorithm, _correction(cfg)[0], cfg.loss)
     if not cfg.force and (collapse := known_collapse(cfg.correction, _rollouts(cfg))):
-        yield ((("correction",), ("rollout", "weights")),
-               f"{cfg.correction} with {cfg.rollout.weights} rollouts is known to collapse ({collapse.seen}); write "
-               "auto, or force: true to compare with it")
+        yield (
+            (("correction",), ("rollout", "weights")),
+            f"{cfg.correction} with {cfg.rollout.weights} rollouts is known to collapse ({collapse.seen}); write "
+            "auto, or force: true to compare with it",
+        )
     if _correction(cfg)[0] == "aipo" and cfg.loss.aipo.teacher_tau and cfg.train.teacher is None:
-        yield ((("loss", "aipo", "teacher_tau"), ("train", "teacher")),
-               "needs train.teacher, the model whose log-probs it pulls to")
-    yield from critic_problems(cfg.algorithm, cfg.advantage, cfg.dapo.dynamic_sampling, cfg.critic, cfg.train.max_steps)
-    if cfg.noise is not None and cfg.noise.schedule == "exponential" and (
-            (cfg.noise.sigma_start > 0) != (cfg.noise.sigma_end > 0)):
-        yield ((("noise", "sigma_end"), ("noise", "sigma_start")),
-               "an exponential never reaches or leaves 0; set both sigmas above 0, or another noise.schedule")
+        yield (
+            (("loss", "aipo", "teacher_tau"), ("train", "teacher")),
+            "needs train.teacher, the model whose log-probs it pulls to",
+        )
+    yield from critic_problems(
+        cfg.algorithm, cfg.advantage, cfg.dapo.dynamic_sampling, cfg.critic, cfg.train.max_steps
+    )
+    if (
+        cfg.noise is not None
+        and cfg.noise.schedule == "exponential"
+        and ((cfg.noise.sigma_start > 0) != (cfg.noise.sigma_end > 0))
+    ):
+        yield (
+            (("noise", "sigma_end"), ("noise", "sigma_start")),
+            "an exponential never reaches or leaves 0; set both sigmas above 0, or another noise.schedule",
+        )
     for section, key in ((cfg.train, "train"), (cfg.sft, "sft")):
         steps = cfg.train.max_steps if section is cfg.train else cfg.sft.steps
         if section.warmup_steps > steps:
-            yield (((key, "warmup_steps"), (key, "max_steps" if key == "train" else "steps")),
-                   f"{key}.warmup_steps ({section.warmup_steps}) is more than the {steps} steps of the run")
+            yield (
+                ((key, "warmup_steps"), (key, "max_steps" if key == "train" else "steps")),
+                f"{key}.warmup_steps ({section.warmup_steps}) is more than the {steps} steps of the run",
+            )
     yield from env_problems(cfg.env, cfg.eval)
 
 
 def _batch_problems(cfg: RunConfig) -> Iterator[Problem]:
     advantage = cfg.advantage or ALGORITHMS[cfg.algorithm].advantage
     if cfg.rollouts_per_example == 1 and advantage != "gae":
-        yield ((("rollouts_per_example",), ("algorithm",)),
-               f"one rollout has no group that {advantage} could compare it with; write 2 or more, or algorithm: ppo, "
-               "whose critic needs no group")
+        yield (
+            (("rollouts_per_example",), ("algorithm",)),
+            f"one rollout has no group that {advantage} could compare it with; write 2 or more, or algorithm: ppo, "
+            "whose critic needs no group",
+        )
     if cfg.batch_size % cfg.rollouts_per_example:
-        yield ((("batch_size",), ("rollouts_per_example",)),
-               f"batch_size ({cfg.batch_size}) is not a multiple of rollouts_per_example ({cfg.rollouts_per_example})")
+        yield (
+            (("batch_size",), ("rollouts_per_example",)),
+            f"batch_size ({cfg.batch_size}) is not a multiple of rollouts_per_example ({cfg.rollouts_per_example})",
+        )
     elif cfg.num_groups % cfg.train.minibatches:
-        yield ((("train", "minibatches"), ("batch_size",), ("rollouts_per_example",)),
-               f"the {cfg.num_groups} groups of a batch (batch_size / rollouts_per_example) cannot be split into "
-               f"{cfg.train.minibatches} equal minibatches")
+        yield (
+            (("train", "minibatches"), ("batch_size",), ("rollouts_per_example",)),
+            f"the {cfg.num_groups} groups of a batch (batch_size / rollouts_per_example) cannot be split into "
+            f"{cfg.train.minibatches} equal minibatches",
+        )
     yield from _length_problems(cfg)
 
 
@@ -378,53 +470,83 @@ def _stage_problems(cfg: RunConfig) -> Iterator[Problem]:
 def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
     rollout, dapo = cfg.rollout, cfg.dapo
     if rollout.min_tokens > rollout.max_tokens:
-        yield ((("rollout", "min_tokens"), ("rollout", "max_tokens")),
-               f"rollout.min_tokens ({rollout.min_tokens}) is more than rollout.max_tokens ({rollout.max_tokens})")
+        yield (
+            (("rollout", "min_tokens"), ("rollout", "max_tokens")),
+            f"rollout.min_tokens ({rollout.min_tokens}) is more than rollout.max_tokens ({rollout.max_tokens})",
+        )
     if rollout.cache_tokens is not None and rollout.cache_tokens <= rollout.max_tokens:
-        yield ((("rollout", "cache_tokens"), ("rollout", "max_tokens")),
-               f"rollout.cache_tokens ({rollout.cache_tokens}) cannot hold a prompt and its response of up to "
-               f"{rollout.max_tokens} tokens (rollout.max_tokens)")
+        yield (
+            (("rollout", "cache_tokens"), ("rollout", "max_tokens")),
+            f"rollout.cache_tokens ({rollout.cache_tokens}) cannot hold a prompt and its response of up to "
+            f"{rollout.max_tokens} tokens (rollout.max_tokens)",
+        )
     if cfg.train.tokens_per_microbatch <= rollout.max_tokens:
-        yield ((("train", "tokens_per_microbatch"), ("rollout", "max_tokens")),
-               f"train.tokens_per_microbatch ({cfg.train.tokens_per_microbatch}) cannot hold a prompt and its response "
-               f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)")
+        yield (
+            (("train", "tokens_per_microbatch"), ("rollout", "max_tokens")),
+            f"train.tokens_per_microbatch ({cfg.train.tokens_per_microbatch}) cannot hold a prompt and its response "
+            f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
+        )
     if (dapo.overlong_max is None) != (dapo.overlong_cache is None):
-        given, absent = (("overlong_max", "overlong_cache") if dapo.overlong_cache is None
-                         else ("overlong_cache", "overlong_max"))
+        given, absent = (
+            ("overlong_max", "overlong_cache")
+            if dapo.overlong_cache is None
+            else ("overlong_cache", "overlong_max")
+        )
         yield ((("dapo", given),), f"needs dapo.{absent} beside it")
     elif dapo.overlong_max is not None and dapo.overlong_cache is not None:
         if dapo.overlong_cache > dapo.overlong_max:
-            yield ((("dapo", "overlong_cache"), ("dapo", "overlong_max")),
-                   f"dapo.overlong_cache ({dapo.overlong_cache}) is more than dapo.overlong_max ({dapo.overlong_max})")
+            yield (
+                (("dapo", "overlong_cache"), ("dapo", "overlong_max")),
+                f"dapo.overlong_cache ({dapo.overlong_cache}) is more than dapo.overlong_max ({dapo.overlong_max})",
+            )
 
 
 def _warnings(cfg: RunConfig) -> Iterator[str]:
     """Settings that work, but rarely as meant. `cfg` is resolved."""
     rollout, price = cfg.rollout, _rollouts(cfg)
     if price.truncated and cfg.correction == "none":
-        yield (f"warning: {', '.join(price.truncated)}: the rollouts are drawn from another distribution than the "
-               "learner's, and correction none does not pay for it")
+        yield (
+            f"warning: {', '.join(price.truncated)}: the rollouts are drawn from another distribution than the "
+            "learner's, and correction none does not pay for it"
+        )
     if price.low_bit and cfg.correction in ("none", "is"):
-        yield (f"warning: {rollout.weights} rollouts with correction {cfg.correction}: the mismatch with the learner "
-               "is not corrected; good for comparison only")
+        yield (
+            f"warning: {rollout.weights} rollouts with correction {cfg.correction}: the mismatch with the learner "
+            "is not corrected; good for comparison only"
+        )
     if price.low_bit and cfg.correction == "decoupled":
-        yield (f"warning: {rollout.weights} rollouts with correction decoupled: nothing caps the weights, and QuRL "
-               "(Fig. 3) saw them reach 1e5; tis and acr cap them")
-    if price.low_bit and not price.lora and cfg.algorithm == "gspo" and cfg.correction in ("tis", "decoupled"):
-        yield (f"warning: gspo on {rollout.weights} rollouts: QaRL (Fig. 8) saw it drift and collapse; correction tbpo "
-               "is its mended form")
+        yield (
+            f"warning: {rollout.weights} rollouts with correction decoupled: nothing caps the weights, and QuRL "
+            "(Fig. 3) saw them reach 1e5; tis and acr cap them"
+        )
+    if (
+        price.low_bit
+        and not price.lora
+        and cfg.algorithm == "gspo"
+        and cfg.correction in ("tis", "decoupled")
+    ):
+        yield (
+            f"warning: gspo on {rollout.weights} rollouts: QaRL (Fig. 8) saw it drift and collapse; correction tbpo "
+            "is its mended form"
+        )
     if price.noisy and cfg.correction == "none":
-        yield ("warning: noise with correction none: rollouts of the noisy policy are learnt from as if they were the "
-               "learner's own (QeRL's setting)")
+        yield (
+            "warning: noise with correction none: rollouts of the noisy policy are learnt from as if they were the "
+            "learner's own (QeRL's setting)"
+        )
     if cfg.train.forward == "aligned" and rollout.weights in DENSE:
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
     faithful = not (price.low_bit or price.truncated or price.noisy)
     if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
     if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
-        yield (f"train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; "
-               f"{cfg.correction} then acts as a capped weight")
-    if cfg.train.teacher is not None and not (cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau):
+        yield (
+            f"train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; "
+            f"{cfg.correction} then acts as a capped weight"
+        )
+    if cfg.train.teacher is not None and not (
+        cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau
+    ):
         yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
     yield from eval_notes(cfg.eval)
     yield from loss_notes(cfg.correction, cfg.loss)

@@ -1,4 +1,6 @@
-"""What the sections of a configuration share: the strict model, the plain types, and validators that refuse by name."""
+"""What the sections of a configuration share: the strict model, the plain types, and validators
+that refuse by name."""
+
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
@@ -10,11 +12,15 @@ from pydantic_core import PydanticCustomError
 from lowroll.config.document import Path
 from lowroll.types import MAX_SAMPLES, PENALTIES, TEMPERATURES
 
-Problem = tuple[tuple[Path, ...], str]     # the keys it concerns, the one to blame first; what is wrong
+Problem = tuple[
+    tuple[Path, ...], str
+]  # the keys it concerns, the one to blame first; what is wrong
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
-Rate = Annotated[float, Field(gt=0, le=10)]      # of learning: a larger one leaves float32 within a step
+Rate = Annotated[
+    float, Field(gt=0, le=10)
+]  # of learning: a larger one leaves float32 within a step
 NotNegative = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 GroupSize = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
@@ -26,11 +32,15 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 def only(*neutral: Any, why: str = "not available yet") -> AfterValidator:
     """A validator that accepts the neutral values alone."""
+
     def check(value: Any) -> Any:
         if not any(value == choice and type(value) is type(choice) for choice in neutral):
             shown = yaml.safe_dump(_plain(neutral[0]), default_flow_style=True).split("\n")[0]
-            raise PydanticCustomError("not_available", "{text}", {"text": f"{why}; only {shown} works"})
+            raise PydanticCustomError(
+                "not_available", "{text}", {"text": f"{why}; only {shown} works"}
+            )
         return value
+
     return AfterValidator(check)
 
 
@@ -46,4 +56,6 @@ def as_list(value: Any) -> Any:
 class Section(BaseModel):
     """A mapping of the YAML file: strict, closed and frozen."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    )

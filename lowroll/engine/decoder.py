@@ -1,26 +1,31 @@
 """The rows that decode, resident on the device: several steps run without the host looking at any.
 
-A row's state is its last token, where that token stands, the position at which it must have stopped, its noise key,
-temperature, and page table. One step reads the state and leaves the next one in its place:
+A row's state is its last token, where that token stands, the position at which it must have
+stopped, its noise key, temperature, and page table. One step reads the state and leaves the next
+one in its place:
 
     hidden = model(last token, position)      K/V go to the row's page, attention reads the pages
     token, log-prob = draw(logits)            written behind those of the steps before
 
-so the host uploads what changed, starts `steps` steps, and reads all tokens and log-probs at once. On CUDA a step is
-one graph, captured once for each size of batch in BUCKETS; the rows that a batch lacks are dead: they write nothing,
-and nobody reads them. A row that reaches its end between two looks is dead from there on. A row that stops for another
-reason (a stop id) runs on to the next look; what it draws behind its stop is dropped by the scheduler.
+so the host uploads what changed, starts `steps` steps, and reads all tokens and log-probs at once.
+On CUDA a step is one graph, captured once for each size of batch in BUCKETS; the rows that a batch
+lacks are dead: they write nothing, and nobody reads them. A row that reaches its end between two
+looks is dead from there on. A row that stops for another reason (a stop id) runs on to the next
+look; what it draws behind its stop is dropped by the scheduler.
 
-With a second model in another format (`bulk`), batches of BULK_FROM rows and more run on that one: 4-bit weights are
-the fewest bytes while few rows wait for them, 8-bit ones the cheaper product for many (docs/benchmarks.md).
+With a second model in another format (`bulk`), batches of BULK_FROM rows and more run on that one:
+4-bit weights are the fewest bytes while few rows wait for them, 8-bit ones the cheaper product for
+many (docs/benchmarks.md).
 
-Every tensor that a graph reads is allocated once: new weights are adopted in place, and the graphs stay valid.
+Every tensor that a graph reads is allocated once: new weights are adopted in place, and the graphs
+stay valid.
 
-Requests with filters, penalties or bans need their logits on the way: they take one step at a time, through
-`engine.sampler`.
+Requests with filters, penalties or bans need their logits on the way: they take one step at a time,
+through `engine.sampler`.
 
 Legend: B rows, P pages of a row, S steps, V vocabulary.
 """
+
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -40,25 +45,34 @@ from lowroll.quant.formats import all_finite
 
 MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-BULK_FROM = 9      # rows
+BULK_FROM = 9  # rows
 
 
 def bucket(num_rows: int) -> int:
-    """Rows of the batch that `num_rows` run in: a row's numbers depend on it, and on nothing else about the batch."""
+    """Rows of the batch that `num_rows` run in: a row's numbers depend on it, and on nothing else
+    about the batch."""
     return next((size for size in BUCKETS if size >= num_rows), -(-num_rows // 128) * 128)
 
 
 class Decoder:
     """See the top of the file. max_batch: most rows; max_pages: most pages of a row."""
 
-    def __init__(self, model: Transformer, bulk: Transformer | None, cache: KVCache, max_batch: int,
-                 max_pages: int) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        bulk: Transformer | None,
+        cache: KVCache,
+        max_batch: int,
+        max_pages: int,
+    ) -> None:
         self.model, self.bulk, self.cache = model, bulk, cache
         self.device = model.device
         most = bucket(max_batch) if self.device.type == "cuda" else max_batch
         self._rows: list[Sequence] = []
-        self._last: list[int] = []                 # the token that the device drew last for each row
-        self._paged: list[Sequence] = []           # whose page tables the device has, and how many pages of each
+        self._last: list[int] = []  # the token that the device drew last for each row
+        self._paged: list[
+            Sequence
+        ] = []  # whose page tables the device has, and how many pages of each
         self._num_pages: list[int] = []
         self._steady: tuple[list[Sequence], SamplingBatch] | None = None
         # on the host, what will be uploaded: one row of `state` a quantity
@@ -67,7 +81,9 @@ class Decoder:
         self._table = torch.zeros(most, max_pages, dtype=torch.int32, pin_memory=pinned)
         self.state = torch.zeros_like(self._state, device=self.device)
         self.table_BP = torch.zeros_like(self._table, device=self.device)
-        self.lengths_B = torch.zeros(most, dtype=torch.int32, device=self.device)      # with the new token; 0 is dead
+        self.lengths_B = torch.zeros(
+            most, dtype=torch.int32, device=self.device
+        )  # with the new token; 0 is dead
         self.temperature_B = torch.ones(most, device=self.device)
         self.greedy_B = torch.zeros(most, dtype=torch.bool, device=self.device)
         self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -77,10 +93,13 @@ class Decoder:
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
-        self.replays = 0                           # steps that ran as a graph
+        self.replays = 0  # steps that ran as a graph
 
-    def run(self, sequences: list[Sequence], steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Draw `steps` tokens of each sequence, one where rows are not `plain`: (ids, log-probs), both [B, S].
+    def run(
+        self, sequences: list[Sequence], steps: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Draw `steps` tokens of each sequence, one where rows are not `plain`: (ids, log-probs),
+        both [B, S].
 
         The pages of all steps are in place. ValueError when the model gives a row no distribution.
         """
@@ -92,11 +111,16 @@ class Decoder:
             tokens_SB, logprobs_SB = self.tokens_SB[:steps], self.logprobs_SB[:steps]
         else:
             self._step(size, drawing=False)
-            lengths_B = self.state[1, :len(sequences)] + 1
-            tokens_B, logprobs_B = sample(self.logits[size][:len(sequences)], self._params(sequences), lengths_B)
+            lengths_B = self.state[1, : len(sequences)] + 1
+            tokens_B, logprobs_B = sample(
+                self.logits[size][: len(sequences)], self._params(sequences), lengths_B
+            )
             tokens_SB, logprobs_SB = tokens_B[None], logprobs_B[None]
-            self._rows = []                        # the device's rows do not have these tokens
-        tokens_SB, logprobs_SB = tokens_SB[:, :len(sequences)].cpu(), logprobs_SB[:, :len(sequences)].cpu()
+            self._rows = []  # the device's rows do not have these tokens
+        tokens_SB, logprobs_SB = (
+            tokens_SB[:, : len(sequences)].cpu(),
+            logprobs_SB[:, : len(sequences)].cpu(),
+        )
         if not all_finite(logprobs_SB):
             self._rows = []
             require_finite(logprobs_SB.t().amin(1).tolist())
@@ -122,7 +146,11 @@ class Decoder:
     def warm_up(self) -> None:
         """Capture the graph of every size of batch now, instead of when it first comes up."""
         most = self.state.shape[1]
-        for size in sorted({bucket(rows) for rows in range(1, most + 1)}) if self.device.type == "cuda" else ():
+        for size in (
+            sorted({bucket(rows) for rows in range(1, most + 1)})
+            if self.device.type == "cuda"
+            else ()
+        ):
             if (size, True) not in self._graphs:
                 self._capture(size, drawing=True)
 
@@ -133,17 +161,22 @@ class Decoder:
         self._rows, self._paged, self._pool = [], [], None
 
     def _upload(self, sequences: list[Sequence], size: int) -> None:
-        """Bring state and page tables on the device up to date. It has moved the rows that are the same on itself."""
+        """Bring state and page tables on the device up to date. It has moved the rows that are the
+        same on itself."""
         self.step_1.zero_()
         if sequences != self._rows or [s.last_token for s in sequences] != self._last:
             temperature = torch.tensor([s.request.temperature or 1.0 for s in sequences])
             greedy = torch.tensor([s.request.temperature == 0 for s in sequences])
-            rows = [[s.last_token for s in sequences], [s.position for s in sequences], [s.length for s in sequences],
-                    [len(s.prompt_ids) + s.request.max_tokens - 1 for s in sequences],
-                    [signed(s.noise_key) for s in sequences],
-                    (temperature.view(torch.int32).long() | greedy.long() << 32).tolist()]
+            rows = [
+                [s.last_token for s in sequences],
+                [s.position for s in sequences],
+                [s.length for s in sequences],
+                [len(s.prompt_ids) + s.request.max_tokens - 1 for s in sequences],
+                [signed(s.noise_key) for s in sequences],
+                (temperature.view(torch.int32).long() | greedy.long() << 32).tolist(),
+            ]
             self._state[:, :size] = 0
-            self._state[:, :len(sequences)] = torch.tensor(rows)
+            self._state[:, : len(sequences)] = torch.tensor(rows)
             self.state[:, :size].copy_(self._state[:, :size], non_blocking=True)
             _, pos_B, next_B, end_B, _, settings_B = self.state[:, :size].unbind()
             self.lengths_B[:size] = next_B * (pos_B < end_B)
@@ -153,8 +186,8 @@ class Decoder:
         self._upload_pages(sequences, size)
 
     def _upload_pages(self, sequences: list[Sequence], size: int) -> None:
-        """A sequence gains pages for as long as it lives and keeps those that it has: only the new ones are read, and
-        the row of a sequence that has moved up is moved as it is."""
+        """A sequence gains pages for as long as it lives and keeps those that it has: only the new
+        ones are read, and the row of a sequence that has moved up is moved as it is."""
         num_pages = [len(s.pages) for s in sequences]
         if sequences == self._paged and num_pages == self._num_pages:
             return
@@ -162,12 +195,18 @@ class Decoder:
             places = {sequence: row for row, sequence in enumerate(self._paged)}
             widest = max(self._num_pages, default=0)
             self._num_pages = [self._num_pages[places[s]] if s in places else 0 for s in sequences]
-            self._table[:len(sequences), :widest] = self._table[[places.get(s, 0) for s in sequences], :widest]
-        for row, (sequence, known, now) in enumerate(zip(sequences, self._num_pages, num_pages, strict=True)):
+            self._table[: len(sequences), :widest] = self._table[
+                [places.get(s, 0) for s in sequences], :widest
+            ]
+        for row, (sequence, known, now) in enumerate(
+            zip(sequences, self._num_pages, num_pages, strict=True)
+        ):
             if known < now:
-                self._table[row, known:now] = torch.tensor(sequence.pages[known:], dtype=torch.int32)
+                self._table[row, known:now] = torch.tensor(
+                    sequence.pages[known:], dtype=torch.int32
+                )
         self._paged, self._num_pages = list(sequences), num_pages
-        self.table_BP[:size].copy_(self._table[:size], non_blocking=True)       # whole rows lie together
+        self.table_BP[:size].copy_(self._table[:size], non_blocking=True)  # whole rows lie together
 
     def _step(self, size: int, drawing: bool) -> None:
         if self.device.type != "cuda":
@@ -179,10 +218,13 @@ class Decoder:
         self.replays += 1
 
     def _capture(self, size: int, drawing: bool) -> None:
-        """Capture one step. The steps before it, which compile and warm up, must leave no trace: the rows are dead."""
+        """Capture one step. The steps before it, which compile and warm up, must leave no trace:
+        the rows are dead."""
         kept, lengths_B = self.state[:, :size].clone(), self.lengths_B[:size].clone()
         self.state[:, :size], self.lengths_B[:size] = 0, 0
-        side = self._side = self._side or torch.cuda.Stream(self.device)      # one: memory is kept by stream
+        side = self._side = self._side or torch.cuda.Stream(
+            self.device
+        )  # one: memory is kept by stream
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             for _ in range(2):
@@ -209,12 +251,31 @@ class Decoder:
             if not drawing:
                 self.logits[size] = logits_BV
                 return
-            tokens_B, logprobs_B = draw(logits_BV, keys_B, next_B, self.temperature_B[:size], self.greedy_B[:size])
-            advance(tokens_B, logprobs_B, self.step_1, self.tokens_SB, self.logprobs_SB, ids_B, pos_B, next_B, end_B,
-                    lengths_B)
+            tokens_B, logprobs_B = draw(
+                logits_BV, keys_B, next_B, self.temperature_B[:size], self.greedy_B[:size]
+            )
+            advance(
+                tokens_B,
+                logprobs_B,
+                self.step_1,
+                self.tokens_SB,
+                self.logprobs_SB,
+                ids_B,
+                pos_B,
+                next_B,
+                end_B,
+                lengths_B,
+            )
 
 
 def plain(sequences: Collection[Sequence]) -> bool:
-    """Whether all rows sample from their whole distribution (or greedily): what a step draws by itself."""
-    return all(s.request.repetition_penalty == 1 and not s.request.min_p and not s.request.top_k
-               and s.request.top_p >= 1 and not s.banned_ids() for s in sequences)
+    """Whether all rows sample from their whole distribution (or greedily): what a step draws by
+    itself."""
+    return all(
+        s.request.repetition_penalty == 1
+        and not s.request.min_p
+        and not s.request.top_k
+        and s.request.top_p >= 1
+        and not s.banned_ids()
+        for s in sequences
+    )

@@ -5,9 +5,10 @@
     groups = engine.generate(["Name a prime."], n=8, max_tokens=64, seed=7)      # text, in the model's chat template
     print(engine.text(groups[0].rollouts[0]))
 
-`add`, `step` and `abort` are the continuous-batching interface under `generate`; `adopt` takes new weights in place.
-One thread calls everything.
+`add`, `step` and `abort` are the continuous-batching interface under `generate`; `adopt` takes new
+weights in place. One thread calls everything.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -39,8 +40,9 @@ _DENSE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
-    """`auto` is CUDA when there is one; a CUDA device always has its index, as a tensor's has, and becomes the current
-    one, on which kernels are launched: before a model is loaded or quantised there.
+    """`auto` is CUDA when there is one; a CUDA device always has its index, as a tensor's has, and
+    becomes the current one, on which kernels are launched: before a model is loaded or quantised
+    there.
 
     ValueError when CUDA is asked for and missing.
     """
@@ -58,33 +60,49 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
 class Engine:
     """Continuous batching over a paged KV cache, with linear weights in any format.
 
-    model: folder, hub id, or a loaded Transformer (which keeps its weights; the engine makes its own copy, or shares
-    what is in the format already). weights: a name of `lowroll.formats()`; default the model's own low-bit format, or
-    int8 for a dense model. kv: the KV policy; None is the dense cache.
-    dtype: of activations, norms and KV cache; default float32 on CPU, bfloat16 on CUDA, and what a dense format says.
-    cache_tokens: size of the KV cache; default what `workloads`, the requests that will be in it together, can use, and
-    no more than a quarter of the free memory. Without any: `max_batch` samples of 4,096 tokens, one whole context at
-    least and 16 GiB at most (`kv.capacity`).
-    max_batch: samples decoded at once. max_prefill_tokens: prompt tokens a step. prefill_chunk: longest piece of a
-    prompt in one step, None for whole prompts. noisy: `adopt` may put noise on the norms. bulk: a second format, kept
-    beside the first and used while many rows decode and for prompts (`engine.decoder`); each token's policy span has
-    the digest of the weights that drew it. keep_dense: hold the dequantised matrices of a 4-bit format beside its codes
-    (2 bytes a weight in bfloat16) for prompts and many rows; the weights are the same, and only time is saved (CUDA).
-    ValueError names the argument that is wrong.
+    model: folder, hub id, or a loaded Transformer (which keeps its weights; the engine makes its
+    own copy, or shares what is in the format already). weights: a name of `lowroll.formats()`;
+    default the model's own low-bit format, or int8 for a dense model. kv: the KV policy; None is
+    the dense cache. dtype: of activations, norms and KV cache; default float32 on CPU, bfloat16 on
+    CUDA, and what a dense format says. cache_tokens: size of the KV cache; default what
+    `workloads`, the requests that will be in it together, can use, and no more than a quarter of
+    the free memory. Without any: `max_batch` samples of 4,096 tokens, one whole context at least
+    and 16 GiB at most (`kv.capacity`). max_batch: samples decoded at once. max_prefill_tokens:
+    prompt tokens a step. prefill_chunk: longest piece of a prompt in one step, None for whole
+    prompts. noisy: `adopt` may put noise on the norms. bulk: a second format, kept beside the first
+    and used while many rows decode and for prompts (`engine.decoder`); each token's policy span has
+    the digest of the weights that drew it. keep_dense: hold the dequantised matrices of a 4-bit
+    format beside its codes (2 bytes a weight in bfloat16) for prompts and many rows; the weights
+    are the same, and only time is saved (CUDA). ValueError names the argument that is wrong.
     """
 
-    def __init__(self, model: Transformer | str | Path, weights: str | None = None, kv: None = None,
-                 device: str | torch.device = "auto", dtype: torch.dtype | None = None, *, tokenizer: Any = None,
-                 page_size: int = 16, cache_tokens: int | None = None, workloads: Sequence[Workload] = (),
-                 max_batch: int = 256,
-                 max_prefill_tokens: int = 8192, prefill_chunk: int | None = None, noisy: bool = False,
-                 bulk: str | None = None, keep_dense: bool = False) -> None:
+    def __init__(
+        self,
+        model: Transformer | str | Path,
+        weights: str | None = None,
+        kv: None = None,
+        device: str | torch.device = "auto",
+        dtype: torch.dtype | None = None,
+        *,
+        tokenizer: Any = None,
+        page_size: int = 16,
+        cache_tokens: int | None = None,
+        workloads: Sequence[Workload] = (),
+        max_batch: int = 256,
+        max_prefill_tokens: int = 8192,
+        prefill_chunk: int | None = None,
+        noisy: bool = False,
+        bulk: str | None = None,
+        keep_dense: bool = False,
+    ) -> None:
         if kv is not None:
             raise ValueError(f"kv: {kv!r} is not available yet; None is the dense cache")
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
         weights = weights or self._own_format(model)
         self.format = get_format(weights)
-        place = pick_device(model.device if isinstance(model, Transformer) and str(device) == "auto" else device)
+        place = pick_device(
+            model.device if isinstance(model, Transformer) and str(device) == "auto" else device
+        )
         dtype = self._pick_dtype(weights, dtype, place)
         if isinstance(model, Transformer) and model.device != place:
             raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
@@ -105,29 +123,46 @@ class Engine:
         num_pages = num_tokens // page_size
         if num_pages < 1:
             why = ", which is all that the free memory allows" if cache_tokens is None else ""
-            raise ValueError(f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{why}")
+            raise ValueError(
+                f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{why}"
+            )
         self.runner = Runner(self.model, self.bulk, num_pages, page_size, max_batch)
         self.pool = PagePool(num_pages, page_size)
-        self.behavior = BehaviorTag(self._policy(0), weights=weights if bulk is None else f"{weights}+{bulk}")
+        self.behavior = BehaviorTag(
+            self._policy(0), weights=weights if bulk is None else f"{weights}+{bulk}"
+        )
         self._tokenizer = tokenizer
         decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
-        self.scheduler = Scheduler(self.pool, behavior=self.behavior, max_batch=max_batch,
-                                   max_prefill_tokens=max_prefill_tokens, prefill_chunk=prefill_chunk,
-                                   lookahead=self.runner.lookahead, eos_ids=self._eos_ids(), decode=decode)
+        self.scheduler = Scheduler(
+            self.pool,
+            behavior=self.behavior,
+            max_batch=max_batch,
+            max_prefill_tokens=max_prefill_tokens,
+            prefill_chunk=prefill_chunk,
+            lookahead=self.runner.lookahead,
+            eos_ids=self._eos_ids(),
+            decode=decode,
+        )
 
-    # -- the door -----------------------------------------------------------------------------------------------
+    # -- the door ----------------------------------------------------------------------------------
 
-    def generate(self, requests: str | Request | Sequence[Request | str],
-                 on_progress: Callable[[int, int], None] | None = None, *, chat: bool = True,
-                 **sampling: Any) -> list[Group]:
+    def generate(
+        self,
+        requests: str | Request | Sequence[Request | str],
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        chat: bool = True,
+        **sampling: Any,
+    ) -> list[Group]:
         """The groups of all requests, in their order. Checks every request before it starts any.
 
-        A text is a request too: what the user says, in the model's chat template, or with chat=False the beginning of
-        a text to go on with; `sampling` are its fields of `Request` (n, max_tokens, temperature, seed, ...).
+        A text is a request too: what the user says, in the model's chat template, or with
+        chat=False the beginning of a text to go on with; `sampling` are its fields of `Request` (n,
+        max_tokens, temperature, seed, ...).
 
-        Requests that `add` queued go on meanwhile; their groups wait for `step`. on_progress(done, total) counts the
-        finished ones of this call, after every turn; what it raises ends the call. ValueError names the request and the
-        field, or says that there is no tokenizer.
+        Requests that `add` queued go on meanwhile; their groups wait for `step`. on_progress(done,
+        total) counts the finished ones of this call, after every turn; what it raises ends the
+        call. ValueError names the request and the field, or says that there is no tokenizer.
         """
         requests = self._as_requests(requests, chat, sampling)
         for i, request in enumerate(requests):
@@ -148,27 +183,43 @@ class Engine:
         return [done[handle] for handle in handles]
 
     def text(self, rollout: Rollout) -> str:
-        """What a rollout says, without special tokens. ValueError when the engine has no tokenizer."""
-        return str(self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True,
-                                         clean_up_tokenization_spaces=False))
+        """What a rollout says, without special tokens. ValueError when the engine has no
+        tokenizer."""
+        return str(
+            self.tokenizer.decode(
+                rollout.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
-    def _as_requests(self, given: str | Request | Sequence[Request | str], chat: bool,
-                     sampling: dict[str, Any]) -> list[Request]:
+    def _as_requests(
+        self, given: str | Request | Sequence[Request | str], chat: bool, sampling: dict[str, Any]
+    ) -> list[Request]:
         given = [given] if isinstance(given, str | Request) else given
         if not isinstance(given, list | tuple):
-            raise ValueError(f"requests: expected a text, a Request or a list of them, got {type(given).__name__}")
+            raise ValueError(
+                f"requests: expected a text, a Request or a list of them, got "
+                f"{type(given).__name__}"
+            )
         for i, one in enumerate(given):
             if not isinstance(one, str | Request):
-                raise ValueError(f"requests[{i}]: expected a text or a Request (token ids: Request(prompt_ids=...)), "
-                                 f"got {type(one).__name__}")
+                raise ValueError(
+                    f"requests[{i}]: expected a text or a Request (token ids: "
+                    f"Request(prompt_ids=...)), "
+                    f"got {type(one).__name__}"
+                )
         if sampling and not any(isinstance(one, str) for one in given):
-            raise ValueError(f"{', '.join(sampling)}: a Request says this itself; it is for prompts that are texts")
+            raise ValueError(
+                f"{', '.join(sampling)}: a Request says this itself; it is for prompts that are "
+                f"texts"
+            )
         known = [field.name for field in fields(Request) if field.name != "prompt_ids"]
         for name in sampling:
             if name not in known:
                 raise ValueError(f"{name}: a request has no such field; it has {', '.join(known)}")
-        return [Request(prompt_ids=self._encode(one, chat), **sampling) if isinstance(one, str) else one
-                for one in given]
+        return [
+            Request(prompt_ids=self._encode(one, chat), **sampling) if isinstance(one, str) else one
+            for one in given
+        ]
 
     def _encode(self, text: str, chat: bool) -> list[int]:
         if chat:
@@ -176,12 +227,14 @@ class Engine:
         return [int(token) for token in self.tokenizer.encode(text)]
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns its handle. ValueError names the wrong field, and the others in flight go on."""
+        """Queue a request; returns its handle. ValueError names the wrong field, and the others in
+        flight go on."""
         self._validate(request, "")
         return self.scheduler.add(request)
 
     def step(self) -> list[tuple[int, Group]]:
-        """One step for everything in flight: plan, run, commit. Returns the requests that ended, by handle."""
+        """One step for everything in flight: plan, run, commit. Returns the requests that ended, by
+        handle."""
         self._advance()
         return self.scheduler.finished()
 
@@ -196,21 +249,30 @@ class Engine:
             self.scheduler.policy = self.behavior.policy[-1 if row.bulk else 0]
             self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs)
 
-    def score(self, sequences: Sequence[list[int]], prompt_lens: Sequence[int], temperature: float = 1.0,
-              ) -> list[Tensor]:
-        """Log-probs of each sequence's response under the engine's weights and kernels, prefilled; as `lowroll.score`.
-        With `bulk` the weights are those of few rows.
+    def score(
+        self,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        temperature: float = 1.0,
+    ) -> list[Tensor]:
+        """Log-probs of each sequence's response under the engine's weights and kernels, prefilled;
+        as `lowroll.score`. With `bulk` the weights are those of few rows.
 
-        Rollouts in flight are not disturbed. ValueError names a sequence that does not fit, OutOfPages says that the
-        cache is full of others.
+        Rollouts in flight are not disturbed. ValueError names a sequence that does not fit,
+        OutOfPages says that the cache is full of others.
         """
         scores = []
         for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
             if not 1 <= prompt_len < len(ids) or len(ids) > self.spec.max_position:
-                raise ValueError(f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be scored in "
-                                 f"a context of {self.spec.max_position}")
+                raise ValueError(
+                    f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be "
+                    f"scored in "
+                    f"a context of {self.spec.max_position}"
+                )
             if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
-                raise ValueError(f"sequences[{i}]: an id is outside the vocabulary of {self.spec.vocab_size}")
+                raise ValueError(
+                    f"sequences[{i}]: an id is outside the vocabulary of {self.spec.vocab_size}"
+                )
             pages = self.pool.allocate(-(-len(ids) // self.pool.page_size))
             try:
                 scores.append(self.runner.score(ids, prompt_len, pages, temperature).cpu())
@@ -219,19 +281,25 @@ class Engine:
         return scores
 
     def keep_dense(self) -> None:
-        """What `keep_dense=True` does, for an engine that has not decoded yet. Stacked experts are left as they are:
-        their product reads the codes."""
+        """What `keep_dense=True` does, for an engine that has not decoded yet. Stacked experts are
+        left as they are: their product reads the codes."""
         for _, linear in self.model.linears() if self.model.device.type == "cuda" else ():
-            if isinstance(linear.weight, QTensor) and not isinstance(linear, StackedLinear) and self.format.bits < 8:
+            if (
+                isinstance(linear.weight, QTensor)
+                and not isinstance(linear, StackedLinear)
+                and self.format.bits < 8
+            ):
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
-        """Compile and capture now what a decode step of any size of batch needs (seconds, on CUDA), not on the way."""
+        """Compile and capture now what a decode step of any size of batch needs (seconds, on CUDA),
+        not on the way."""
         self.runner.cache.restore()
         self.runner.decoder.warm_up()
 
     def abort(self, handle: int) -> bool:
-        """End a request now; its group comes back with finish reason "abort". False if it had ended."""
+        """End a request now; its group comes back with finish reason "abort". False if it had
+        ended."""
         return self.scheduler.abort(handle)
 
     @property
@@ -247,9 +315,9 @@ class Engine:
     def release(self) -> None:
         """Give the memory of the KV cache away, for a learner that runs before the next rollouts.
 
-        It comes back with the next step or `score`, at its old address where the device can do that (`kv.arena`);
-        elsewhere the graphs of decoding are captured again. The pages of shared prompts are forgotten. RuntimeError
-        while requests are in flight.
+        It comes back with the next step or `score`, at its old address where the device can do that
+        (`kv.arena`); elsewhere the graphs of decoding are captured again. The pages of shared
+        prompts are forgotten. RuntimeError while requests are in flight.
         """
         if self.scheduler.has_work:
             raise RuntimeError("release: requests are in flight; finish or abort them first")
@@ -257,22 +325,27 @@ class Engine:
         self.runner.release()
 
     def reset_prefix_cache(self) -> None:
-        """Forget the pages of shared prompts. A prompt behind such pages runs in other pieces, which round otherwise:
-        what comes next has the same bits as in a fresh engine."""
+        """Forget the pages of shared prompts. A prompt behind such pages runs in other pieces,
+        which round otherwise: what comes next has the same bits as in a fresh engine."""
         self.pool.clear_prefixes()
 
-    # -- weights ------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def adopt(self, master: Transformer, version: int, noise: Noise | None = None) -> BehaviorTag:
-        """Take the master's weights as policy `version`, in place. Rollouts in flight go on under the new weights.
+        """Take the master's weights as policy `version`, in place. Rollouts in flight go on under
+        the new weights.
 
-        noise: for the norms, as `weights.noise` says; None rolls out clean ones. Returns the tag with the new version,
-        the noise, and the digest of what the engine now samples from. Pages of the prefix cache that were made under
-        other weights are never served again.
+        noise: for the norms, as `weights.noise` says; None rolls out clean ones. Returns the tag
+        with the new version, the noise, and the digest of what the engine now samples from. Pages
+        of the prefix cache that were made under other weights are never served again.
         """
         publish(master, self.model, noise, self.bulk)
-        seed, sigma = (None, 0.0) if noise is None or noise.sigma == 0 else (noise.seed, noise.sigma)
-        self.behavior = replace(self.behavior, policy=self._policy(version), noise_seed=seed, noise_sigma=sigma)
+        seed, sigma = (
+            (None, 0.0) if noise is None or noise.sigma == 0 else (noise.seed, noise.sigma)
+        )
+        self.behavior = replace(
+            self.behavior, policy=self._policy(version), noise_seed=seed, noise_sigma=sigma
+        )
         self.scheduler.adopt(self.behavior)
         return self.behavior
 
@@ -281,20 +354,26 @@ class Engine:
         models = (self.model,) if self.bulk is None else (self.model, self.bulk)
         return tuple(PolicySpan(version, digest(model)) for model in models)
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer of the model's folder, or the one given. ValueError when there is none."""
+        """The transformers tokenizer of the model's folder, or the one given. ValueError when there
+        is none."""
         if self._tokenizer is not None:
             return self._tokenizer
         if self.folder is None:
-            raise ValueError("tokenizer: the engine was made from a loaded model; pass Engine(..., tokenizer=...)")
+            raise ValueError(
+                "tokenizer: the engine was made from a loaded model; pass Engine(..., "
+                "tokenizer=...)"
+            )
         return load_tokenizer(self.folder)
 
     @property
     def _has_tokenizer(self) -> bool:
-        return self._tokenizer is not None or (self.folder is not None and (self.folder / "tokenizer.json").is_file())
+        return self._tokenizer is not None or (
+            self.folder is not None and (self.folder / "tokenizer.json").is_file()
+        )
 
     def _own_format(self, model: Transformer | str | Path) -> str:
         if isinstance(model, Transformer):
@@ -310,19 +389,30 @@ class Engine:
 
     def _validate(self, request: Request, where: str) -> None:
         try:
-            validate(request, vocab_size=self.spec.vocab_size, context_length=self.spec.max_position,
-                     cache_tokens=self.pool.num_pages * self.pool.page_size, has_tokenizer=self._has_tokenizer)
+            validate(
+                request,
+                vocab_size=self.spec.vocab_size,
+                context_length=self.spec.max_position,
+                cache_tokens=self.pool.num_pages * self.pool.page_size,
+                has_tokenizer=self._has_tokenizer,
+            )
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
 
     def _eos_ids(self) -> set[int]:
         ids = set(self.spec.eos_ids)
         if self._has_tokenizer:
-            known = eos_id(self.folder) if self._tokenizer is None and self.folder else self.tokenizer.eos_token_id
+            known = (
+                eos_id(self.folder)
+                if self._tokenizer is None and self.folder
+                else self.tokenizer.eos_token_id
+            )
             ids |= set() if known is None else {known}
         return ids
 
-    def _pick_dtype(self, weights: str, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    def _pick_dtype(
+        self, weights: str, dtype: torch.dtype | None, device: torch.device
+    ) -> torch.dtype:
         fixed = _DENSE_DTYPES.get(weights)
         if fixed is not None and dtype not in (None, fixed):
             raise ValueError(f"dtype: weights={weights!r} computes in {fixed}, not in {dtype}")
@@ -330,21 +420,40 @@ class Engine:
             return fixed
         return dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
-    def _cache_tokens(self, cache_tokens: int | None, workloads: Sequence[Workload], page_size: int,
-                      max_batch: int) -> int:
-        each, free = KVCache.bytes_per_token(self.spec, self.model.dtype), free_memory(self.model.device)
+    def _cache_tokens(
+        self,
+        cache_tokens: int | None,
+        workloads: Sequence[Workload],
+        page_size: int,
+        max_batch: int,
+    ) -> int:
+        each, free = (
+            KVCache.bytes_per_token(self.spec, self.model.dtype),
+            free_memory(self.model.device),
+        )
         if cache_tokens is None:
-            return capacity(workloads, page_size=page_size, max_batch=max_batch, context=self.spec.max_position,
-                            bytes_per_token=each, free=UNKNOWN_FREE if free is None else free)
+            return capacity(
+                workloads,
+                page_size=page_size,
+                max_batch=max_batch,
+                context=self.spec.max_position,
+                bytes_per_token=each,
+                free=UNKNOWN_FREE if free is None else free,
+            )
         if free is not None and cache_tokens * each > free:
-            raise NoRoom(f"cache_tokens: a KV cache of {cache_tokens:,} tokens takes "
-                             f"{cache_tokens * each / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free")
+            raise NoRoom(
+                f"cache_tokens: a KV cache of {cache_tokens:,} tokens takes "
+                f"{cache_tokens * each / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
+            )
         return cache_tokens
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that the device (the machine, for a CPU) could give now; None where the system does not say."""
+    """Bytes that the device (the machine, for a CPU) could give now; None where the system does not
+    say."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)     # by torch, for later
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device
+        )  # by torch, for later
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     return machine.free_memory()

@@ -2,11 +2,12 @@
 
 `validate` refuses with one ValueError that names the field, before the engine has changed anything.
 
-`noise_key` is the reproducibility contract: key = blake2b-64(seed, id, sample), where an empty id stands for the
-prompt itself. The sampler draws the token at position t of that sample from Philox(key, t). Nothing else enters, so
-the noise is the same alone, in any batch, after a restart, and when a half-done rollout (with its id set) is
-continued from prompt + tokens.
+`noise_key` is the reproducibility contract: key = blake2b-64(seed, id, sample), where an empty id
+stands for the prompt itself. The sampler draws the token at position t of that sample from
+Philox(key, t). Nothing else enters, so the noise is the same alone, in any batch, after a restart,
+and when a half-done rollout (with its id set) is continued from prompt + tokens.
 """
+
 from __future__ import annotations
 
 from array import array
@@ -18,12 +19,18 @@ from lowroll.types import MAX_SAMPLES, PENALTIES, TEMPERATURES, Request
 MAX_SEED = 2**63 - 1
 
 
-def validate(request: Request, *, vocab_size: int, context_length: int, cache_tokens: int,
-             has_tokenizer: bool = False) -> None:
+def validate(
+    request: Request,
+    *,
+    vocab_size: int,
+    context_length: int,
+    cache_tokens: int,
+    has_tokenizer: bool = False,
+) -> None:
     """Raise ValueError naming the first wrong field.
 
-    `context_length` is the model's limit in tokens; `cache_tokens` the KV cache's size (num_pages * page_size);
-    `has_tokenizer` says whether the engine can decode, which stop strings need.
+    `context_length` is the model's limit in tokens; `cache_tokens` the KV cache's size (num_pages *
+    page_size); `has_tokenizer` says whether the engine can decode, which stop strings need.
     """
     _check_ids("prompt_ids", request.prompt_ids, vocab_size)
     if not request.prompt_ids:
@@ -32,7 +39,9 @@ def validate(request: Request, *, vocab_size: int, context_length: int, cache_to
     _check_int("max_tokens", request.max_tokens, 1, None)
     _check_int("min_tokens", request.min_tokens, 0, None)
     if request.min_tokens > request.max_tokens:
-        raise ValueError(f"min_tokens: {request.min_tokens} is more than max_tokens {request.max_tokens}")
+        raise ValueError(
+            f"min_tokens: {request.min_tokens} is more than max_tokens {request.max_tokens}"
+        )
     _check_length(request, context_length, cache_tokens)
     if _check_float("temperature", request.temperature) != 0:
         _check_range("temperature", request.temperature, *TEMPERATURES, hint=" or 0 for greedy")
@@ -73,16 +82,21 @@ def _check_length(request: Request, context_length: int, cache_tokens: int) -> N
     total = len(request.prompt_ids) + request.max_tokens
     for limit, owner in ((context_length, "the model's context"), (cache_tokens, "the KV cache")):
         if total > limit:
-            raise ValueError(f"max_tokens: {len(request.prompt_ids)} prompt tokens + max_tokens {request.max_tokens} "
-                             f"= {total} is over {owner} of {limit} tokens")
+            raise ValueError(
+                f"max_tokens: {len(request.prompt_ids)} prompt tokens + max_tokens "
+                f"{request.max_tokens} "
+                f"= {total} is over {owner} of {limit} tokens"
+            )
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
     if not isinstance(ids, list | tuple):
         raise ValueError(f"{name}: expected a list of token ids, got {_show(ids)}")
     for i, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocab_size:      # a bool is no token id
-            raise ValueError(f"{name}[{i}]: expected an integer in 0..{vocab_size - 1}, got {_show(token)}")
+        if type(token) is not int or not 0 <= token < vocab_size:  # a bool is no token id
+            raise ValueError(
+                f"{name}[{i}]: expected an integer in 0..{vocab_size - 1}, got {_show(token)}"
+            )
 
 
 def _check_stop_strings(strings: Any, has_tokenizer: bool) -> None:
@@ -90,7 +104,9 @@ def _check_stop_strings(strings: Any, has_tokenizer: bool) -> None:
         raise ValueError(f"stop_strings: expected a list of strings, got {_show(strings)}")
     for i, text in enumerate(strings):
         if type(text) is not str or not text:
-            raise ValueError(f"stop_strings[{i}]: expected a string that is not empty, got {_show(text)}")
+            raise ValueError(
+                f"stop_strings[{i}]: expected a string that is not empty, got {_show(text)}"
+            )
     if strings and not has_tokenizer:
         raise ValueError("stop_strings: this engine has no tokenizer; use stop_ids")
 
@@ -102,18 +118,22 @@ def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
 
 
 def _check_float(name: str, value: Any) -> float:
-    if type(value) not in (int, float):         # a bool is no number; the range that follows refuses NaN
+    if type(value) not in (int, float):  # a bool is no number; the range that follows refuses NaN
         raise ValueError(f"{name}: expected a number, got {_show(value)}")
     return value
 
 
 def _check_range(name: str, value: float, low: float, high: float, hint: str = "") -> None:
     if not low <= value <= high:
-        raise ValueError(f"{name}: expected a number in [{low:g}, {high:g}]{hint}, got {_show(value)}")
+        raise ValueError(
+            f"{name}: expected a number in [{low:g}, {high:g}]{hint}, got {_show(value)}"
+        )
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, int) and value.bit_length() > 256:     # repr refuses integers of thousands of digits
+    if (
+        isinstance(value, int) and value.bit_length() > 256
+    ):  # repr refuses integers of thousands of digits
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

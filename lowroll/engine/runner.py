@@ -1,10 +1,12 @@
-"""Runs a plan on the model: page copies, the prompts of the step in one packed pass, and the rows that decode.
+"""Runs a plan on the model: page copies, the prompts of the step in one packed pass, and the rows
+that decode.
 
 `score` prefills a sequence for its log-probs alone.
 
-Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that are through, B rows that draw a token, C rows
-of a piece.
+Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that are through, B rows that
+draw a token, C rows of a piece.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from lowroll.kv.cache import Chunk, KVCache, PagedAttention
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
-SCORE_ROWS = 256           # rows whose logits exist at a time while a sequence is scored
+SCORE_ROWS = 256  # rows whose logits exist at a time while a sequence is scored
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,17 @@ class Drawn:
 
 
 class Runner:
-    """Owns the KV cache and the device side of a step. bulk: the model for many rows at once (`engine.decoder`)."""
+    """Owns the KV cache and the device side of a step. bulk: the model for many rows at once
+    (`engine.decoder`)."""
 
-    def __init__(self, model: Transformer, bulk: Transformer | None, num_pages: int, page_size: int,
-                 max_batch: int) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        bulk: Transformer | None,
+        num_pages: int,
+        page_size: int,
+        max_batch: int,
+    ) -> None:
         self.model, self.bulk = model, bulk
         self.cache = KVCache(model.spec, num_pages, page_size, model.dtype, model.device)
         longest = min(num_pages, -(-model.spec.max_position // page_size))
@@ -45,7 +54,8 @@ class Runner:
 
     @property
     def lookahead(self) -> int:
-        """Steps that decoding rows may take without the host: more than one where starting a step is what costs."""
+        """Steps that decoding rows may take without the host: more than one where starting a step
+        is what costs."""
         return MOST_STEPS if self.model.device.type == "cuda" else 1
 
     def release(self) -> None:
@@ -66,7 +76,9 @@ class Runner:
         if plan.decodes:
             tokens_BS, logprobs_BS = self.decoder.run(plan.decodes, plan.steps)
             bulk = self.decoder.runs_bulk(self.decoder.size(len(plan.decodes)))
-            drawn = [Drawn(*row, bulk) for row in zip(plan.decodes, tokens_BS, logprobs_BS, strict=True)]
+            drawn = [
+                Drawn(*row, bulk) for row in zip(plan.decodes, tokens_BS, logprobs_BS, strict=True)
+            ]
         if plan.prefills:
             drawn += self._prefill(plan.prefills)
         return drawn
@@ -74,41 +86,63 @@ class Runner:
     def _prefill(self, prefills: list[PrefillChunk]) -> list[Drawn]:
         """Run chunks of prompts; the first token of each sample whose prompt is through."""
         hidden_TD, last_rows = self._forward(prefills)
-        through = [(chunk, row) for chunk, row in zip(prefills, last_rows, strict=True) if chunk.samples]
+        through = [
+            (chunk, row) for chunk, row in zip(prefills, last_rows, strict=True) if chunk.samples
+        ]
         if not through:
             return []
         sequences = [sequence for chunk, _ in through for sequence in chunk.samples]
         rows_P = torch.tensor([row for _, row in through], device=hidden_TD.device)
         logits_BV = self.model.logits(hidden_TD[rows_P])
         if len(sequences) > len(through):
-            num_samples_P = torch.tensor([len(chunk.samples) for chunk, _ in through], device=hidden_TD.device)
-            logits_BV = logits_BV.repeat_interleave(num_samples_P, dim=0, output_size=len(sequences))
+            num_samples_P = torch.tensor(
+                [len(chunk.samples) for chunk, _ in through], device=hidden_TD.device
+            )
+            logits_BV = logits_BV.repeat_interleave(
+                num_samples_P, dim=0, output_size=len(sequences)
+            )
         tokens_B, logprobs_B = self._draw(logits_BV, sequences)
         logprobs = logprobs_B.tolist()
         require_finite(logprobs)
-        return [Drawn(sequence, [token], [logprob], self.bulk is not None)
-                for sequence, token, logprob in zip(sequences, tokens_B.tolist(), logprobs, strict=True)]
+        return [
+            Drawn(sequence, [token], [logprob], self.bulk is not None)
+            for sequence, token, logprob in zip(sequences, tokens_B.tolist(), logprobs, strict=True)
+        ]
 
     def _draw(self, logits_BV: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
         device = self.model.device
         lengths_B = torch.tensor([s.length for s in sequences], device=device)
         if not plain(sequences):
-            return sample(logits_BV, SamplingBatch.of(sequences, self.model.spec.vocab_size, device), lengths_B)
+            return sample(
+                logits_BV,
+                SamplingBatch.of(sequences, self.model.spec.vocab_size, device),
+                lengths_B,
+            )
         keys_B = torch.tensor([signed(s.noise_key) for s in sequences], device=device)
-        temperature_B = torch.tensor([s.request.temperature or 1.0 for s in sequences], device=device)
+        temperature_B = torch.tensor(
+            [s.request.temperature or 1.0 for s in sequences], device=device
+        )
         greedy_B = torch.tensor([s.request.temperature == 0 for s in sequences], device=device)
         return draw(logits_BV, keys_B, lengths_B, temperature_B, greedy_B)
 
     @torch.inference_mode()
-    def score(self, ids: list[int], prompt_len: int, pages: list[int], temperature: float) -> Tensor:
-        """Log-probs [response tokens], float32, of a sequence that is prefilled in one piece into `pages`."""
+    def score(
+        self, ids: list[int], prompt_len: int, pages: list[int], temperature: float
+    ) -> Tensor:
+        """Log-probs [response tokens], float32, of a sequence that is prefilled in one piece into
+        `pages`."""
         self.cache.restore()
         attend = PagedAttention(self.cache, [Chunk(0, len(ids), pages)], [])
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)
-        rows = [log_probs(self.model.logits(hidden_CD), temperature).gather(1, targets_C[:, None])[:, 0]
-                for hidden_CD, targets_C in zip(hidden_TD[prompt_len - 1:-1].split(SCORE_ROWS),
-                                                ids_T[prompt_len:].split(SCORE_ROWS), strict=True)]
+        rows = [
+            log_probs(self.model.logits(hidden_CD), temperature).gather(1, targets_C[:, None])[:, 0]
+            for hidden_CD, targets_C in zip(
+                hidden_TD[prompt_len - 1 : -1].split(SCORE_ROWS),
+                ids_T[prompt_len:].split(SCORE_ROWS),
+                strict=True,
+            )
+        ]
         return torch.cat(rows)
 
     def _forward(self, prefills: list[PrefillChunk]) -> tuple[Tensor, list[int]]:
@@ -119,9 +153,11 @@ class Runner:
         ids, positions, last_rows = list[int](), list[int](), [0] * len(chunks)
         for i in (*fresh, *later):
             chunk = chunks[i]
-            ids += prefills[i].sequence.prompt_ids[chunk.start:chunk.stop]
+            ids += prefills[i].sequence.prompt_ids[chunk.start : chunk.stop]
             positions += range(chunk.start, chunk.stop)
             last_rows[i] = len(ids) - 1
         attend = PagedAttention(self.cache, [chunks[i] for i in fresh], [chunks[i] for i in later])
         model, device = self.bulk or self.model, self.model.device
-        return model(torch.tensor(ids, device=device), torch.tensor(positions, device=device), attend), last_rows
+        return model(
+            torch.tensor(ids, device=device), torch.tensor(positions, device=device), attend
+        ), last_rows

@@ -1,26 +1,31 @@
-"""Logits to tokens, with the log-prob of each token under the very distribution that it was drawn from.
+"""Logits to tokens, with the log-prob of each token under the very distribution that it was drawn
+from.
 
 Per row, in fp32 and in this order (the order of Hugging Face's processors):
  1. repetition penalty (CTRL, Keskar et al. 2019, arXiv:1909.05858, eq. 5, with the sign rule that is usual since):
-    of every id seen in prompt or response, a positive logit is divided by it, a negative one multiplied;
+    of every id seen in prompt or response, a positive logit is divided by it, a negative one
+    multiplied;
  2. ids banned until `min_tokens` are drawn: logit -inf;
  3. logits / temperature;
  4. top-k: the k largest (0 is off); 5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest
     set of largest probabilities whose mass is >= p; equal logits go lower id first in both;
  6. min-p (Nguyen et al. 2024, arXiv:2407.01082): drop what is below min_p * (largest probability).
-The rest is normalised by the one logits-to-logprob function; the token is drawn from its exponential by inverse CDF.
+The rest is normalised by the one logits-to-logprob function; the token is drawn from its
+exponential by inverse CDF.
 
-Greedy (temperature 0) takes the argmax after 1 and 2, lower id first, and records the log-prob at temperature 1 after
-1 and 2: the draw itself has log-prob 0, which says nothing.
+Greedy (temperature 0) takes the argmax after 1 and 2, lower id first, and records the log-prob at
+temperature 1 after 1 and 2: the draw itself has log-prob 0, which says nothing.
 
-Noise is that of `kernels.draw`: a row's uniform is u(key, position), key = `request.noise_key`, and does not depend on
-the batch, the device or the past.
+Noise is that of `kernels.draw`: a row's uniform is u(key, position), key = `request.noise_key`, and
+does not depend on the batch, the device or the past.
 
-Nothing here waits for the device. A row without a distribution (NaN or +inf logits, or nothing but -inf) gets token 0
-and log-prob NaN; `require_finite` turns that into an error once the numbers are on the host.
+Nothing here waits for the device. A row without a distribution (NaN or +inf logits, or nothing but
+-inf) gets token 0 and log-prob NaN; `require_finite` turns that into an error once the numbers are
+on the host.
 
 Shapes: B rows, V vocabulary, R filtered rows.
 """
+
 from __future__ import annotations
 
 import math
@@ -37,51 +42,71 @@ from lowroll.model.logprobs import log_probs
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling parameters of B rows on the device. What no row asks for is None and costs nothing.
+    """The sampling parameters of B rows on the device. What no row asks for is None and costs
+    nothing.
 
     If `steady`, it stays right for as long as the rows are the same sequences in the same order.
     """
 
-    keys_B: Tensor                             # int64, the bits of the 64-bit noise keys
-    temperature_B: Tensor | None               # float32, 1 for greedy rows
-    greedy_B: Tensor | None                    # bool
-    penalised: tuple[Tensor, Tensor, Tensor] | None    # row, id and penalty of each (row, seen id)
-    banned: tuple[Tensor, Tensor] | None       # row and id
-    ranked: tuple[Tensor, Tensor, Tensor] | None       # rows R with top-k or top-p, their k (V if off) and p
-    log_min_p_B: Tensor | None                 # float32, -inf where off
+    keys_B: Tensor  # int64, the bits of the 64-bit noise keys
+    temperature_B: Tensor | None  # float32, 1 for greedy rows
+    greedy_B: Tensor | None  # bool
+    penalised: tuple[Tensor, Tensor, Tensor] | None  # row, id and penalty of each (row, seen id)
+    banned: tuple[Tensor, Tensor] | None  # row and id
+    ranked: (
+        tuple[Tensor, Tensor, Tensor] | None
+    )  # rows R with top-k or top-p, their k (V if off) and p
+    log_min_p_B: Tensor | None  # float32, -inf where off
 
     @property
     def steady(self) -> bool:
         return self.penalised is None and self.banned is None
 
     @classmethod
-    def of(cls, sequences: Collection[Sequence], vocab_size: int, device: torch.device | str = "cpu") -> SamplingBatch:
+    def of(
+        cls, sequences: Collection[Sequence], vocab_size: int, device: torch.device | str = "cpu"
+    ) -> SamplingBatch:
         """Collect the parameters of the next token of each sequence."""
         requests = [s.request for s in sequences]
         # greedy rows skip the filters: the argmax survives each of them
-        ranked = [(i, min(r.top_k or vocab_size, vocab_size), r.top_p) for i, r in enumerate(requests)
-                  if r.temperature and (r.top_k or r.top_p < 1)]
-        seen = [(i, token, s.request.repetition_penalty) for i, s in enumerate(sequences)
-                if s.request.repetition_penalty != 1 for token in {*s.prompt_ids, *s.token_ids}]
+        ranked = [
+            (i, min(r.top_k or vocab_size, vocab_size), r.top_p)
+            for i, r in enumerate(requests)
+            if r.temperature and (r.top_k or r.top_p < 1)
+        ]
+        seen = [
+            (i, token, s.request.repetition_penalty)
+            for i, s in enumerate(sequences)
+            if s.request.repetition_penalty != 1
+            for token in {*s.prompt_ids, *s.token_ids}
+        ]
         banned = [(i, token) for i, s in enumerate(sequences) for token in s.banned_ids()]
         temperature = [r.temperature or 1.0 for r in requests]
         greedy = [r.temperature == 0 for r in requests]
-        log_min_p = [math.log(r.min_p) if r.min_p and r.temperature else -math.inf for r in requests]
+        log_min_p = [
+            math.log(r.min_p) if r.min_p and r.temperature else -math.inf for r in requests
+        ]
 
         def put(values: Collection[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
-        def columns(rows: Collection[tuple[float, ...]], *dtypes: torch.dtype) -> tuple[Tensor, ...] | None:
+        def columns(
+            rows: Collection[tuple[float, ...]], *dtypes: torch.dtype
+        ) -> tuple[Tensor, ...] | None:
             return tuple(map(put, zip(*rows, strict=True), dtypes)) if rows else None
 
         return cls(
             keys_B=put([signed(s.noise_key) for s in sequences], torch.int64),
-            temperature_B=put(temperature, torch.float32) if any(t != 1 for t in temperature) else None,
+            temperature_B=put(temperature, torch.float32)
+            if any(t != 1 for t in temperature)
+            else None,
             greedy_B=put(greedy, torch.bool) if any(greedy) else None,
-            penalised=columns(seen, torch.int64, torch.int64, torch.float32),      # type: ignore[arg-type]
-            banned=columns(banned, torch.int64, torch.int64),                      # type: ignore[arg-type]
-            ranked=columns(ranked, torch.int64, torch.int64, torch.float64),       # type: ignore[arg-type]
-            log_min_p_B=put(log_min_p, torch.float32) if max(log_min_p, default=-math.inf) > -math.inf else None,
+            penalised=columns(seen, torch.int64, torch.int64, torch.float32),  # type: ignore[arg-type]
+            banned=columns(banned, torch.int64, torch.int64),  # type: ignore[arg-type]
+            ranked=columns(ranked, torch.int64, torch.int64, torch.float64),  # type: ignore[arg-type]
+            log_min_p_B=put(log_min_p, torch.float32)
+            if max(log_min_p, default=-math.inf) > -math.inf
+            else None,
         )
 
 
@@ -93,8 +118,9 @@ def signed(key: int) -> int:
 def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token a row.
 
-    logits_BV: any float dtype, left unchanged (an expanded view will do). positions_B: int64, the position at which
-    each token will stand (`Sequence.length`), the noise counter. Returns ids int64 [B] and log-probs float32 [B].
+    logits_BV: any float dtype, left unchanged (an expanded view will do). positions_B: int64, the
+    position at which each token will stand (`Sequence.length`), the noise counter. Returns ids
+    int64 [B] and log-probs float32 [B].
     """
     logits_BV = _penalise(logits_BV.float(), params)
     logp_BV = _normalise(logits_BV, params)
@@ -105,15 +131,19 @@ def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tup
 
 
 def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
-    """The log-probs, float32 [B, V], that `sample` draws from (of a greedy row: those that it records)."""
+    """The log-probs, float32 [B, V], that `sample` draws from (of a greedy row: those that it
+    records)."""
     return _normalise(_penalise(logits_BV.float(), params), params)
 
 
 def require_finite(logprobs: Collection[float]) -> None:
-    """Raise ValueError naming the rows whose logits made no distribution. `logprobs` are `sample`'s, on the host."""
+    """Raise ValueError naming the rows whose logits made no distribution. `logprobs` are
+    `sample`'s, on the host."""
     rows = [i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
     if rows:
-        raise ValueError(f"logits: no distribution to draw from (NaN, +inf or all -inf) in rows {rows}")
+        raise ValueError(
+            f"logits: no distribution to draw from (NaN, +inf or all -inf) in rows {rows}"
+        )
 
 
 def _penalise(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
@@ -124,14 +154,17 @@ def _penalise(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
         seen_N = torch.where(seen_N > 0, seen_N / penalty_N, seen_N * penalty_N)
         logits_BV = logits_BV.index_put((rows_N, ids_N), seen_N)
     if params.banned is not None:
-        logits_BV = logits_BV.index_put(params.banned, torch.full((), -math.inf, device=logits_BV.device))
+        logits_BV = logits_BV.index_put(
+            params.banned, torch.full((), -math.inf, device=logits_BV.device)
+        )
     return logits_BV
 
 
 def _normalise(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
     """Temperature and filters: log-probs, -inf wherever top-k, top-p or min-p forbid.
 
-    Min-p compares with the largest probability, which the other two never drop: it needs no sorting.
+    Min-p compares with the largest probability, which the other two never drop: it needs no
+    sorting.
     """
     if params.temperature_B is not None:
         logits_BV = logits_BV / params.temperature_B[:, None]
@@ -148,12 +181,15 @@ def _normalise(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
 
 
 def _keep_top(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
-    """Mask of the ids that top-k, then top-p on the renormalised rest, keep. At least one id a row."""
-    sorted_RV, ids_RV = logits_RV.sort(dim=-1, descending=True, stable=True)       # ties: lower id first
+    """Mask of the ids that top-k, then top-p on the renormalised rest, keep. At least one id a
+    row."""
+    sorted_RV, ids_RV = logits_RV.sort(dim=-1, descending=True, stable=True)  # ties: lower id first
     rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     sorted_RV = sorted_RV.masked_fill(rank_V >= top_k_R[:, None], -math.inf)
     p_RV = torch.softmax(sorted_RV, dim=-1, dtype=torch.float64)
-    before_RV = p_RV.cumsum(-1) - p_RV                     # mass of the larger ones: the id is needed while it is < p
+    before_RV = p_RV.cumsum(-1) - p_RV  # mass of the larger ones: the id is needed while it is < p
     # p = 1 is off: there, rounding of the sum must not drop a tail
-    keep_RV = (rank_V < top_k_R[:, None]) & ((before_RV < top_p_R[:, None]) | (top_p_R[:, None] >= 1))
+    keep_RV = (rank_V < top_k_R[:, None]) & (
+        (before_RV < top_p_R[:, None]) | (top_p_R[:, None] >= 1)
+    )
     return torch.zeros_like(keep_RV).scatter(-1, ids_RV, keep_RV)

@@ -1,4 +1,6 @@
-"""The nouns of a step: samples and their groups while they are in the engine, and the plan of what to run."""
+"""The nouns of a step: samples and their groups while they are in the engine, and the plan of what
+to run."""
+
 from __future__ import annotations
 
 from collections import deque
@@ -17,12 +19,14 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[PolicySpan] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)     # its page table; empty until it forks and after it ends
-    num_cached: int = 0                                # positions whose K/V are stored
-    promised: int = 0                                  # pages reserved for it and not yet given out
+    pages: list[int] = field(
+        default_factory=list
+    )  # its page table; empty until it forks and after it ends
+    num_cached: int = 0  # positions whose K/V are stored
+    promised: int = 0  # pages reserved for it and not yet given out
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    behavior: BehaviorTag | None = None                # how its last token was drawn
+    behavior: BehaviorTag | None = None  # how its last token was drawn
 
     @property
     def request(self) -> Request:
@@ -34,7 +38,8 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Prompt and sampled tokens: the position at which the next token will stand (the noise counter)."""
+        """Prompt and sampled tokens: the position at which the next token will stand (the noise
+        counter)."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
@@ -52,7 +57,8 @@ class Sequence:
         return self.request.max_tokens - len(self.token_ids)
 
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids that must not be drawn next: those that would end the sample before `min_tokens` tokens."""
+        """Ids that must not be drawn next: those that would end the sample before `min_tokens`
+        tokens."""
         return self.group.stop_ids if len(self.token_ids) < self.request.min_tokens else ()
 
 
@@ -64,13 +70,17 @@ class LiveGroup:
     request: Request
     stop_ids: tuple[int, ...]
     sequences: list[Sequence] = field(default_factory=list)
-    outside: deque[Sequence] = field(default_factory=deque)    # samples not admitted yet, in order
-    prompt_pages: list[int] = field(default_factory=list)      # held from admission until the last sample has forked
-    num_unforked: int = 0                  # samples that have no page table yet and have not ended
-    num_prefilled: int = 0                 # prompt positions given to a prefill chunk (or served by the prefix cache)
-    num_open: int = 0                      # samples that have not ended
-    tail_writer: Sequence | None = None    # who may append to the partial last prompt page
-    salt: bytes = b""                      # the prefix cache's salt when the prompt was admitted
+    outside: deque[Sequence] = field(default_factory=deque)  # samples not admitted yet, in order
+    prompt_pages: list[int] = field(
+        default_factory=list
+    )  # held from admission until the last sample has forked
+    num_unforked: int = 0  # samples that have no page table yet and have not ended
+    num_prefilled: int = (
+        0  # prompt positions given to a prefill chunk (or served by the prefix cache)
+    )
+    num_open: int = 0  # samples that have not ended
+    tail_writer: Sequence | None = None  # who may append to the partial last prompt page
+    salt: bytes = b""  # the prefix cache's salt when the prompt was admitted
 
     @property
     def leader(self) -> Sequence:
@@ -81,19 +91,21 @@ class LiveGroup:
 class PrefillChunk:
     """Run prompt tokens [start, stop) and store their K/V in the leader's pages.
 
-    If `is_last`, the last hidden state gives the first token's logits: sample and commit all of `samples`.
+    If `is_last`, the last hidden state gives the first token's logits: sample and commit all of
+    `samples`.
     """
 
-    sequence: Sequence         # the group's leader
+    sequence: Sequence  # the group's leader
     start: int
     stop: int
     is_last: bool
-    samples: tuple[Sequence, ...]      # the group's sequences if is_last, else none
+    samples: tuple[Sequence, ...]  # the group's sequences if is_last, else none
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One step's work. `copies` (source page, target page) come first; no page is both a source and a target.
+    """One step's work. `copies` (source page, target page) come first; no page is both a source and
+    a target.
 
     The decode rows may take up to `steps` steps before the next plan: they have the pages for it.
     """

@@ -1,4 +1,6 @@
-"""Environments: prompts, the scorer that judges a response, and `validate()` that judges the scorer. No torch here."""
+"""Environments: prompts, the scorer that judges a response, and `validate()` that judges the
+scorer. No torch here."""
+
 from __future__ import annotations
 
 from lowroll.envs.base import Environment, GeneratedEnvironment, Validation

@@ -1,12 +1,14 @@
 r"""Final answers: where they stand in a response, and when two of them are equal.
 
-Conventions: the number on the last valid `#### 72` line (GSM8K), or the content of the last `\boxed{...}` with balanced
-braces (MATH). There is no fallback to "the last number in the text": under RL a lenient extractor is a loophole.
+Conventions: the number on the last valid `#### 72` line (GSM8K), or the content of the last
+`\boxed{...}` with balanced braces (MATH). There is no fallback to "the last number in the text":
+under RL a lenient extractor is a loophole.
 
-Equality: the same number or the same text in one spelling (`notation`), else part by part (`forms`), and at last as
-expressions (`expressions`), which `costs` refuses by their size before anything is evaluated. What is left takes
-`MAX_SECONDS` of CPU time at most.
+Equality: the same number or the same text in one spelling (`notation`), else part by part
+(`forms`), and at last as expressions (`expressions`), which `costs` refuses by their size before
+anything is evaluated. What is left takes `MAX_SECONDS` of CPU time at most.
 """
+
 from __future__ import annotations
 
 import logging
@@ -14,28 +16,34 @@ import re
 
 from lowroll.envs.notation import quantity, tidy
 
-MAX_ANSWER = 1000          # characters: a longer "final answer" is wrong by rule
-MAX_SECONDS = 2.0          # of CPU time for one answer
+MAX_ANSWER = 1000  # characters: a longer "final answer" is wrong by rule
+MAX_SECONDS = 2.0  # of CPU time for one answer
 
-HASH = re.compile(r"####[ \t]*(?:\*\*|__)?[ \t]*(-?)[ \t]*(?:\\?\$[ \t]*(-?))?([\d,.]*\d)[^\d\n]*$", re.MULTILINE)
+HASH = re.compile(
+    r"####[ \t]*(?:\*\*|__)?[ \t]*(-?)[ \t]*(?:\\?\$[ \t]*(-?))?([\d,.]*\d)[^\d\n]*$", re.MULTILINE
+)
 BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 BARE = re.compile(r"[^\s$\\{}]+")
-MINUS = re.compile(r"(?:(?:^|(?<![\d)}])\s|[$=(:{]|\\[(\[])-|[$=]\s*-\s*)$")      # not of a difference, nor of a list
+MINUS = re.compile(
+    r"(?:(?:^|(?<![\d)}])\s|[$=(:{]|\\[(\[])-|[$=]\s*-\s*)$"
+)  # not of a difference, nor of a list
 JOINED = re.compile(r"(?:[-\s$,;&}]|\\[()]|\\text\s*\{|\\quad|\band\b|\bor\b|\b[A-Za-z]\s*=)*")
 JOINT = re.compile(r"[,;]|\band\b|\bor\b")
 
 
 def hash_answer(text: str) -> str | None:
-    """The number of the last line `#### number` (a unit may follow, another number may not); None if there is none."""
+    """The number of the last line `#### number` (a unit may follow, another number may not); None
+    if there is none."""
     found = HASH.findall(text)
     return "".join(found[-1]) if found else None
 
 
 def boxed_answer(text: str, joined: bool = True) -> str | None:
-    r"""The content of the last `\boxed{...}` or `\boxed x`; None when there is none or its braces never close.
+    r"""The content of the last `\boxed{...}` or `\boxed x`; None when there is none or its braces
+    never close.
 
-    A minus sign in front of the box belongs to it, and where `joined`, so do the boxes that "and", "or" or a comma join
-    to it.
+    A minus sign in front of the box belongs to it, and where `joined`, so do the boxes that "and",
+    "or" or a comma join to it.
     """
     boxes = list(BOX.finditer(text))
     if not boxes or (last := _content(text, boxes[-1])) is None:
@@ -43,7 +51,7 @@ def boxed_answer(text: str, joined: bool = True) -> str | None:
     contents, start = [last[0]], boxes[-1].start()
     for box in reversed(boxes[:-1] if joined else []):
         found = _content(text, box)
-        between = text[found[1]:start] if found is not None and start - found[1] < 60 else ""
+        between = text[found[1] : start] if found is not None and start - found[1] < 60 else ""
         if found is None or JOINT.search(between) is None or JOINED.fullmatch(between) is None:
             break
         contents.append(found[0])
@@ -53,7 +61,11 @@ def boxed_answer(text: str, joined: bool = True) -> str | None:
 
 def _content(text: str, box: re.Match[str]) -> tuple[str, int] | None:
     """(content, end) of a box."""
-    found = _braced(text, box.end()) if text[box.end():box.end() + 1] == "{" else _bare(text, box.end())
+    found = (
+        _braced(text, box.end())
+        if text[box.end() : box.end() + 1] == "{"
+        else _bare(text, box.end())
+    )
     if found is None or MINUS.search(text, max(0, box.start() - 8), box.start()) is None:
         return found
     return f"-{found[0]}" if re.fullmatch(r"[^-+,\s]*", found[0]) else f"-({found[0]})", found[1]
@@ -77,7 +89,7 @@ def _braced(text: str, start: int) -> tuple[str, int] | None:
         elif char == "}":
             depth -= 1
             if depth == 0:
-                return text[start + 1:i].strip(), i + 1
+                return text[start + 1 : i].strip(), i + 1
     return None
 
 
@@ -91,20 +103,24 @@ def last_answer(text: str, joined: bool = True) -> str | None:
 
 
 def same_number(gold: str, answer: str) -> bool | None:
-    """Exact equality of two plain numbers (`1,234.50`, `$7`, `4.5e33`); None when one of them is not one."""
+    """Exact equality of two plain numbers (`1,234.50`, `$7`, `4.5e33`); None when one of them is
+    not one."""
     a, b = quantity(tidy(gold)), quantity(tidy(answer))
     return None if a is None or b is None else a == b
 
 
 class Unjudged(Exception):
-    """An answer that cannot be judged: no formula, too large to evaluate, or too long on the way. It is wrong."""
+    """An answer that cannot be judged: no formula, too large to evaluate, or too long on the way.
+    It is wrong."""
 
 
 def equal(gold: str, answer: str, ordered: bool = False) -> bool:
-    """Whether `answer` (already extracted) is the gold answer. `ordered`: the order of a list without brackets counts.
+    """Whether `answer` (already extracted) is the gold answer. `ordered`: the order of a list
+    without brackets counts.
 
-    LaTeX or plain on both sides. Units and text beside a formula are not judged, and 50\\% is both 50 and 0.5. Unjudged
-    is the answer's fault; any other exception is the gold answer's, or this program's.
+    LaTeX or plain on both sides. Units and text beside a formula are not judged, and 50\\% is both
+    50 and 0.5. Unjudged is the answer's fault; any other exception is the gold answer's, or this
+    program's.
     """
     gold, answer = gold.strip(), answer.strip()
     if gold == answer:
@@ -114,7 +130,11 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
     same = same_number(gold, answer)
     if same:
         return True
-    from lowroll.envs import costs, expressions, forms  # sympy: only who compares formulas pays for it
+    from lowroll.envs import (
+        costs,
+        expressions,
+        forms,
+    )  # sympy: only who compares formulas pays for it
 
     try:
         with costs.cpu_limit(MAX_SECONDS):

@@ -1,16 +1,18 @@
 """arithmetic: evaluate a generated expression step by step, on a scratchpad.
 
-A task is a random binary expression with all parentheses written, such as `(3 + 5) * 2`. The gold response reduces one
-operation a line, innermost and leftmost first, and ends with the answer:
+A task is a random binary expression with all parentheses written, such as `(3 + 5) * 2`. The gold
+response reduces one operation a line, innermost and leftmost first, and ends with the answer:
 
     3 + 5 = 8
     8 * 2 = 16
     #### 16
 
-Reward = (1 - format_weight) * right + format_weight * tidy, where `right` is 1 when the number after the last `####`
-is the value, and `tidy` is 1 when the lines before it are true statements `a op b = c`, as many as there are
-operations. Integers only: a division always has a divisor that divides.
+Reward = (1 - format_weight) * right + format_weight * tidy, where `right` is 1 when the number
+after the last `####` is the value, and `tidy` is 1 when the lines before it are true statements `a
+op b = c`, as many as there are operations. Integers only: a division always has a divisor that
+divides.
 """
+
 from __future__ import annotations
 
 import re
@@ -21,7 +23,9 @@ from lowroll.envs.answers import hash_answer, same_number
 from lowroll.envs.base import GeneratedEnvironment, bounded
 from lowroll.types import Prompt, Score
 
-TEMPLATE = "Compute {text}\nWrite one operation a line, such as 2 + 3 = 5, and then the result after ####."
+TEMPLATE = (
+    "Compute {text}\nWrite one operation a line, such as 2 + 3 = 5, and then the result after ####."
+)
 STEP = re.compile(r"(-?\d{1,18}) ([-+*/]) (-?\d{1,18}) = (-?\d{1,18})")
 
 
@@ -37,12 +41,25 @@ class Arithmetic(GeneratedEnvironment):
 
     exact = True
 
-    def __init__(self, *, name: str, seed: int = 0, system: str | None = None, template: str = TEMPLATE,
-                 min_steps: int = 2, max_steps: int = 4, max_operand: int = 20, ops: str = "+-*",
-                 format_weight: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        seed: int = 0,
+        system: str | None = None,
+        template: str = TEMPLATE,
+        min_steps: int = 2,
+        max_steps: int = 4,
+        max_operand: int = 20,
+        ops: str = "+-*",
+        format_weight: float = 0.0,
+    ) -> None:
         super().__init__(name=name, seed=seed, system=system, template=template)
         if not 1 <= min_steps <= max_steps <= 64:
-            raise ValueError(f"env {name!r}: need 1 <= min_steps <= max_steps <= 64, got {min_steps} and {max_steps}")
+            raise ValueError(
+                f"env {name!r}: need 1 <= min_steps <= max_steps <= 64, got {min_steps} and "
+                f"{max_steps}"
+            )
         if not 1 <= max_operand <= 10**6:
             raise ValueError(f"env {name!r}: max_operand must be in 1..10^6, got {max_operand}")
         if not ops or set(ops) - set("+-*/"):
@@ -83,13 +100,16 @@ class Arithmetic(GeneratedEnvironment):
         right = float(answer is not None and same_number(prompt.info["answer"], answer) is True)
         tidy = float(self._is_tidy(text, len(prompt.info["steps"])))
         reward = (1.0 - self.format_weight) * right + self.format_weight * tidy
-        return Score(reward, {"right": right, "tidy": tidy, "has_answer": float(answer is not None)})
+        return Score(
+            reward, {"right": right, "tidy": tidy, "has_answer": float(answer is not None)}
+        )
 
     def _is_tidy(self, text: str, num_steps: int) -> bool:
         lines = [line.strip() for line in text.rpartition("####")[0].splitlines() if line.strip()]
         matches = [STEP.fullmatch(line) for line in lines]
         return len(lines) == num_steps and all(
-            m is not None and apply(m[2], int(m[1]), int(m[3])) == int(m[4]) for m in matches)
+            m is not None and apply(m[2], int(m[1]), int(m[3])) == int(m[4]) for m in matches
+        )
 
     def gold(self, prompt: Prompt) -> str:
         """The scratchpad and the answer."""

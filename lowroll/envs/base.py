@@ -1,15 +1,18 @@
 """What an environment is: a source of prompts and a scorer that can be checked.
 
-`prompt(index, split)` is a pure function of (arguments, seed, split, index), so a run that resumes, retries or
-re-dispatches sees the same task under the same index, and workers need no shared state. `score(prompt, text)` is pure
-too: it may raise (the worker pool turns that into a ScoreError, never into a reward of 0).
+`prompt(index, split)` is a pure function of (arguments, seed, split, index), so a run that resumes,
+retries or re-dispatches sees the same task under the same index, and workers need no shared state.
+`score(prompt, text)` is pure too: it may raise (the worker pool turns that into a ScoreError, never
+into a reward of 0).
 
-Held-out tasks. A generated task belongs to the test split when the first byte of the SHA-256 of its text is below 64,
-a quarter of all tasks. Train and test are therefore disjoint whatever the seed and the index, also across runs.
+Held-out tasks. A generated task belongs to the test split when the first byte of the SHA-256 of its
+text is below 64, a quarter of all tasks. Train and test are therefore disjoint whatever the seed
+and the index, also across runs.
 
-`validate()` asks the two questions that a reward must answer before it trains anything: does the scorer accept its own
-gold answers, and does it reject them once they are perturbed?
+`validate()` asks the two questions that a reward must answer before it trains anything: does the
+scorer accept its own gold answers, and does it reject them once they are perturbed?
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -22,14 +25,15 @@ from lowroll.envs.outcome import Outcome, judge
 from lowroll.types import Prompt, Score
 
 SPLITS = ("train", "test")
-MAX_TEXT = 50_000          # characters of a response that a scorer looks at
-TEST_BYTES = 64            # of 256: the share of generated tasks that is held out
-MAX_DRAWS = 200            # a task space that gives none of a split in so many draws is too small
-NUM_FAILURES = 5           # examples that a Validation keeps
+MAX_TEXT = 50_000  # characters of a response that a scorer looks at
+TEST_BYTES = 64  # of 256: the share of generated tasks that is held out
+MAX_DRAWS = 200  # a task space that gives none of a split in so many draws is too small
+NUM_FAILURES = 5  # examples that a Validation keeps
 
 
 def bounded(text: str) -> str:
-    """The last `MAX_TEXT` characters of a response: the answer stands at the end, and a scorer's work stays bounded."""
+    """The last `MAX_TEXT` characters of a response: the answer stands at the end, and a scorer's
+    work stays bounded."""
     return text[-MAX_TEXT:]
 
 
@@ -40,15 +44,16 @@ def split_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class Validation:
-    """Outcome of `Environment.validate`: of `count` tasks, how the scorer judged gold and perturbed responses."""
+    """Outcome of `Environment.validate`: of `count` tasks, how the scorer judged gold and perturbed
+    responses."""
 
     env: str
     split: str
     count: int
     gold_accepted: int
-    gold_missing: int                  # tasks without a stored answer
+    gold_missing: int  # tasks without a stored answer
     perturbed_rejected: int
-    failures: tuple[str, ...] = ()     # the first few, one line each
+    failures: tuple[str, ...] = ()  # the first few, one line each
 
     @property
     def ok(self) -> bool:
@@ -57,39 +62,49 @@ class Validation:
 
 
 class Environment(ABC):
-    """Base class. Subclasses take their arguments as keywords beside `name` and `seed`, and refuse bad ones."""
+    """Base class. Subclasses take their arguments as keywords beside `name` and `seed`, and refuse
+    bad ones."""
 
-    exact = False                      # True: there are no partial rewards, so a perturbed answer must score 0
-    overtaxed: Score | None = None     # of a response that takes longer than the pool's limit; None: that is an error
+    exact = False  # True: there are no partial rewards, so a perturbed answer must score 0
+    overtaxed: Score | None = (
+        None  # of a response that takes longer than the pool's limit; None: that is an error
+    )
 
-    def __init__(self, *, name: str, seed: int = 0, system: str | None = None, template: str = "{text}") -> None:
+    def __init__(
+        self, *, name: str, seed: int = 0, system: str | None = None, template: str = "{text}"
+    ) -> None:
         if "{text}" not in template:
             raise ValueError(f"env {name!r}: template must contain '{{text}}', got {template!r}")
         self.name, self.seed, self.system, self.template = name, seed, system, template
 
     @abstractmethod
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Task number `index` (0, 1, ...) of a split. ValueError for a negative index or a split without tasks."""
+        """Task number `index` (0, 1, ...) of a split. ValueError for a negative index or a split
+        without tasks."""
 
     @abstractmethod
     def score(self, prompt: Prompt, text: str) -> Outcome:
-        """Judge the response `text`: a number or a Score, also by `async def`. Whatever it raises becomes a ScoreError.
-        """
+        """Judge the response `text`: a number or a Score, also by `async def`. Whatever it raises
+        becomes a ScoreError."""
 
     @abstractmethod
     def gold(self, prompt: Prompt) -> str:
-        """A response that deserves a reward of 1 (also the demonstration for SFT). NotImplementedError if unknown."""
+        """A response that deserves a reward of 1 (also the demonstration for SFT).
+        NotImplementedError if unknown."""
 
     @abstractmethod
     def perturbed(self, prompt: Prompt) -> str:
-        """A wrong response, as near to the gold one as possible. NotImplementedError if none is known."""
+        """A wrong response, as near to the gold one as possible. NotImplementedError if none is
+        known."""
 
     def size(self, split: str = "train") -> int | None:
-        """Number of tasks in a split; None when they are generated without end, 0 when there is no such split."""
+        """Number of tasks in a split; None when they are generated without end, 0 when there is no
+        such split."""
         return None
 
     def rng(self, split: str, index: int, draw: int = 0) -> Random:
-        """The random numbers of one draw of one task. ValueError for an unknown split or a negative index."""
+        """The random numbers of one draw of one task. ValueError for an unknown split or a negative
+        index."""
         if split not in SPLITS:
             raise ValueError(f"env {self.name!r}: split must be 'train' or 'test', got {split!r}")
         if index < 0:
@@ -105,7 +120,8 @@ class Environment(ABC):
     def validate(self, count: int = 64, split: str = "train") -> Validation:
         """Score the gold and the perturbed response of the first `count` tasks of a split.
 
-        A scorer that raises counts as a failure. Runs in this process: without the time limits of the worker pool.
+        A scorer that raises counts as a failure. Runs in this process: without the time limits of
+        the worker pool.
         """
         size = self.size(split)
         count = count if size is None else min(count, size)
@@ -128,26 +144,35 @@ class Environment(ABC):
                 rejected += 1
             else:
                 failures.append(f"{prompt.id}: perturbed {wrong[-80:]!r} scored {reward}")
-        return Validation(self.name, split, count, accepted, missing, rejected, tuple(failures[:NUM_FAILURES]))
+        return Validation(
+            self.name, split, count, accepted, missing, rejected, tuple(failures[:NUM_FAILURES])
+        )
 
     def _reward_or_error(self, prompt: Prompt, text: str) -> float | str:
         try:
             return judge(self, prompt, text).reward
-        except Exception as error:     # validate reports what a scorer does; it does not stop at the first bad task
+        except (
+            Exception
+        ) as error:  # validate reports what a scorer does; it does not stop at the first bad task
             return f"{type(error).__name__}: {error}"
 
 
 class GeneratedEnvironment(Environment):
-    """An endless environment: `task` draws, `prompt` keeps the first draw that belongs to the split."""
+    """An endless environment: `task` draws, `prompt` keeps the first draw that belongs to the
+    split."""
 
     @abstractmethod
     def task(self, rng: Random) -> tuple[str, dict[str, Any]]:
         """Draw one task: its text, and the JSON data that the scorer will need."""
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Task number `index` of a split. ValueError when the arguments leave the split without tasks."""
+        """Task number `index` of a split. ValueError when the arguments leave the split without
+        tasks."""
         for draw in range(MAX_DRAWS):
             text, info = self.task(self.rng(split, index, draw))
             if split_of(text) == split:
                 return self.ask(text, index, split, info)
-        raise ValueError(f"env {self.name!r}: no {split} task in {MAX_DRAWS} draws: its arguments allow too few tasks")
+        raise ValueError(
+            f"env {self.name!r}: no {split} task in {MAX_DRAWS} draws: its arguments allow too few "
+            f"tasks"
+        )

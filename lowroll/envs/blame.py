@@ -1,4 +1,6 @@
-"""Whose code failed: what a user's own environment raises becomes one line that names its file and line."""
+"""Whose code failed: what a user's own environment raises becomes one line that names its file and
+line."""
+
 from __future__ import annotations
 
 import traceback
@@ -8,7 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def blamed(what: str, file: str | None) -> Iterator[None]:
-    """What code of `file` raises in the block becomes a ValueError `file:line: what: ...`. None: nothing is changed."""
+    """What code of `file` raises in the block becomes a ValueError `file:line: what: ...`. None:
+    nothing is changed."""
     try:
         yield
     except Exception as error:
@@ -18,14 +21,24 @@ def blamed(what: str, file: str | None) -> Iterator[None]:
 
 
 def place(error: BaseException, file: str) -> str:
-    """`file:line` of the last line of `file` on the way to the error; of a SyntaxError the line that is none."""
+    """`file:line` of the last line of `file` on the way to the error; of a SyntaxError the line
+    that is none."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return f"{file}:{error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == file
+    ]
     return f"{file}:{lines[-1]}" if lines else file
 
 
 def describe(error: BaseException) -> str:
-    """`KeyError: 'answer'`; of an error that carries a sentence of its own (ValueError) the sentence alone."""
+    """`KeyError: 'answer'`; of an error that carries a sentence of its own (ValueError) the
+    sentence alone."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return text if type(error) is ValueError and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+    return (
+        text
+        if type(error) is ValueError and text
+        else f"{type(error).__name__}: {text}".removesuffix(": ")
+    )

@@ -1,7 +1,10 @@
-"""Child processes of this room: same interpreter, few environment variables, one fixed hash seed, a process group.
+"""Child processes of this room: same interpreter, few environment variables, one fixed hash seed, a
+process group.
 
-The hash seed orders Python's sets of strings. With it fixed, a child does the same in every run and in every worker.
+The hash seed orders Python's sets of strings. With it fixed, a child does the same in every run and
+in every worker.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -16,17 +19,35 @@ from typing import BinaryIO
 
 from lowroll import machine
 
-KEEP_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-SET_ENV = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+KEEP_ENV = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+)
+SET_ENV = {
+    "PYTHONHASHSEED": "0",
+    "PYTHONUNBUFFERED": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 PR_SET_PDEATHSIG = 1
-FEW = 8                    # children that any machine may be asked for
-A_CORE = 64                # children a core holds: most of those who wait for a judge sleep
-CHILD_MB = 64              # memory of one that has imported sympy
-CHILD_FILES = 4            # descriptors that it takes here
+FEW = 8  # children that any machine may be asked for
+A_CORE = 64  # children a core holds: most of those who wait for a judge sleep
+CHILD_MB = 64  # memory of one that has imported sympy
+CHILD_FILES = 4  # descriptors that it takes here
 
 
-def start(module: str, stderr: int, pass_env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Run `python -m module <pid of this process>` with pipes for input and output, as leader of a new session.
+def start(
+    module: str, stderr: int, pass_env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Run `python -m module <pid of this process>` with pipes for input and output, as leader of a
+    new session.
 
     Of this process's environment it sees `KEEP_ENV` and `pass_env` alone: no other keys or tokens.
     """
@@ -34,24 +55,31 @@ def start(module: str, stderr: int, pass_env: Mapping[str, str] | None = None) -
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {key: os.environ[key] for key in KEEP_ENV if key in os.environ}
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=stderr, env={**kept, **(pass_env or {}), **SET_ENV, "PYTHONPATH": path}, start_new_session=True,
-        bufsize=0)
+        [sys.executable, "-P", "-m", module, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env={**kept, **(pass_env or {}), **SET_ENV, "PYTHONPATH": path},
+        start_new_session=True,
+        bufsize=0,
+    )
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """In the child: have the kernel send it `number` when its parent dies, though it hangs in C code or is stopped.
+    """In the child: have the kernel send it `number` when its parent dies, though it hangs in C
+    code or is stopped.
 
     The parent is the thread that started it, so that one must live as long as the child is needed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:         # it died before we asked
+    if os.getppid() != parent:  # it died before we asked
         os._exit(1)
 
 
 def private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """In the child: (requests, replies). What other code prints goes to standard error; what it reads is empty."""
+    """In the child: (requests, replies). What other code prints goes to standard error; what it
+    reads is empty."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     with open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)
@@ -60,8 +88,8 @@ def private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def named(variables: Sequence[str], who: str = "pass_env") -> dict[str, str]:
-    """These variables of this process's environment. ValueError for one that is not set, or that a child has its own
-    value of."""
+    """These variables of this process's environment. ValueError for one that is not set, or that a
+    child has its own value of."""
     for name in variables:
         if name not in os.environ:
             raise ValueError(f"{who}: the environment variable {name} is not set")
@@ -72,14 +100,24 @@ def named(variables: Sequence[str], who: str = "pass_env") -> dict[str, str]:
 
 def check_count(workers: int) -> None:
     """ValueError, with the arithmetic, when this machine cannot hold so many scoring workers."""
-    cores, files = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1, _open_files()
-    limits = {f"{cores} cores, {A_CORE} workers each": cores * A_CORE, f"{files} open files, {CHILD_FILES} each":
-              files // CHILD_FILES}
+    cores, files = (
+        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        _open_files(),
+    )
+    limits = {
+        f"{cores} cores, {A_CORE} workers each": cores * A_CORE,
+        f"{files} open files, {CHILD_FILES} each": files // CHILD_FILES,
+    }
     if (memory := machine.free_memory()) is not None:
-        limits[f"{memory / 2**30:.1f} GB of free memory, {CHILD_MB} MB each"] = memory // (CHILD_MB << 20)
+        limits[f"{memory / 2**30:.1f} GB of free memory, {CHILD_MB} MB each"] = memory // (
+            CHILD_MB << 20
+        )
     why, most = min(limits.items(), key=lambda limit: limit[1])
     if workers > max(FEW, most):
-        raise ValueError(f"score.workers: {workers} is more than the {max(FEW, most)} that this machine holds ({why})")
+        raise ValueError(
+            f"score.workers: {workers} is more than the {max(FEW, most)} that this machine holds "
+            f"({why})"
+        )
 
 
 def _open_files() -> int:

@@ -1,8 +1,10 @@
 r"""What an answer may cost: sizes that are refused before anything is evaluated.
 
-`refuse_text` looks at the text, for what the parser itself evaluates (binomials, determinants) or follows too deep.
-`refuse_tree` looks at the unevaluated tree: the logarithm of every number in it, and what no final answer consists of.
+`refuse_text` looks at the text, for what the parser itself evaluates (binomials, determinants) or
+follows too deep. `refuse_tree` looks at the unevaluated tree: the logarithm of every number in it,
+and what no final answer consists of.
 """
+
 from __future__ import annotations
 
 import re
@@ -14,11 +16,11 @@ from math import inf, log2, prod
 
 import sympy
 
-MAX_BITS = 100_000         # of a number
-MAX_ARGUMENT = 10_000      # of a function that the parser evaluates
-MAX_DEPTH = 20             # of braces and brackets
-MAX_BARS = 16              # of absolute values, which the parser guesses at
-MAX_ROWS, MAX_ENTRIES = 4, 64          # of a determinant, of a matrix
+MAX_BITS = 100_000  # of a number
+MAX_ARGUMENT = 10_000  # of a function that the parser evaluates
+MAX_DEPTH = 20  # of braces and brackets
+MAX_BARS = 16  # of absolute values, which the parser guesses at
+MAX_ROWS, MAX_ENTRIES = 4, 64  # of a determinant, of a matrix
 
 EAGER = re.compile(r"\\(binom|Gamma|gcd|lcm|operatorname)(?![A-Za-z])")
 ARGUMENT = re.compile(r"\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|\(([^()]*)\)|(\S))")
@@ -34,13 +36,14 @@ class Costly(ValueError):
 
 
 class Overtime(BaseException):
-    """The CPU time for an answer is over. No Exception: what is judged in between must not swallow it."""
+    """The CPU time for an answer is over. No Exception: what is judged in between must not swallow
+    it."""
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Overtime after so much CPU time of this process, and again each such time. In the main thread alone: others
-    cannot be interrupted, nor can one long operation of C code."""
+    """Overtime after so much CPU time of this process, and again each such time. In the main thread
+    alone: others cannot be interrupted, nor can one long operation of C code."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -71,19 +74,26 @@ def refuse_text(text: str) -> None:
         second = ARGUMENT.match(text, first.end()) if first is not None else None
         for argument in (first, second if found[1] == "binom" else None):
             inside = "".join(filter(None, argument.groups())) if argument is not None else ""
-            if re.search(r"[\^!\\]", inside.replace(r"\cdot", "").replace(r"\times", "")) or prod(
-                    int(digits[:9]) + 1 for digits in re.findall(r"\d+", inside)) > MAX_ARGUMENT:
+            if (
+                re.search(r"[\^!\\]", inside.replace(r"\cdot", "").replace(r"\times", ""))
+                or prod(int(digits[:9]) + 1 for digits in re.findall(r"\d+", inside)) > MAX_ARGUMENT
+            ):
                 raise Costly(rf"the argument of \{found[1]} is too large")
     if OPERATIONS.search(text) or SUBSTITUTION.search(text):
         raise Costly("an operation that is no final answer")
     for kind, body in MATRIX.findall(text):
         rows = body.count(r"\\") + 1
-        if rows > MAX_ROWS and (kind == "v" or r"\det" in text) or body.count("&") + rows > MAX_ENTRIES:
+        if (
+            rows > MAX_ROWS
+            and (kind == "v" or r"\det" in text)
+            or body.count("&") + rows > MAX_ENTRIES
+        ):
             raise Costly("a matrix of this size")
 
 
 def refuse_tree(tree: object, unfinished: bool = False) -> None:
-    """Costly for a tree with a number too large, or with a sum, an integral or a limit, unless `unfinished`."""
+    """Costly for a tree with a number too large, or with a sum, an integral or a limit, unless
+    `unfinished`."""
     if isinstance(tree, sympy.MatrixBase):
         for entry in tree:
             refuse_tree(entry, unfinished)
@@ -101,11 +111,11 @@ def _bits(tree: object) -> float:
     if isinstance(tree, sympy.Float):
         return abs(float(sympy.log(abs(tree), 2).evalf(5))) + 1 if tree else 1
     if not isinstance(tree, (sympy.Basic, sympy.MatrixBase)) or not getattr(tree, "args", ()):
-        return 2                       # symbols stand for small numbers
+        return 2  # symbols stand for small numbers
     bits = [_bits(part) for part in tree.args]
     if isinstance(tree, (sympy.Pow, sympy.MatPow)):
         if not bits[0]:
-            return bits[1]             # 1, or -1
+            return bits[1]  # 1, or -1
         return max(bits[1], bits[0] * max(1, _bound(tree.args[1], bits[1])))
     if isinstance(tree, sympy.exp):
         return 2 * _bound(tree.args[0], bits[0])

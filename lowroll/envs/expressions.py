@@ -1,10 +1,12 @@
 r"""Expressions: from LaTeX to trees (latex2sympy), and when two trees are equal.
 
-Rational numbers are compared exactly. Other expressions are evaluated to `DIGITS` digits at points that hang on the
-names of their variables alone: two of them that agree at all points, positive and negative, are equal (J. Schwartz,
-"Fast probabilistic algorithms for verification of polynomial identities", 1980). Nothing is simplified, which is what
-takes long. What cannot be evaluated so (sets, logic) goes to math-verify.
+Rational numbers are compared exactly. Other expressions are evaluated to `DIGITS` digits at points
+that hang on the names of their variables alone: two of them that agree at all points, positive and
+negative, are equal (J. Schwartz, "Fast probabilistic algorithms for verification of polynomial
+identities", 1980). Nothing is simplified, which is what takes long. What cannot be evaluated so
+(sets, logic) goes to math-verify.
 """
+
 from __future__ import annotations
 
 import logging
@@ -27,16 +29,22 @@ from lowroll.envs.notation import repeating, ungrouped
 
 log = logging.getLogger(__name__)
 
-DIGITS = 60                # of a value at a point
-DIGITS_ALONE = 240         # of a value without variables, which has no other point
-AGREE = 2 / 3              # of the digits: two equal values differ in the last ones alone
-ROUNDED = 6                # significant digits of a decimal that may stand for a number that no decimal is
+DIGITS = 60  # of a value at a point
+DIGITS_ALONE = 240  # of a value without variables, which has no other point
+AGREE = 2 / 3  # of the digits: two equal values differ in the last ones alone
+ROUNDED = 6  # significant digits of a decimal that may stand for a number that no decimal is
 POINTS = 3
-CONFIG = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
-GAMMA = re.compile(r"\\(gamma(?![A-Za-z])|Gamma(?![A-Za-z])(?!\s*\())")     # the parser takes it for a function
-ENERGY = re.compile(r"(?<![A-Za-z\\])E(?=\s*_)")          # E_1 is no number of Euler's
-FACTOR = re.compile(r"((?<![A-Za-z\\])[A-Za-z]\s*\^\s*(?:\{[^{}-]*\}|\w)|"       # x^2(y+1) is no function of y+1,
-                    r"(?<![_^\d.])\d+(?:\.\d+)?)\s*\(")                             # and 3(\frac12) no mixed number
+CONFIG = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
+)
+GAMMA = re.compile(
+    r"\\(gamma(?![A-Za-z])|Gamma(?![A-Za-z])(?!\s*\())"
+)  # the parser takes it for a function
+ENERGY = re.compile(r"(?<![A-Za-z\\])E(?=\s*_)")  # E_1 is no number of Euler's
+FACTOR = re.compile(
+    r"((?<![A-Za-z\\])[A-Za-z]\s*\^\s*(?:\{[^{}-]*\}|\w)|"  # x^2(y+1) is no function of y+1,
+    r"(?<![_^\d.])\d+(?:\.\d+)?)\s*\("
+)  # and 3(\frac12) no mixed number
 DECIMAL = re.compile(r"-?\d*\.\d+")
 MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)")
 
@@ -48,8 +56,9 @@ class GoldError(Exception):
 def equal(gold: str, answer: str) -> bool:
     """Whether two formulas are equal.
 
-    A gold answer that is no formula, or too large to evaluate, is equal to what is written alike. Raises what the
-    parser raises for an answer that is no formula, and Costly for one that is too large.
+    A gold answer that is no formula, or too large to evaluate, is equal to what is written alike.
+    Raises what the parser raises for an answer that is no formula, and Costly for one that is too
+    large.
     """
     fold = _fold(gold, answer)
     tree = _gold_tree(gold, fold)
@@ -68,7 +77,8 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
-    """The sign of the constant by which two equations, as (left, right), or inequalities differ; None if none does.
+    """The sign of the constant by which two equations, as (left, right), or inequalities differ;
+    None if none does.
 
     An equation of numbers alone, `12 = 2^2 \\cdot 3`, is one that is written alike.
     """
@@ -82,13 +92,21 @@ def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
     if not any(tree.free_symbols or tree.has(AppliedUndef) for tree in golds):
         alike = any(all(map(same_tree, golds, sides)) for sides in (answers, answers[::-1]))
         return 1.0 if alike else None
-    a, b = (sympy.Add(left, sympy.Mul(-1, right, evaluate=False), evaluate=False) for left, right in (golds, answers))
+    a, b = (
+        sympy.Add(left, sympy.Mul(-1, right, evaluate=False), evaluate=False)
+        for left, right in (golds, answers)
+    )
     factor = _ratio(a, b)
-    return factor if factor is not None else _ratio(*(sympy.fraction(sympy.together(tree))[0] for tree in (a, b)))
+    return (
+        factor
+        if factor is not None
+        else _ratio(*(sympy.fraction(sympy.together(tree))[0] for tree in (a, b)))
+    )
 
 
 def _fold(gold: str, answer: str) -> bool:
-    """Whether the case of letters means nothing: neither text has a letter in both cases, as in R - r."""
+    """Whether the case of letters means nothing: neither text has a letter in both cases, as in R -
+    r."""
     for text in (gold, answer):
         letters = set(re.sub(r"\\[A-Za-z]+", "", text)) - set("eEiI")
         if any(letter.isupper() and letter.lower() in letters for letter in letters):
@@ -97,12 +115,13 @@ def _fold(gold: str, answer: str) -> bool:
 
 
 def _gold_tree(text: str, fold: bool) -> Any:
-    """The tree of a gold answer; None when it is no formula. GoldError when it takes too long to find out."""
+    """The tree of a gold answer; None when it is no formula. GoldError when it takes too long to
+    find out."""
     try:
         return _tree(text, fold)
     except Overtime as error:
         raise GoldError(f"the gold answer takes too long to read: {text[:80]!r}") from error
-    except Exception as error:         # the parser has no class of its own for texts that it cannot read
+    except Exception as error:  # the parser has no class of its own for texts that it cannot read
         log.debug("gold answer %r is compared as text: %s", text, error)
         return None
 
@@ -120,7 +139,8 @@ def _tree(text: str, fold: bool) -> Any:
 
 
 class _Reader(_Latex2Sympy):
-    """latex2sympy, whose own way from digits to numbers is sympy's `sympify`, and that an `eval`."""
+    """latex2sympy, whose own way from digits to numbers is sympy's `sympify`, and that an
+    `eval`."""
 
     def parse_number(self, text: str) -> Any:
         """An integer, or a decimal as a Float. ValueError for anything else."""
@@ -141,7 +161,11 @@ def exact(tree: Any) -> Fraction | None:
         return Fraction(str(tree))
     if isinstance(tree, sympy.factorial):
         value = exact(tree.args[0])
-        return Fraction(factorial(int(value))) if value is not None and value.denominator == 1 and value >= 0 else None
+        return (
+            Fraction(factorial(int(value)))
+            if value is not None and value.denominator == 1 and value >= 0
+            else None
+        )
     if not isinstance(tree, (sympy.Add, sympy.Mul, sympy.Pow, sympy.UnevaluatedExpr)):
         return None
     values = []
@@ -173,9 +197,16 @@ def _ordered(tree: Any) -> Any:
 def compare(a: Any, b: Any) -> bool | None:
     """Whether two trees are equal; None when numbers cannot tell."""
     if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
-        verdicts = [compare(x, y) for x, y in zip(a, b, strict=True)] if a.shape == b.shape else [False]
+        verdicts = (
+            [compare(x, y) for x, y in zip(a, b, strict=True)] if a.shape == b.shape else [False]
+        )
         return False if False in verdicts else None if None in verdicts else True
-    if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr) or _unfinished(a) or _unfinished(b):
+    if (
+        not isinstance(a, sympy.Expr)
+        or not isinstance(b, sympy.Expr)
+        or _unfinished(a)
+        or _unfinished(b)
+    ):
         return None
     x, y = exact(a), exact(b)
     if x is not None and y is not None:
@@ -193,7 +224,7 @@ def _ratio(a: Any, b: Any) -> float | None:
         if u is None or v is None:
             continue
         if _zero(u) or _zero(v):
-            return None                # an equation that always holds says nothing
+            return None  # an equation that always holds says nothing
         ratios.append(u / v)
     if len(ratios) < 2 or any(_agree(ratio, ratios[0]) is not True for ratio in ratios[1:]):
         return None
@@ -201,7 +232,8 @@ def _ratio(a: Any, b: Any) -> float | None:
 
 
 def rounds_to(text: str, tree: Any) -> bool:
-    """Whether a decimal is a number, of those that no decimal is, correctly rounded: 0.333333 for 1/3."""
+    """Whether a decimal is a number, of those that no decimal is, correctly rounded: 0.333333 for
+    1/3."""
     if DECIMAL.fullmatch(text) is None or len(text.replace(".", "").lstrip("-0")) < ROUNDED:
         return False
     value = exact(tree)
@@ -213,7 +245,10 @@ def rounds_to(text: str, tree: Any) -> bool:
         if number is None or not number.is_real:
             return False
         value = Fraction(str(number))
-    return value is not None and abs(Fraction(text) - value) * 2 * 10 ** len(text.partition(".")[2]) <= 1
+    return (
+        value is not None
+        and abs(Fraction(text) - value) * 2 * 10 ** len(text.partition(".")[2]) <= 1
+    )
 
 
 def _is_decimal(value: Fraction) -> bool:
@@ -226,9 +261,15 @@ def _is_decimal(value: Fraction) -> bool:
 
 def verified(gold: Any, answer: Any) -> bool:
     """math-verify's word, for what numbers cannot tell."""
-    if any(isinstance(tree, sympy.Basic) and tree.has(sympy.nan, sympy.zoo) for tree in (gold, answer)):
+    if any(
+        isinstance(tree, sympy.Basic) and tree.has(sympy.nan, sympy.zoo) for tree in (gold, answer)
+    ):
         return False
-    return bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True))
+    return bool(
+        verify(
+            gold, answer, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True
+        )
+    )
 
 
 def _values(a: Any, b: Any) -> list[tuple[Any, Any]]:
@@ -252,18 +293,30 @@ def _coordinate(name: str, point: int) -> Any:
 
 
 def _evaluable(tree: Any) -> Any:
-    """The tree with decimals as fractions, and with functions without a meaning, and derivatives, as variables."""
+    """The tree with decimals as fractions, and with functions without a meaning, and derivatives,
+    as variables."""
     unknown = {part: sympy.Symbol(str(part)) for part in tree.atoms(AppliedUndef, sympy.Derivative)}
     decimals = {part: sympy.Rational(str(part)) for part in tree.atoms(sympy.Float)}
     return tree.xreplace(unknown | decimals) if unknown or decimals else tree
 
 
 def _value(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
-    """The number that a tree is at a point, a complex one included; None when it is none, or not finite."""
-    at = {symbol: sympy.I if symbol.name == "i" else point[symbol.name] for symbol in tree.free_symbols}
+    """The number that a tree is at a point, a complex one included; None when it is none, or not
+    finite."""
+    at = {
+        symbol: sympy.I if symbol.name == "i" else point[symbol.name]
+        for symbol in tree.free_symbols
+    }
     value = tree.evalf(digits, subs=at, maxn=4 * digits)
-    return value if value.is_number and value.is_finite and all(part.is_Float or part.is_Integer or part.is_Rational
-                                                                for part in value.as_real_imag()) else None
+    return (
+        value
+        if value.is_number
+        and value.is_finite
+        and all(
+            part.is_Float or part.is_Integer or part.is_Rational for part in value.as_real_imag()
+        )
+        else None
+    )
 
 
 def _zero(value: Any) -> bool:
@@ -276,4 +329,6 @@ def _agree(u: Any, v: Any, digits: int = DIGITS) -> bool:
         return True
     (a, b), (c, d) = u.as_real_imag(), v.as_real_imag()
     largest = max(abs(a), abs(b), abs(c), abs(d))
-    return bool(max(abs(a - c), abs(b - d)) < largest * sympy.Rational(1, 10 ** int(AGREE * digits)))
+    return bool(
+        max(abs(a - c), abs(b - d)) < largest * sympy.Rational(1, 10 ** int(AGREE * digits))
+    )

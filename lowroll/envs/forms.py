@@ -1,9 +1,12 @@
-r"""The form of a final answer (a list, a set, a tuple or interval, a union, a relation, one expression), and equality.
+r"""The form of a final answer (a list, a set, a tuple or interval, a union, a relation, one
+expression), and equality.
 
-Forms are compared part by part: brackets must be the same, tuples keep their order, lists and sets count how often a
-part occurs. `x \ge 3` and `\{x | x \ge 3\}` are the interval `[3,\infty)`, `1 \pm \sqrt 2` is a list of two. The parts
-that have no parts themselves are compared as text, as numbers, as words, and at last as expressions.
+Forms are compared part by part: brackets must be the same, tuples keep their order, lists and sets
+count how often a part occurs. `x \ge 3` and `\{x | x \ge 3\}` are the interval `[3,\infty)`, `1 \pm
+\sqrt 2` is a list of two. The parts that have no parts themselves are compared as text, as numbers,
+as words, and at last as expressions.
 """
+
 from __future__ import annotations
 
 import re
@@ -25,7 +28,7 @@ from lowroll.envs.notation import (
     words,
 )
 
-MAX_PARTS = 40             # of a list whose order is free
+MAX_PARTS = 40  # of a list whose order is free
 TOKEN = re.compile(r"\\begin|\\end|\\[{}]|\\[A-Za-z]+|.", re.DOTALL)
 COMMA = re.compile(r"[,;]")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -35,34 +38,41 @@ BAR = re.compile(r"[|:]")
 RELATION = re.compile(r"\\(?:leq|geq|neq|approx|in)(?![A-Za-z])|[=<>]")
 FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 BELOW = ("<", r"\leq")
-LETTERED = re.compile(r"(?:\\text\{)?\s*\(\s*[A-Z]\s*\)")      # (B) 12
-NAME = re.compile(r"(?:[A-Za-z]|[A-Z]{2,}|[A-Za-z][A-Za-z ]{3,}|\\text\{[^{}]*\}|\\overline\{[^{}]*\}|"
-                  r"\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)|"
-                  r"\\[A-Za-z]+(?![A-Za-z\s]*\{)(?:\s*[A-Z]+)?)"
-                  r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?\s*(?:\^\{(?:\\prime)+\})?\s*(?:\([A-Za-z,\s]*\))?")
-CONSTANT = re.compile(r"(?:[\d\s.,+\-*/^(){}%!e]|\\(?:frac|sqrt|pi|infty|cdot|times|ln|log|sin|cos|tan)(?![A-Za-z]))+")
+LETTERED = re.compile(r"(?:\\text\{)?\s*\(\s*[A-Z]\s*\)")  # (B) 12
+NAME = re.compile(
+    r"(?:[A-Za-z]|[A-Z]{2,}|[A-Za-z][A-Za-z ]{3,}|\\text\{[^{}]*\}|\\overline\{[^{}]*\}|"
+    r"\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)|"
+    r"\\[A-Za-z]+(?![A-Za-z\s]*\{)(?:\s*[A-Z]+)?)"
+    r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?\s*(?:\^\{(?:\\prime)+\})?\s*(?:\([A-Za-z,\s]*\))?"
+)
+CONSTANT = re.compile(
+    r"(?:[\d\s.,+\-*/^(){}%!e]|\\(?:frac|sqrt|pi|infty|cdot|times|ln|log|sin|cos|tan)(?![A-Za-z]))+"
+)
 
 
 @dataclass(frozen=True)
 class Form:
     """What an answer is made of."""
 
-    kind: str                          # "list", "set", "tuple", "union", "relation" or "leaf"
+    kind: str  # "list", "set", "tuple", "union", "relation" or "leaf"
     parts: tuple[str, ...]
-    signs: str = ""                    # the brackets of a tuple, the operators of a relation
-    name: str = ""                     # the variable that an inequality or an assignment is about
+    signs: str = ""  # the brackets of a tuple, the operators of a relation
+    name: str = ""  # the variable that an inequality or an assignment is about
 
 
 def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """A text cut at the separators outside of all brackets, and these; uncut when its brackets do not match."""
+    """A text cut at the separators outside of all brackets, and these; uncut when its brackets do
+    not match."""
     cut, separators, start, depth = [], [], 0, 0
     for token in TOKEN.finditer(text):
         sign = token[0]
-        depth += (sign in ("(", "[", "{", r"\{", r"\begin")) - (sign in (")", "]", "}", r"\}", r"\end"))
+        depth += (sign in ("(", "[", "{", r"\{", r"\begin")) - (
+            sign in (")", "]", "}", r"\}", r"\end")
+        )
         if depth < 0:
             return [text], []
         if depth == 0 and separator.fullmatch(sign):
-            cut.append(text[start:token.start()])
+            cut.append(text[start : token.start()])
             separators.append(sign)
             start = token.end()
     return ([*cut, text[start:]], separators) if depth == 0 else ([text], [])
@@ -78,7 +88,7 @@ def wrapped(text: str) -> tuple[str, str] | None:
             opening = TOKEN.match(text)
             if token.end() < len(text) or opening is None or token.start() == 0:
                 return None
-            return opening[0] + sign, text[opening.end():token.start()]
+            return opening[0] + sign, text[opening.end() : token.start()]
     return None
 
 
@@ -115,7 +125,8 @@ def _bracketed(brackets: str, inside: str) -> Form | None:
 
 
 def _listed(text: str, braces: bool = False) -> list[str]:
-    """The parts of a list. A comma between digits belongs to a number where other commas have spaces behind them."""
+    """The parts of a list. A comma between digits belongs to a number where other commas have
+    spaces behind them."""
     if not braces and quantity(without_unit(ASSIGNED.sub("", text))[0]) is not None:
         return [text]
     spaced = re.search(r",\s", text) is not None
@@ -128,12 +139,17 @@ def _signs(text: str) -> list[str]:
     r"""Both values of a text with `\pm`."""
     if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
         return [text]
-    return [re.sub(r"\\pm(?![A-Za-z])", pm, re.sub(r"\\mp(?![A-Za-z])", mp, text)).strip().removeprefix("+")
-            for pm, mp in ("+-", "-+")]
+    return [
+        re.sub(r"\\pm(?![A-Za-z])", pm, re.sub(r"\\mp(?![A-Za-z])", mp, text))
+        .strip()
+        .removeprefix("+")
+        for pm, mp in ("+-", "-+")
+    ]
 
 
 def _relation(text: str) -> Form | None:
-    """A relation; an interval when it bounds one variable by numbers, or says of what set it is a member."""
+    """A relation; an interval when it bounds one variable by numbers, or says of what set it is a
+    member."""
     sides, operators = pieces(text, RELATION)
     sides = [side.strip() for side in sides]
     if not operators or not all(sides):
@@ -149,7 +165,9 @@ def _relation(text: str) -> Form | None:
         rest = form(sides[-1])
         if set(operators) == {"="} and rest.kind != "leaf":
             return replace(rest, name=squeezed(name))
-    return _interval(sides, operators) or Form("relation", tuple(sides), " ".join(operators), squeezed(name))
+    return _interval(sides, operators) or Form(
+        "relation", tuple(sides), " ".join(operators), squeezed(name)
+    )
 
 
 def _interval(sides: list[str], operators: list[str]) -> Form | None:
@@ -169,7 +187,11 @@ def _interval(sides: list[str], operators: list[str]) -> Form | None:
         (low, variable), high, ends[1] = sides, r"\infty", ")"
     else:
         return None
-    return Form("tuple", (low, high), "".join(ends), squeezed(variable)) if NAME.fullmatch(variable) else None
+    return (
+        Form("tuple", (low, high), "".join(ends), squeezed(variable))
+        if NAME.fullmatch(variable)
+        else None
+    )
 
 
 def matches(gold: str, answer: str, ordered: bool = False) -> bool:
@@ -181,25 +203,41 @@ def matches(gold: str, answer: str, ordered: bool = False) -> bool:
         return False
     if (asked := choice(gold)) is not None and (not asked[1] or LETTERED.match(gold)):
         said = choice(answer)
-        return said is not None and said[0] == asked[0] or asked[1] != "" and matches(asked[1], answer)
+        return (
+            said is not None and said[0] == asked[0] or asked[1] != "" and matches(asked[1], answer)
+        )
     return _same_form(form(gold), form(answer), ordered)
 
 
 def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
-    if gold.name and answer.name and gold.name != answer.name and "relation" not in (gold.kind, answer.kind):
+    if (
+        gold.name
+        and answer.name
+        and gold.name != answer.name
+        and "relation" not in (gold.kind, answer.kind)
+    ):
         return False
     several = ("list", "set", "union")
     if gold.kind == answer.kind == "tuple":
         return gold.signs == answer.signs and _pairwise(gold.parts, answer.parts)
-    if {gold.kind, answer.kind} == {"tuple", "list"}:      # a point, or values in parentheses by mistake
+    if {gold.kind, answer.kind} == {
+        "tuple",
+        "list",
+    }:  # a point, or values in parentheses by mistake
         pair = gold if gold.kind == "tuple" else answer
         free = gold.kind == "list" and not ordered
-        return pair.signs == "()" and not pair.name and (_unordered if free else _pairwise)(gold.parts, answer.parts)
+        return (
+            pair.signs == "()"
+            and not pair.name
+            and (_unordered if free else _pairwise)(gold.parts, answer.parts)
+        )
     if gold.kind in several and answer.kind in several:
-        return (_pairwise if ordered and gold.kind == "list" else _unordered)(gold.parts, answer.parts)
+        return (_pairwise if ordered and gold.kind == "list" else _unordered)(
+            gold.parts, answer.parts
+        )
     if "relation" in (gold.kind, answer.kind):
         return _same_relation(gold, answer)
-    if gold.kind == "leaf" and answer.kind == "list":      # one value in several forms
+    if gold.kind == "leaf" and answer.kind == "list":  # one value in several forms
         return all(matches(gold.parts[0], part) for part in answer.parts)
     return gold.kind == answer.kind == "leaf" and same_leaf(gold.parts[0], answer.parts[0])
 
@@ -209,7 +247,8 @@ def _pairwise(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
 
 
 def _unordered(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
-    """Whether each part of one is a part of the other, equally often. Costly for very long lists."""
+    """Whether each part of one is a part of the other, equally often. Costly for very long
+    lists."""
     if len(gold) != len(answer):
         return False
     left, rest = list(answer), []
@@ -230,14 +269,23 @@ def _unordered(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
 
 
 def _same_relation(gold: Form, answer: Form) -> bool:
-    """Of two relations, or of one and a value: `x = 5` is 5, and so is `2 + 3 = 5`, but not `4 = 5`."""
+    """Of two relations, or of one and a value: `x = 5` is 5, and so is `2 + 3 = 5`, but not `4 =
+    5`."""
     if gold.kind != "relation" or answer.kind != "relation":
         relation, other = (gold, answer) if gold.kind == "relation" else (answer, gold)
-        if other.kind != "leaf" or set(relation.signs.split()) != {"="} or gold is relation and not gold.name:
+        if (
+            other.kind != "leaf"
+            or set(relation.signs.split()) != {"="}
+            or gold is relation
+            and not gold.name
+        ):
             return False
-        sides = relation.parts[bool(relation.name):]
+        sides = relation.parts[bool(relation.name) :]
         said = [side for side in sides[:-1] if CONSTANT.fullmatch(side)] + [sides[-1]]
-        return all(matches(*((side, other.parts[0]) if gold is relation else (other.parts[0], side))) for side in said)
+        return all(
+            matches(*((side, other.parts[0]) if gold is relation else (other.parts[0], side)))
+            for side in said
+        )
     if gold.name and gold.name == answer.name and gold.signs[0] == answer.signs[0] == "=":
         return matches(gold.parts[-1], answer.parts[-1])
     gold, answer = _upwards(gold), _upwards(answer)
@@ -256,23 +304,30 @@ def _upwards(relation: Form) -> Form:
     signs = relation.signs.split()
     if not all(sign in FLIPPED and sign not in BELOW for sign in signs):
         return relation
-    return replace(relation, parts=relation.parts[::-1], signs=" ".join(FLIPPED[sign] for sign in signs[::-1]))
+    return replace(
+        relation, parts=relation.parts[::-1], signs=" ".join(FLIPPED[sign] for sign in signs[::-1])
+    )
 
 
 def same_leaf(gold: str, answer: str) -> bool:
-    """Whether two texts without parts are equal: as times, numerals with a base, words, numbers, or expressions."""
+    """Whether two texts without parts are equal: as times, numerals with a base, words, numbers, or
+    expressions."""
     if squeezed(gold) == squeezed(answer):
         return True
     times = clock(gold), clock(answer)
     if times[0] is not None and times[1] is not None:
-        return times[0][:2] == times[1][:2] and ("" in (times[0][2], times[1][2]) or times[0] == times[1])
+        return times[0][:2] == times[1][:2] and (
+            "" in (times[0][2], times[1][2]) or times[0] == times[1]
+        )
     if (said := words(gold)) is not None:
         return said == words(answer)
     numerals = numeral(gold), numeral(answer)
     if numerals[0] is not None and numerals[1] is not None:
         return numerals[0] == numerals[1]
-    (gold, power), (answer, other) = ((number[0], "") if number is not None else without_unit(text)
-                                      for number, text in zip(numerals, (gold, answer), strict=True))
+    (gold, power), (answer, other) = (
+        (number[0], "") if number is not None else without_unit(text)
+        for number, text in zip(numerals, (gold, answer), strict=True)
+    )
     if power and other and power != other:
         return False
     (gold, up), (answer, also_up) = scaled(gold), scaled(answer)
@@ -290,7 +345,11 @@ def same_value(gold: str, answer: str, shift: int = 0) -> bool:
             return True
         if len(readings(gold)) == len(readings(answer)) == 1:
             return False
-    from lowroll.envs import expressions  # imports sympy: only environments that compare formulas pay for it
+    from lowroll.envs import (
+        expressions,
+    )  # imports sympy: only environments that compare formulas pay for it
 
-    golds = [rf"({reading}) \cdot 10^{{{shift}}}" if shift else reading for reading in readings(gold)]
+    golds = [
+        rf"({reading}) \cdot 10^{{{shift}}}" if shift else reading for reading in readings(gold)
+    ]
     return any(expressions.equal(*pair) for pair in product(golds, readings(answer)))

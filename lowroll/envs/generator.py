@@ -1,13 +1,16 @@
 """Items of one reasoning-gym generator by number, and their scores: in this process, or in a child.
 
-A generator is a list of items that its seed determines. An item's number is (split, draw, index): block `index //
-BLOCK` of the list seeded by (seed, split, draw, block). Several generators walk over sets of strings, so that their
-items also depend on Python's hash seed, which is random in most processes. There a child process with a fixed hash seed
-makes the items, the same in every run; in the scoring workers, whose hash seed is the same, no child is needed.
+A generator is a list of items that its seed determines. An item's number is (split, draw, index):
+block `index // BLOCK` of the list seeded by (seed, split, draw, block). Several generators walk
+over sets of strings, so that their items also depend on Python's hash seed, which is random in most
+processes. There a child process with a fixed hash seed makes the items, the same in every run; in
+the scoring workers, whose hash seed is the same, no child is needed.
 
-Some of the scorers evaluate the response as Python or sympy source. For those the answer must be a sentence of a small
-language (`LANGUAGES`) in which nothing but the task's own functions can be called; anything else is wrong, unread.
+Some of the scorers evaluate the response as Python or sympy source. For those the answer must be a
+sentence of a small language (`LANGUAGES`) in which nothing but the task's own functions can be
+called; anything else is wrong, unread.
 """
+
 from __future__ import annotations
 
 import atexit
@@ -28,18 +31,24 @@ from typing import Any, Protocol
 from lowroll.envs import child
 from lowroll.envs.table import nearest
 
-BLOCK = 256                # items of one list: some generators prepare data for each item at construction
-CHILD_LIMIT = 60.0         # seconds for a child to answer
-KILL_LIMIT = 5.0           # seconds for the kernel to reap a killed child
+BLOCK = 256  # items of one list: some generators prepare data for each item at construction
+CHILD_LIMIT = 60.0  # seconds for a child to answer
+KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed child
 
 LISTS = re.compile(r"[\w\s,'\"\[\]-]*")
 SUMS = re.compile(r"[\d\s()+*/.-]*")
 FUNCTIONS = "exp|log|sqrt|sin|cos|tan|cot|sec|csc|asin|acos|atan|sinh|cosh|tanh|erf|Abs|pi"
 FORMULAS = re.compile(rf"(?>\d++(?:\.\d*+)?|\b(?:{FUNCTIONS}|[A-Za-z])\b|[\s()+*/^-])*+")
-LANGUAGES = {              # generators whose scorer evaluates the answer, and what it may consist of
-    "string_insertion": LISTS, "spiral_matrix": LISTS, "binary_matrix": LISTS, "n_queens": LISTS,
-    "countdown": SUMS, "puzzle24": SUMS,
-    "simple_integration": FORMULAS, "intermediate_integration": FORMULAS, "polynomial_multiplication": FORMULAS,
+LANGUAGES = {  # generators whose scorer evaluates the answer, and what it may consist of
+    "string_insertion": LISTS,
+    "spiral_matrix": LISTS,
+    "binary_matrix": LISTS,
+    "n_queens": LISTS,
+    "countdown": SUMS,
+    "puzzle24": SUMS,
+    "simple_integration": FORMULAS,
+    "intermediate_integration": FORMULAS,
+    "polynomial_multiplication": FORMULAS,
 }
 
 
@@ -47,9 +56,13 @@ def _same_numbers(answer: str, item: dict[str, Any]) -> bool:
     return sorted(map(int, re.findall(r"\d{1,18}", answer))) == sorted(item["metadata"]["numbers"])
 
 
-DEMANDS: dict[str, Callable[[str, dict[str, Any]], bool]] = {    # what a scorer of version 0.1.25 forgets to ask
-    "game_of_life_halting": lambda answer, item: answer == item["answer"],   # it takes bool("False") for True
-    "puzzle24": _same_numbers,         # it takes 24 out of any four numbers
+DEMANDS: dict[
+    str, Callable[[str, dict[str, Any]], bool]
+] = {  # what a scorer of version 0.1.25 forgets to ask
+    "game_of_life_halting": lambda answer, item: (
+        answer == item["answer"]
+    ),  # it takes bool("False") for True
+    "puzzle24": _same_numbers,  # it takes 24 out of any four numbers
 }
 
 
@@ -64,8 +77,13 @@ class ItemSource(Protocol):
 
 
 def source(name: str, options: dict[str, Any], seed: int) -> ItemSource:
-    """The items of generator `name`. ValueError for an unknown generator or option, or a missing package."""
-    return RemoteGenerator(name, options, seed) if sys.flags.hash_randomization else Generator(name, options, seed)
+    """The items of generator `name`. ValueError for an unknown generator or option, or a missing
+    package."""
+    return (
+        RemoteGenerator(name, options, seed)
+        if sys.flags.hash_randomization
+        else Generator(name, options, seed)
+    )
 
 
 class Generator:
@@ -74,7 +92,9 @@ class Generator:
     def __init__(self, name: str, options: dict[str, Any], seed: int) -> None:
         self.name, self.options, self.seed = name, _checked(name, options), seed
         self._list = lru_cache(maxsize=8)(self._make_list)
-        self._item = lru_cache(maxsize=64)(self._make_item)    # a group's responses are scored in a row
+        self._item = lru_cache(maxsize=64)(
+            self._make_item
+        )  # a group's responses are scored in a row
         try:
             self._list("train", 0, 0)
         except (AssertionError, TypeError, ValueError) as error:
@@ -83,12 +103,16 @@ class Generator:
     def _make_list(self, split: str, draw: int, block: int) -> Any:
         from reasoning_gym import create_dataset
 
-        seed = random.Random(f"{self.seed}/{split}/{draw}/{block}").getrandbits(31)   # numpy takes no larger one
+        seed = random.Random(f"{self.seed}/{split}/{draw}/{block}").getrandbits(
+            31
+        )  # numpy takes no larger one
         return create_dataset(self.name, seed=seed, size=BLOCK, **self.options)
 
     def _make_item(self, split: str, draw: int, index: int) -> dict[str, Any]:
         state = random.getstate()
-        random.seed(f"{self.seed}/{split}/{draw}/{index}")     # a few generators draw from the global stream
+        random.seed(
+            f"{self.seed}/{split}/{draw}/{index}"
+        )  # a few generators draw from the global stream
         try:
             return self._list(split, draw, index // BLOCK)[index % BLOCK]
         finally:
@@ -102,10 +126,16 @@ class Generator:
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
         """The generator's reward, and 0 for an answer outside of its language or its task."""
         item = self._item(split, draw, index)
-        maker = item["metadata"].get("source_dataset", self.name)      # a composite tells whose item it is
+        maker = item["metadata"].get(
+            "source_dataset", self.name
+        )  # a composite tells whose item it is
         language, demand = LANGUAGES.get(maker), DEMANDS.get(maker)
-        if answer != item["answer"] and (language is not None and language.fullmatch(answer) is None
-                                         or demand is not None and not demand(answer, item)):
+        if answer != item["answer"] and (
+            language is not None
+            and language.fullmatch(answer) is None
+            or demand is not None
+            and not demand(answer, item)
+        ):
             return 0.0
         return float(self._list(split, draw, index // BLOCK).score_answer(answer, item))
 
@@ -133,18 +163,22 @@ class _Server:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        self.starter: ThreadPoolExecutor | None = None         # the child dies with the thread that started it
+        self.starter: ThreadPoolExecutor | None = (
+            None  # the child dies with the thread that started it
+        )
 
     def ask(self, *words: Any) -> Any:
-        """One request. ValueError with the child's reason; TimeoutError after `CHILD_LIMIT` seconds."""
+        """One request. ValueError with the child's reason; TimeoutError after `CHILD_LIMIT`
+        seconds."""
         with self.lock:
             if self.process is None:
                 self.starter = ThreadPoolExecutor(1, thread_name_prefix="generator-starter")
                 self.process = self.starter.submit(
-                    child.start, "lowroll.envs.generator", subprocess.DEVNULL).result(CHILD_LIMIT)
+                    child.start, "lowroll.envs.generator", subprocess.DEVNULL
+                ).result(CHILD_LIMIT)
             try:
                 reply = self._exchange(self.process, json.dumps(words).encode() + b"\n", words[0])
-            except BaseException:      # what it would still say belongs to no later request
+            except BaseException:  # what it would still say belongs to no later request
                 self.stop()
                 raise
         if "failed" in reply:
@@ -159,7 +193,9 @@ class _Server:
         try:
             process.stdin.write(request)
             while not line.endswith(b"\n"):
-                if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                if not select.select(
+                    [process.stdout], [], [], max(0.0, deadline - time.monotonic())
+                )[0]:
                     raise TimeoutError(f"reasoning-gym/{name} made no item in {CHILD_LIMIT:g} s")
                 line += (piece := process.stdout.read(1 << 16))
                 if not piece:
@@ -189,21 +225,30 @@ def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ValueError(f"reasoning-gym/{name} needs the package 'reasoning-gym' "
-                         "(pip install 'lowroll[envs]')") from error
+        raise ValueError(
+            f"reasoning-gym/{name} needs the package 'reasoning-gym' (pip install 'lowroll[envs]')"
+        ) from error
     if name not in DATASETS:
         raise ValueError(f"reasoning-gym has no generator {name!r}{nearest(name, list(DATASETS))}")
     config = DATASETS[name][1]
     known = [field.name for field in fields(config) if field.name not in ("seed", "size")]
     for key in options:
         if key not in known:
-            raise ValueError(f"reasoning-gym/{name} has no option {key!r}{nearest(key, known)}; "
-                             f"known: {', '.join(known)}")
+            raise ValueError(
+                f"reasoning-gym/{name} has no option {key!r}{nearest(key, known)}; "
+                f"known: {', '.join(known)}"
+            )
     if name == "composite":
         parts = options.get("datasets")
-        if not isinstance(parts, list) or not all(isinstance(part, dict) and "name" in part for part in parts):
-            raise ValueError("reasoning-gym/composite needs datasets: [{name, weight, config}, ...]")
-        return options | {"datasets": [DatasetSpec(**{"weight": 1.0, "config": {}} | part) for part in parts]}
+        if not isinstance(parts, list) or not all(
+            isinstance(part, dict) and "name" in part for part in parts
+        ):
+            raise ValueError(
+                "reasoning-gym/composite needs datasets: [{name, weight, config}, ...]"
+            )
+        return options | {
+            "datasets": [DatasetSpec(**{"weight": 1.0, "config": {}} | part) for part in parts]
+        }
     return options
 
 
@@ -213,7 +258,8 @@ def _generator(key: str) -> Generator:
 
 
 def main() -> None:
-    """The child. A request line is [name, options, seed, "check" | "item" | "score", arguments...]; one reply each."""
+    """The child. A request line is [name, options, seed, "check" | "item" | "score", arguments...];
+    one reply each."""
     child.die_with(int(sys.argv[1]))
     requests, replies = child.private_streams()
     for line in requests:
@@ -222,9 +268,13 @@ def main() -> None:
         try:
             generator = _generator(json.dumps([name, options, seed]))
             if verb != "check":
-                reply["result"] = generator.item(*arguments) if verb == "item" else generator.score(*arguments)
-        except Exception as error:     # the other side raises it
-            reply["failed"] = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+                reply["result"] = (
+                    generator.item(*arguments) if verb == "item" else generator.score(*arguments)
+                )
+        except Exception as error:  # the other side raises it
+            reply["failed"] = (
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            )
         replies.write(json.dumps({"result": None} | reply).encode() + b"\n")
 
 

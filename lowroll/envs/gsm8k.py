@@ -1,7 +1,9 @@
-"""gsm8k: grade-school word problems (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems").
+"""gsm8k: grade-school word problems (Cobbe et al. 2021, "Training Verifiers to Solve Math Word
+Problems").
 
 A response ends in `#### number`; `\\boxed{number}` counts too, and the last of them decides.
 """
+
 from __future__ import annotations
 
 from lowroll.envs.problems import Problems
@@ -11,8 +13,10 @@ class GSM8K(Problems):
     """Rows {question, answer}: the answer is a worked solution that ends in `#### number`."""
 
     hashes = True
-    default_template = ("{text}\nThink step by step and write the final number on a line of its own after ####, "
-                        "such as: #### 7")
+    default_template = (
+        "{text}\nThink step by step and write the final number on a line of its own after ####, "
+        "such as: #### 7"
+    )
 
     def state(self, answer: str) -> str:
         """The answer after ####."""

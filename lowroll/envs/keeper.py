@@ -1,11 +1,14 @@
-"""The keeper of a scoring worker: a process between the pool and the worker that never runs a scorer's code.
+"""The keeper of a scoring worker: a process between the pool and the worker that never runs a
+scorer's code.
 
-What a scorer leaves behind, even a process that forked twice and began a session of its own, becomes the keeper's child
-(a subreaper, on Linux). It all ends when the worker ends, when the pool asks (SIGTERM), and when the pool's process
-dies. The user's own process is left as it is: no other child of it is touched.
+What a scorer leaves behind, even a process that forked twice and began a session of its own,
+becomes the keeper's child (a subreaper, on Linux). It all ends when the worker ends, when the pool
+asks (SIGTERM), and when the pool's process dies. The user's own process is left as it is: no other
+child of it is touched.
 
 The keeper ends as the worker did, by the same status or signal.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -20,7 +23,7 @@ from pathlib import Path
 from lowroll.envs import child
 
 PR_SET_CHILD_SUBREAPER = 36
-END_LIMIT = 3.0            # seconds for the kernel to end what is killed
+END_LIMIT = 3.0  # seconds for the kernel to end what is killed
 HEARD = (signal.SIGCHLD, signal.SIGTERM)
 
 
@@ -35,11 +38,11 @@ def keep(parent: int) -> None:
     worker = os.fork()
     if worker == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.setsid()                    # a scorer that kills its own group spares the keeper
+        os.setsid()  # a scorer that kills its own group spares the keeper
         child.die_with(keeper)
         return
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):           # the pool hears the end of the worker by the end of its pipes
+    for stream in (0, 1, 2):  # the pool hears the end of the worker by the end of its pipes
         os.dup2(null, stream)
     status = _watch(worker)
     _end_all(worker)
@@ -66,7 +69,8 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _end_all(worker: int) -> None:
-    """Kill what the worker left: its group, then every process below this one until none is left."""
+    """Kill what the worker left: its group, then every process below this one until none is
+    left."""
     _kill(-worker)
     deadline = time.monotonic() + END_LIMIT
     while time.monotonic() < deadline:
@@ -95,7 +99,7 @@ def _below(root: int) -> Iterator[int]:
         try:
             state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
         except (OSError, ValueError):
-            continue                   # it ended while we looked
+            continue  # it ended while we looked
         if state != "Z":
             parents.setdefault(int(parent), []).append(int(entry.parent.name))
     found = list(parents.get(root, ()))

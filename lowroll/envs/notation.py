@@ -1,8 +1,11 @@
-r"""The notation of a final answer: one spelling of what is written in many, before anything is compared.
+r"""The notation of a final answer: one spelling of what is written in many, before anything is
+compared.
 
-`tidy` takes away what carries no meaning (dollars, fonts, spacing, a full stop) and gives the rest one spelling. The
-readers below take a tidy text apart: `quantity` reads a plain number, `without_unit` cuts what stands behind one.
+`tidy` takes away what carries no meaning (dollars, fonts, spacing, a full stop) and gives the rest
+one spelling. The readers below take a tidy text apart: `quantity` reads a plain number,
+`without_unit` cuts what stands behind one.
 """
+
 from __future__ import annotations
 
 import re
@@ -10,65 +13,137 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 
-SIGNS = str.maketrans({
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "°": r"^\circ ", "π": r"\pi ", "√": r"\sqrt ",
-    "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ",
-    "∈": r"\in ", "±": r"\pm ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "\u00a0": " ",
-    "’": "'", "£": "", "€": "", "¥": "",})
+SIGNS = str.maketrans(
+    {
+        "−": "-",
+        "–": "-",
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "÷": r"\div ",
+        "°": r"^\circ ",
+        "π": r"\pi ",
+        "√": r"\sqrt ",
+        "≤": r"\leq ",
+        "≥": r"\geq ",
+        "≠": r"\neq ",
+        "≈": r"\approx ",
+        "∞": r"\infty ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∈": r"\in ",
+        "±": r"\pm ",
+        "²": "^2",
+        "³": "^3",
+        "½": r"\frac{1}{2}",
+        "¼": r"\frac{1}{4}",
+        "\u00a0": " ",
+        "’": "'",
+        "£": "",
+        "€": "",
+        "¥": "",
+    }
+)
 SI = "m|s|g|h|L|N|J|W|V|A|K"
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|exp|sqrt"
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SPACE = r"(?<!\\)\\[,;:!> ]|\\q?quad(?![A-Za-z])"
-COMMANDS = {"dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "dbinom": r"\binom", "tbinom": r"\binom",
-            "leqslant": r"\leq", "le": r"\leq", "geqslant": r"\geq", "ge": r"\geq", "ne": r"\neq", "lt": "<", "gt": ">",
-            "mid": "|", "lbrace": r"\{", "rbrace": r"\}", "langle": "(", "rangle": ")", "infin": r"\infty",
-            "varnothing": r"\emptyset", "backslash": r"\setminus"}
-SPELLINGS = [(re.compile(pattern), by) for pattern, by in (
-    (r"(?:\s|~)+", " "),
-    (r"(?<!\\)\\[()\[\]]|\\?\$", ""),                                          # the delimiters of formulas, dollars
-    (r"^\s*\*\*(.*)\*\*\s*$", r"\1"),                                          # bold in Markdown
-    (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
-    (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
-    (rf"(?<=\d)(?:,?(?:{SPACE})|\{{,\}})\s*(?=\d{{3}}(?!\d))", ""),            # 3\,159 and 10,\!080 and 1{,}000
-    (r"\{,\}", ","),
-    (r"\\(?:text(?:bf|it|rm|normal|sf)?|[mh]box|mathrm)\s*\{", r"\\text{"),
-    (r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm)\s*\{", "{"),
-    (r"\\text\{\s*([eidI])\s*\}", r"\1"),
-    (rf"(?<=[\d}}i])\s*(?:{SPACE})+\s*({SI})(\^\{{?\d\}}?)?\s*$", r"\\text{\1}\2"),       # 576\pi\;m^{2}
-    (rf"(?:{SPACE}|\s)+", " "),
-    (rf"\\({'|'.join(COMMANDS)})(?![A-Za-z])", lambda found: COMMANDS[found[1]]),
-    (r"<=", r"\\leq "), (r">=", r"\\geq "), (r"!=|\\not\s*=", r"\\neq "),
-    (r"(?<![A-Za-z\\])(?:inf|infinity|oo)(?![A-Za-z])", r"\\infty"), (r"\+\s*\\infty", r"\\infty"),
-    (r"\\(?:mathbb\s*\{?\s*R\s*\}?|R(?![A-Za-z]))", r"(-\\infty,\\infty)"),
-    (r"\^\s*\{?\s*(?:\\circ|\\degree)\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
-    (r"\\%", "%"), (r"(?<=[\d}\s])(?:\\text\{\s*)?(?:per ?cent|percentage|pct)\s*\}?\s*\.?$", "%"),
-    (r"\\text\{([^{}]*\d[^{}]*)\}", r" \1 "),                                  # \text{0.75}
-    (r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*", ", "),
-    (rf"\\text\{{\s*((?:{'|'.join(SCALES)})s?)\b\s*([^{{}}]*)\}}", r" \1 \\text{\2}"),
-    (r"\\text\{\s*\}", ""),
-    (r"(?<![A-Za-z])(?:np|math)\.", ""),
-    (rf"(?<![A-Za-z\\])({FUNCTIONS})(?![A-Za-z])", r"\\\1"),
-    (r"(?<=\d)\.(?=[^\d.\\]|$)", ""),                                            # 1./3
-    (r"(?<=[A-Za-z)}])('+)", lambda found: "^{" + r"\prime" * len(found[1]) + "}"),
-    (r"^[\s=:\"']+|[\s.,;:\"'\\]+$", ""))]
+COMMANDS = {
+    "dfrac": r"\frac",
+    "tfrac": r"\frac",
+    "cfrac": r"\frac",
+    "dbinom": r"\binom",
+    "tbinom": r"\binom",
+    "leqslant": r"\leq",
+    "le": r"\leq",
+    "geqslant": r"\geq",
+    "ge": r"\geq",
+    "ne": r"\neq",
+    "lt": "<",
+    "gt": ">",
+    "mid": "|",
+    "lbrace": r"\{",
+    "rbrace": r"\}",
+    "langle": "(",
+    "rangle": ")",
+    "infin": r"\infty",
+    "varnothing": r"\emptyset",
+    "backslash": r"\setminus",
+}
+SPELLINGS = [
+    (re.compile(pattern), by)
+    for pattern, by in (
+        (r"(?:\s|~)+", " "),
+        (r"(?<!\\)\\[()\[\]]|\\?\$", ""),  # the delimiters of formulas, dollars
+        (r"^\s*\*\*(.*)\*\*\s*$", r"\1"),  # bold in Markdown
+        (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
+        (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
+        (
+            rf"(?<=\d)(?:,?(?:{SPACE})|\{{,\}})\s*(?=\d{{3}}(?!\d))",
+            "",
+        ),  # 3\,159 and 10,\!080 and 1{,}000
+        (r"\{,\}", ","),
+        (r"\\(?:text(?:bf|it|rm|normal|sf)?|[mh]box|mathrm)\s*\{", r"\\text{"),
+        (r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm)\s*\{", "{"),
+        (r"\\text\{\s*([eidI])\s*\}", r"\1"),
+        (
+            rf"(?<=[\d}}i])\s*(?:{SPACE})+\s*({SI})(\^\{{?\d\}}?)?\s*$",
+            r"\\text{\1}\2",
+        ),  # 576\pi\;m^{2}
+        (rf"(?:{SPACE}|\s)+", " "),
+        (rf"\\({'|'.join(COMMANDS)})(?![A-Za-z])", lambda found: COMMANDS[found[1]]),
+        (r"<=", r"\\leq "),
+        (r">=", r"\\geq "),
+        (r"!=|\\not\s*=", r"\\neq "),
+        (r"(?<![A-Za-z\\])(?:inf|infinity|oo)(?![A-Za-z])", r"\\infty"),
+        (r"\+\s*\\infty", r"\\infty"),
+        (r"\\(?:mathbb\s*\{?\s*R\s*\}?|R(?![A-Za-z]))", r"(-\\infty,\\infty)"),
+        (r"\^\s*\{?\s*(?:\\circ|\\degree)\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
+        (r"\\%", "%"),
+        (r"(?<=[\d}\s])(?:\\text\{\s*)?(?:per ?cent|percentage|pct)\s*\}?\s*\.?$", "%"),
+        (r"\\text\{([^{}]*\d[^{}]*)\}", r" \1 "),  # \text{0.75}
+        (
+            r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*",
+            ", ",
+        ),
+        (rf"\\text\{{\s*((?:{'|'.join(SCALES)})s?)\b\s*([^{{}}]*)\}}", r" \1 \\text{\2}"),
+        (r"\\text\{\s*\}", ""),
+        (r"(?<![A-Za-z])(?:np|math)\.", ""),
+        (rf"(?<![A-Za-z\\])({FUNCTIONS})(?![A-Za-z])", r"\\\1"),
+        (r"(?<=\d)\.(?=[^\d.\\]|$)", ""),  # 1./3
+        (r"(?<=[A-Za-z)}])('+)", lambda found: "^{" + r"\prime" * len(found[1]) + "}"),
+        (r"^[\s=:\"']+|[\s.,;:\"'\\]+$", ""),
+    )
+]
 
-CHOICE = re.compile(r"(?:\\text\{)?+\s*+\(?+\s*+([A-Z])(?![\d_^])\s*+\)?+\s*+\}?+\s*+\)?+(?![A-Za-z_^(])(.*)",
-                    re.DOTALL)
-NUMBER = re.compile(r"([+-]?)\s*((?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+)"
-                    r"\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d+)\s*\}?)?")
+CHOICE = re.compile(
+    r"(?:\\text\{)?+\s*+\(?+\s*+([A-Z])(?![\d_^])\s*+\)?+\s*+\}?+\s*+\)?+(?![A-Za-z_^(])(.*)",
+    re.DOTALL,
+)
+NUMBER = re.compile(
+    r"([+-]?)\s*((?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+)"
+    r"\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d+)\s*\}?)?"
+)
 TEN = re.compile(r"([+-]?)10\s*\^\s*\{?\s*([+-]?\d+)\s*\}?")
 EULER = re.compile(r"[+-]?(?!1e)\d+e[+-]\d")
 POWER = re.compile(r"(?<![A-Za-z\\\d.])(\d*\.?\d+)[eE]([+-]?\d+)(?![\d.A-Za-z(\\^])")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
-CLOCK = re.compile(r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*(?:([ap])\s*\.?\s*m\s*\.?)?\s*\}?", re.IGNORECASE)
+CLOCK = re.compile(
+    r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*(?:([ap])\s*\.?\s*m\s*\.?)?\s*\}?", re.IGNORECASE
+)
 NUMERAL = re.compile(r"(-?[0-9A-Za-z]+)\s*_\s*(?:\{\s*(?:\\text\{)?\s*(\w+)\s*\}?\s*\}|(\d+))")
-SCALE = re.compile(rf"(?<=[\d}})])\s*(?:\\text\{{)?\s*({'|'.join(SCALES)})s?\s*\}}?$", re.IGNORECASE)
+SCALE = re.compile(
+    rf"(?<=[\d}})])\s*(?:\\text\{{)?\s*({'|'.join(SCALES)})s?\s*\}}?$", re.IGNORECASE
+)
 LABEL = r"\\text\{(?![^{}]*\b(?:and|or|not)\b)[^{}\d,]*\}"
 SHORT = "cm|mm|km|dm|nm|kg|mg|ml|mL|ft|yd|mi|lb|oz|hr|am|pm|Hz|sq|cu|kW|eV|Pa"
-COUNTED = r"(?<=\s)(?:[A-Za-z]{3,}+|[ck]?m/[sh])|[A-Za-z]{5,}+"      # a word that stands apart, or a long one
+COUNTED = (
+    r"(?<=\s)(?:[A-Za-z]{3,}+|[ck]?m/[sh])|[A-Za-z]{5,}+"  # a word that stands apart, or a long one
+)
 WORD = rf"(?<![A-Za-z\\])(?:{SHORT}|(?!(?:{FUNCTIONS}|and|not|but|(?:{'|'.join(SCALES)})s?)\b)(?:{COUNTED}))\b\.?"
-UNIT = re.compile(rf"(?:(?<=[\d}}\)%\s])|(?<=\\pi))\s*(?:\^\\circ\s*[CF]?|"
-                  rf"(?>(?:(?<![A-Za-z\\])/\s*+)?(?:{LABEL}|{WORD})(?:\s*+\^\s*+\{{?-?\d\}}?)?\s*+)+)\s*$")
+UNIT = re.compile(
+    rf"(?:(?<=[\d}}\)%\s])|(?<=\\pi))\s*(?:\^\\circ\s*[CF]?|"
+    rf"(?>(?:(?<![A-Za-z\\])/\s*+)?(?:{LABEL}|{WORD})(?:\s*+\^\s*+\{{?-?\d\}}?)?\s*+)+)\s*$"
+)
 OPERATOR = re.compile(r"[-+*/=<>^_(,\\]$|\\(?:cdot|times|div|pm|mp|in|leq|geq|neq|approx|cup|cap)$")
 WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 
@@ -77,7 +152,9 @@ WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 def tidy(text: str) -> str:
     """One spelling of a final answer."""
     text = text.translate(SIGNS)
-    while (inner := re.fullmatch(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", text, re.DOTALL)) is not None:
+    while (
+        inner := re.fullmatch(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", text, re.DOTALL)
+    ) is not None:
         text = inner[1]
     for pattern, by in SPELLINGS:
         text = pattern.sub(by, text)
@@ -85,14 +162,16 @@ def tidy(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """A tidy text without spaces, labels and the braces of single signs: equal ones are equal answers."""
+    """A tidy text without spaces, labels and the braces of single signs: equal ones are equal
+    answers."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"(?<!\\)\{(\w)\}", r"\1", text)
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    r"""(letter, what it stands for or "") of `(B)`, `B.`, `\text{(B)} 12`; None for no choice, or more than one."""
+    r"""(letter, what it stands for or "") of `(B)`, `B.`, `\text{(B)} 12`; None for no choice, or
+    more than one."""
     found = CHOICE.fullmatch(text)
     if found is None or re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|,|\\neq|[=<>+^]", found[2]):
         return None
@@ -100,7 +179,8 @@ def choice(text: str) -> tuple[str, str] | None:
 
 
 def quantity(text: str) -> Decimal | None:
-    """The exact value of a plain number: `1,234.50`, `4.5e33`, `4.5 \\times 10^{33}`, `10^{-3}`; None if it is none."""
+    """The exact value of a plain number: `1,234.50`, `4.5e33`, `4.5 \\times 10^{33}`, `10^{-3}`;
+    None if it is none."""
     if power := TEN.fullmatch(text):
         sign, digits, exponent = power[1], "1", power[2]
     elif (found := NUMBER.fullmatch(text)) is not None:
@@ -111,22 +191,29 @@ def quantity(text: str) -> Decimal | None:
 
 
 def ungrouped(text: str) -> str:
-    """A plain number without the commas or spaces between its thousands; any other text as it is."""
+    """A plain number without the commas or spaces between its thousands; any other text as it
+    is."""
     return re.sub(r"(?<=\d)[, ](?=\d{3})", "", text) if NUMBER.fullmatch(text) else text
 
 
 def readings(text: str) -> list[str]:
-    """The formulas that a text may mean: `2e-3` is a power of ten, or twice Euler's number less three."""
+    """The formulas that a text may mean: `2e-3` is a power of ten, or twice Euler's number less
+    three."""
     power = POWER.sub(r"(\1\\cdot 10^{\2})", text)
     return [power, re.sub("([eE])", r"\1 ", text)] if EULER.fullmatch(text) else [power]
 
 
 def repeating(text: str) -> str:
     r"""Repeating decimals, `0.1\overline{6}`, as fractions."""
+
     def fraction(found: re.Match[str]) -> str:
         whole, head, period = found[1] or "0", found[2], found[3]
-        value = Fraction(int(whole + head + period) - int(whole + head), 10 ** len(head) * (10 ** len(period) - 1))
+        value = Fraction(
+            int(whole + head + period) - int(whole + head),
+            10 ** len(head) * (10 ** len(period) - 1),
+        )
         return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
     return REPEATING.sub(fraction, text)
 
 
@@ -135,15 +222,15 @@ def scaled(text: str) -> tuple[str, int]:
     if text.endswith("%"):
         return text[:-1].strip(), -2
     if (found := SCALE.search(text)) is not None:
-        return text[:found.start()].strip(), SCALES[found[1].lower()]
+        return text[: found.start()].strip(), SCALES[found[1].lower()]
     return text, 0
 
 
 def without_unit(text: str) -> tuple[str, str]:
-    r"""(quantity, powers) of a text such as `3\text{ cm}^2`, `10 dollars`, `90^\circ`: units are not judged, but 2 is
-    not 3."""
+    r"""(quantity, powers) of a text such as `3\text{ cm}^2`, `10 dollars`, `90^\circ`: units are
+    not judged, but 2 is not 3."""
     found = UNIT.search(text) if not SCALE.search(text) else None
-    rest = text[:found.start()].strip() if found is not None else ""
+    rest = text[: found.start()].strip() if found is not None else ""
     if found is None or not rest or OPERATOR.search(rest):
         return text, ""
     return rest, "".join(re.findall(r"\d", found[0]))
@@ -166,9 +253,12 @@ def numeral(text: str) -> tuple[str, str] | None:
 
 
 def words(text: str) -> str | None:
-    r"""A text of words, `\text{East}` and `no solution`, in one spelling; None when it may be a formula."""
+    r"""A text of words, `\text{East}` and `no solution`, in one spelling; None when it may be a
+    formula."""
     label = re.fullmatch(r"\\text\{([^{}]*)\}", text)
     plain = label[1] if label else text
-    if WORDS.fullmatch(plain.strip()) is None or not re.search(r"[A-Za-z]{2}" if label else r"[A-Za-z]{4}", plain):
+    if WORDS.fullmatch(plain.strip()) is None or not re.search(
+        r"[A-Za-z]{2}" if label else r"[A-Za-z]{4}", plain
+    ):
         return None
     return " ".join(re.sub("[.'-]", " ", plain).casefold().split())

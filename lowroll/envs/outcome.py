@@ -1,4 +1,5 @@
 """What a scorer may return, and what becomes of it: a number, a Score, or an awaitable of one."""
+
 from __future__ import annotations
 
 import inspect
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 Outcome = Score | float | Awaitable[Score | float]
 
-MAX_REWARD = 1e6           # a reward beyond it is a bug of the scorer
-MAX_NAME = 100             # characters of a metric's name
-MAX_METRICS = 100          # numbers beside a reward
+MAX_REWARD = 1e6  # a reward beyond it is a bug of the scorer
+MAX_NAME = 100  # characters of a metric's name
+MAX_METRICS = 100  # numbers beside a reward
 
 
 class InvalidScore(ValueError):
@@ -28,9 +29,11 @@ class InvalidScore(ValueError):
 
 
 def judge(env: Environment, prompt: Prompt, text: str) -> Score:
-    """The score of a response. InvalidScore says what came in its place; what the scorer raises goes through.
+    """The score of a response. InvalidScore says what came in its place; what the scorer raises
+    goes through.
 
-    An `async def score` runs on an event loop that lives as long as this process, so that it may keep a client open.
+    An `async def score` runs on an event loop that lives as long as this process, so that it may
+    keep a client open.
     """
     value = env.score(prompt, text)
     if inspect.isawaitable(value):
@@ -58,12 +61,20 @@ def as_score(value: object) -> Score:
     if not isinstance(value, Score):
         raise InvalidScore(f"score returned {_show(value)}; it must return a number or a Score")
     if not isinstance(value.metrics, dict) or len(value.metrics) > MAX_METRICS:
-        raise InvalidScore(f"the metrics of a Score must be a dict of at most {MAX_METRICS} numbers, not "
-                           f"{_show(value.metrics)}")
+        raise InvalidScore(
+            f"the metrics of a Score must be a dict of at most {MAX_METRICS} numbers, not "
+            f"{_show(value.metrics)}"
+        )
     reward = _number("the reward", value.reward)
     if abs(reward) > MAX_REWARD:
         raise InvalidScore(f"the reward is {reward:g}, which is beyond {MAX_REWARD:g}")
-    return Score(reward, {_name(key): _number(f"the metric {key!r}", number) for key, number in value.metrics.items()})
+    return Score(
+        reward,
+        {
+            _name(key): _number(f"the metric {key!r}", number)
+            for key, number in value.metrics.items()
+        },
+    )
 
 
 def _number(what: str, value: object) -> float:
@@ -76,7 +87,10 @@ def _number(what: str, value: object) -> float:
 
 def _name(key: object) -> str:
     if not isinstance(key, str) or not key.isprintable() or not 0 < len(key) <= MAX_NAME:
-        raise InvalidScore(f"a metric is named {_show(key)}; it must be text of 1 to {MAX_NAME} printable characters")
+        raise InvalidScore(
+            f"a metric is named {_show(key)}; it must be text of 1 to {MAX_NAME} printable "
+            f"characters"
+        )
     return key
 
 

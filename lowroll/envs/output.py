@@ -1,7 +1,10 @@
-"""What a scoring worker prints: the beginning goes to the log, the end into the message of a crash, no more is kept.
+"""What a scoring worker prints: the beginning goes to the log, the end into the message of a crash,
+no more is kept.
 
-It comes through a pipe that is read whenever the pool waits, so that a scorer may print as much as it likes.
+It comes through a pipe that is read whenever the pool waits, so that a scorer may print as much as
+it likes.
 """
+
 from __future__ import annotations
 
 import logging
@@ -11,14 +14,15 @@ from typing import IO
 
 logger = logging.getLogger(__name__)
 
-MAX_LOGGED = 4096          # bytes of a worker's output that the log shows
-MAX_KEPT = 4096            # bytes at its end that are kept
-LAST_WORDS = 300           # characters of them in an error
+MAX_LOGGED = 4096  # bytes of a worker's output that the log shows
+MAX_KEPT = 4096  # bytes at its end that are kept
+LAST_WORDS = 300  # characters of them in an error
 PIECE = 1 << 16
 
 
 def readable(text: str, secrets: Mapping[str, str]) -> str:
-    """Text for an error or a log: the values of `secrets` replaced by their names, and nothing that is no Unicode."""
+    """Text for an error or a log: the values of `secrets` replaced by their names, and nothing that
+    is no Unicode."""
     for name, value in secrets.items():
         text = text.replace(value, f"${name}") if value else text
     return text.encode("utf-8", "backslashreplace").decode()
@@ -30,8 +34,8 @@ class Output:
     def __init__(self, pipe: IO[bytes], secrets: Mapping[str, str]) -> None:
         self.pipe, self.secrets = pipe, secrets
         os.set_blocking(pipe.fileno(), False)
-        self.ended = False             # nobody has the other end any more
-        self._room = MAX_LOGGED        # bytes that the log still takes
+        self.ended = False  # nobody has the other end any more
+        self._room = MAX_LOGGED  # bytes that the log still takes
         self._line = self._end = b""
 
     def read(self) -> bool:
@@ -51,7 +55,7 @@ class Output:
 
     def close(self) -> str:
         """The last words."""
-        for _ in range((1 << 20) // PIECE):            # as much as a pipe may hold
+        for _ in range((1 << 20) // PIECE):  # as much as a pipe may hold
             if not self.read():
                 break
         self._log(self._line)
@@ -62,7 +66,7 @@ class Output:
         if not lines or self._room <= 0:
             return
         text = readable(lines.decode(errors="replace"), self.secrets)
-        for line in text[:self._room].splitlines():
+        for line in text[: self._room].splitlines():
             logger.info("a scorer printed: %s", line)
         self._room -= len(lines) + 1
         if self._room <= 0:

@@ -1,9 +1,11 @@
-r"""Word and competition problems with a final answer, from rows of a data set. GSM8K and MATH are its two dialects.
+r"""Word and competition problems with a final answer, from rows of a data set. GSM8K and MATH are
+its two dialects.
 
-The fields are found by name: the question in `question`, `problem` or `prompt`; the gold answer in `answer`,
-`final_answer` or `solution`, after `####`, in the last `\boxed{}`, between dollars, or as it stands. A row without a
-gold answer is skipped and counted.
+The fields are found by name: the question in `question`, `problem` or `prompt`; the gold answer in
+`answer`, `final_answer` or `solution`, after `####`, in the last `\boxed{}`, between dollars, or as
+it stands. A row without a gold answer is skipped and counted.
 """
+
 from __future__ import annotations
 
 import importlib.util
@@ -21,18 +23,23 @@ log = logging.getLogger(__name__)
 
 QUESTION_FIELDS = ("question", "problem", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
-CALCULATOR = re.compile(r"<<[^<>]*>>")     # GSM8K's annotations, <<48/2=24>>, are not meant to be imitated
+CALCULATOR = re.compile(
+    r"<<[^<>]*>>"
+)  # GSM8K's annotations, <<48/2=24>>, are not meant to be imitated
 UNIT = re.compile(r"\\(?:text|mbox|mathrm)\b")
 DOLLARS = re.compile(r"\$([^$]*)\$[.,;]?")
 GROUPED = re.compile(r"(?<=\d),(?=\d{3}\b)")
-ORDER = re.compile(r"\b(?:(?:in|de)creasing|ascending|descending|alphabetical|numerical|that|this|same) order\b|"
-                   r"\b(?:least|smallest|lowest|largest|greatest|highest) to \b|\brespectively\W*$|\?.*\?",
-                   re.IGNORECASE | re.DOTALL)
+ORDER = re.compile(
+    r"\b(?:(?:in|de)creasing|ascending|descending|alphabetical|numerical|that|this|same) order\b|"
+    r"\b(?:least|smallest|lowest|largest|greatest|highest) to \b|\brespectively\W*$|\?.*\?",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One usable row: the question, the final answer, and a worked solution that ends in it ("" if none)."""
+    """One usable row: the question, the final answer, and a worked solution that ends in it ("" if
+    none)."""
 
     question: str
     answer: str
@@ -42,19 +49,34 @@ class Problem:
 class Problems(Environment):
     """Reward 1 when the response's final answer equals the gold answer, else 0.
 
-    Its numbers: `has_answer`, and `unjudged` where there is a final answer that cannot be judged, which is wrong.
+    Its numbers: `has_answer`, and `unjudged` where there is a final answer that cannot be judged,
+    which is wrong.
     """
 
     exact = True
     overtaxed = Score(0.0, {"has_answer": 1.0, "unjudged": 1.0})
-    hashes: ClassVar[bool]             # whether `#### number` counts beside \boxed{}
+    hashes: ClassVar[bool]  # whether `#### number` counts beside \boxed{}
     default_template: ClassVar[str]
 
-    def __init__(self, *, name: str, seed: int = 0, system: str | None = None, template: str | None = None,
-                 path: str | None = None, test_path: str | None = None, subset: str | None = None) -> None:
-        super().__init__(name=name, seed=seed, system=system, template=template or self.default_template)
+    def __init__(
+        self,
+        *,
+        name: str,
+        seed: int = 0,
+        system: str | None = None,
+        template: str | None = None,
+        path: str | None = None,
+        test_path: str | None = None,
+        subset: str | None = None,
+    ) -> None:
+        super().__init__(
+            name=name, seed=seed, system=system, template=template or self.default_template
+        )
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError(f"env {name!r}: answers are compared by the package 'math-verify', which is not installed")
+            raise ValueError(
+                f"env {name!r}: answers are compared by the package 'math-verify', which is not "
+                f"installed"
+            )
         self.rows = Rows(name, problem_of, path=path, test_path=test_path, subset=subset, seed=seed)
 
     def size(self, split: str = "train") -> int | None:
@@ -63,15 +85,24 @@ class Problems(Environment):
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
         """Problem number `index` of a split, in a fresh order each epoch of the train split."""
-        self.rng(split, index)         # checks both
+        self.rng(split, index)  # checks both
         row = self.rows.at(split, index)
         problem = self.rows[split][row]
-        return self.ask(problem.question, index, split, {
-            "answer": problem.answer, "ordered": ORDER.search(problem.question) is not None, "row": row,
-            "split": split})
+        return self.ask(
+            problem.question,
+            index,
+            split,
+            {
+                "answer": problem.answer,
+                "ordered": ORDER.search(problem.question) is not None,
+                "row": row,
+                "split": split,
+            },
+        )
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """1 or 0. A response without a final answer is wrong, and so is one that cannot be judged."""
+        """1 or 0. A response without a final answer is wrong, and so is one that cannot be
+        judged."""
         text = bounded(text)
         answer = last_answer(text) if self.hashes else boxed_answer(text)
         right = unjudged = False
@@ -81,7 +112,9 @@ class Problems(Environment):
             except Unjudged as reason:
                 unjudged = True
                 log.debug("%s: %r cannot be judged: %s", prompt.id, answer[:80], reason)
-        return Score(float(right), {"has_answer": float(answer is not None), "unjudged": float(unjudged)})
+        return Score(
+            float(right), {"has_answer": float(answer is not None), "unjudged": float(unjudged)}
+        )
 
     def gold(self, prompt: Prompt) -> str:
         """The data set's worked solution when it ends in the gold answer, else the answer alone."""
@@ -101,7 +134,8 @@ class Problems(Environment):
 
 
 def problem_of(row: dict[str, Any], where: str) -> Problem | None:
-    """Read one row; None when its gold answer is empty. ValueError names the file and line of a row without fields."""
+    """Read one row; None when its gold answer is empty. ValueError names the file and line of a row
+    without fields."""
     question = next((row[key] for key in QUESTION_FIELDS if key in row), None)
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{where}: no text in any of the fields {', '.join(QUESTION_FIELDS)}")
@@ -116,7 +150,8 @@ def problem_of(row: dict[str, Any], where: str) -> Problem | None:
 
 
 def final_answer(raw: str) -> str:
-    """The gold answer inside an answer field: after ####, in the last box, between dollars, or the whole field."""
+    """The gold answer inside an answer field: after ####, in the last box, between dollars, or the
+    whole field."""
     if "####" in raw:
         return GROUPED.sub("", raw.rpartition("####")[2].strip())
     if "\\boxed" in raw:
@@ -127,14 +162,15 @@ def final_answer(raw: str) -> str:
 
 
 def perturb(answer: str) -> str:
-    """A near miss: the last digit (before a unit, which is not judged) changed, or an x added to a text."""
+    """A near miss: the last digit (before a unit, which is not judged) changed, or an x added to a
+    text."""
     digits = list(re.finditer(r"\d", UNIT.split(answer)[0])) or list(re.finditer(r"\d", answer))
     if not digits:
         head, brace, tail = answer.rpartition("}")
         return f"{head}x{brace}{tail}"
     i = digits[-1].start()
     wrong = "8" if answer[i] == "9" else str(int(answer[i]) + 1)
-    return answer[:i] + wrong + answer[i + 1:]
+    return answer[:i] + wrong + answer[i + 1 :]
 
 
 def _as_text(value: Any, where: str) -> str:

@@ -1,9 +1,11 @@
-"""Every generator of reasoning-gym, by name: "reasoning-gym/chain_sum" and a hundred more (an optional package).
+"""Every generator of reasoning-gym, by name: "reasoning-gym/chain_sum" and a hundred more (an
+optional package).
 
-Task `index` is the first of the draws (split, 0, index), (split, 1, index), ... whose question's hash lies in the
-split. The scorer makes the item anew from those numbers, so whatever a generator keeps in it never crosses a pipe; a
-digest proves that it made the same one.
+Task `index` is the first of the draws (split, 0, index), (split, 1, index), ... whose question's
+hash lies in the split. The scorer makes the item anew from those numbers, so whatever a generator
+keeps in it never crosses a pipe; a digest proves that it made the same one.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -21,10 +23,19 @@ OPPOSITES = {"True": "False", "False": "True"}
 
 
 class ReasoningGym(Environment):
-    """One generator; further arguments are its own options. The response's last <answer>...</answer> is scored."""
+    """One generator; further arguments are its own options. The response's last
+    <answer>...</answer> is scored."""
 
-    def __init__(self, *, name: str, seed: int = 0, generator: str, system: str | None = SYSTEM,
-                 template: str = "{text}", **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        seed: int = 0,
+        generator: str,
+        system: str | None = SYSTEM,
+        template: str = "{text}",
+        **options: Any,
+    ) -> None:
         super().__init__(name=name, seed=seed, system=system, template=template)
         self.generator = generator
         try:
@@ -33,24 +44,36 @@ class ReasoningGym(Environment):
             raise ValueError(f"env {name!r}: {error}") from error
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Question number `index` of a split. ValueError when the generator has too few different questions."""
-        self.rng(split, index)         # checks both
+        """Question number `index` of a split. ValueError when the generator has too few different
+        questions."""
+        self.rng(split, index)  # checks both
         for draw in range(MAX_DRAWS):
             question, answer = self.items.item(split, draw, index)
-            if split_of(question) == split and answer != "":   # an empty answer is a slip of the generator
-                info = {"item": [split, draw, index], "digest": _digest(question, answer), "answer": answer}
+            if (
+                split_of(question) == split and answer != ""
+            ):  # an empty answer is a slip of the generator
+                info = {
+                    "item": [split, draw, index],
+                    "digest": _digest(question, answer),
+                    "answer": answer,
+                }
                 return self.ask(question, index, split, info)
-        raise ValueError(f"env {self.name!r}: no {split} task in {MAX_DRAWS} draws: too few different questions")
+        raise ValueError(
+            f"env {self.name!r}: no {split} task in {MAX_DRAWS} draws: too few different questions"
+        )
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """The generator's own reward, in [0, 1]; 0 without an answer tag. ValueError if it makes another item."""
+        """The generator's own reward, in [0, 1]; 0 without an answer tag. ValueError if it makes
+        another item."""
         found = ANSWER.findall(bounded(text))
         if not found:
             return Score(0.0, {"has_answer": 0.0})
         split, draw, index = prompt.info["item"]
         if _digest(*self.items.item(split, draw, index)) != prompt.info["digest"]:
-            raise ValueError(f"{self.generator} does not make the item of {prompt.id} again: "
-                             "another version of reasoning-gym, or not reproducible")
+            raise ValueError(
+                f"{self.generator} does not make the item of {prompt.id} again: "
+                "another version of reasoning-gym, or not reproducible"
+            )
         return Score(self.items.score(split, draw, index, found[-1].strip()), {"has_answer": 1.0})
 
     def gold(self, prompt: Prompt) -> str:
@@ -58,15 +81,18 @@ class ReasoningGym(Environment):
         return f"<answer>{self._answer(prompt)}</answer>"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """The stored answer with its first number changed, by far if it is a decimal; or negated; or its first half."""
+        """The stored answer with its first number changed, by far if it is a decimal; or negated;
+        or its first half."""
         answer = self._answer(prompt)
         if answer in OPPOSITES:
             return f"<answer>{OPPOSITES[answer]}</answer>"
         number = re.search(r"(\d)\d*(\.\d)?", answer)
         if number is None:
-            return f"<answer>{answer[:len(answer) // 2]}</answer>"
-        digit = f"77{number[1]}" if number[2] else "8" if number[1] == "9" else str(int(number[1]) + 1)
-        return f"<answer>{answer[:number.start()]}{digit}{answer[number.start() + 1:]}</answer>"
+            return f"<answer>{answer[: len(answer) // 2]}</answer>"
+        digit = (
+            f"77{number[1]}" if number[2] else "8" if number[1] == "9" else str(int(number[1]) + 1)
+        )
+        return f"<answer>{answer[: number.start()]}{digit}{answer[number.start() + 1 :]}</answer>"
 
     def _answer(self, prompt: Prompt) -> str:
         if prompt.info["answer"] is None:

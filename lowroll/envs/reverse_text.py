@@ -1,9 +1,11 @@
 """reverse-text: write the text backwards, character by character.
 
-Reward = 2 * LCS(response, target) / (len(response) + len(target)), where LCS is the length of the longest common
-subsequence: 1 exactly for the target, dense below it, and no gain from padding. LCS is computed bit-parallel (Hyyro
-2004, "Bit-parallel LCS-length computation revisited"): one big-integer addition for each character of the response.
+Reward = 2 * LCS(response, target) / (len(response) + len(target)), where LCS is the length of the
+longest common subsequence: 1 exactly for the target, dense below it, and no gain from padding. LCS
+is computed bit-parallel (Hyyro 2004, "Bit-parallel LCS-length computation revisited"): one
+big-integer addition for each character of the response.
 """
+
 from __future__ import annotations
 
 import string
@@ -14,16 +16,19 @@ from lowroll.envs.base import GeneratedEnvironment, bounded
 from lowroll.envs.rows import Rows
 from lowroll.types import Prompt, Score
 
-TEMPLATE = "Reverse this text character by character and answer with the reversed text alone: {text}"
+TEMPLATE = (
+    "Reverse this text character by character and answer with the reversed text alone: {text}"
+)
 
 
 def lcs_length(a: str, b: str) -> int:
-    """Length of the longest common subsequence of two strings, in O(len(a) * len(b) / word size)."""
+    """Length of the longest common subsequence of two strings, in O(len(a) * len(b) / word
+    size)."""
     positions: dict[str, int] = {}
     for i, char in enumerate(a):
         positions[char] = positions.get(char, 0) | 1 << i
     ones = (1 << len(a)) - 1
-    row = ones                         # bit i is 0 where the LCS grows between a[:i] and a[:i+1]
+    row = ones  # bit i is 0 where the LCS grows between a[:i] and a[:i+1]
     for char in b:
         match = row & positions.get(char, 0)
         row = (row + match | row - match) & ones
@@ -31,25 +36,47 @@ def lcs_length(a: str, b: str) -> int:
 
 
 def lcs_ratio(a: str, b: str) -> float:
-    """2 * LCS / (len(a) + len(b)), in [0, 1]; 1 only for equal strings (two empty ones included)."""
+    """2 * LCS / (len(a) + len(b)), in [0, 1]; 1 only for equal strings (two empty ones
+    included)."""
     return 2 * lcs_length(a, b) / (len(a) + len(b)) if a or b else 1.0
 
 
 class ReverseText(GeneratedEnvironment):
-    """Generated words (`min_words`..`max_words` of `min_len`..`max_len` characters of `alphabet`), or texts of a file.
+    """Generated words (`min_words`..`max_words` of `min_len`..`max_len` characters of `alphabet`),
+    or texts of a file.
 
-    `path` and `test_path` name JSONL files whose `field` holds the text; characters are then the file's.
+    `path` and `test_path` name JSONL files whose `field` holds the text; characters are then the
+    file's.
     """
 
-    def __init__(self, *, name: str, seed: int = 0, system: str | None = None, template: str = TEMPLATE,
-                 alphabet: str = string.ascii_lowercase, min_words: int = 1, max_words: int = 4, min_len: int = 2,
-                 max_len: int = 8, path: str | None = None, test_path: str | None = None, field: str = "text") -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        seed: int = 0,
+        system: str | None = None,
+        template: str = TEMPLATE,
+        alphabet: str = string.ascii_lowercase,
+        min_words: int = 1,
+        max_words: int = 4,
+        min_len: int = 2,
+        max_len: int = 8,
+        path: str | None = None,
+        test_path: str | None = None,
+        field: str = "text",
+    ) -> None:
         super().__init__(name=name, seed=seed, system=system, template=template)
         if not alphabet or any(char.isspace() for char in alphabet):
-            raise ValueError(f"env {name!r}: alphabet must be characters other than white space, got {alphabet!r}")
+            raise ValueError(
+                f"env {name!r}: alphabet must be characters other than white space, got "
+                f"{alphabet!r}"
+            )
         for kind, low, high in (("words", min_words, max_words), ("len", min_len, max_len)):
             if not (isinstance(low, int) and isinstance(high, int) and 1 <= low <= high):
-                raise ValueError(f"env {name!r}: need integers 1 <= min_{kind} <= max_{kind}, got {low!r} and {high!r}")
+                raise ValueError(
+                    f"env {name!r}: need integers 1 <= min_{kind} <= max_{kind}, got {low!r} and "
+                    f"{high!r}"
+                )
         self.alphabet, self.field = alphabet, field
         self.words, self.lengths = (min_words, max_words), (min_len, max_len)
         self.rows: Rows[str] | None = None
@@ -64,14 +91,16 @@ class ReverseText(GeneratedEnvironment):
         """Text number `index` of a split."""
         if self.rows is None:
             return super().prompt(index, split)
-        self.rng(split, index)         # checks both
+        self.rng(split, index)  # checks both
         text = self.rows[split][self.rows.at(split, index)]
         return self.ask(text, index, split, {"answer": text[::-1]})
 
     def task(self, rng: Random) -> tuple[str, dict[str, Any]]:
         """Draw the words."""
-        words = ["".join(rng.choices(self.alphabet, k=rng.randint(*self.lengths)))
-                 for _ in range(rng.randint(*self.words))]
+        words = [
+            "".join(rng.choices(self.alphabet, k=rng.randint(*self.lengths)))
+            for _ in range(rng.randint(*self.words))
+        ]
         text = " ".join(words)
         return text, {"answer": text[::-1]}
 
@@ -90,5 +119,7 @@ class ReverseText(GeneratedEnvironment):
 
     def _text(self, row: dict[str, Any], where: str) -> str | None:
         if not isinstance(row.get(self.field), str):
-            raise ValueError(f"{where}: field {self.field!r} must be a string, got {row.get(self.field)!r}")
+            raise ValueError(
+                f"{where}: field {self.field!r} must be a string, got {row.get(self.field)!r}"
+            )
         return row[self.field].strip() or None

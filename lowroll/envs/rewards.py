@@ -1,7 +1,8 @@
-"""The scorer pool: persistent worker processes that are killed and replaced when a scorer hangs, bloats or crashes.
+"""The scorer pool: persistent worker processes that are killed and replaced when a scorer hangs,
+bloats or crashes.
 
-A reward is computed or it is an error, never a 0 that stands for "could not score", unless the environment says so
-(`overtaxed`: the score of a response that is too much work to judge):
+A reward is computed or it is an error, never a 0 that stands for "could not score", unless the
+environment says so (`overtaxed`: the score of a response that is too much work to judge):
 
     kind       what happened to the item                          the worker
     exception  the scorer raised                                  goes on
@@ -10,20 +11,23 @@ A reward is computed or it is an error, never a 0 that stands for "could not sco
     memory     it went over `memory_limit_mb` of address space    is replaced
     crash      the process ended under it                         is replaced
 
-Only the item in hand gets the error; what its worker still had to do goes to another. A limit that cannot kill is no
-limit: a hung scorer under a mere `wait(timeout)` keeps its worker, and a few of them starve the pool.
+Only the item in hand gets the error; what its worker still had to do goes to another. A limit that
+cannot kill is no limit: a hung scorer under a mere `wait(timeout)` keeps its worker, and a few of
+them starve the pool.
 
-Concurrency. `score` is one loop over the workers' pipes (`select`): it sends a chunk to each idle worker, and waits for
-the next reply or the next deadline, whichever comes first. A worker holds one chunk at a time and answers item by
-item, so the clock starts anew with each item. Callers in several threads are served one after the other. Messages are
-JSON; nothing that a worker says can run code here. Workers see no environment variables beyond `child.KEEP_ENV` and
-those that the pool is told to pass, whose values are taken out of what they say. What they print is `output`'s.
+Concurrency. `score` is one loop over the workers' pipes (`select`): it sends a chunk to each idle
+worker, and waits for the next reply or the next deadline, whichever comes first. A worker holds one
+chunk at a time and answers item by item, so the clock starts anew with each item. Callers in
+several threads are served one after the other. Messages are JSON; nothing that a worker says can
+run code here. Workers see no environment variables beyond `child.KEEP_ENV` and those that the pool
+is told to pass, whose values are taken out of what they say. What they print is `output`'s.
 
 What a scorer leaves running ends with its worker, whoever its parent is by then (`keeper`).
 
-An item goes out with a random id, and its reply must carry it. Another line on that pipe, as of a scorer that writes to
-all descriptors, ends the worker; it is never somebody's reward.
+An item goes out with a random id, and its reply must carry it. Another line on that pipe, as of a
+scorer that writes to all descriptors, ends the worker; it is never somebody's reward.
 """
+
 from __future__ import annotations
 
 import json
@@ -45,17 +49,18 @@ from lowroll.envs.base import bounded
 from lowroll.envs.output import Output, readable
 from lowroll.types import Prompt, RunFailed, Score, ScoreError
 
-START_LIMIT = 60.0         # seconds for a worker to import its environments
-KILL_LIMIT = 5.0           # seconds for the kernel to reap a killed worker
-MAX_CHUNK = 32             # items a worker holds at a time
-MAX_REPLY = 1 << 20        # bytes of a reply line; a longer one is a crash
-MAX_MESSAGE = 500          # characters of an error's message
+START_LIMIT = 60.0  # seconds for a worker to import its environments
+KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed worker
+MAX_CHUNK = 32  # items a worker holds at a time
+MAX_REPLY = 1 << 20  # bytes of a reply line; a longer one is a crash
+MAX_MESSAGE = 500  # characters of an error's message
 Spec = tuple[str, dict[str, Any], int]
 
 
 @dataclass
 class _Job:
-    """One call of `score`: items as (prompt, JSON), their results so far, the indices that no worker holds."""
+    """One call of `score`: items as (prompt, JSON), their results so far, the indices that no
+    worker holds."""
 
     items: list[tuple[Prompt, bytes]]
     results: list[Score | ScoreError | None]
@@ -77,7 +82,8 @@ class _Job:
 
 
 class _Worker:
-    """One child process, and the items, as (index, id), that it holds. It starts until it says that it is ready."""
+    """One child process, and the items, as (index, id), that it holds. It starts until it says that
+    it is ready."""
 
     def __init__(self, setup: bytes, pass_env: Mapping[str, str]) -> None:
         self.process = child.start("lowroll.envs.worker", subprocess.PIPE, pass_env)
@@ -109,11 +115,11 @@ class _Worker:
     def write(self) -> None:
         """Send what the pipe takes."""
         try:
-            self.outbox = self.outbox[os.write(self.stdin.fileno(), self.outbox):]
+            self.outbox = self.outbox[os.write(self.stdin.fileno(), self.outbox) :]
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self.outbox = b""          # its end is noticed on the reading side
+            self.outbox = b""  # its end is noticed on the reading side
 
     def read(self) -> list[bytes]:
         """The reply lines that have arrived; sets `ended` at the end of the stream."""
@@ -130,12 +136,12 @@ class _Worker:
         if self.killed:
             return ""
         self.killed = True
-        if self.ended and self._wait(0.5):             # one that ended by itself has a status to tell
+        if self.ended and self._wait(0.5):  # one that ended by itself has a status to tell
             status = self.process.returncode
         else:
             self.ask_to_end()
             if not self._wait(KILL_LIMIT):
-                self.process.kill()                    # the keeper itself does not answer
+                self.process.kill()  # the keeper itself does not answer
             status = self.process.wait(KILL_LIMIT)
         self.stdin.close()
         self.stdout.close()
@@ -159,26 +165,40 @@ class _Worker:
 class ScorerPool:
     """Scores responses in `num_workers` processes. A context manager; `close` ends the workers.
 
-    `env_specs` maps an environment's name to what `lowroll.envs.make` needs: (id, args, seed). Every worker has all of
-    them, and the variables of this process's environment that `pass_env` names. ValueError for one that is not set, and
-    for more workers than the machine holds; RunFailed, with the reason, when a worker cannot build its environments.
+    `env_specs` maps an environment's name to what `lowroll.envs.make` needs: (id, args, seed).
+    Every worker has all of them, and the variables of this process's environment that `pass_env`
+    names. ValueError for one that is not set, and for more workers than the machine holds;
+    RunFailed, with the reason, when a worker cannot build its environments.
     """
 
-    def __init__(self, env_specs: Mapping[str, Spec], num_workers: int = 2, time_limit: float = 10.0,
-                 memory_limit_mb: int = 2048, pass_env: Sequence[str] = ()) -> None:
-        for field, value in (("num_workers", num_workers), ("time_limit", time_limit),
-                             ("memory_limit_mb", memory_limit_mb)):
+    def __init__(
+        self,
+        env_specs: Mapping[str, Spec],
+        num_workers: int = 2,
+        time_limit: float = 10.0,
+        memory_limit_mb: int = 2048,
+        pass_env: Sequence[str] = (),
+    ) -> None:
+        for field, value in (
+            ("num_workers", num_workers),
+            ("time_limit", time_limit),
+            ("memory_limit_mb", memory_limit_mb),
+        ):
             if not value > 0:
                 raise ValueError(f"{field} must be positive, got {value}")
         child.check_count(num_workers)
         self._pass_env = child.named(pass_env)
         self.names = frozenset(env_specs)
         self.time_limit, self.memory_limit_mb = time_limit, memory_limit_mb
-        self.replaced = 0              # workers replaced so far
-        setup = {"specs": {name: list(spec) for name, spec in env_specs.items()}, "memory_limit_mb": memory_limit_mb}
+        self.replaced = 0  # workers replaced so far
+        setup = {
+            "specs": {name: list(spec) for name, spec in env_specs.items()},
+            "memory_limit_mb": memory_limit_mb,
+        }
         self._setup = json.dumps(setup).encode() + b"\n"
         self._lock = threading.Lock()
-        # Linux kills a worker with the *thread* that started it, so all are started by one that lives with the pool.
+        # Linux kills a worker with the *thread* that started it, so all are started by one that
+        # lives with the pool.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="scorer-starter")
         self._workers: list[_Worker] = []
         try:
@@ -205,12 +225,17 @@ class ScorerPool:
         self._workers = []
         self._starter.shutdown(wait=False)
 
-    def score(self, items: Sequence[tuple[Prompt, str]],
-              on_progress: Callable[[int, int], None] | None = None) -> list[Score | ScoreError]:
-        """Score (prompt, response) pairs; the results are in their order. `on_progress(done, total)` tells of some.
+    def score(
+        self,
+        items: Sequence[tuple[Prompt, str]],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Score | ScoreError]:
+        """Score (prompt, response) pairs; the results are in their order. `on_progress(done,
+        total)` tells of some.
 
-        ValueError, before anything is scored, for a prompt of an environment that the pool does not have, or whose
-        `info` is not JSON. Of each response the last `base.MAX_TEXT` characters are looked at.
+        ValueError, before anything is scored, for a prompt of an environment that the pool does not
+        have, or whose `info` is not JSON. Of each response the last `base.MAX_TEXT` characters are
+        looked at.
         """
         encoded = [(prompt, self._encode(prompt, text)) for prompt, text in items]
         with self._lock:
@@ -223,7 +248,7 @@ class ScorerPool:
                     self._exchange(job)
                     if on_progress is not None and job.done > before:
                         on_progress(job.done, len(encoded))
-            finally:                   # an interrupted call must not leave half-done chunks behind
+            finally:  # an interrupted call must not leave half-done chunks behind
                 for i, worker in enumerate(self._workers):
                     if worker.held:
                         self._replace(i)
@@ -231,17 +256,30 @@ class ScorerPool:
 
     def _encode(self, prompt: Prompt, text: str) -> bytes:
         if prompt.env not in self.names:
-            raise ValueError(f"prompt {prompt.id!r} is of environment {prompt.env!r}; the pool has: "
-                             f"{', '.join(sorted(self.names))}")
+            raise ValueError(
+                f"prompt {prompt.id!r} is of environment {prompt.env!r}; the pool has: "
+                f"{', '.join(sorted(self.names))}"
+            )
         try:
-            return json.dumps({"prompt": vars(prompt), "text": bounded(text)}, allow_nan=False).encode()
+            return json.dumps(
+                {"prompt": vars(prompt), "text": bounded(text)}, allow_nan=False
+            ).encode()
         except (TypeError, ValueError) as error:
-            raise ValueError(f"prompt {prompt.id!r} of environment {prompt.env!r} is not JSON data: {error}") from error
+            raise ValueError(
+                f"prompt {prompt.id!r} of environment {prompt.env!r} is not JSON data: {error}"
+            ) from error
 
     def _exchange(self, job: _Job) -> None:
-        """One turn: hand out chunks, wait for a pipe or a deadline, take replies, replace who ended or is late."""
+        """One turn: hand out chunks, wait for a pipe or a deadline, take replies, replace who ended
+        or is late."""
         for worker in self._workers:
-            if worker.ready and not worker.held and job.pending and not worker.read() and not worker.ended:
+            if (
+                worker.ready
+                and not worker.held
+                and job.pending
+                and not worker.read()
+                and not worker.ended
+            ):
                 size = min(MAX_CHUNK, max(1, len(job.pending) // (2 * len(self._workers))))
                 chunk = [job.pending.popleft() for _ in range(size)]
                 worker.hand({index: job.items[index][1] for index in chunk}, self.time_limit)
@@ -265,7 +303,9 @@ class ScorerPool:
                     selector.register(worker.stdin, selectors.EVENT_WRITE, worker.write)
                 if not worker.output.ended:
                     selector.register(worker.output.pipe, selectors.EVENT_READ, worker.output.read)
-            deadline = min((w.deadline for w in self._workers if w.held or not w.ready), default=0.0)
+            deadline = min(
+                (w.deadline for w in self._workers if w.held or not w.ready), default=0.0
+            )
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                 if key.data is not None:
                     key.data()
@@ -275,15 +315,22 @@ class ScorerPool:
         reply = _decode(line)
         if not worker.ready:
             if reply.get("ready") is not True:
-                raise RunFailed("a scoring worker could not start: " + (
-                    f"{self._said(reply['failed'])} (its memory is limited to {self.memory_limit_mb} MB by "
-                    "score.memory_limit_mb)" if "failed" in reply else worker.kill()))
+                raise RunFailed(
+                    "a scoring worker could not start: "
+                    + (
+                        f"{self._said(reply['failed'])} (its memory is limited to "
+                        f"{self.memory_limit_mb} MB by "
+                        "score.memory_limit_mb)"
+                        if "failed" in reply
+                        else worker.kill()
+                    )
+                )
             worker.ready = True
             worker.overtaxed = {env: Score(**score) for env, score in reply["overtaxed"].items()}
             return True
         result = _result(reply)
         if result is None or not worker.held or reply.get("id") != worker.held[0][1]:
-            worker.ended = True        # it does not speak the protocol: treated as a crash
+            worker.ended = True  # it does not speak the protocol: treated as a crash
             return False
         if isinstance(result, ScoreError):
             result = replace(result, message=self._said(result.message))
@@ -295,17 +342,23 @@ class ScorerPool:
         return True
 
     def _give_up(self, worker: _Worker, job: _Job) -> None:
-        """Kill a worker that has ended or is late: the item in hand is an error, the others go back."""
+        """Kill a worker that has ended or is late: the item in hand is an error, the others go
+        back."""
         late = not worker.ended
         how = worker.kill()
         if not worker.ready:
-            raise RunFailed("a scoring worker could not start: "
-                            + (f"not ready after {START_LIMIT:g} s ({how})" if late else how))
+            raise RunFailed(
+                "a scoring worker could not start: "
+                + (f"not ready after {START_LIMIT:g} s ({how})" if late else how)
+            )
         if worker.held:
             index, _ = worker.held.popleft()
             slow = worker.overtaxed.get(job.items[index][0].env) or ScoreError(
-                "timeout", f"no score after {self.time_limit:g} s")
-            job.settle(index, slow if late else ScoreError("crash", f"the scorer's process ended: {how}"))
+                "timeout", f"no score after {self.time_limit:g} s"
+            )
+            job.settle(
+                index, slow if late else ScoreError("crash", f"the scorer's process ended: {how}")
+            )
         job.take_back(worker.held)
 
     def _said(self, text: object) -> str:

@@ -1,8 +1,10 @@
 """The table of environments: an id, and the class that it names.
 
-An id is one of the table, "reasoning-gym/<generator>", or "path/to/file.py" (or "path/to/file.py:Class"), a user's own
-subclass of Environment. Naming a file runs its code, here and in the scoring workers, so `make` announces it.
+An id is one of the table, "reasoning-gym/<generator>", or "path/to/file.py" (or
+"path/to/file.py:Class"), a user's own subclass of Environment. Naming a file runs its code, here
+and in the scoring workers, so `make` announces it.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -35,23 +37,29 @@ def ids() -> list[str]:
     return sorted(TABLE)
 
 
-def make(id: str, *, name: str | None = None, args: dict[str, Any] | None = None, seed: int = 0) -> Environment:
-    """Build an environment and load its data. `name` (default: the id) tells two uses of one id apart.
+def make(
+    id: str, *, name: str | None = None, args: dict[str, Any] | None = None, seed: int = 0
+) -> Environment:
+    """Build an environment and load its data. `name` (default: the id) tells two uses of one id
+    apart.
 
-    ValueError names an unknown id or argument with the nearest known one, a missing file, a bad row by file and line,
-    or a missing optional package.
+    ValueError names an unknown id or argument with the nearest known one, a missing file, a bad row
+    by file and line, or a missing optional package.
     """
     file, _ = split_file(id)
     if file is not None:
         logger.warning("environment %s runs the code of %s", name or id, file)
     env = construct(id, name=name, args=args, seed=seed)
     with blamed(f"env {env.name!r}", own_file(type(env))):
-        env.size("train")              # reads the data, so that a bad file is an error now
+        env.size("train")  # reads the data, so that a bad file is an error now
     return env
 
 
-def construct(id: str, *, name: str | None = None, args: dict[str, Any] | None = None, seed: int = 0) -> Environment:
-    """Like `make`, but data is read only when a prompt is asked for: what a scoring worker needs."""
+def construct(
+    id: str, *, name: str | None = None, args: dict[str, Any] | None = None, seed: int = 0
+) -> Environment:
+    """Like `make`, but data is read only when a prompt is asked for: what a scoring worker
+    needs."""
     name, args = name or id, dict(args or {})
     file, class_name = split_file(id)
     if file is not None:
@@ -62,18 +70,24 @@ def construct(id: str, *, name: str | None = None, args: dict[str, Any] | None =
     elif id in TABLE:
         cls = _class_at(TABLE[id])
     else:
-        raise ValueError(f"unknown environment {id!r}{nearest(id, [*TABLE, REASONING_GYM + '<generator>'])}; "
-                         f"known: {', '.join(ids())}, {REASONING_GYM}<generator>, path/to/file.py[:Class]")
+        raise ValueError(
+            f"unknown environment {id!r}{nearest(id, [*TABLE, REASONING_GYM + '<generator>'])}; "
+            f"known: {', '.join(ids())}, {REASONING_GYM}<generator>, path/to/file.py[:Class]"
+        )
     _check_args(cls, id, args)
     with blamed(f"env {name!r}", own_file(cls)):
         env = cls(name=name, seed=seed, **args)
     if getattr(env, "name", None) != name:
-        raise ValueError(f"env {name!r}: {cls.__name__}.__init__ must call super().__init__(name=name, seed=seed)")
+        raise ValueError(
+            f"env {name!r}: {cls.__name__}.__init__ must call super().__init__(name=name, "
+            f"seed=seed)"
+        )
     return env
 
 
 def split_file(id: str) -> tuple[Path | None, str | None]:
-    """("path/to/file.py:Class") -> (absolute path, "Class"); (None, None) for an id that names no file."""
+    """("path/to/file.py:Class") -> (absolute path, "Class"); (None, None) for an id that names no
+    file."""
     path, colon, class_name = id.partition(".py:")
     if colon:
         return Path(path + ".py").resolve(), class_name
@@ -95,18 +109,27 @@ def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
     if not file.is_file():
         raise ValueError(f"environment file {file} does not exist")
     module = _import_file(file)
-    own = {key: value for key, value in vars(module).items() if inspect.isclass(value)
-           and issubclass(value, Environment) and value.__module__ == module.__name__}
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isclass(value)
+        and issubclass(value, Environment)
+        and value.__module__ == module.__name__
+    }
     whole = {key: value for key, value in own.items() if not inspect.isabstract(value)}
     if class_name is None and len(whole) == 1:
         return next(iter(whole.values()))
     if class_name in whole:
         return whole[class_name]
-    if lacking := [own[key] for key in ([class_name] if class_name else own) if key in own and key not in whole]:
+    if lacking := [
+        own[key] for key in ([class_name] if class_name else own) if key in own and key not in whole
+    ]:
         raise ValueError("; ".join(_lacks(file, cls) for cls in lacking))
     if whole and class_name is None:
-        raise ValueError(f"{file}: several environments, {', '.join(whole)}: name one, as in {file.name}:"
-                         f"{next(iter(whole))}")
+        raise ValueError(
+            f"{file}: several environments, {', '.join(whole)}: name one, as in {file.name}:"
+            f"{next(iter(whole))}"
+        )
     asked = f"no Environment subclass {class_name!r}" if class_name else "no Environment subclass"
     raise ValueError(f"{file}: {asked} (found: {', '.join(whole) or 'none'})")
 
@@ -114,18 +137,22 @@ def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
 def _lacks(file: Path, cls: type[Environment]) -> str:
     missing = sorted(cls.__abstractmethods__)
     unknown = [name for name in missing if name in ("gold", "perturbed")]
-    hint = f"; one that knows no such answer raises NotImplementedError in {' and '.join(unknown)}" if unknown else ""
+    hint = (
+        f"; one that knows no such answer raises NotImplementedError in {' and '.join(unknown)}"
+        if unknown
+        else ""
+    )
     return f"{file}: class {cls.__name__} lacks {', '.join(missing)}{hint}"
 
 
 def _import_file(file: Path) -> ModuleType:
     if (folder := str(file.parent)) not in sys.path:
-        sys.path.append(folder)        # last, so that modules beside the file are found and hide none
+        sys.path.append(folder)  # last, so that modules beside the file are found and hide none
     key = f"lowroll_env_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(key, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[key] = module          # dataclasses look their module up while the file is being run
+    sys.modules[key] = module  # dataclasses look their module up while the file is being run
     try:
         with blamed("the environment cannot be imported", str(file)):
             spec.loader.exec_module(module)
@@ -141,13 +168,20 @@ def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:
         if key in args:
             raise ValueError(f"env {id!r}: {key!r} stands beside args, not among them")
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return                         # the class checks them itself
+        return  # the class checks them itself
     for key in args:
         if key not in parameters:
             known = [p for p in parameters if p not in ("name", "seed")]
-            raise ValueError(f"env {id!r}: unknown argument {key!r}{nearest(key, known)}; known: {', '.join(known)}")
+            raise ValueError(
+                f"env {id!r}: unknown argument {key!r}{nearest(key, known)}; known: "
+                f"{', '.join(known)}"
+            )
     for key, parameter in parameters.items():
-        if parameter.default is inspect.Parameter.empty and key not in args and key not in ("name", "seed"):
+        if (
+            parameter.default is inspect.Parameter.empty
+            and key not in args
+            and key not in ("name", "seed")
+        ):
             raise ValueError(f"env {id!r}: argument {key!r} is missing")
 
 

@@ -1,4 +1,6 @@
-"""The prompt of an environment at a position, checked: what comes from a user's code is named before it goes on."""
+"""The prompt of an environment at a position, checked: what comes from a user's code is named
+before it goes on."""
+
 from __future__ import annotations
 
 import json
@@ -10,13 +12,17 @@ from lowroll.types import Prompt
 
 
 def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
-    """Task number `index` of a split. ValueError names the environment, and file and line or the task, when its code
-    raises or its prompt is not one: chat messages and JSON data, in valid Unicode."""
+    """Task number `index` of a split. ValueError names the environment, and file and line or the
+    task, when its code raises or its prompt is not one: chat messages and JSON data, in valid
+    Unicode."""
     with blamed(f"env {env.name!r}: prompt({index}, {split!r})", own_file(type(env))):
         prompt = env.prompt(index, split)
     if not isinstance(prompt, Prompt):
-        raise ValueError(f"env {env.name!r}: prompt({index}, {split!r}) must return a Prompt (as self.ask does), not "
-                         f"{type(prompt).__name__}")
+        raise ValueError(
+            f"env {env.name!r}: prompt({index}, {split!r}) must return a Prompt (as self.ask "
+            f"does), not "
+            f"{type(prompt).__name__}"
+        )
     where = f"env {env.name!r}: prompt {prompt.id!r}"
     if not _are_messages(prompt.messages):
         raise ValueError(f"{where}: messages must be a list of {{role, content}} in text")
@@ -36,13 +42,22 @@ def _odd(value: object) -> str | None:
     """What JSON would turn into something else: a key that is no text, a tuple."""
     if isinstance(value, tuple):
         return f"the tuple {str(value)[:60]}"
-    if isinstance(value, dict) and (key := next((key for key in value if not isinstance(key, str)), None)) is not None:
+    if (
+        isinstance(value, dict)
+        and (key := next((key for key in value if not isinstance(key, str)), None)) is not None
+    ):
         return f"the key {key!r}"
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return next((odd for odd in map(_odd, inside) if odd is not None), None)
 
 
 def _are_messages(messages: object) -> bool:
-    return isinstance(messages, list) and bool(messages) and all(
-        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        for message in messages)
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(
+            isinstance(message, dict)
+            and all(isinstance(message.get(key), str) for key in ("role", "content"))
+            for message in messages
+        )
+    )

@@ -1,14 +1,17 @@
-"""The scoring worker: a child process that scores and answers in JSON lines. `ScorerPool` starts and kills it.
+"""The scoring worker: a child process that scores and answers in JSON lines. `ScorerPool` starts
+and kills it.
 
-Protocol, one JSON object a line. In: first {"specs", "memory_limit_mb"}, then {"items": [{"id", "prompt", "text"}]}.
-Out: {"ready": true, "overtaxed": scores by environment} or {"failed": why}, then one line an item, in order: {"id",
-"reward", "metrics"} or {"id", "error", "message"}. Replies leave through a private file descriptor, so a scorer that
-prints does not disturb them. The id is a secret of the pool and this loop: who writes to that descriptor without it is
-not heard. A copy of this process that a scorer forked and let go on ends here.
+Protocol, one JSON object a line. In: first {"specs", "memory_limit_mb"}, then {"items": [{"id",
+"prompt", "text"}]}. Out: {"ready": true, "overtaxed": scores by environment} or {"failed": why},
+then one line an item, in order: {"id", "reward", "metrics"} or {"id", "error", "message"}. Replies
+leave through a private file descriptor, so a scorer that prints does not disturb them. The id is a
+secret of the pool and this loop: who writes to that descriptor without it is not heard. A copy of
+this process that a scorer forked and let go on ends here.
 
-Above it stands a keeper (`keeper`), which ends what a scorer leaves behind. The worker dies with the process that
-started it: the kernel tells the keeper (Linux), or it reads the end of its input.
+Above it stands a keeper (`keeper`), which ends what a scorer leaves behind. The worker dies with
+the process that started it: the kernel tells the keeper (Linux), or it reads the end of its input.
 """
+
 from __future__ import annotations
 
 import json
@@ -24,14 +27,17 @@ from lowroll.envs.outcome import InvalidScore, judge
 from lowroll.envs.table import construct, own_file
 from lowroll.types import Prompt
 
-MAX_FILE_MB = 64           # a scorer may not fill the disk
-MAX_MESSAGE = 100_000      # characters of an error; the pool shows the beginning
+MAX_FILE_MB = 64  # a scorer may not fill the disk
+MAX_MESSAGE = 100_000  # characters of an error; the pool shows the beginning
 
 
 def limit_resources(memory_mb: int) -> None:
     """Bound address space and file size; write no core files."""
-    for kind, limit in ((resource.RLIMIT_AS, memory_mb << 20), (resource.RLIMIT_FSIZE, MAX_FILE_MB << 20),
-                        (resource.RLIMIT_CORE, 0)):
+    for kind, limit in (
+        (resource.RLIMIT_AS, memory_mb << 20),
+        (resource.RLIMIT_FSIZE, MAX_FILE_MB << 20),
+        (resource.RLIMIT_CORE, 0),
+    ):
         _, hard = resource.getrlimit(kind)
         limit = min(limit, sys.maxsize if hard == resource.RLIM_INFINITY else hard)
         resource.setrlimit(kind, (limit, limit))
@@ -48,23 +54,34 @@ def score_item(env: Environment, prompt: Prompt, text: str) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         file = own_file(type(env))
         where = f" ({blame.place(error, file)})" if file else ""
-        return {"error": "exception", "message": f"{type(error).__name__}: {error}"[:MAX_MESSAGE] + where}
+        return {
+            "error": "exception",
+            "message": f"{type(error).__name__}: {error}"[:MAX_MESSAGE] + where,
+        }
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> int:
     """Answer requests until their end; the return value is the exit status."""
+
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message).encode() + b"\n")
 
     setup = json.loads(requests.readline())
     try:
         limit_resources(setup["memory_limit_mb"])
-        envs = {name: construct(id, name=name, args=args, seed=seed)
-                for name, (id, args, seed) in setup["specs"].items()}
-    except Exception as error:         # reported to the pool, which raises it
+        envs = {
+            name: construct(id, name=name, args=args, seed=seed)
+            for name, (id, args, seed) in setup["specs"].items()
+        }
+    except Exception as error:  # reported to the pool, which raises it
         reply({"failed": blame.describe(error)})
         return 1
-    reply({"ready": True, "overtaxed": {name: vars(env.overtaxed) for name, env in envs.items() if env.overtaxed}})
+    reply(
+        {
+            "ready": True,
+            "overtaxed": {name: vars(env.overtaxed) for name, env in envs.items() if env.overtaxed},
+        }
+    )
     process = os.getpid()
     for line in requests:
         for item in json.loads(line)["items"]:
@@ -74,7 +91,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
                 os._exit(0)
             reply({"id": item["id"]} | answer)
             if answer.get("error") == "memory":
-                return 1               # what is left of this process is not to be trusted
+                return 1  # what is left of this process is not to be trusted
     return 0
 
 

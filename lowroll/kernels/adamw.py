@@ -1,14 +1,17 @@
-"""AdamW of any number of tensors in one launch, with everything that belongs to an update in one pass.
+"""AdamW of any number of tensors in one launch, with everything that belongs to an update in one
+pass.
 
     g <- clip * g        m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2
     s = lr m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps)        p <- p - lr * wd * p - s        low <- round(p)
 
-(Loshchilov & Hutter 2019, algorithm 2.) `clip` stays on the device, `low` is the model's own copy of a float32 master
-in half precision, and sum s^2 comes out too: 30 bytes a parameter move where the steps one by one would move 90.
+(Loshchilov & Hutter 2019, algorithm 2.) `clip` stays on the device, `low` is the model's own copy
+of a float32 master in half precision, and sum s^2 comes out too: 30 bytes a parameter move where
+the steps one by one would move 90.
 
-A launch knows its tensors by a table of addresses; its blocks are fixed by the tensors' sizes, and no block adds to
-what another wrote, so a step repeats bit for bit.
+A launch knows its tensors by a table of addresses; its blocks are fixed by the tensors' sizes, and
+no block adds to what another wrote, so a step repeats bit for bit.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,29 +23,41 @@ from torch import Tensor
 from lowroll.kernels.launch import jit, tl
 
 BLOCK, WARPS = 1024, 4
-ALIGNMENT = 16       # bytes
+ALIGNMENT = 16  # bytes
 
 
 class Addresses(NamedTuple):
-    """Where the tensors of an update and their gradients lie, on the device; it keeps the gradients."""
+    """Where the tensors of an update and their gradients lie, on the device; it keeps the
+    gradients."""
 
     table: Tensor
     gradients: Sequence[Tensor]
 
 
 class Tensors:
-    """The fixed part of an update: which float32 tensors, their moments, their low-precision copies, their decay."""
+    """The fixed part of an update: which float32 tensors, their moments, their low-precision
+    copies, their decay."""
 
-    def __init__(self, masters: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
-                 lows: Sequence[Tensor | None], decays: Sequence[float]) -> None:
-        """ValueError for a tensor that is not float32 and contiguous, or copies of two dtypes or other sizes."""
+    def __init__(
+        self,
+        masters: Sequence[Tensor],
+        firsts: Sequence[Tensor],
+        seconds: Sequence[Tensor],
+        lows: Sequence[Tensor | None],
+        decays: Sequence[float],
+    ) -> None:
+        """ValueError for a tensor that is not float32 and contiguous, or copies of two dtypes or
+        other sizes."""
         for x in (*masters, *firsts, *seconds):
             _check(x, torch.float32)
         for master, low in zip(masters, lows, strict=True):
             if low is not None:
                 _check(low, low.dtype)
                 if low.shape != master.shape:
-                    raise ValueError(f"lows: expected {list(master.shape)} like its master, got {list(low.shape)}")
+                    raise ValueError(
+                        f"lows: expected {list(master.shape)} like its master, got "
+                        f"{list(low.shape)}"
+                    )
         dtypes = {low.dtype for low in lows if low is not None}
         if len(dtypes) > 1:
             raise ValueError(f"lows: expected one dtype, got {', '.join(map(str, dtypes))}")
@@ -51,39 +66,77 @@ class Tensors:
         self.decay = torch.tensor(list(decays), dtype=torch.float32, device=self.device)
         blocks = [-(-x.numel() // BLOCK) for x in masters]
         counts = torch.tensor(blocks, device=self.device)
-        self.tensor = torch.arange(len(blocks), device=self.device, dtype=torch.int32).repeat_interleave(counts)
+        self.tensor = torch.arange(
+            len(blocks), device=self.device, dtype=torch.int32
+        ).repeat_interleave(counts)
         firsts_of = (counts.cumsum(0) - counts)[self.tensor.long()]
         self.start = (torch.arange(sum(blocks), device=self.device) - firsts_of) * BLOCK
 
     def addresses(self, gradients: Sequence[Tensor]) -> Addresses:
-        """What a launch reads: a row for every tensor and its gradient. Nothing waits for the device.
+        """What a launch reads: a row for every tensor and its gradient. Nothing waits for the
+        device.
 
-        gradients: one a tensor, in order, all of float32 or all of the copies' dtype. ValueError for other dtypes."""
+        gradients: one a tensor, in order, all of float32 or all of the copies' dtype. ValueError
+        for other dtypes."""
         gradients = [_plain(gradient) for gradient in gradients]
         if {g.dtype for g in gradients} not in ({torch.float32}, {self.low_dtype}):
-            raise ValueError("gradients: expected all of them in float32, or all in the dtype of the copies")
-        rows = [[*(x.data_ptr() for x in (p, g, m, v)), 0 if low is None else low.data_ptr(), p.numel()]
-                for (p, m, v, low), g in zip(self.kept, gradients, strict=True)]
+            raise ValueError(
+                "gradients: expected all of them in float32, or all in the dtype of the copies"
+            )
+        rows = [
+            [*(x.data_ptr() for x in (p, g, m, v)), 0 if low is None else low.data_ptr(), p.numel()]
+            for (p, m, v, low), g in zip(self.kept, gradients, strict=True)
+        ]
         table = torch.tensor(rows, dtype=torch.int64)
-        table = table.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else table
+        table = (
+            table.pin_memory().to(self.device, non_blocking=True)
+            if self.device.type == "cuda"
+            else table
+        )
         return Addresses(table, gradients)
 
-    def step(self, at: Addresses, clip: Tensor, *, rate: float, betas: tuple[float, float], eps: float,
-             t: int) -> Tensor:
+    def step(
+        self,
+        at: Addresses,
+        clip: Tensor,
+        *,
+        rate: float,
+        betas: tuple[float, float],
+        eps: float,
+        t: int,
+    ) -> Tensor:
         """Apply update number t (from 1) in place; returns sum s^2, a float64 scalar on the device.
 
         clip: a float32 scalar on the device that multiplies the gradients."""
         moved = torch.empty(len(self.tensor), dtype=torch.float32, device=self.device)
         names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         _adamw[(len(self.tensor),)](
-            at.table, self.decay, self.tensor, self.start, clip, moved, rate, betas[0], 1 - betas[0], betas[1],
-            1 - betas[1], eps, 1 - betas[0] ** t, 1 - betas[1] ** t, COLUMNS=at.table.shape[1],
-            GRADIENT=names[at.gradients[0].dtype], LOW=names[self.low_dtype], BLOCK=BLOCK, num_warps=WARPS)
+            at.table,
+            self.decay,
+            self.tensor,
+            self.start,
+            clip,
+            moved,
+            rate,
+            betas[0],
+            1 - betas[0],
+            betas[1],
+            1 - betas[1],
+            eps,
+            1 - betas[0] ** t,
+            1 - betas[1] ** t,
+            COLUMNS=at.table.shape[1],
+            GRADIENT=names[at.gradients[0].dtype],
+            LOW=names[self.low_dtype],
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
         return moved.double().sum()
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """The gradient as the kernel reads it: a copy where it is a slice that begins or strides otherwise."""
+    """The gradient as the kernel reads it: a copy where it is a slice that begins or strides
+    otherwise."""
     plain = gradient.is_contiguous() and gradient.data_ptr() % ALIGNMENT == 0
     gradient = gradient if plain else gradient.clone(memory_format=torch.contiguous_format)
     return gradient
@@ -91,32 +144,100 @@ def _plain(gradient: Tensor) -> Tensor:
 
 def _check(x: Tensor, dtype: torch.dtype) -> None:
     if x.dtype != dtype or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
-        raise ValueError(f"tensors: expected contiguous {str(dtype).removeprefix('torch.')} at a multiple of "
-                         f"{ALIGNMENT} bytes, got {x.dtype} {list(x.shape)} with strides {list(x.stride())}")
+        raise ValueError(
+            f"tensors: expected contiguous {str(dtype).removeprefix('torch.')} at a multiple of "
+            f"{ALIGNMENT} bytes, got {x.dtype} {list(x.shape)} with strides {list(x.stride())}"
+        )
 
 
 @jit
-def _adamw(table_ptr, decay_ptr, tensor_ptr, start_ptr, clip_ptr, moved_ptr, rate, beta1, new1, beta2, new2, eps,
-           correction1, correction2, COLUMNS: tl.constexpr, GRADIENT: tl.constexpr, LOW: tl.constexpr,
-           BLOCK: tl.constexpr):
-    """One block of one tensor. A row of the table: addresses of p, g, m, v and the low-precision copy, and the size.
-    new1, new2: 1 - beta, which float32's beta2 of 0.999 would give to five digits only."""
+def _adamw(
+    table_ptr,
+    decay_ptr,
+    tensor_ptr,
+    start_ptr,
+    clip_ptr,
+    moved_ptr,
+    rate,
+    beta1,
+    new1,
+    beta2,
+    new2,
+    eps,
+    correction1,
+    correction2,
+    COLUMNS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    LOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of one tensor. A row of the table: addresses of p, g, m, v and the low-precision
+    copy, and the size. new1, new2: 1 - beta, which float32's beta2 of 0.999 would give to five
+    digits only."""
     block = tl.program_id(0)
     i, start = tl.load(tensor_ptr + block), tl.multiple_of(tl.load(start_ptr + block), BLOCK)
     row_ptr = table_ptr + i.to(tl.int64) * COLUMNS
     clip, decay = tl.load(clip_ptr), 1 - rate * tl.load(decay_ptr + i)
-    if start + BLOCK <= tl.load(row_ptr + 5):          # without a mask the loads are of 16 bytes
-        moved = _update(row_ptr, start, clip, decay, rate, beta1, new1, beta2, new2, eps, correction1, correction2,
-                        GRADIENT, LOW, BLOCK, False)
+    if start + BLOCK <= tl.load(row_ptr + 5):  # without a mask the loads are of 16 bytes
+        moved = _update(
+            row_ptr,
+            start,
+            clip,
+            decay,
+            rate,
+            beta1,
+            new1,
+            beta2,
+            new2,
+            eps,
+            correction1,
+            correction2,
+            GRADIENT,
+            LOW,
+            BLOCK,
+            False,
+        )
     else:
-        moved = _update(row_ptr, start, clip, decay, rate, beta1, new1, beta2, new2, eps, correction1, correction2,
-                        GRADIENT, LOW, BLOCK, True)
+        moved = _update(
+            row_ptr,
+            start,
+            clip,
+            decay,
+            rate,
+            beta1,
+            new1,
+            beta2,
+            new2,
+            eps,
+            correction1,
+            correction2,
+            GRADIENT,
+            LOW,
+            BLOCK,
+            True,
+        )
     tl.store(moved_ptr + block, moved)
 
 
 @jit
-def _update(row_ptr, start, clip, decay, rate, beta1, new1, beta2, new2, eps, correction1, correction2,
-            GRADIENT: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr, ENDS: tl.constexpr):
+def _update(
+    row_ptr,
+    start,
+    clip,
+    decay,
+    rate,
+    beta1,
+    new1,
+    beta2,
+    new2,
+    eps,
+    correction1,
+    correction2,
+    GRADIENT: tl.constexpr,
+    LOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ENDS: tl.constexpr,
+):
     offs_n = start + tl.arange(0, BLOCK)
     inside_n = offs_n < tl.load(row_ptr + 5) if ENDS else tl.full((BLOCK,), True, tl.int1)
     p_ptr = _address(row_ptr, tl.float32) + offs_n

@@ -1,4 +1,5 @@
-"""The end of a decode step: what was drawn is written down, and every row's state becomes that of its next step.
+"""The end of a decode step: what was drawn is written down, and every row's state becomes that of
+its next step.
 
     ids = token,   pos += 1 where pos < end,   next = pos + 1,   length = next where pos < end, else 0
 
@@ -6,6 +7,7 @@ One launch instead of a dozen: a step of a small model has no microsecond to spa
 
 Legend: B rows, S steps.
 """
+
 from __future__ import annotations
 
 from torch import Tensor
@@ -13,16 +15,42 @@ from torch import Tensor
 from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl
 
 
-def advance(tokens_B: Tensor, logprobs_B: Tensor, step_1: Tensor, tokens_SB: Tensor, logprobs_SB: Tensor,
-            ids_B: Tensor, pos_B: Tensor, next_B: Tensor, end_B: Tensor, lengths_B: Tensor) -> None:
-    """Write tokens and log-probs to row `step_1` of the results, count the step, and move the rows on, in place.
+def advance(
+    tokens_B: Tensor,
+    logprobs_B: Tensor,
+    step_1: Tensor,
+    tokens_SB: Tensor,
+    logprobs_SB: Tensor,
+    ids_B: Tensor,
+    pos_B: Tensor,
+    next_B: Tensor,
+    end_B: Tensor,
+    lengths_B: Tensor,
+) -> None:
+    """Write tokens and log-probs to row `step_1` of the results, count the step, and move the rows
+    on, in place.
 
     int64 all but logprobs (float32) and lengths_B (int32); the results have at least B columns.
     """
     rows = tokens_B.shape[0]
     if fused(tokens_B):
-        _advance_kernel[(1,)](tokens_B, logprobs_B, step_1, tokens_SB, logprobs_SB, ids_B, pos_B, next_B, end_B,
-                              lengths_B, rows, tokens_SB.stride(0), BLOCK=block(rows), num_warps=4, **early_start())
+        _advance_kernel[(1,)](
+            tokens_B,
+            logprobs_B,
+            step_1,
+            tokens_SB,
+            logprobs_SB,
+            ids_B,
+            pos_B,
+            next_B,
+            end_B,
+            lengths_B,
+            rows,
+            tokens_SB.stride(0),
+            BLOCK=block(rows),
+            num_warps=4,
+            **early_start(),
+        )
         return
     tokens_SB[:, :rows].index_copy_(0, step_1, tokens_B[None])
     logprobs_SB[:, :rows].index_copy_(0, step_1, logprobs_B[None])
@@ -34,15 +62,33 @@ def advance(tokens_B: Tensor, logprobs_B: Tensor, step_1: Tensor, tokens_SB: Ten
 
 
 @jit
-def _advance_kernel(tokens, logprobs, step_1, tokens_SB, logprobs_SB, ids, pos, next_, end, lengths, rows, stride,
-                    BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _advance_kernel(
+    tokens,
+    logprobs,
+    step_1,
+    tokens_SB,
+    logprobs_SB,
+    ids,
+    pos,
+    next_,
+    end,
+    lengths,
+    rows,
+    stride,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     after_others(EARLY)
     offs = tl.arange(0, BLOCK)
     live = offs < rows
     step = tl.load(step_1)
     token = tl.load(tokens + offs, mask=live, other=0)
     tl.store(tokens_SB + step * stride + offs, token, mask=live)
-    tl.store(logprobs_SB + step * stride + offs, tl.load(logprobs + offs, mask=live, other=0.0), mask=live)
+    tl.store(
+        logprobs_SB + step * stride + offs,
+        tl.load(logprobs + offs, mask=live, other=0.0),
+        mask=live,
+    )
     tl.store(ids + offs, token, mask=live)
     at, last = tl.load(pos + offs, mask=live, other=0), tl.load(end + offs, mask=live, other=0)
     at += (at < last).to(tl.int64)

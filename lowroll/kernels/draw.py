@@ -1,19 +1,23 @@
 """One token a row by inverse CDF, with its log-prob, in one pass over the logits.
 
-Noise is counter-based (Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a row's
-uniform is u(key, position) and depends on neither the batch, the device nor the past. Of the ids in order, the token
-is the first whose cumulative probability exceeds u * total; an id of probability 0 is never drawn.
+Noise is counter-based (Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1,
+2, 3"): a row's uniform is u(key, position) and depends on neither the batch, the device nor the
+past. Of the ids in order, the token is the first whose cumulative probability exceeds u * total; an
+id of probability 0 is never drawn.
 
-On CUDA the vocabulary is cut into tiles. One kernel reads each tile once and leaves its maximum and its mass
-sum exp((x - max) / T); the second weighs the tiles, finds the one that u falls into, reads that one again, and finds
-the token, with the cumulative sums in float64. Tiles are the same for every batch: so are the bits of a row.
-The CPU's torch has blocks of 128 instead, and may differ where u lies within rounding of a boundary.
+On CUDA the vocabulary is cut into tiles. One kernel reads each tile once and leaves its maximum and
+its mass sum exp((x - max) / T); the second weighs the tiles, finds the one that u falls into, reads
+that one again, and finds the token, with the cumulative sums in float64. Tiles are the same for
+every batch: so are the bits of a row. The CPU's torch has blocks of 128 instead, and may differ
+where u lies within rounding of a boundary.
 
-Greedy rows take the argmax, lower id first, and the log-prob at temperature 1. A row without a distribution (NaN or
-+inf logits, or nothing but -inf) gets token 0 and log-prob NaN. Nothing waits for the device.
+Greedy rows take the argmax, lower id first, and the log-prob at temperature 1. A row without a
+distribution (NaN or +inf logits, or nothing but -inf) gets token 0 and log-prob NaN. Nothing waits
+for the device.
 
 Shapes: B rows, V vocabulary, K tokens of a block of the CDF, C = ceil(V / K) blocks.
 """
+
 from __future__ import annotations
 
 import torch
@@ -29,12 +33,19 @@ PICK_WARPS = 4
 _WORD = 0xFFFFFFFF
 
 
-def draw(logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor, temperature_B: Tensor | None = None,
-         greedy_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Draw one token a row: ids int64 [B] and log-probs float32 [B], of softmax(logits / temperature).
+def draw(
+    logits_BV: Tensor,
+    keys_B: Tensor,
+    positions_B: Tensor,
+    temperature_B: Tensor | None = None,
+    greedy_B: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token a row: ids int64 [B] and log-probs float32 [B], of softmax(logits /
+    temperature).
 
-    logits_BV: any float dtype, rows contiguous or expanded (stride 0), left unchanged. keys_B, positions_B: int64, the
-    noise. temperature_B: float32 (None is 1). greedy_B: bool (None is all False); a greedy row's temperature is 1.
+    logits_BV: any float dtype, rows contiguous or expanded (stride 0), left unchanged. keys_B,
+    positions_B: int64, the noise. temperature_B: float32 (None is 1). greedy_B: bool (None is all
+    False); a greedy row's temperature is 1.
     """
     if not fused(logits_BV):
         return _plain(logits_BV, keys_B, positions_B, temperature_B, greedy_B)
@@ -46,16 +57,47 @@ def draw(logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor, temperature_B: 
     mass_BC = torch.empty_like(largest_BC)
     tokens_B = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
     logprobs_B = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
-    _masses_kernel[(rows * tiles,)](logits_BV, temperature_B, greedy_B, largest_BC, mass_BC, tokens, tiles, stride,
-                                    BLOCK=TILE, num_warps=WARPS, **early_start())
-    _pick_kernel[(rows,)](logits_BV, keys_B, positions_B, temperature_B, greedy_B, largest_BC, mass_BC, tokens_B,
-                          logprobs_B, tokens, tiles, stride, BLOCK=TILE, TILES=max(16, block(tiles)),
-                          num_warps=PICK_WARPS, **early_start())
+    _masses_kernel[(rows * tiles,)](
+        logits_BV,
+        temperature_B,
+        greedy_B,
+        largest_BC,
+        mass_BC,
+        tokens,
+        tiles,
+        stride,
+        BLOCK=TILE,
+        num_warps=WARPS,
+        **early_start(),
+    )
+    _pick_kernel[(rows,)](
+        logits_BV,
+        keys_B,
+        positions_B,
+        temperature_B,
+        greedy_B,
+        largest_BC,
+        mass_BC,
+        tokens_B,
+        logprobs_B,
+        tokens,
+        tiles,
+        stride,
+        BLOCK=TILE,
+        TILES=max(16, block(tiles)),
+        num_warps=PICK_WARPS,
+        **early_start(),
+    )
     return tokens_B, logprobs_B
 
 
-def _plain(logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor, temperature_B: Tensor | None,
-           greedy_B: Tensor | None) -> tuple[Tensor, Tensor]:
+def _plain(
+    logits_BV: Tensor,
+    keys_B: Tensor,
+    positions_B: Tensor,
+    temperature_B: Tensor | None,
+    greedy_B: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     logits_BV = logits_BV.float()
     if temperature_B is not None:
         if greedy_B is not None:
@@ -70,7 +112,8 @@ def _plain(logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor, temperature_B
 
 
 def uniform(keys_B: Tensor, counters_B: Tensor) -> Tensor:
-    """One float64 in [0, 1), a multiple of 2^-53, a (64-bit key, 64-bit counter) pair. Both int64 [B]."""
+    """One float64 in [0, 1), a multiple of 2^-53, a (64-bit key, 64-bit counter) pair. Both int64
+    [B]."""
     zero_B = torch.zeros_like(counters_B)
     counter_4B = torch.stack([counters_B & _WORD, (counters_B >> 32) & _WORD, zero_B, zero_B])
     words_4B = philox4x32(counter_4B, torch.stack([keys_B & _WORD, (keys_B >> 32) & _WORD]))
@@ -78,16 +121,20 @@ def uniform(keys_B: Tensor, counters_B: Tensor) -> Tensor:
 
 
 def philox4x32(counter_4B: Tensor, key_2B: Tensor, rounds: int = 10) -> Tensor:
-    """Philox4x32 of Salmon et al. 2011, section 3.4: words [4, B] of each column. All int64, values in [0, 2^32).
+    """Philox4x32 of Salmon et al. 2011, section 3.4: words [4, B] of each column. All int64, values
+    in [0, 2^32).
 
-    Both halves of a round run as one [2, B] operation, and constants are made on the device: few, small launches.
+    Both halves of a round run as one [2, B] operation, and constants are made on the device: few,
+    small launches.
     """
     lane_21 = torch.arange(2, device=counter_4B.device)[:, None]
     multiplier_21 = lane_21 * (0xCD9E8D57 - 0xD2511F53) + 0xD2511F53
     weyl_21 = lane_21 * (0xBB67AE85 - 0x9E3779B9) + 0x9E3779B9
     multiplied_2B, other_2B = counter_4B[0::2], counter_4B[1::2]
     for i in range(rounds):
-        product_2B = multiplied_2B * multiplier_21            # modulo 2^64: the sign bit is bit 63 of the product
+        product_2B = (
+            multiplied_2B * multiplier_21
+        )  # modulo 2^64: the sign bit is bit 63 of the product
         high_2B, low_2B = (product_2B >> 32) & _WORD, product_2B & _WORD
         multiplied_2B = high_2B.flip(0) ^ other_2B ^ ((key_2B + i * weyl_21) & _WORD)
         other_2B = low_2B.flip(0)
@@ -95,9 +142,11 @@ def philox4x32(counter_4B: Tensor, key_2B: Tensor, rounds: int = 10) -> Tensor:
 
 
 def inverse_cdf(logp_BV: Tensor, u_B: Tensor) -> Tensor:
-    """The first id whose cumulative probability exceeds u * total. An id of probability 0 is never drawn.
+    """The first id whose cumulative probability exceeds u * total. An id of probability 0 is never
+    drawn.
 
-    Two levels, so that the V-long sum is never written: block masses, the block that u falls into, the id within it.
+    Two levels, so that the V-long sum is never written: block masses, the block that u falls into,
+    the id within it.
     """
     p_BV = logp_BV.exp()
     missing = -p_BV.shape[-1] % CDF_BLOCK
@@ -108,7 +157,8 @@ def inverse_cdf(logp_BV: Tensor, u_B: Tensor) -> Tensor:
     rest_B1 = target_B1 - F.pad(cdf_BC[:, :-1], (1, 0)).gather(-1, block_B1)
     p_BK = p_BCK.gather(1, block_B1[:, :, None].expand(-1, -1, CDF_BLOCK))[:, 0].double()
     cdf_BK = p_BK.cumsum(-1)
-    # the fp32 mass of the block may exceed the sum of its ids by a rounding: then the last possible id is meant
+    # the fp32 mass of the block may exceed the sum of its ids by a rounding: then the last possible
+    # id is meant
     inside_B1 = torch.minimum(_first_above(cdf_BK, rest_B1), _last_positive(p_BK))
     return (block_B1 * CDF_BLOCK + inside_B1)[:, 0]
 
@@ -121,7 +171,8 @@ def _last_positive(p_BK: Tensor) -> Tensor:
     return ((p_BK > 0) * torch.arange(p_BK.shape[-1], device=p_BK.device)).amax(-1, keepdim=True)
 
 
-# -- Triton -----------------------------------------------------------------------------------------------------------
+# -- Triton ----------------------------------------------------------------------------------------
+
 
 @jit
 def _shift(largest, factor):
@@ -131,9 +182,12 @@ def _shift(largest, factor):
 
 @jit
 def _tile(logits_ptr, row, tile, factor, tokens, stride, BLOCK: tl.constexpr):
-    """Logits of a tile, their maximum, and their masses 2^(x * factor - shift); -inf and 0 beyond the vocabulary."""
+    """Logits of a tile, their maximum, and their masses 2^(x * factor - shift); -inf and 0 beyond
+    the vocabulary."""
     offs_n = tile * BLOCK + tl.arange(0, BLOCK)
-    x_n = tl.load(logits_ptr + row.to(tl.int64) * stride + offs_n, mask=offs_n < tokens, other=float("-inf"))
+    x_n = tl.load(
+        logits_ptr + row.to(tl.int64) * stride + offs_n, mask=offs_n < tokens, other=float("-inf")
+    )
     x_n = x_n.to(tl.float32)
     largest = tl.max(x_n, 0)
     return offs_n, x_n, largest, tl.exp2(tl.fma(x_n, factor, -_shift(largest, factor)))
@@ -150,8 +204,18 @@ def _temperature(temperature_ptr, greedy_ptr, row):
 
 
 @jit
-def _masses_kernel(logits_ptr, temperature_ptr, greedy_ptr, largest_ptr, mass_ptr, tokens, tiles, stride,
-                   BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _masses_kernel(
+    logits_ptr,
+    temperature_ptr,
+    greedy_ptr,
+    largest_ptr,
+    mass_ptr,
+    tokens,
+    tiles,
+    stride,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Maximum and mass of one tile of one row: the only pass over the logits."""
     after_others(EARLY)
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -163,7 +227,8 @@ def _masses_kernel(logits_ptr, temperature_ptr, greedy_ptr, largest_ptr, mass_pt
 
 @jit
 def _reached(p_n, offs_n, target, last: tl.constexpr):
-    """First index of positive mass whose cumulative mass exceeds the target; if rounding leaves none, the last one."""
+    """First index of positive mass whose cumulative mass exceeds the target; if rounding leaves
+    none, the last one."""
     cdf_n = tl.cumsum(p_n, 0)
     above = tl.min(tl.where((cdf_n > target) & (p_n > 0), offs_n, last), 0)
     index = tl.minimum(above, tl.max(tl.where(p_n > 0, offs_n, 0), 0))
@@ -171,9 +236,23 @@ def _reached(p_n, offs_n, target, last: tl.constexpr):
 
 
 @jit
-def _pick_kernel(logits_ptr, keys_ptr, positions_ptr, temperature_ptr, greedy_ptr, largest_ptr, mass_ptr, token_ptr,
-                 logp_ptr, tokens, tiles, stride, BLOCK: tl.constexpr, TILES: tl.constexpr,
-                 EARLY: tl.constexpr):
+def _pick_kernel(
+    logits_ptr,
+    keys_ptr,
+    positions_ptr,
+    temperature_ptr,
+    greedy_ptr,
+    largest_ptr,
+    mass_ptr,
+    token_ptr,
+    logp_ptr,
+    tokens,
+    tiles,
+    stride,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Token and log-prob of one row: the tile that u falls into, then the token within it."""
     after_others(EARLY)
     row = tl.program_id(0)
@@ -189,8 +268,12 @@ def _pick_kernel(logits_ptr, keys_ptr, positions_ptr, temperature_ptr, greedy_pt
 
     key, position = tl.load(keys_ptr + row), tl.load(positions_ptr + row)
     zero = (position * 0).to(tl.uint32)
-    low, high, _, _ = tl.philox(key, position.to(tl.uint32), (position >> 32).to(tl.uint32), zero, zero)
-    u = (low.to(tl.int64) * 2097152 + (high >> 11).to(tl.int64)).to(tl.float64) * 1.1102230246251565e-16
+    low, high, _, _ = tl.philox(
+        key, position.to(tl.uint32), (position >> 32).to(tl.uint32), zero, zero
+    )
+    u = (low.to(tl.int64) * 2097152 + (high >> 11).to(tl.int64)).to(
+        tl.float64
+    ) * 1.1102230246251565e-16
     tile, before = _reached(mass_c, offs_c, u * total, TILES)
     if greedy_ptr is not None:
         greedy = tl.load(greedy_ptr + row) != 0
@@ -206,7 +289,13 @@ def _pick_kernel(logits_ptr, keys_ptr, positions_ptr, temperature_ptr, greedy_pt
     chosen = tl.sum(tl.where(offs_n == token, x_n, 0.0), 0)
     # the rounding of the shift stands in the total, and is taken out again
     rounded = largest.to(tl.float64) * factor - shift
-    logp = (chosen - largest).to(tl.float64) / temperature + rounded * 0.6931471805599453 - tl.log(total)
-    finite = (total > 0) & (total < float("inf")) & (largest > float("-inf")) & (largest < float("inf"))
+    logp = (
+        (chosen - largest).to(tl.float64) / temperature
+        + rounded * 0.6931471805599453
+        - tl.log(total)
+    )
+    finite = (
+        (total > 0) & (total < float("inf")) & (largest > float("-inf")) & (largest < float("inf"))
+    )
     tl.store(token_ptr + row, tl.where(finite, token, 0).to(tl.int64))
     tl.store(logp_ptr + row, tl.where(finite, logp, float("nan")).to(tl.float32))

@@ -1,23 +1,33 @@
 """Where Triton is, and when its kernels run: the one guard for machines that have none.
 
-Programmatic dependent launch (CUDA, from capability 9.0 on). Within `overlapping` a kernel may start when every block
-of the one before it on the stream runs or has ended, and lets the one after it start as soon as it runs itself: launch
-latency, prologues and the first weights lie under the end of the kernel before. What keeps the order of a stream:
+Programmatic dependent launch (CUDA, from capability 9.0 on). Within `overlapping` a kernel may
+start when every block of the one before it on the stream runs or has ended, and lets the one after
+it start as soon as it runs itself: launch latency, prologues and the first weights lie under the
+end of the kernel before. What keeps the order of a stream:
 
-1. `after_others` waits until the kernel before has ended and its writes are seen. Ahead of it a kernel reads weights
-   and what the step before left (lengths, page tables), and writes nothing: results, workspaces and counters may still
-   be read by the kernel before. A matrix that is made within the step (dequantised, copied) must not be read ahead.
-2. Every kernel that starts early also waits, in every one of its blocks that does anything, before it ends. So when B
-   has ended, A before it had, and the C that waits for B alone waits for all: of kernels further apart only what rule 1
-   allows ahead runs at the same time. Memory that the allocator passes on in stream order is safe for that reason.
-3. A kernel launched plainly (cuBLAS, torch) starts after the end of the one before it and of everything earlier. One
-   of these stands between the last write of what is read ahead and the first kernel that reads it, if only the
-   embedding. `prefetch` fetches to the L2 cache, where a later write is seen: it is right even without that.
-4. No kernel keeps one before it from ending: it starts only when no block of that one waits for room any more.
+1. `after_others` waits until the kernel before has ended and its writes are seen. Ahead of it a
+kernel reads weights
+   and what the step before left (lengths, page tables), and writes nothing: results, workspaces and
+   counters may still be read by the kernel before. A matrix that is made within the step
+   (dequantised, copied) must not be read ahead.
+2. Every kernel that starts early also waits, in every one of its blocks that does anything, before
+it ends. So when B
+   has ended, A before it had, and the C that waits for B alone waits for all: of kernels further
+   apart only what rule 1 allows ahead runs at the same time. Memory that the allocator passes on in
+   stream order is safe for that reason.
+3. A kernel launched plainly (cuBLAS, torch) starts after the end of the one before it and of
+everything earlier. One
+   of these stands between the last write of what is read ahead and the first kernel that reads it,
+   if only the embedding. `prefetch` fetches to the L2 cache, where a later write is seen: it is
+   right even without that.
+4. No kernel keeps one before it from ending: it starts only when no block of that one waits for
+room any more.
 
-Kernels are written as `@jit` functions of module level, with `tl` from here. Without Triton both are placeholders that
-are never called. With TRITON_INTERPRET=1 (tests) Triton runs kernels on CPU tensors, in numpy.
+Kernels are written as `@jit` functions of module level, with `tl` from here. Without Triton both
+are placeholders that are never called. With TRITON_INTERPRET=1 (tests) Triton runs kernels on CPU
+tensors, in numpy.
 """
+
 from __future__ import annotations
 
 import os
@@ -33,7 +43,9 @@ from torch import Tensor
 
 triton: Any = import_module("triton") if find_spec("triton") else None
 tl: Any = import_module("triton.language") if triton else None
-jit: Callable[..., Any] = triton.jit if triton else lambda function=None, **options: function or (lambda f: f)
+jit: Callable[..., Any] = (
+    triton.jit if triton else lambda function=None, **options: function or (lambda f: f)
+)
 
 _OVERLAPPING: ContextVar[bool] = ContextVar("overlapping", default=False)
 
@@ -57,9 +69,11 @@ def warps(elements: int, each: int = 512) -> int:
 
 @contextmanager
 def overlapping(device: torch.device) -> Iterator[None]:
-    """Let kernels launched within start while the one before ends, where the device can do that (see the top).
+    """Let kernels launched within start while the one before ends, where the device can do that
+    (see the top).
 
-    For a step of decoding: a chain of short kernels on one stream, without gradients, that begins with a plain launch.
+    For a step of decoding: a chain of short kernels on one stream, without gradients, that begins
+    with a plain launch.
     """
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     token = _OVERLAPPING.set(able)
@@ -79,7 +93,8 @@ def early_start() -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True} if early() else {"EARLY": False}
 
 
-# -- Triton: what a kernel with EARLY begins with ---------------------------------------------------------------------
+# -- Triton: what a kernel with EARLY begins with --------------------------------------------------
+
 
 @jit
 def let_others_start(EARLY: tl.constexpr):
@@ -97,6 +112,9 @@ def after_others(EARLY: tl.constexpr):
 
 @jit
 def prefetch(at, EARLY: tl.constexpr):
-    """Fetch what lies at these addresses into the L2 cache, for a load after the wait. A line is 128 bytes."""
+    """Fetch what lies at these addresses into the L2 cache, for a load after the wait. A line is
+    128 bytes."""
     if EARLY:
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )

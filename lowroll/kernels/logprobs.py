@@ -5,13 +5,15 @@ With z = logits / temperature and y the target of a row,
     logp = z_y - lse(z)        entropy = lse(z) - sum_v softmax(z)_v z_v
     d logp / d logits = (onehot(y) - softmax(z)) / temperature
 
-On CUDA one kernel makes the first two in one pass over the logits (a running maximum, Milakov & Gimelshein 2018), and
-the gradient, where it is wanted, in a second one, rounded once to the dtype of the product that reads it. Where the
-log-prob is known already, lse(z) = z_y - logp and the gradient is all there is to do. The difference onehot - softmax
-is taken before the rounding: of a token with p = 0.999 the gradient is 0.001, not 0.
+On CUDA one kernel makes the first two in one pass over the logits (a running maximum, Milakov &
+Gimelshein 2018), and the gradient, where it is wanted, in a second one, rounded once to the dtype
+of the product that reads it. Where the log-prob is known already, lse(z) = z_y - logp and the
+gradient is all there is to do. The difference onehot - softmax is taken before the rounding: of a
+token with p = 0.999 the gradient is 0.001, not 0.
 
 Shapes: C rows, V vocabulary.
 """
+
 from __future__ import annotations
 
 import torch
@@ -19,17 +21,22 @@ from torch import Tensor
 
 from lowroll.kernels.launch import fused, jit, tl
 
-TILE = 4096          # logits of a program that makes gradients
-LANES = 1024         # running maxima of a row
+TILE = 4096  # logits of a program that makes gradients
+LANES = 1024  # running maxima of a row
 
 
-def token_log_probs(logits_CV: Tensor, targets_C: Tensor, temperature: float = 1.0, gradient_CV: Tensor | None = None,
-                    scale_C: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def token_log_probs(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    temperature: float = 1.0,
+    gradient_CV: Tensor | None = None,
+    scale_C: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each row, both [C] float32.
 
-    logits_CV: any float dtype, rows contiguous. gradient_CV, any float dtype, is filled with scale * d logp / d logits
-    where it is given; scale_C (float32) is 1 where it is not. The logits may be overwritten. Nothing waits for the
-    device.
+    logits_CV: any float dtype, rows contiguous. gradient_CV, any float dtype, is filled with scale
+    * d logp / d logits where it is given; scale_C (float32) is 1 where it is not. The logits may be
+    overwritten. Nothing waits for the device.
     """
     if not fused(logits_CV):
         return _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)
@@ -38,26 +45,61 @@ def token_log_probs(logits_CV: Tensor, targets_C: Tensor, temperature: float = 1
     entropy_C = torch.empty_like(logp_C)
     if rows:
         _token_log_probs[(rows,)](
-            logits_CV, targets_C, scale_C, logp_C, entropy_C, gradient_CV, vocab, logits_CV.stride(0),
-            0 if gradient_CV is None else gradient_CV.stride(0), 1 / temperature, BLOCK=LANES, num_warps=8)
+            logits_CV,
+            targets_C,
+            scale_C,
+            logp_C,
+            entropy_C,
+            gradient_CV,
+            vocab,
+            logits_CV.stride(0),
+            0 if gradient_CV is None else gradient_CV.stride(0),
+            1 / temperature,
+            BLOCK=LANES,
+            num_warps=8,
+        )
     return logp_C, entropy_C
 
 
-def logit_gradient(logits_CV: Tensor, targets_C: Tensor, logp_C: Tensor, scale_C: Tensor, temperature: float,
-                   gradient_CV: Tensor) -> None:
-    """Fill gradient_CV with scale * d logp / d logits, of rows whose log-probs `token_log_probs` has given."""
+def logit_gradient(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    logp_C: Tensor,
+    scale_C: Tensor,
+    temperature: float,
+    gradient_CV: Tensor,
+) -> None:
+    """Fill gradient_CV with scale * d logp / d logits, of rows whose log-probs `token_log_probs`
+    has given."""
     if not fused(logits_CV):
         _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)
     elif len(logits_CV):
         _logit_gradient[(len(logits_CV), -(-logits_CV.shape[1] // TILE))](
-            logits_CV, targets_C, logp_C, scale_C, gradient_CV, logits_CV.shape[1], logits_CV.stride(0),
-            gradient_CV.stride(0), 1 / temperature, BLOCK=TILE, num_warps=8)
+            logits_CV,
+            targets_C,
+            logp_C,
+            scale_C,
+            gradient_CV,
+            logits_CV.shape[1],
+            logits_CV.stride(0),
+            gradient_CV.stride(0),
+            1 / temperature,
+            BLOCK=TILE,
+            num_warps=8,
+        )
 
 
-def _reference(logits_CV: Tensor, targets_C: Tensor, temperature: float, gradient_CV: Tensor | None,
-               scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
+def _reference(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    temperature: float,
+    gradient_CV: Tensor | None,
+    scale_C: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     logits_CV = logits_CV.float()
-    logp_CV = torch.log_softmax(logits_CV if temperature == 1.0 else logits_CV / temperature, dim=-1)
+    logp_CV = torch.log_softmax(
+        logits_CV if temperature == 1.0 else logits_CV / temperature, dim=-1
+    )
     logp_C = logp_CV.gather(1, targets_C[:, None])[:, 0]
     p_CV = logp_CV.exp()
     if gradient_CV is not None:
@@ -68,24 +110,40 @@ def _reference(logits_CV: Tensor, targets_C: Tensor, temperature: float, gradien
 
 
 @jit
-def _token_log_probs(logits_ptr, targets_ptr, scale_ptr, logp_ptr, entropy_ptr, gradient_ptr, vocab, logits_stride,
-                    gradient_stride, inverse_temperature, BLOCK: tl.constexpr):
-    """One row: its statistics in one pass with a running maximum a lane; a second pass only for the gradient."""
+def _token_log_probs(
+    logits_ptr,
+    targets_ptr,
+    scale_ptr,
+    logp_ptr,
+    entropy_ptr,
+    gradient_ptr,
+    vocab,
+    logits_stride,
+    gradient_stride,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
+):
+    """One row: its statistics in one pass with a running maximum a lane; a second pass only for the
+    gradient."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     offs_n = tl.arange(0, BLOCK)
-    largest_n = tl.full((BLOCK,), -1e30, tl.float32)      # finite: no difference of infinities
-    mass_n = tl.zeros((BLOCK,), tl.float32)            # sum exp(z - largest)
-    moment_n = tl.zeros((BLOCK,), tl.float32)          # sum exp(z - largest) (z - largest)
+    largest_n = tl.full((BLOCK,), -1e30, tl.float32)  # finite: no difference of infinities
+    mass_n = tl.zeros((BLOCK,), tl.float32)  # sum exp(z - largest)
+    moment_n = tl.zeros((BLOCK,), tl.float32)  # sum exp(z - largest) (z - largest)
     for start in range(0, vocab, BLOCK):
-        z_n = tl.load(row_ptr + start + offs_n, mask=start + offs_n < vocab, other=float("-inf")).to(tl.float32)
+        z_n = tl.load(
+            row_ptr + start + offs_n, mask=start + offs_n < vocab, other=float("-inf")
+        ).to(tl.float32)
         z_n = z_n * inverse_temperature
         new_n = tl.maximum(largest_n, z_n)
         fall_n = largest_n - new_n
         shrink_n = tl.exp(fall_n)
         gap_n = z_n - new_n
         e_n = tl.exp(gap_n)
-        moment_n = shrink_n * (moment_n + fall_n * mass_n) + tl.where(z_n == float("-inf"), 0.0, e_n * gap_n)
+        moment_n = shrink_n * (moment_n + fall_n * mass_n) + tl.where(
+            z_n == float("-inf"), 0.0, e_n * gap_n
+        )
         mass_n = shrink_n * mass_n + e_n
         largest_n = new_n
     largest = tl.max(largest_n, 0)
@@ -103,24 +161,51 @@ def _token_log_probs(logits_ptr, targets_ptr, scale_ptr, logp_ptr, entropy_ptr, 
             scale *= tl.load(scale_ptr + row)
         for start in range(0, vocab, BLOCK):
             inside_n = start + offs_n < vocab
-            z_n = tl.load(row_ptr + start + offs_n, mask=inside_n, other=float("-inf")).to(tl.float32)
+            z_n = tl.load(row_ptr + start + offs_n, mask=inside_n, other=float("-inf")).to(
+                tl.float32
+            )
             hit_n = tl.where(start + offs_n == target, 1.0, 0.0)
             g_n = scale * (hit_n - tl.exp(z_n * inverse_temperature - lse))
-            tl.store(gradient_ptr + row * gradient_stride + start + offs_n,
-                     g_n.to(gradient_ptr.dtype.element_ty), mask=inside_n)
+            tl.store(
+                gradient_ptr + row * gradient_stride + start + offs_n,
+                g_n.to(gradient_ptr.dtype.element_ty),
+                mask=inside_n,
+            )
 
 
 @jit
-def _logit_gradient(logits_ptr, targets_ptr, logp_ptr, scale_ptr, gradient_ptr, vocab, logits_stride, gradient_stride,
-                    inverse_temperature, BLOCK: tl.constexpr):
+def _logit_gradient(
+    logits_ptr,
+    targets_ptr,
+    logp_ptr,
+    scale_ptr,
+    gradient_ptr,
+    vocab,
+    logits_stride,
+    gradient_stride,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
+):
     """One tile of one row."""
     row = tl.program_id(0).to(tl.int64)
     offs_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside_n = offs_n < vocab
     target = tl.load(targets_ptr + row)
-    at_target = tl.load(logits_ptr + row * logits_stride + target).to(tl.float32) * inverse_temperature
+    at_target = (
+        tl.load(logits_ptr + row * logits_stride + target).to(tl.float32) * inverse_temperature
+    )
     lse = at_target - tl.load(logp_ptr + row)
-    z_n = tl.load(logits_ptr + row * logits_stride + offs_n, mask=inside_n, other=float("-inf")).to(tl.float32)
+    z_n = tl.load(logits_ptr + row * logits_stride + offs_n, mask=inside_n, other=float("-inf")).to(
+        tl.float32
+    )
     hit_n = tl.where(offs_n == target, 1.0, 0.0)
-    g_n = tl.load(scale_ptr + row) * inverse_temperature * (hit_n - tl.exp(z_n * inverse_temperature - lse))
-    tl.store(gradient_ptr + row * gradient_stride + offs_n, g_n.to(gradient_ptr.dtype.element_ty), mask=inside_n)
+    g_n = (
+        tl.load(scale_ptr + row)
+        * inverse_temperature
+        * (hit_n - tl.exp(z_n * inverse_temperature - lse))
+    )
+    tl.store(
+        gradient_ptr + row * gradient_stride + offs_n,
+        g_n.to(gradient_ptr.dtype.element_ty),
+        mask=inside_n,
+    )

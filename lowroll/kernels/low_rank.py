@@ -2,13 +2,16 @@
 
     g = g0 + l B_g',   u = u0 + l B_u'        y = silu(g) u          d u = d y silu(g),   d g = d y u s (1 + g (1 - s))
 
-An update of rank r costs no arithmetic to speak of, but adding it to [T, 2F] by itself reads and writes the largest
-tensor of a layer once more. Here it is made a tile at a time, where the tile is read anyway, forward and backward.
-A tile's rows of l and B are held whole, so large ranks (`holds`) are plain products.
+An update of rank r costs no arithmetic to speak of, but adding it to [T, 2F] by itself reads and
+writes the largest tensor of a layer once more. Here it is made a tile at a time, where the tile is
+read anyway, forward and backward. A tile's rows of l and B are held whole, so large ranks (`holds`)
+are plain products.
 
-Legend: T tokens, F intermediate size, r rank, L columns of the stacked update: r where one of gate and up has an
-adapter, 2r where both have (B is block-diagonal then, and the other block is not read); N = 2F.
+Legend: T tokens, F intermediate size, r rank, L columns of the stacked update: r where one of gate
+and up has an adapter, 2r where both have (B is block-diagonal then, and the other block is not
+read); N = 2F.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -19,8 +22,8 @@ from torch import Tensor
 
 from lowroll.kernels.launch import block, fused, jit, tl
 
-TOKENS, FEATURES = 32, 128      # of a tile: small, so that many are in flight
-ROW_BYTES = 512                 # of l and B that a tile holds: more spill, and do not fit into shared memory
+TOKENS, FEATURES = 32, 128  # of a tile: small, so that many are in flight
+ROW_BYTES = 512  # of l and B that a tile holds: more spill, and do not fit into shared memory
 
 
 def holds(rank: int, dtype: torch.dtype) -> bool:
@@ -29,8 +32,9 @@ def holds(rank: int, dtype: torch.dtype) -> bool:
 
 
 def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
-    """silu(gate) * up [T, F] of gate_up + low @ b'. Differentiable in gate_up: the gradient is that of the sum, which
-    is what an adapter needs for its own. The first `rank` columns are the gate's and the last are up's."""
+    """silu(gate) * up [T, F] of gate_up + low @ b'. Differentiable in gate_up: the gradient is that
+    of the sum, which is what an adapter needs for its own. The first `rank` columns are the gate's
+    and the last are up's."""
     if not fused(gate_up_TN) or gate_up_TN.numel() == 0 or not holds(rank, low_TL.dtype):
         gate_TF, up_TF = (gate_up_TN + low_TL @ b_NL.t()).chunk(2, dim=-1)
         return F.silu(gate_TF) * up_TF
@@ -43,8 +47,19 @@ def _forward(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Ten
     num_tokens, size = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
     y_TF = torch.empty(num_tokens, size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
     _silu_mul_adapted[_grid(num_tokens, size)](
-        gate_up_TN, low_TL, b_NL, y_TF, num_tokens, size, low_TL.shape[1], rank, TOKENS=TOKENS, FEATURES=FEATURES,
-        RANK=max(16, block(rank)), num_warps=8)
+        gate_up_TN,
+        low_TL,
+        b_NL,
+        y_TF,
+        num_tokens,
+        size,
+        low_TL.shape[1],
+        rank,
+        TOKENS=TOKENS,
+        FEATURES=FEATURES,
+        RANK=max(16, block(rank)),
+        num_warps=8,
+    )
     return y_TF
 
 
@@ -65,8 +80,20 @@ class _SiluMulAdapted(torch.autograd.Function):
         num_tokens, size = y_grad_TF.shape
         grad_TN = torch.empty_like(gate_up_TN)
         _silu_mul_adapted_backward[_grid(num_tokens, size)](
-            gate_up_TN, low_TL, b_NL, y_grad_TF.contiguous(), grad_TN, num_tokens, size, low_TL.shape[1], ctx.rank,
-            TOKENS=TOKENS, FEATURES=FEATURES, RANK=max(16, block(ctx.rank)), num_warps=8)
+            gate_up_TN,
+            low_TL,
+            b_NL,
+            y_grad_TF.contiguous(),
+            grad_TN,
+            num_tokens,
+            size,
+            low_TL.shape[1],
+            ctx.rank,
+            TOKENS=TOKENS,
+            FEATURES=FEATURES,
+            RANK=max(16, block(ctx.rank)),
+            num_warps=8,
+        )
         return grad_TN, None, None, None
 
 
@@ -77,39 +104,80 @@ def _gate_and_up(gate_up, low, b, t, n, live, size, columns, rank, num_tokens, R
     gate = tl.load(gate_up + at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_up + at + size, mask=live, other=0.0).to(tl.float32)
     gate += _update(low, b, t, n, n < size, columns, rank, num_tokens, RANK)
-    up += _update(low + columns - rank, b + size * columns + columns - rank, t, n, n < size, columns, rank, num_tokens,
-                  RANK)
+    up += _update(
+        low + columns - rank,
+        b + size * columns + columns - rank,
+        t,
+        n,
+        n < size,
+        columns,
+        rank,
+        num_tokens,
+        RANK,
+    )
     return gate, up
 
 
 @jit
 def _update(low, b, t, n, inside, columns, rank, num_tokens, RANK: tl.constexpr):
     r = tl.arange(0, RANK)
-    low_tr = tl.load(low + t[:, None] * columns + r[None, :], mask=(t < num_tokens)[:, None] & (r < rank)[None, :],
-                     other=0.0)
-    b_nr = tl.load(b + n[:, None] * columns + r[None, :], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
+    low_tr = tl.load(
+        low + t[:, None] * columns + r[None, :],
+        mask=(t < num_tokens)[:, None] & (r < rank)[None, :],
+        other=0.0,
+    )
+    b_nr = tl.load(
+        b + n[:, None] * columns + r[None, :], mask=inside[:, None] & (r < rank)[None, :], other=0.0
+    )
     return tl.dot(low_tr, tl.trans(b_nr), input_precision="ieee")
 
 
 @jit
-def _silu_mul_adapted(gate_up, low, b, out, num_tokens, size, columns, rank, TOKENS: tl.constexpr,
-                      FEATURES: tl.constexpr, RANK: tl.constexpr):
+def _silu_mul_adapted(
+    gate_up,
+    low,
+    b,
+    out,
+    num_tokens,
+    size,
+    columns,
+    rank,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    RANK: tl.constexpr,
+):
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     live = (t < num_tokens)[:, None] & (n < size)[None, :]
     gate, up = _gate_and_up(gate_up, low, b, t, n, live, size, columns, rank, num_tokens, RANK)
     y = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + t[:, None].to(tl.int64) * size + n[None, :], y.to(out.dtype.element_ty), mask=live)
+    tl.store(
+        out + t[:, None].to(tl.int64) * size + n[None, :], y.to(out.dtype.element_ty), mask=live
+    )
 
 
 @jit
-def _silu_mul_adapted_backward(gate_up, low, b, y_grad, grad, num_tokens, size, columns, rank, TOKENS: tl.constexpr,
-                               FEATURES: tl.constexpr, RANK: tl.constexpr):
+def _silu_mul_adapted_backward(
+    gate_up,
+    low,
+    b,
+    y_grad,
+    grad,
+    num_tokens,
+    size,
+    columns,
+    rank,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    RANK: tl.constexpr,
+):
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     live = (t < num_tokens)[:, None] & (n < size)[None, :]
     gate, up = _gate_and_up(gate_up, low, b, t, n, live, size, columns, rank, num_tokens, RANK)
-    dy = tl.load(y_grad + t[:, None].to(tl.int64) * size + n[None, :], mask=live, other=0.0).to(tl.float32)
+    dy = tl.load(y_grad + t[:, None].to(tl.int64) * size + n[None, :], mask=live, other=0.0).to(
+        tl.float32
+    )
     s = 1.0 / (1.0 + tl.exp(-gate))
     at = t[:, None].to(tl.int64) * 2 * size + n[None, :]
     dtype = grad.dtype.element_ty

@@ -1,10 +1,12 @@
 """CUDA C++ sources of this room, compiled by nvcc on first use and called through ctypes.
 
-The library lies in a folder of the user's own (`$XDG_CACHE_HOME/lowroll/kernels` or `~/.cache/lowroll/kernels`, mode
-0700), under a name that is the digest of the source, its headers (*.cuh beside it), the compiler and the options. It is
-made beside its name and moved there, so that processes that build at once do not meet. No torch headers take part: a
-build takes seconds, and a library fits every version of torch.
+The library lies in a folder of the user's own (`$XDG_CACHE_HOME/lowroll/kernels` or
+`~/.cache/lowroll/kernels`, mode 0700), under a name that is the digest of the source, its headers
+(*.cuh beside it), the compiler and the options. It is made beside its name and moved there, so that
+processes that build at once do not meet. No torch headers take part: a build takes seconds, and a
+library fits every version of torch.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -38,19 +40,28 @@ def compiler() -> Path | None:
 def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]:
     """nvcc's options for devices of that capability."""
     chip = f"{capability[0]}{capability[1]}" + ("a" if capability[0] == 9 else "")
-    return ["-std=c++17", "-O3", "-gencode", f"arch=compute_{chip},code=sm_{chip}", f"-DHOPPER={capability[0] == 9:d}",
-            *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+    return [
+        "-std=c++17",
+        "-O3",
+        "-gencode",
+        f"arch=compute_{chip},code=sm_{chip}",
+        f"-DHOPPER={capability[0] == 9:d}",
+        *(f"-D{name}={value}" for name, value in sorted(macros.items())),
+    ]
 
 
 def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]) -> ctypes.CDLL:
-    """The shared library of a source for devices of that capability, built when the cache does not hold it.
+    """The shared library of a source for devices of that capability, built when the cache does not
+    hold it.
 
-    RuntimeError when there is no nvcc, when it fails (with the first lines that it says) or takes too long;
-    PermissionError when the folder belongs to someone else.
+    RuntimeError when there is no nvcc, when it fails (with the first lines that it says) or takes
+    too long; PermissionError when the folder belongs to someone else.
     """
     folder, flags, nvcc = cache_folder(), options(capability, macros), compiler()
     if nvcc is None:
-        raise RuntimeError(f"{source.name}: no nvcc in $CUDA_HOME, on the PATH or in /usr/local/cuda")
+        raise RuntimeError(
+            f"{source.name}: no nvcc in $CUDA_HOME, on the PATH or in /usr/local/cuda"
+        )
     version = _run([str(nvcc), "--version"], source.name)
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.cuh")))]
     digest = hashlib.sha256("\0".join([*texts, version, *flags]).encode()).hexdigest()[:24]
@@ -59,7 +70,10 @@ def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]
         handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
         os.close(handle)
         try:
-            _run([str(nvcc), *flags, "--shared", "-Xcompiler", "-fPIC", str(source), "-o", made], source.name)
+            _run(
+                [str(nvcc), *flags, "--shared", "-Xcompiler", "-fPIC", str(source), "-o", made],
+                source.name,
+            )
             os.replace(made, path)
         finally:
             Path(made).unlink(missing_ok=True)
@@ -67,7 +81,8 @@ def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]
 
 
 def builds(make: Callable[[], object], otherwise: str) -> bool:
-    """Is there an nvcc, and does it make the library? Where it fails, a warning says what happens `otherwise`."""
+    """Is there an nvcc, and does it make the library? Where it fails, a warning says what happens
+    `otherwise`."""
     if compiler() is None:
         return False
     try:
@@ -85,7 +100,9 @@ def cache_folder() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-        raise PermissionError(f"{folder}: expected a folder of the user's own, to load compiled kernels from")
+        raise PermissionError(
+            f"{folder}: expected a folder of the user's own, to load compiled kernels from"
+        )
     if status.st_mode & 0o077:
         folder.chmod(0o700)
     return folder

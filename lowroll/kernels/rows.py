@@ -1,11 +1,13 @@
-"""What kernels hand each other instead of dense activations: quantised rows going in, unscaled sums coming out.
+"""What kernels hand each other instead of dense activations: quantised rows going in, unscaled sums
+coming out.
 
     Rows       x[m, k] = codes[m, k] * scale[m]                    before a low-bit product, one scale a token
     Product    y[m, n] = sums[m, n] * row[m] * column[n] + bias[n]      after it, scales and bias not yet applied
 
-A matrix product with unit scales is faster than one that scales (on Hopper, `torch._scaled_mm` row-wise against
-tensor-wise, docs/LOG.md), and the kernel after it reads its result anyway: so it applies the scales. `dtype` is the
-dtype of the activations that they stand for, to which y is rounded once.
+A matrix product with unit scales is faster than one that scales (on Hopper, `torch._scaled_mm`
+row-wise against tensor-wise, docs/LOG.md), and the kernel after it reads its result anyway: so it
+applies the scales. `dtype` is the dtype of the activations that they stand for, to which y is
+rounded once.
 
 The codes are those of `quant.int8` and `quant.fp8`, bit for bit:
 
@@ -14,6 +16,7 @@ The codes are those of `quant.int8` and `quant.fp8`, bit for bit:
 
 Legend: M rows (tokens), K in features, N out features.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -26,27 +29,27 @@ from lowroll.kernels.launch import after_others, block, early_start, fused, jit,
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_E4M3_SCALE = 1 / (E4M3_MAX * 512)
-KINDS = {"int8": torch.int8, "fp8": E4M3}      # of quantised rows, and the dtype of their codes
+KINDS = {"int8": torch.int8, "fp8": E4M3}  # of quantised rows, and the dtype of their codes
 
 
 @dataclass(frozen=True)
 class Rows:
     """Activations quantised a token. Pass `dtype` on to the Product that is made of them."""
 
-    codes_MK: Tensor                        # int8 or float8_e4m3fn
-    scale_M1: Tensor                        # float32
-    dtype: torch.dtype = torch.bfloat16     # of the activations
+    codes_MK: Tensor  # int8 or float8_e4m3fn
+    scale_M1: Tensor  # float32
+    dtype: torch.dtype = torch.bfloat16  # of the activations
 
 
 @dataclass(frozen=True)
 class Product:
     """y = sums * row * column + bias, in float32 and in this order, not yet applied."""
 
-    sums_MN: Tensor                         # bfloat16, float32 or int32
-    row_M1: Tensor | None = None            # float32
-    column_N: Tensor | None = None          # float32, [N] or [N, 1]
-    bias_N: Tensor | None = None            # float32 or the dtype of the model
-    dtype: torch.dtype = torch.bfloat16     # of y
+    sums_MN: Tensor  # bfloat16, float32 or int32
+    row_M1: Tensor | None = None  # float32
+    column_N: Tensor | None = None  # float32, [N] or [N, 1]
+    bias_N: Tensor | None = None  # float32 or the dtype of the model
+    dtype: torch.dtype = torch.bfloat16  # of y
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """y [M, N] in `dtype` (its own unless given)."""
@@ -61,14 +64,24 @@ class Product:
 
 
 def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
-    """Dynamic codes of activations, one scale a row. `kind` is "int8" or "fp8"; ValueError for another."""
+    """Dynamic codes of activations, one scale a row. `kind` is "int8" or "fp8"; ValueError for
+    another."""
     require(kind)
     if not fused(x_MK) or x_MK.numel() == 0:
         return _plain(x_MK, kind)
     x_MK, (num_rows, size) = x_MK.contiguous(), x_MK.shape
     rows = empty_rows(x_MK, (num_rows, size), kind)
-    _quantize[(num_rows,)](x_MK, rows.codes_MK, rows.scale_M1, size, KIND=kind, BLOCK=block(size),
-                           num_warps=warps(block(size)), enable_fp_fusion=False, **early_start())
+    _quantize[(num_rows,)](
+        x_MK,
+        rows.codes_MK,
+        rows.scale_M1,
+        size,
+        KIND=kind,
+        BLOCK=block(size),
+        num_warps=warps(block(size)),
+        enable_fp_fusion=False,
+        **early_start(),
+    )
     return rows
 
 
@@ -77,19 +90,27 @@ def require(kind: str) -> None:
         raise ValueError(f"rows: {kind!r} is none of {', '.join(KINDS)}")
 
 
-def empty_rows(like: Tensor, shape: tuple[int, int], kind: str, dtype: torch.dtype | None = None) -> Rows:
-    """Rows for a kernel to fill, on the device of `like`, standing for activations of its dtype unless given."""
+def empty_rows(
+    like: Tensor, shape: tuple[int, int], kind: str, dtype: torch.dtype | None = None
+) -> Rows:
+    """Rows for a kernel to fill, on the device of `like`, standing for activations of its dtype
+    unless given."""
     require(kind)
     scale_M1 = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)
-    return Rows(torch.empty(shape, dtype=KINDS[kind], device=like.device), scale_M1, dtype or like.dtype)
+    return Rows(
+        torch.empty(shape, dtype=KINDS[kind], device=like.device), scale_M1, dtype or like.dtype
+    )
 
 
 def parts(x: Tensor | Product) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(sums, row, column, bias) as kernels take them: features side by side; a tensor is its own sums."""
+    """(sums, row, column, bias) as kernels take them: features side by side; a tensor is its own
+    sums."""
     if isinstance(x, Tensor):
         return (x if x.stride(-1) == 1 else x.contiguous()), None, None, None
     sums_MN = x.sums_MN if x.sums_MN.stride(-1) == 1 else x.sums_MN.contiguous()
-    row, column, bias = (None if t is None else t.contiguous() for t in (x.row_M1, x.column_N, x.bias_N))
+    row, column, bias = (
+        None if t is None else t.contiguous() for t in (x.row_M1, x.column_N, x.bias_N)
+    )
     return sums_MN, row, column, bias
 
 
@@ -106,6 +127,7 @@ def _plain(x_MK: Tensor, kind: str) -> Rows:
 # -- Triton: pieces of this and the other kernels. Launch with enable_fp_fusion=False: a fused multiply-add rounds once
 #    where the definition rounds twice, and codes would differ --------------------------------------------------------
 
+
 @jit
 def load_dense(sums, row, column, bias, m, stride, n, live):
     """y[m, n] of a Product in float32, 0 where not live. Missing factors are None."""
@@ -121,7 +143,8 @@ def load_dense(sums, row, column, bias, m, stride, n, live):
 
 @jit
 def magnitude(y):
-    """The bits of |y|: ordered as |y| is, and NaN above every number, so that it outlives a maximum."""
+    """The bits of |y|: ordered as |y| is, and NaN above every number, so that it outlives a
+    maximum."""
     return y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -132,20 +155,22 @@ def step_of(amax, KIND: tl.constexpr):
         return tl.div_rn(amax, 127.0)
     else:
         step = tl.div_rn(amax, 448.0)
-        return tl.where(step < 1 / 229376, 1 / 229376, step)      # keeps NaN
+        return tl.where(step < 1 / 229376, 1 / 229376, step)  # keeps NaN
 
 
 @jit
 def store_codes(y, amax, at, live, KIND: tl.constexpr):
     """Store the codes of float32 values of a row whose largest magnitude is amax."""
     if KIND == "int8":
-        scaled = y * (tl.div_rn(1.0, tl.maximum(amax, 1e-30)) * 127.0)      # torch divides a number so, too
-        rounded = (scaled + 12582912.0) - 12582912.0      # 1.5 * 2^23 leaves no fraction: half to even
+        scaled = y * (
+            tl.div_rn(1.0, tl.maximum(amax, 1e-30)) * 127.0
+        )  # torch divides a number so, too
+        rounded = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23 leaves no fraction: half to even
         tl.store(at, rounded.to(tl.int8), mask=live)
     else:
         step = step_of(amax, KIND)
         reciprocal = tl.div_rn(1.0, step)
-        quotient = y * reciprocal                         # with the remainder's share: y / step, rounded once
+        quotient = y * reciprocal  # with the remainder's share: y / step, rounded once
         quotient = tl.fma(tl.fma(-quotient, step, y), reciprocal, quotient)
         tl.store(at, tl.minimum(tl.maximum(quotient, -448.0), 448.0).to(tl.float8e4nv), mask=live)
 
@@ -159,9 +184,19 @@ def store_rows(y, codes, scale, m, size, n, live, KIND: tl.constexpr):
 
 
 @jit
-def encode_rows(y, amaxes, codes, scale, size, NUM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
-                EARLY: tl.constexpr):
-    """The second half of a row that many programs made: y [M, K] and the largest magnitude of each block of a row."""
+def encode_rows(
+    y,
+    amaxes,
+    codes,
+    scale,
+    size,
+    NUM: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The second half of a row that many programs made: y [M, K] and the largest magnitude of each
+    block of a row."""
     after_others(EARLY)
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     blocks, num = tl.arange(0, NUM), tl.num_programs(1)

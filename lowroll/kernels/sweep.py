@@ -4,10 +4,12 @@
                mix(w) = v ^ (v >> 29),  v = (w ^ (w >> 32)) * -7046029254386353131       (2^64 / golden ratio, odd)
     amax       max_i |x_i|, NaN where there is one: the largest bits without the sign, as whole numbers
 
-Shifts are arithmetic. A model has some hundred weights, and a launch for each (or a dozen, as in plain torch) would
-take longer than reading them: a program reads one block of one tensor, which it finds through a table of addresses.
-Sums and maxima are of integers, so their order does not matter and the results are the CPU's, bit for bit.
+Shifts are arithmetic. A model has some hundred weights, and a launch for each (or a dozen, as in
+plain torch) would take longer than reading them: a program reads one block of one tensor, which it
+finds through a table of addresses. Sums and maxima are of integers, so their order does not matter
+and the results are the CPU's, bit for bit.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,27 +21,33 @@ from torch import Tensor
 from lowroll.kernels.launch import fused, jit, tl
 
 GOLDEN = -7046029254386353131
-BLOCK_BYTES = 1 << 18                # what one program reads
-STEP_BYTES = 1 << 14                 # of it at a time
-_CPU_WORDS = 1 << 20                 # words of one step in plain torch
+BLOCK_BYTES = 1 << 18  # what one program reads
+STEP_BYTES = 1 << 14  # of it at a time
+_CPU_WORDS = 1 << 20  # words of one step in plain torch
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """One int64 of every tensor's bytes in row-major order, the same on every device. Waits for each device once."""
+    """One int64 of every tensor's bytes in row-major order, the same on every device. Waits for
+    each device once."""
     found: dict[int, int] = {}
     for mine in _together(tensors, lambda t: t.device):
-        found.update(zip(mine, _checksums([tensors[i].detach() for i in mine]).tolist(), strict=True))
+        found.update(
+            zip(mine, _checksums([tensors[i].detach() for i in mine]).tolist(), strict=True)
+        )
     return [found[i] for i in range(len(tensors))]
 
 
 def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The largest |value| of every tensor: float32 [1] where the tensor is; NaN for one with a NaN, 0 for an empty one.
+    """The largest |value| of every tensor: float32 [1] where the tensor is; NaN for one with a NaN,
+    0 for an empty one.
 
     bfloat16, float16 and float32, on any devices. Nobody waits.
     """
     found: dict[int, Tensor] = {}
     for mine in _together(tensors, lambda t: (t.device, t.dtype)):
-        found.update(zip(mine, _amax([tensors[i].detach() for i in mine]).float().split(1), strict=True))
+        found.update(
+            zip(mine, _amax([tensors[i].detach() for i in mine]).float().split(1), strict=True)
+        )
     return [found[i] for i in range(len(tensors))]
 
 
@@ -47,7 +55,9 @@ def finite(extents: Sequence[Tensor]) -> list[bool]:
     """Which of `amax`'s results are finite. Waits for each device once."""
     found: dict[int, bool] = {}
     for mine in _together(extents, lambda t: t.device):
-        found.update(zip(mine, torch.cat([extents[i] for i in mine]).isfinite().tolist(), strict=True))
+        found.update(
+            zip(mine, torch.cat([extents[i] for i in mine]).isfinite().tolist(), strict=True)
+        )
     return [found[i] for i in range(len(extents))]
 
 
@@ -57,7 +67,8 @@ def _together(tensors: Sequence[Tensor], key: Callable[[Tensor], Any]) -> Iterat
         yield [i for i, t in enumerate(tensors) if key(t) == one]
 
 
-# -- plain torch ------------------------------------------------------------------------------------------------------
+# -- plain torch -----------------------------------------------------------------------------------
+
 
 def _checksum(tensor: Tensor) -> Tensor:
     raw = tensor.contiguous().view(-1).view(torch.uint8)
@@ -65,7 +76,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     words = raw.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _CPU_WORDS):
-        block = words[start:start + _CPU_WORDS]
+        block = words[start : start + _CPU_WORDS]
         block = (block ^ (block >> 32)) * GOLDEN
         block = block ^ (block >> 29)
         weights = torch.arange(2 * start + 1, 2 * (start + block.numel()), 2, device=tensor.device)
@@ -81,7 +92,8 @@ def _extent(tensor: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
-# -- one launch -------------------------------------------------------------------------------------------------------
+# -- one launch ------------------------------------------------------------------------------------
+
 
 def _checksums(tensors: list[Tensor]) -> Tensor:
     """Of tensors on one device, int64."""
@@ -107,12 +119,21 @@ def _sweep(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
     tensors = [_aligned(t) for t in tensors]
     counts = torch.tensor([-(-t.nbytes // BLOCK_BYTES) for t in tensors])
     firsts = (counts.cumsum(0) - counts).tolist()
-    table = torch.tensor([(t.data_ptr(), t.nbytes, first) for t, first in zip(tensors, firsts, strict=True)])
+    table = torch.tensor(
+        [(t.data_ptr(), t.nbytes, first) for t, first in zip(tensors, firsts, strict=True)]
+    )
     owner = torch.repeat_interleave(torch.arange(len(tensors), dtype=torch.int32), counts)
     if len(owner):
         size = 8 if kernel is _checksum_kernel else tensors[0].itemsize
-        kernel[(len(owner),)](table.to(out.device), owner.to(out.device), out, SIZE=size,
-                              BLOCK=BLOCK_BYTES // size, STEP=STEP_BYTES // size, num_warps=4)
+        kernel[(len(owner),)](
+            table.to(out.device),
+            owner.to(out.device),
+            out,
+            SIZE=size,
+            BLOCK=BLOCK_BYTES // size,
+            STEP=STEP_BYTES // size,
+            num_warps=4,
+        )
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -123,7 +144,8 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 @jit
 def _block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """(the tensor of this program, the address of its integers, how many they are, the first of the block)."""
+    """(the tensor of this program, the address of its integers, how many they are, the first of the
+    block)."""
     tensor = tl.load(owner + tl.program_id(0))
     integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
     values = tl.multiple_of(tl.load(table + 3 * tensor).to(tl.pointer_type(integer)), 16)
@@ -139,18 +161,23 @@ def _mix(word):
 
 @jit
 def _last_word(table, tensor):
-    """The word that the last bytes of a tensor fill in part, with zeros behind them; 0 when there is none."""
+    """The word that the last bytes of a tensor fill in part, with zeros behind them; 0 when there
+    is none."""
     size, lane = tl.load(table + 3 * tensor + 1), tl.arange(0, 8)
     at = size // 8 * 8 + lane
-    byte = tl.load(tl.load(table + 3 * tensor).to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0)
+    byte = tl.load(
+        tl.load(table + 3 * tensor).to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0
+    )
     return tl.sum(byte.to(tl.int64) << (8 * lane).to(tl.int64), axis=0)
 
 
 @jit
-def _checksum_kernel(table, owner, sums, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+def _checksum_kernel(
+    table, owner, sums, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr
+):
     tensor, words, size, first = _block(table, owner, SIZE, BLOCK)
     total = tl.zeros([STEP], dtype=tl.int64)
-    if first + BLOCK <= size:                    # without a mask, loads are as wide as the hardware's
+    if first + BLOCK <= size:  # without a mask, loads are as wide as the hardware's
         for start in range(0, BLOCK, STEP):
             at = first + start + tl.arange(0, STEP)
             total += _mix(tl.load(words + at)) * (2 * at + 1)

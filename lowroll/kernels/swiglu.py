@@ -1,10 +1,12 @@
-"""SwiGLU's gate, silu(gate) * up, from the fused gate-up product (Shazeer 2020), and the next product's codes.
+"""SwiGLU's gate, silu(gate) * up, from the fused gate-up product (Shazeer 2020), and the next
+product's codes.
 
     y = silu(g) * u,      silu(g) = g s,  s = 1 / (1 + exp(-g))      silu and y each rounded to the dtype of gate_up
     d u = d y silu(g),    d g = d y u s (1 + g (1 - s))
 
 Legend: T tokens, F intermediate size.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -27,9 +29,11 @@ from lowroll.kernels.rows import (
     store_codes,
 )
 
-BLOCK = 1024      # features of a program
-WHOLE = 96        # rows from which on enough of them run at once for a program to make a whole row of codes
-LONGEST = 32768   # features of such a row, which stays in registers
+BLOCK = 1024  # features of a program
+WHOLE = (
+    96  # rows from which on enough of them run at once for a program to make a whole row of codes
+)
+LONGEST = 32768  # features of such a row, which stays in registers
 PROCESSORS = 132  # of an H100 or H200
 STAYS = 16 << 20  # bytes of a result that the L2 cache can keep for the next product
 
@@ -41,7 +45,9 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Row
     """
     sums = gate_up.sums_MN if isinstance(gate_up, Product) else gate_up
     if not fused(sums) or sums.numel() == 0:
-        gate_TF, up_TF = (gate_up.dense() if isinstance(gate_up, Product) else gate_up).chunk(2, dim=-1)
+        gate_TF, up_TF = (gate_up.dense() if isinstance(gate_up, Product) else gate_up).chunk(
+            2, dim=-1
+        )
         y_TF = F.silu(gate_TF) * up_TF
         return y_TF if rows is None else quantize_rows(y_TF, rows)
     if isinstance(gate_up, Tensor) and gate_up.requires_grad and torch.is_grad_enabled():
@@ -61,24 +67,63 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     width = min(BLOCK, block(size))
     grid = (num_tokens, -(-size // width))
     amaxes = torch.empty(grid, dtype=torch.int32, device=sums.device) if rows else None
-    _silu_mul[grid](sums, row, column, bias, y_TF, amaxes, sums.stride(0), size, BLOCK=width,
-                    STAYS=y_TF.nbytes <= STAYS, num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
+    _silu_mul[grid](
+        sums,
+        row,
+        column,
+        bias,
+        y_TF,
+        amaxes,
+        sums.stride(0),
+        size,
+        BLOCK=width,
+        STAYS=y_TF.nbytes <= STAYS,
+        num_warps=warps(width, 256),
+        enable_fp_fusion=False,
+        **early_start(),
+    )
     if rows is None:
         return y_TF
-    codes = empty_rows(y_TF, (num_tokens, size), rows)      # a row's scale waits for all of it, so in a second launch
-    encode_rows[grid](y_TF, amaxes, codes.codes_MK, codes.scale_M1, size, NUM=block(grid[1]), KIND=rows, BLOCK=width,
-                      num_warps=warps(width, 256), enable_fp_fusion=False, **early_start())
+    codes = empty_rows(
+        y_TF, (num_tokens, size), rows
+    )  # a row's scale waits for all of it, so in a second launch
+    encode_rows[grid](
+        y_TF,
+        amaxes,
+        codes.codes_MK,
+        codes.scale_M1,
+        size,
+        NUM=block(grid[1]),
+        KIND=rows,
+        BLOCK=width,
+        num_warps=warps(width, 256),
+        enable_fp_fusion=False,
+        **early_start(),
+    )
     return codes
 
 
 def _whole_rows(gate_up: Tensor, rows: str) -> Rows:
-    """Codes in one launch, a program a row. Scales of a Product would not leave the registers that this takes."""
+    """Codes in one launch, a program a row. Scales of a Product would not leave the registers that
+    this takes."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     codes = empty_rows(gate_up, (num_tokens, size), rows)
-    width = min(8192 if num_tokens <= PROCESSORS else 4096, block(size))      # one or two rows at once a processor
-    _silu_mul_codes[(num_tokens,)](gate_up, codes.codes_MK, codes.scale_M1, gate_up.stride(0), size,
-                                   PIECES=-(-size // width), KIND=rows, BLOCK=width, num_warps=warps(width, 256),
-                                   enable_fp_fusion=False, **early_start())
+    width = min(
+        8192 if num_tokens <= PROCESSORS else 4096, block(size)
+    )  # one or two rows at once a processor
+    _silu_mul_codes[(num_tokens,)](
+        gate_up,
+        codes.codes_MK,
+        codes.scale_M1,
+        gate_up.stride(0),
+        size,
+        PIECES=-(-size // width),
+        KIND=rows,
+        BLOCK=width,
+        num_warps=warps(width, 256),
+        enable_fp_fusion=False,
+        **early_start(),
+    )
     return codes
 
 
@@ -94,12 +139,24 @@ class _SiluMul(torch.autograd.Function):
 
 
 def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = None) -> Tensor:
-    """The gradient of gate_up, on a device. `y_TF`, where it is given, is filled with silu(gate) * up again."""
+    """The gradient of gate_up, on a device. `y_TF`, where it is given, is filled with silu(gate) *
+    up again."""
     gate_up = parts(gate_up)[0]
-    (num_tokens, size), grad = y_grad_TF.shape, torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    (num_tokens, size), grad = (
+        y_grad_TF.shape,
+        torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device),
+    )
     width = min(BLOCK, block(size))
     _silu_mul_backward[(num_tokens, -(-size // width))](
-        gate_up, y_grad_TF.contiguous(), grad, y_TF, gate_up.stride(0), size, BLOCK=width, num_warps=warps(width, 256))
+        gate_up,
+        y_grad_TF.contiguous(),
+        grad,
+        y_TF,
+        gate_up.stride(0),
+        size,
+        BLOCK=width,
+        num_warps=warps(width, 256),
+    )
     return grad
 
 
@@ -113,8 +170,19 @@ def _gated(gate_up, row, column, bias, t, n, stride, size, DTYPE: tl.constexpr):
 
 
 @jit
-def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.constexpr, STAYS: tl.constexpr,
-              EARLY: tl.constexpr):
+def _silu_mul(
+    gate_up,
+    row,
+    column,
+    bias,
+    out,
+    amaxes,
+    stride,
+    size,
+    BLOCK: tl.constexpr,
+    STAYS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     after_others(EARLY)
     t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = _gated(gate_up, row, column, bias, t, n, stride, size, out.dtype.element_ty)
@@ -124,8 +192,17 @@ def _silu_mul(gate_up, row, column, bias, out, amaxes, stride, size, BLOCK: tl.c
 
 
 @jit
-def _silu_mul_codes(gate_up, codes, scale, stride, size, PIECES: tl.constexpr, KIND: tl.constexpr,
-                    BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _silu_mul_codes(
+    gate_up,
+    codes,
+    scale,
+    stride,
+    size,
+    PIECES: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """A row, whose pieces stay in registers until its largest magnitude is known."""
     after_others(EARLY)
     t = tl.program_id(0).to(tl.int64)

@@ -1,12 +1,15 @@
 """The paged KV cache, and the engine's side of the `attend` seam.
 
-One buffer a layer for keys and one for values, [pages, page, G, d], allocated once. `PagedDecode` is one token a row
-over the row's page table: all of it lives on the device, nothing is gathered. `PagedAttention` is built for the
-prompts of one step: it writes their keys and values to their slots; prompts that start at position 0 attend over their
-own fresh keys exactly as the learner does, later chunks of a prompt gather all their sequence's tokens.
+One buffer a layer for keys and one for values, [pages, page, G, d], allocated once. `PagedDecode`
+is one token a row over the row's page table: all of it lives on the device, nothing is gathered.
+`PagedAttention` is built for the prompts of one step: it writes their keys and values to their
+slots; prompts that start at position 0 attend over their own fresh keys exactly as the learner
+does, later chunks of a prompt gather all their sequence's tokens.
 
-Legend: T tokens, B decode rows, P pages of the longest row, H query heads, G key-value heads, d head size.
+Legend: T tokens, B decode rows, P pages of the longest row, H query heads, G key-value heads, d
+head size.
 """
+
 from __future__ import annotations
 
 import math
@@ -21,21 +24,31 @@ from lowroll.kv.arena import Arena, arena_works
 from lowroll.model.attention import Attend, suffixes, upload, varlen
 from lowroll.model.spec import ModelSpec
 
-MOST_GATHERED = 1 << 17          # tokens of later chunks' sequences whose keys and values are copied out at once
+MOST_GATHERED = (
+    1 << 17
+)  # tokens of later chunks' sequences whose keys and values are copied out at once
 
 
 class KVCache:
-    """Storage of `num_pages` pages a layer. Zero-filled: a slot that nobody wrote must not hold a NaN.
+    """Storage of `num_pages` pages a layer. Zero-filled: a slot that nobody wrote must not hold a
+    NaN.
 
-    `arena` is the memory behind it on CUDA, whose address survives `release`; None where there is no such memory.
+    `arena` is the memory behind it on CUDA, whose address survives `release`; None where there is
+    no such memory.
     """
 
-    def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype,
-                 device: torch.device | str) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
         self.page_size, self.released = page_size, False
         buffers, self.arena = _allocate(2 * spec.num_layers, shape, dtype, torch.device(device))
-        self.keys, self.values = buffers[:spec.num_layers], buffers[spec.num_layers:]
+        self.keys, self.values = buffers[: spec.num_layers], buffers[spec.num_layers :]
 
     @staticmethod
     def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -55,17 +68,19 @@ class KVCache:
             buffer[targets] = buffer[sources]
 
     def clear(self) -> None:
-        """Zero everything, after a forward pass that was not finite. A released cache has nothing to zero."""
+        """Zero everything, after a forward pass that was not finite. A released cache has nothing
+        to zero."""
         if self.released:
             return
         for buffer in (*self.keys, *self.values):
             buffer.zero_()
 
     def release(self) -> None:
-        """Give the memory back until `restore`, for a learner that runs in between. What the pages held is lost.
+        """Give the memory back until `restore`, for a learner that runs in between. What the pages
+        held is lost.
 
-        The tensors stay the same objects. With an arena they stay where they are, too; without one they move, and
-        whoever holds addresses (a CUDA graph) must let go of them.
+        The tensors stay the same objects. With an arena they stay where they are, too; without one
+        they move, and whoever holds addresses (a CUDA graph) must let go of them.
         """
         if self.arena is not None:
             self.arena.release()
@@ -75,7 +90,8 @@ class KVCache:
         self.released = True
 
     def restore(self) -> None:
-        """Allocate what `release` gave back, filled with zeros; costs one write of the memory. Else do nothing.
+        """Allocate what `release` gave back, filled with zeros; costs one write of the memory. Else
+        do nothing.
 
         The cache stays released when the memory is not to be had.
         """
@@ -97,8 +113,9 @@ class KVCache:
         write_pages(self.keys[layer], self.values[layer], slots_T, k_TGd, v_TGd)
 
 
-def _allocate(count: int, shape: tuple[int, ...], dtype: torch.dtype,
-              device: torch.device) -> tuple[list[Tensor], Arena | None]:
+def _allocate(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], Arena | None]:
     """Buffers of zeros, in one arena where the device has such memory."""
     if device.type != "cuda" or not arena_works(device):
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)], None
@@ -124,27 +141,41 @@ class Chunk:
 
 @dataclass(frozen=True)
 class PagedDecode:
-    """`attend` for rows of one token each. lengths_B counts the new token; 0 is a dead row, which writes nothing."""
+    """`attend` for rows of one token each. lengths_B counts the new token; 0 is a dead row, which
+    writes nothing."""
 
     cache: KVCache
-    table_BP: Tensor           # int32
-    lengths_B: Tensor          # int32
+    table_BP: Tensor  # int32
+    lengths_B: Tensor  # int32
 
     def __call__(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:
-        return paged_decode(q_BHd, k_BGd, v_BGd, self.cache.keys[layer], self.cache.values[layer], self.table_BP,
-                            self.lengths_B, q_BHd.shape[-1] ** -0.5)
+        return paged_decode(
+            q_BHd,
+            k_BGd,
+            v_BGd,
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            self.table_BP,
+            self.lengths_B,
+            q_BHd.shape[-1] ** -0.5,
+        )
 
 
 class PagedAttention:
-    """`attend` for the prompts of one step: first the fresh ones, then later chunks over all that came before them."""
+    """`attend` for the prompts of one step: first the fresh ones, then later chunks over all that
+    came before them."""
 
     def __init__(self, cache: KVCache, fresh: list[Chunk], later: list[Chunk]) -> None:
         device = cache.keys[0].device
         self.cache = cache
-        self.slots_T = upload(torch.cat([self._slots(c)[c.start:] for c in (*fresh, *later)]), device)
+        self.slots_T = upload(
+            torch.cat([self._slots(c)[c.start :] for c in (*fresh, *later)]), device
+        )
         self.num_fresh = sum(c.num_tokens for c in fresh)
         self.fresh: Attend | None = varlen([c.num_tokens for c in fresh], device) if fresh else None
-        self.later: list[tuple[int, Tensor, Attend]] = []          # queries, the slots of all their tokens, attention
+        self.later: list[
+            tuple[int, Tensor, Attend]
+        ] = []  # queries, the slots of all their tokens, attention
         for some in _portions(later):
             lengths, totals = [c.num_tokens for c in some], [c.stop for c in some]
             slots_T = upload(torch.cat([self._slots(c) for c in some]), device)
@@ -153,7 +184,9 @@ class PagedAttention:
     def _slots(self, chunk: Chunk) -> Tensor:
         """Where the sequence's tokens lie, from its first to the chunk's last."""
         size = self.cache.page_size
-        return (torch.tensor(chunk.pages)[:, None] * size + torch.arange(size)).flatten()[:chunk.stop]
+        return (torch.tensor(chunk.pages)[:, None] * size + torch.arange(size)).flatten()[
+            : chunk.stop
+        ]
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
@@ -161,15 +194,18 @@ class PagedAttention:
         if self.fresh is not None:
             outputs.append(self.fresh(layer, q_THd[:first], k_TGd[:first], v_TGd[:first]))
         for count, slots_T, attend in self.later:
-            keys_TGd, values_TGd = (buffer[layer].flatten(0, 1).index_select(0, slots_T)
-                                    for buffer in (self.cache.keys, self.cache.values))
-            outputs.append(attend(layer, q_THd[first:first + count], keys_TGd, values_TGd))
+            keys_TGd, values_TGd = (
+                buffer[layer].flatten(0, 1).index_select(0, slots_T)
+                for buffer in (self.cache.keys, self.cache.values)
+            )
+            outputs.append(attend(layer, q_THd[first : first + count], keys_TGd, values_TGd))
             first += count
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _portions(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
-    """Neighbours whose keys and values are gathered at once: MOST_GATHERED tokens, or a single chunk."""
+    """Neighbours whose keys and values are gathered at once: MOST_GATHERED tokens, or a single
+    chunk."""
     some: list[Chunk] = []
     for chunk in chunks:
         if some and sum(c.stop for c in some) + chunk.stop > MOST_GATHERED:

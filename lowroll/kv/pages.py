@@ -1,7 +1,8 @@
 """Pages of the KV cache: who holds them, and which may be served again.
 
-The cache is `num_pages` pages of `page_size` token slots (PagedAttention, Kwon et al. 2023, arXiv:2309.06180).
-Position t of a sequence lives in slot `pages[t // page_size] * page_size + t % page_size`. A page is
+The cache is `num_pages` pages of `page_size` token slots (PagedAttention, Kwon et al. 2023,
+arXiv:2309.06180). Position t of a sequence lives in slot `pages[t // page_size] * page_size + t %
+page_size`. A page is
 
     held      reference count >= 1: one count a sequence (or group) whose table lists it
     cached    count 0, but a prefix key still names its content: served again, or taken back, least recently used first
@@ -9,10 +10,12 @@ Position t of a sequence lives in slot `pages[t // page_size] * page_size + t % 
 
 and `num_free` counts cached and blank pages alike, so num_free + held = num_pages always holds.
 
-A full prompt page is named by a chain of 128-bit blake2b digests: key_j = H(key_{j-1}, tokens of page j), with
-key_{-1} = H(salt). The key covers every token before the page, because K/V depend on all of them. The salt names the
-behaviour policy (version, digest, formats), so that K/V computed under other weights can never match.
+A full prompt page is named by a chain of 128-bit blake2b digests: key_j = H(key_{j-1}, tokens of
+page j), with key_{-1} = H(salt). The key covers every token before the page, because K/V depend on
+all of them. The salt names the behaviour policy (version, digest, formats), so that K/V computed
+under other weights can never match.
 """
+
 from __future__ import annotations
 
 from array import array
@@ -22,7 +25,8 @@ from hashlib import blake2b
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than are free. The scheduler's reservations make this unreachable."""
+    """More pages were asked for than are free. The scheduler's reservations make this
+    unreachable."""
 
 
 class PagePool:
@@ -30,14 +34,16 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
-            raise ValueError(f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}")
+            raise ValueError(
+                f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}"
+            )
         self.num_pages = num_pages
         self.page_size = page_size
-        self.peak_used = 0                                  # most pages ever held at once
-        self.hits = 0                                       # pages served from the prefix cache
+        self.peak_used = 0  # most pages ever held at once
+        self.hits = 0  # pages served from the prefix cache
         self._refcount = [0] * num_pages
-        self._blank = list(reversed(range(num_pages)))      # a stack: page 0 is handed out first
-        self._cached: OrderedDict[int, None] = OrderedDict()     # least recently used first
+        self._blank = list(reversed(range(num_pages)))  # a stack: page 0 is handed out first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
@@ -54,7 +60,8 @@ class PagePool:
         return self._refcount[page]
 
     def allocate(self, n: int) -> list[int]:
-        """Take n pages with count 1 and undefined content, blank ones first. Raises OutOfPages and then takes none."""
+        """Take n pages with count 1 and undefined content, blank ones first. Raises OutOfPages and
+        then takes none."""
         if n > self.num_free:
             raise OutOfPages(f"{n} pages wanted, {self.num_free} of {self.num_pages} free")
         pages = []
@@ -79,7 +86,8 @@ class PagePool:
         self.peak_used = max(self.peak_used, self.num_used)
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give up one hold on each page. Later pages become the older ones, so that a prefix outlives its suffix."""
+        """Give up one hold on each page. Later pages become the older ones, so that a prefix
+        outlives its suffix."""
         for page in reversed(pages):
             assert self._refcount[page] > 0, f"page {page} freed twice"
             self._refcount[page] -= 1
@@ -91,7 +99,8 @@ class PagePool:
                 self._blank.append(page)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages that hold the longest known run of `keys`. Takes no hold: call `reuse` before anything else."""
+        """The pages that hold the longest known run of `keys`. Takes no hold: call `reuse` before
+        anything else."""
         pages = []
         for key in keys:
             page = self._page_of.get(key)
@@ -106,7 +115,8 @@ class PagePool:
         self.hits += len(pages)
 
     def publish(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Name held pages whose K/V are now complete. The first page of a key stays the one that is served."""
+        """Name held pages whose K/V are now complete. The first page of a key stays the one that is
+        served."""
         for page, key in zip(pages, keys, strict=True):
             assert self._refcount[page] > 0, f"page {page} is not held"
             if key in self._page_of or page in self._key_of:
@@ -130,7 +140,7 @@ def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> list[byt
     key = blake2b(salt, digest_size=16).digest()
     keys = []
     for start in range(0, len(token_ids) - page_size + 1, page_size):
-        tokens = array("q", token_ids[start:start + page_size]).tobytes()
+        tokens = array("q", token_ids[start : start + page_size]).tobytes()
         key = blake2b(key + tokens, digest_size=16).digest()
         keys.append(key)
     return keys

@@ -1,9 +1,12 @@
-"""The run at the terminal: a panel that is redrawn in place, or one plain line a step where there is no terminal.
+"""The run at the terminal: a panel that is redrawn in place, or one plain line a step where there
+is no terminal.
 
     step   12/100  reward  0.412 ▁▂▃▅▇  kl 1.2e-03  entropy 0.81  len 31.2  gen 912 tok/s  ...  eta 2m10s
 
-The panel keeps to the terminal's width: fewer columns where it is narrow, and what is too long is cut, never wrapped.
+The panel keeps to the terminal's width: fewer columns where it is narrow, and what is too long is
+cut, never wrapped.
 """
+
 from __future__ import annotations
 
 import logging
@@ -25,14 +28,15 @@ from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASES = ("generate", "score", "learn", "publish")
-_WINDOW = 20                           # steps that the time left is estimated from
-_CELL = 25                             # columns of the terminal that a number with its label takes
-_MAX_HELD_OUT = 4                      # environments whose evaluation is shown
+_WINDOW = 20  # steps that the time left is estimated from
+_CELL = 25  # columns of the terminal that a number with its label takes
+_MAX_HELD_OUT = 4  # environments whose evaluation is shown
 _EVAL = re.compile(r"eval/(.+)/(reward|sampled_reward)(_before)?")
 
 
 class Terminal(Console):
-    """The standard output. When its reader goes away that is an error like others, not the end of the program."""
+    """The standard output. When its reader goes away that is an error like others, not the end of
+    the program."""
 
     def on_broken_pipe(self) -> None:
         """Called while the error is handled."""
@@ -40,10 +44,12 @@ class Terminal(Console):
 
 
 class LiveView:
-    """`with LiveView(total_steps, title) as view:` then `view.phase(...)` inside a step and `view.step(record)` after.
+    """`with LiveView(total_steps, title) as view:` then `view.phase(...)` inside a step and
+    `view.step(record)` after.
 
-    `console` is for tests; on a terminal the panel is redrawn four times a second, otherwise each step prints a line.
-    Set `asked_to_stop` to what becomes true once the run was asked to stop: the panel says so from then on.
+    `console` is for tests; on a terminal the panel is redrawn four times a second, otherwise each
+    step prints a line. Set `asked_to_stop` to what becomes true once the run was asked to stop: the
+    panel says so from then on.
     """
 
     def __init__(self, total_steps: int, title: str, console: Console | None = None) -> None:
@@ -53,25 +59,34 @@ class LiveView:
         self._record: Mapping[str, Any] = {}
         self._rewards: deque[float] = deque(maxlen=32)
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
-        self._held_out: dict[str, str] = {}             # by environment
+        self._held_out: dict[str, str] = {}  # by environment
         self._phase: tuple[str, int, int] = ("start", 0, 0)
         self.asked_to_stop: object = ()
         self._began = self._stepped = time.monotonic()
-        self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._panel) \
-            if self._console.is_terminal else None
+        self._live = (
+            Live(console=self._console, refresh_per_second=4, get_renderable=self._panel)
+            if self._console.is_terminal
+            else None
+        )
 
     def __enter__(self) -> LiveView:
         self._began = self._stepped = time.monotonic()
         if self._live:
             terminal = sys.stderr
             self._live.start()
-            _redirect(terminal, sys.stderr)              # warnings go above the panel, which would write over them
+            _redirect(
+                terminal, sys.stderr
+            )  # warnings go above the panel, which would write over them
         else:
             self._console.print(self.title, markup=False, highlight=False)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live:
             above = sys.stderr
             self._live.stop()
@@ -101,17 +116,23 @@ class LiveView:
     def line(self) -> str:
         """The last step in one line."""
         record = self._record
-        parts = [f"step {record.get('step', 0):>4}/{self.total_steps}",
-                 f"reward {_number(record.get('reward/mean'), '.3f')} {sparkline(self._rewards, 8)}".rstrip(),
-                 f"kl {_number(_kl(record), '.1e')}",
-                 f"entropy {_number(_entropy(record), '.3f')}",
-                 f"len {_number(record.get('rollout/length_mean'), '.1f')}",
-                 f"gen {_number(record.get('perf/generate_tokens_per_second'), '.0f')} tok/s",
-                 f"learn {_number(record.get('perf/learn_tokens_per_second'), '.0f')} tok/s"]
+        parts = [
+            f"step {record.get('step', 0):>4}/{self.total_steps}",
+            f"reward {_number(record.get('reward/mean'), '.3f')} {sparkline(self._rewards, 8)}".rstrip(),
+            f"kl {_number(_kl(record), '.1e')}",
+            f"entropy {_number(_entropy(record), '.3f')}",
+            f"len {_number(record.get('rollout/length_mean'), '.1f')}",
+            f"gen {_number(record.get('perf/generate_tokens_per_second'), '.0f')} tok/s",
+            f"learn {_number(record.get('perf/learn_tokens_per_second'), '.0f')} tok/s",
+        ]
         parts += [f"{name} {_number(record.get(f'time/{name}'), '.2f')}s" for name in _PHASES]
         if "critic/loss" in record:
             parts.append(f"critic {_number(record.get('critic/explained_variance'), '.2f')}")
-        evals = [f"{name} {_number(value, '.3f')}" for name, value in record.items() if _EVAL.fullmatch(name)]
+        evals = [
+            f"{name} {_number(value, '.3f')}"
+            for name, value in record.items()
+            if _EVAL.fullmatch(name)
+        ]
         return "  ".join([*parts, *evals, *guard_words(record), f"eta {self._eta()}"])
 
     def _eta(self) -> str:
@@ -127,27 +148,38 @@ class LiveView:
         progress = Table.grid(padding=(0, 2), expand=True)
         progress.add_column(width=max(1, min(28, inner // 2)), no_wrap=True, overflow="ellipsis")
         progress.add_column(ratio=1)
-        progress.add_row(f"step {step}/{self.total_steps}", ProgressBar(self.total_steps, step, complete_style="cyan"))
-        progress.add_row(f"{name} {done}/{total}" if total else name,
-                         ProgressBar(max(total, 1), done, complete_style="cyan"))
+        progress.add_row(
+            f"step {step}/{self.total_steps}",
+            ProgressBar(self.total_steps, step, complete_style="cyan"),
+        )
+        progress.add_row(
+            f"{name} {done}/{total}" if total else name,
+            ProgressBar(max(total, 1), done, complete_style="cyan"),
+        )
         columns = max(1, min(4, inner // _CELL))
         grid = Table.grid(padding=(0, 2), expand=True)
         for _ in range(columns):
             grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         cells = self._cells(record, max(4, inner // columns - 16))
         for first in range(0, len(cells), columns):
-            grid.add_row(*cells[first:first + columns])
+            grid.add_row(*cells[first : first + columns])
         elapsed = duration(time.monotonic() - self._began)
-        return Panel(Group(progress, Text(), grid, *self._lines(record)),
-                     title=Text(self.title, style="bold", overflow="ellipsis"),
-                     subtitle=Text(f"elapsed {elapsed}  eta {self._eta()}"))
+        return Panel(
+            Group(progress, Text(), grid, *self._lines(record)),
+            title=Text(self.title, style="bold", overflow="ellipsis"),
+            subtitle=Text(f"elapsed {elapsed}  eta {self._eta()}"),
+        )
 
     def _lines(self, record: Mapping[str, Any]) -> list[Text]:
         """What takes a whole line of the panel."""
-        times = ", ".join(f"{phase} {_number(record.get(f'time/{phase}'), '.2f')}s" for phase in _PHASES)
+        times = ", ".join(
+            f"{phase} {_number(record.get(f'time/{phase}'), '.2f')}s" for phase in _PHASES
+        )
         lines = [Text(times, "dim")]
-        lines += [Text.assemble(("held out ", "dim"), (words, "bold"), (f"  {env}", "dim"))
-                  for env, words in list(self._held_out.items())[:_MAX_HELD_OUT]]
+        lines += [
+            Text.assemble(("held out ", "dim"), (words, "bold"), (f"  {env}", "dim"))
+            for env, words in list(self._held_out.items())[:_MAX_HELD_OUT]
+        ]
         if words := guard_words(record):
             lines.append(Text(", ".join(words), "yellow"))
         if self.asked_to_stop:
@@ -157,37 +189,65 @@ class LiveView:
         return lines
 
     def _cells(self, record: Mapping[str, Any], bars: int) -> list[Text]:
-        """The numbers of the last step, the most important one first. `bars`: the most that the rewards' curve has."""
+        """The numbers of the last step, the most important one first. `bars`: the most that the
+        rewards' curve has."""
+
         def cell(label: str, value: object, spec: str, unit: str = "") -> Text:
-            return Text.assemble((f"{label} ", "dim"), (_number(value, spec), "bold"), (unit, "dim"))
+            return Text.assemble(
+                (f"{label} ", "dim"), (_number(value, spec), "bold"), (unit, "dim")
+            )
 
         reward = cell("reward", record.get("reward/mean"), ".3f")
         reward.append(f" {sparkline(self._rewards, min(bars, 16))}", "green")
-        critic = [cell("value", record.get("critic/value_mean"), ".3f"),
-                  cell("return", record.get("critic/return_mean"), ".3f"),
-                  cell("explained", record.get("critic/explained_variance"), ".2f"),
-                  cell("critic loss", record.get("critic/loss"), ".3g")] if "critic/loss" in record else []
+        critic = (
+            [
+                cell("value", record.get("critic/value_mean"), ".3f"),
+                cell("return", record.get("critic/return_mean"), ".3f"),
+                cell("explained", record.get("critic/explained_variance"), ".2f"),
+                cell("critic loss", record.get("critic/loss"), ".3g"),
+            ]
+            if "critic/loss" in record
+            else []
+        )
         return [
-            reward, cell("kl to behaviour", _kl(record), ".1e"), cell("entropy", _entropy(record), ".3f"),
+            reward,
+            cell("kl to behaviour", _kl(record), ".1e"),
+            cell("entropy", _entropy(record), ".3f"),
             cell("grad norm", record.get("optim/grad_norm"), ".3g"),
             cell("length", record.get("rollout/length_mean"), ".1f", " tokens"),
             cell("truncated", _percent(record.get("rollout/truncated_fraction")), ".0f", " %"),
             cell("no signal", _percent(record.get("reward/zero_std_fraction")), ".0f", " %"),
-            cell("ess", record.get("mismatch/ess"), ".3f"), *critic,
+            cell("ess", record.get("mismatch/ess"), ".3f"),
+            *critic,
             cell("generate", record.get("perf/generate_tokens_per_second"), ".0f", " tok/s"),
             cell("learn", record.get("perf/learn_tokens_per_second"), ".0f", " tok/s"),
-            cell("step", record.get("time/step"), ".2f", " s")]
+            cell("step", record.get("time/step"), ".2f", " s"),
+        ]
 
 
 def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
     """The evaluations of a step, an environment each: the reward, how it was drawn, and when."""
-    found = {match[1]: record[name] for name in record if (match := _EVAL.fullmatch(name))
-             if match[2] == "reward" and not match[3]}
-    early = {match[1]: record[name] for name in record if (match := _EVAL.fullmatch(name))
-             if match[2] == "reward" and match[3]}
+    found = {
+        match[1]: record[name]
+        for name in record
+        if (match := _EVAL.fullmatch(name))
+        if match[2] == "reward" and not match[3]
+    }
+    early = {
+        match[1]: record[name]
+        for name in record
+        if (match := _EVAL.fullmatch(name))
+        if match[2] == "reward" and match[3]
+    }
     how = drawn_at(record.get("eval/temperature"))
-    words = {env: f"{_number(value, '.3f')} ({how}, before step {record['step']})" for env, value in early.items()}
-    return words | {env: f"{_number(value, '.3f')} ({how}, step {record['step']})" for env, value in found.items()}
+    words = {
+        env: f"{_number(value, '.3f')} ({how}, before step {record['step']})"
+        for env, value in early.items()
+    }
+    return words | {
+        env: f"{_number(value, '.3f')} ({how}, step {record['step']})"
+        for env, value in found.items()
+    }
 
 
 def drawn_at(temperature: object) -> str:
@@ -208,7 +268,10 @@ def guard_words(record: Mapping[str, Any]) -> list[str]:
     """The guard's alarms of a step, and what it has done so far, each in two words."""
     rung = [name for name, value in record.items() if name.startswith("guard/") and value]
     done = {"guard/tightened": "tightened", "guard/fallbacks": "fell back"}
-    return [f"{done[name]} {record[name]:.0f}x" if name in done else name.replace("/", ": ") for name in rung]
+    return [
+        f"{done[name]} {record[name]:.0f}x" if name in done else name.replace("/", ": ")
+        for name in rung
+    ]
 
 
 def sparkline(values: deque[float] | list[float], width: int) -> str:

@@ -1,13 +1,14 @@
 """Every metric of a run: name, unit, meaning, what to expect of it, where its formula comes from.
 
-A name that is not in this table cannot be recorded. `<env>`, `<metric>` and `<filter>` stand for a name that a run
-brings along, `<tokens>` for a power of two.
-Notation: pi the learner, pi_old the learner that the rollouts are compared with, b the behaviour policy
-that drew the tokens, A the advantage; R = pi / pi_old, w = pi_old / b, C the cap; means are over response tokens unless
-a sequence is named.
-`time/*` and `perf/*` say how fast it went and differ between two runs of one seed; everything else is reproducible.
-`table()` prints it as Markdown. What to expect is a hint for reading a curve, never a limit that the program applies.
+A name that is not in this table cannot be recorded. `<env>`, `<metric>` and `<filter>` stand for a
+name that a run brings along, `<tokens>` for a power of two. Notation: pi the learner, pi_old the
+learner that the rollouts are compared with, b the behaviour policy that drew the tokens, A the
+advantage; R = pi / pi_old, w = pi_old / b, C the cap; means are over response tokens unless a
+sequence is named. `time/*` and `perf/*` say how fast it went and differ between two runs of one
+seed; everything else is reproducible. `table()` prints it as Markdown. What to expect is a hint for
+reading a curve, never a limit that the program applies.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -25,7 +26,8 @@ _PASS = "Codex, arXiv 2107.03374"
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table. `expect` is a healthy range or a hint, `source` a paper or the definition's home."""
+    """One row of the table. `expect` is a healthy range or a hint, `source` a paper or the
+    definition's home."""
 
     name: str
     unit: str
@@ -46,163 +48,441 @@ class Metric:
 
 _M = Metric
 METRICS: tuple[Metric, ...] = (
-    _M("reward/mean", "reward", "mean raw score of the step's scored rollouts, before shaping", "rises"),
+    _M(
+        "reward/mean",
+        "reward",
+        "mean raw score of the step's scored rollouts, before shaping",
+        "rises",
+    ),
     _M("reward/std", "reward", "standard deviation of those scores"),
     _M("reward/min", "reward", "lowest score"),
     _M("reward/max", "reward", "highest score"),
-    _M("reward/zero_std_fraction", "fraction", "groups whose scores are all equal: they teach nothing",
-       "near 1 means that the task is too easy or too hard", "DAPO, arXiv 2503.14476"),
+    _M(
+        "reward/zero_std_fraction",
+        "fraction",
+        "groups whose scores are all equal: they teach nothing",
+        "near 1 means that the task is too easy or too hard",
+        "DAPO, arXiv 2503.14476",
+    ),
     _M("reward/solved_all_fraction", "fraction", "groups in which every rollout is right"),
     _M("reward/solved_none_fraction", "fraction", "groups in which no rollout is right"),
-    _M("reward/error_rate", "fraction", "rollouts whose score could not be computed; they leave their group",
-       "0; above the limit the run stops"),
-    _M("reward/canary_failures", "answers", "known answers, right and wrong, that the scorer judged wrongly", "0"),
-    _M("reward/<env>/unjudged", "fraction", "mathematics: responses whose answer cannot be judged (no formula, too "
-       "large or too slow to evaluate); they are wrong", "small; a rise deserves a look at the responses"),
-    _M("reward/<env>/<metric>", "reward", "one environment: its mean raw score (reward/<env>/mean) and the means "
-       "of its scorer's own numbers"),
-
+    _M(
+        "reward/error_rate",
+        "fraction",
+        "rollouts whose score could not be computed; they leave their group",
+        "0; above the limit the run stops",
+    ),
+    _M(
+        "reward/canary_failures",
+        "answers",
+        "known answers, right and wrong, that the scorer judged wrongly",
+        "0",
+    ),
+    _M(
+        "reward/<env>/unjudged",
+        "fraction",
+        "mathematics: responses whose answer cannot be judged (no formula, too "
+        "large or too slow to evaluate); they are wrong",
+        "small; a rise deserves a look at the responses",
+    ),
+    _M(
+        "reward/<env>/<metric>",
+        "reward",
+        "one environment: its mean raw score (reward/<env>/mean) and the means "
+        "of its scorer's own numbers",
+    ),
     _M("rollout/num_samples", "rollouts", "rollouts in the step's batch"),
     _M("rollout/num_groups", "groups", "groups in the step's batch"),
-    _M("rollout/tokens", "tokens", "response tokens generated for the step, dropped groups included"),
+    _M(
+        "rollout/tokens",
+        "tokens",
+        "response tokens generated for the step, dropped groups included",
+    ),
     _M("rollout/length_mean", "tokens", "mean response length"),
     _M("rollout/length_p50", "tokens", "median response length"),
     _M("rollout/length_p95", "tokens", "95th percentile of response length"),
     _M("rollout/length_max", "tokens", "longest response"),
-    _M("rollout/truncated_fraction", "fraction", "responses cut by the token limit", "low and not rising"),
+    _M(
+        "rollout/truncated_fraction",
+        "fraction",
+        "responses cut by the token limit",
+        "low and not rising",
+    ),
     _M("rollout/stop_fraction", "fraction", "responses that ended by themselves"),
-    _M("rollout/rounds", "rounds", "rounds of generation that filled the batch", "1 without dynamic sampling"),
-    _M("rollout/dropped_groups", "groups", "groups without signal that dynamic sampling replaced", "",
-       "DAPO, arXiv 2503.14476"),
+    _M(
+        "rollout/rounds",
+        "rounds",
+        "rounds of generation that filled the batch",
+        "1 without dynamic sampling",
+    ),
+    _M(
+        "rollout/dropped_groups",
+        "groups",
+        "groups without signal that dynamic sampling replaced",
+        "",
+        "DAPO, arXiv 2503.14476",
+    ),
     _M("rollout/passed_over_prompts", "prompts", "prompts that were too long to be asked", "0"),
-    _M("rollout/flagged_<filter>_fraction", "fraction", "rollouts that a filter (gibberish, repetition) flagged", "0"),
+    _M(
+        "rollout/flagged_<filter>_fraction",
+        "fraction",
+        "rollouts that a filter (gibberish, repetition) flagged",
+        "0",
+    ),
     _M("rollout/temperature", "", "sampling temperature of the step"),
     _M("rollout/policy_version", "version", "newest policy version that drew a token of the step"),
-    _M("rollout/staleness", "versions", "learner's version minus the oldest version that drew a token",
-       "0 in a synchronous run"),
-    _M("rollout/weight_bits", "bits", "bits a linear weight of the rollout format, scales included",
-       "constant, unless the guard falls back"),
-    _M("rollout/stage", "", "the run's stage, from 1 on; only in a run with stages", "rises at the steps of `stages`"),
+    _M(
+        "rollout/staleness",
+        "versions",
+        "learner's version minus the oldest version that drew a token",
+        "0 in a synchronous run",
+    ),
+    _M(
+        "rollout/weight_bits",
+        "bits",
+        "bits a linear weight of the rollout format, scales included",
+        "constant, unless the guard falls back",
+    ),
+    _M(
+        "rollout/stage",
+        "",
+        "the run's stage, from 1 on; only in a run with stages",
+        "rises at the steps of `stages`",
+    ),
     _M("rollout/max_tokens", "tokens", "the token limit of the stage"),
-    _M("rollout/noise_sigma", "", "standard deviation of the noise on the engine's norms", "follows its schedule",
-       "QeRL Eq. 8"),
+    _M(
+        "rollout/noise_sigma",
+        "",
+        "standard deviation of the noise on the engine's norms",
+        "follows its schedule",
+        "QeRL Eq. 8",
+    ),
     _M("rollout/entropy_estimate", "nats", "minus the mean log-prob of the drawn tokens"),
-
-    _M("mismatch/kl_k1", "nats", "mean of ln b - ln pi_old, an unbiased estimate of KL(b || pi_old)",
-       "about 1e-4 for bf16 rollouts, 1e-3 for low-bit or sparse ones; QuRL saw .002 climb to .025 before collapse",
-       _K),
-    _M("mismatch/kl_k3", "nats", "mean of w - ln w - 1: the same KL, never negative, less noisy", "as kl_k1", _K),
+    _M(
+        "mismatch/kl_k1",
+        "nats",
+        "mean of ln b - ln pi_old, an unbiased estimate of KL(b || pi_old)",
+        "about 1e-4 for bf16 rollouts, 1e-3 for low-bit or sparse ones; QuRL saw .002 climb to "
+        ".025 before collapse",
+        _K,
+    ),
+    _M(
+        "mismatch/kl_k3",
+        "nats",
+        "mean of w - ln w - 1: the same KL, never negative, less noisy",
+        "as kl_k1",
+        _K,
+    ),
     _M("mismatch/weight_max", "", "largest w of the step", "QuRL saw 1e5 before collapse", "QuRL"),
-    _M("mismatch/weight_min", "", "smallest w of the step", "Sparse-RL rejects a sequence below 1e-4", "Sparse-RL"),
+    _M(
+        "mismatch/weight_min",
+        "",
+        "smallest w of the step",
+        "Sparse-RL rejects a sequence below 1e-4",
+        "Sparse-RL",
+    ),
     _M("mismatch/logp_diff_mean", "nats", "mean |ln pi_old - ln b|", "near 0"),
     _M("mismatch/logp_diff_max", "nats", "largest |ln pi_old - ln b|"),
     _M("mismatch/prob_diff_mean", "probability", "mean |pi_old - b|", "near 0"),
     _M("mismatch/prob_diff_max", "probability", "largest |pi_old - b|"),
-    _M("mismatch/ess", "fraction", "effective sample size of the token weights, mean(w)^2 / mean(w^2)",
-       "near 1, which is no mismatch; verl's guide wants it above 0.3", "Kish 1965"),
-    _M("mismatch/ess_sequence", "fraction", "effective sample size of the sequence weights", "",
-       "Kish 1965"),
+    _M(
+        "mismatch/ess",
+        "fraction",
+        "effective sample size of the token weights, mean(w)^2 / mean(w^2)",
+        "near 1, which is no mismatch; verl's guide wants it above 0.3",
+        "Kish 1965",
+    ),
+    _M(
+        "mismatch/ess_sequence",
+        "fraction",
+        "effective sample size of the sequence weights",
+        "",
+        "Kish 1965",
+    ),
     _M("mismatch/chi2_token", "", "mean(w^2) - 1: chi-squared divergence over tokens", "near 0"),
     _M("mismatch/chi2_sequence", "", "the same with the product of w over a sequence"),
     _M("mismatch/geo_ratio_mean", "", "mean over sequences of exp(mean ln w)", "near 1"),
-    _M("mismatch/ppl_ratio", "", "mean over sequences of the learner's perplexity over the sampler's", "near 1"),
+    _M(
+        "mismatch/ppl_ratio",
+        "",
+        "mean over sequences of the learner's perplexity over the sampler's",
+        "near 1",
+    ),
     _M("mismatch/ppl_learner", "", "mean over sequences of exp(-mean ln pi_old)"),
     _M("mismatch/ppl_sampler", "", "mean over sequences of exp(-mean ln b)"),
     _M("mismatch/pearson", "", "correlation of pi_old and b over tokens", "near 1"),
-    _M("mismatch/length_<tokens>/kl_k1", "nats", "kl_k1 of the responses of at most so many tokens and more than half "
-       "of that (the shortest class: at most 4)", "the same for all lengths", _K),
-    _M("mismatch/length_<tokens>/kl_k3", "nats", "kl_k3 of these responses", "the same for all lengths", _K),
+    _M(
+        "mismatch/length_<tokens>/kl_k1",
+        "nats",
+        "kl_k1 of the responses of at most so many tokens and more than half "
+        "of that (the shortest class: at most 4)",
+        "the same for all lengths",
+        _K,
+    ),
+    _M(
+        "mismatch/length_<tokens>/kl_k3",
+        "nats",
+        "kl_k3 of these responses",
+        "the same for all lengths",
+        _K,
+    ),
     _M("mismatch/length_<tokens>/logp_diff_max", "nats", "logp_diff_max of these responses"),
     _M("mismatch/length_<tokens>/ess", "fraction", "ess of these responses", "near 1", "Kish 1965"),
-
-    _M("spread/token_std", "nats", "before the first update: standard deviation of ln pi_old - ln b over tokens"),
+    _M(
+        "spread/token_std",
+        "nats",
+        "before the first update: standard deviation of ln pi_old - ln b over tokens",
+    ),
     _M("spread/token_p99", "nats", "before the first update: 99th percentile of its size"),
-    _M("spread/sequence_std", "nats", "before the first update: standard deviation over sequences of its mean",
-       "far above a band such as 3e-4 where the band is meant to bound this mismatch"),
-    _M("spread/sequence_p99", "nats", "before the first update: 99th percentile of the size of these means"),
-    _M("spread/silent_fraction", "fraction", "tokens that the objective's masks, rejections and clips would silence "
-       "before any update", "small; above one half the run warns, or widens what `auto` chose"),
-    _M("spread/silent_sequence_fraction", "fraction", "sequences that it would silence as a whole", "as above"),
-
+    _M(
+        "spread/sequence_std",
+        "nats",
+        "before the first update: standard deviation over sequences of its mean",
+        "far above a band such as 3e-4 where the band is meant to bound this mismatch",
+    ),
+    _M(
+        "spread/sequence_p99",
+        "nats",
+        "before the first update: 99th percentile of the size of these means",
+    ),
+    _M(
+        "spread/silent_fraction",
+        "fraction",
+        "tokens that the objective's masks, rejections and clips would silence before any update",
+        "small; above one half the run warns, or widens what `auto` chose",
+    ),
+    _M(
+        "spread/silent_sequence_fraction",
+        "fraction",
+        "sequences that it would silence as a whole",
+        "as above",
+    ),
     _M("policy/objective", "", "the objective J that the update maximised"),
     _M("policy/ratio_mean", "", "mean R", "near 1; exactly 1 with one update a batch", _PPO),
     _M("policy/ratio_max", "", "largest R", "", _PPO),
-    _M("policy/clip_fraction_high", "fraction", "tokens with A > 0 above the upper bound: no gradient",
-       "0 with one update a batch", _PPO),
-    _M("policy/clip_fraction_low", "fraction", "tokens with A < 0 below the lower bound: no gradient",
-       "0 with one update a batch", _PPO),
-    _M("policy/dual_clip_fraction", "fraction", "tokens with A < 0 stopped by the dual clip", "rare",
-       "arXiv 1912.09729"),
-    _M("policy/band_masked_fraction", "fraction", "sequences that TBPO's band left without a gradient",
-       "0 with one update a batch", "QaRL sec. 3.2"),
-    _M("policy/entropy", "nats", "entropy of the learner's next-token distribution, from the logits",
-       "falls slowly; 0 is collapse, a rise is noise"),
-    _M("policy/kl_reference", "nats", "estimated KL to the frozen reference model", "grows slowly", _K),
-
-    _M("correction/weight_mean", "", "mean weight, as it was applied", "near 1; verl's guide says 0.5 to 2", _QURL),
+    _M(
+        "policy/clip_fraction_high",
+        "fraction",
+        "tokens with A > 0 above the upper bound: no gradient",
+        "0 with one update a batch",
+        _PPO,
+    ),
+    _M(
+        "policy/clip_fraction_low",
+        "fraction",
+        "tokens with A < 0 below the lower bound: no gradient",
+        "0 with one update a batch",
+        _PPO,
+    ),
+    _M(
+        "policy/dual_clip_fraction",
+        "fraction",
+        "tokens with A < 0 stopped by the dual clip",
+        "rare",
+        "arXiv 1912.09729",
+    ),
+    _M(
+        "policy/band_masked_fraction",
+        "fraction",
+        "sequences that TBPO's band left without a gradient",
+        "0 with one update a batch",
+        "QaRL sec. 3.2",
+    ),
+    _M(
+        "policy/entropy",
+        "nats",
+        "entropy of the learner's next-token distribution, from the logits",
+        "falls slowly; 0 is collapse, a rise is noise",
+    ),
+    _M(
+        "policy/kl_reference",
+        "nats",
+        "estimated KL to the frozen reference model",
+        "grows slowly",
+        _K,
+    ),
+    _M(
+        "correction/weight_mean",
+        "",
+        "mean weight, as it was applied",
+        "near 1; verl's guide says 0.5 to 2",
+        _QURL,
+    ),
     _M("correction/weight_max", "", "largest weight, as it was applied", "", _QURL),
-    _M("correction/truncated_fraction", "fraction", "tokens whose weight the cap, or another bound, changed",
-       "rare", _QURL),
-    _M("correction/acr_extended_fraction", "fraction", "tokens that ACR's wider bound let through and TIS would clip",
-       "", "QuRL Eq. 9"),
-    _M("correction/rejected_fraction", "fraction", "tokens that a mask or rejection left without a gradient", "small"),
-    _M("correction/rejected_sequence_fraction", "fraction", "sequences that it left without a gradient as a whole",
-       "about .07 with a compressed cache; near 0 with low-bit weights", "Sparse-RL"),
-    _M("correction/dropped_tokens", "tokens", "tokens left out because their recorded log-prob was not finite", "0"),
-
+    _M(
+        "correction/truncated_fraction",
+        "fraction",
+        "tokens whose weight the cap, or another bound, changed",
+        "rare",
+        _QURL,
+    ),
+    _M(
+        "correction/acr_extended_fraction",
+        "fraction",
+        "tokens that ACR's wider bound let through and TIS would clip",
+        "",
+        "QuRL Eq. 9",
+    ),
+    _M(
+        "correction/rejected_fraction",
+        "fraction",
+        "tokens that a mask or rejection left without a gradient",
+        "small",
+    ),
+    _M(
+        "correction/rejected_sequence_fraction",
+        "fraction",
+        "sequences that it left without a gradient as a whole",
+        "about .07 with a compressed cache; near 0 with low-bit weights",
+        "Sparse-RL",
+    ),
+    _M(
+        "correction/dropped_tokens",
+        "tokens",
+        "tokens left out because their recorded log-prob was not finite",
+        "0",
+    ),
     _M("guard/ess", "alarm", "1 where mismatch/ess is below guard.ess_below", "0"),
-    _M("guard/kl", "alarm", "1 where the moving average of mismatch/kl_k3 has outgrown its first steps", "0",
-       "QuRL Fig. 3"),
+    _M(
+        "guard/kl",
+        "alarm",
+        "1 where the moving average of mismatch/kl_k3 has outgrown its first steps",
+        "0",
+        "QuRL Fig. 3",
+    ),
     _M("guard/rejected", "alarm", "1 where more than guard.rejected_above is rejected", "0"),
     _M("guard/ratio", "alarm", "1 where mismatch/weight_max is above guard.ratio_above", "0"),
     _M("guard/nonfinite", "alarm", "1 where the mismatch or an update was not finite", "0"),
-    _M("guard/tightened", "times", "how often the guard has tightened the objective's bounds so far", "0"),
-    _M("guard/fallbacks", "times", "how often the guard has given the rollouts a wider format so far", "0"),
-
-    _M("critic/loss", "", "the critic's clipped squared error to the returns, halved", "falls", "arXiv 2005.12729"),
-    _M("critic/clip_fraction", "fraction", "tokens whose clipped error was the larger one: no gradient"),
+    _M(
+        "guard/tightened",
+        "times",
+        "how often the guard has tightened the objective's bounds so far",
+        "0",
+    ),
+    _M(
+        "guard/fallbacks",
+        "times",
+        "how often the guard has given the rollouts a wider format so far",
+        "0",
+    ),
+    _M(
+        "critic/loss",
+        "",
+        "the critic's clipped squared error to the returns, halved",
+        "falls",
+        "arXiv 2005.12729",
+    ),
+    _M(
+        "critic/clip_fraction",
+        "fraction",
+        "tokens whose clipped error was the larger one: no gradient",
+    ),
     _M("critic/value_mean", "reward", "mean value", "follows critic/return_mean"),
     _M("critic/return_mean", "reward", "mean return, advantage plus value, before whitening"),
-    _M("critic/explained_variance", "", "1 - Var(G - V) / Var(G), returns G and values V of before the step; absent "
-       "where all returns are equal", "rises towards 1; at 0 the critic knows no more than a constant"),
+    _M(
+        "critic/explained_variance",
+        "",
+        "1 - Var(G - V) / Var(G), returns G and values V of before the step; absent "
+        "where all returns are equal",
+        "rises towards 1; at 0 the critic knows no more than a constant",
+    ),
     _M("critic/grad_norm", "", "the critic's gradient norm before clipping", "stable"),
-    _M("critic/skipped", "updates", "the critic's updates skipped because loss or gradient was not finite", "0"),
-
+    _M(
+        "critic/skipped",
+        "updates",
+        "the critic's updates skipped because loss or gradient was not finite",
+        "0",
+    ),
     _M("optim/lr", "", "learning rate of the update"),
     _M("optim/grad_norm", "", "gradient norm before clipping", "stable; a spike deserves a look"),
     _M("optim/update_norm", "", "norm of the change of the weights"),
     _M("optim/skipped", "updates", "updates skipped because loss or gradient was not finite", "0"),
-
-    _M("weights/normalized_update", "", "squared change of the linear weights in the step over their squared size",
-       "QuRL saw it far below the quantisation error", "QuRL Eq. 13"),
-    _M("weights/normalized_quant_error", "", "squared rounding error of the rollout's weights over their squared size",
-       "fixed by the format", "QuRL Eq. 14"),
-    _M("weights/codes_flipped_fraction", "fraction", "low-bit codes of the rollout's weights that the step changed",
-       "0 means that the rollouts do not see the learning"),
-
-    _M("sft/loss", "nats", "mean negative log-prob of the demonstrations' response tokens", "falls"),
+    _M(
+        "weights/normalized_update",
+        "",
+        "squared change of the linear weights in the step over their squared size",
+        "QuRL saw it far below the quantisation error",
+        "QuRL Eq. 13",
+    ),
+    _M(
+        "weights/normalized_quant_error",
+        "",
+        "squared rounding error of the rollout's weights over their squared size",
+        "fixed by the format",
+        "QuRL Eq. 14",
+    ),
+    _M(
+        "weights/codes_flipped_fraction",
+        "fraction",
+        "low-bit codes of the rollout's weights that the step changed",
+        "0 means that the rollouts do not see the learning",
+    ),
+    _M(
+        "sft/loss", "nats", "mean negative log-prob of the demonstrations' response tokens", "falls"
+    ),
     _M("sft/tokens", "tokens", "response tokens of the update"),
-
     _M("eval/temperature", "", "the temperature that eval/<env>/* is drawn at; 0 is greedy"),
     _M("eval/<env>/reward", "reward", "mean raw score on held-out prompts", "rises"),
     _M("eval/<env>/pass_at_1", "fraction", "share of right responses", "rises", _PASS),
-    _M("eval/<env>/reward_before", "reward", "eval/<env>/reward before the first update; in the record of step 1"),
+    _M(
+        "eval/<env>/reward_before",
+        "reward",
+        "eval/<env>/reward before the first update; in the record of step 1",
+    ),
     _M("eval/<env>/pass_at_1_before", "fraction", "eval/<env>/pass_at_1 before the first update"),
-    _M("eval/<env>/sampled_reward", "reward", "eval/<env>/reward of responses that are drawn as the rollouts are; in "
-       "the last step", "rises, also where a lower temperature alone would not have done it"),
-    _M("eval/<env>/sampled_pass_at_1", "fraction", "eval/<env>/pass_at_1 of these responses", "rises", _PASS),
-    _M("eval/<env>/sampled_reward_before", "reward", "eval/<env>/sampled_reward before the first update"),
-    _M("eval/<env>/sampled_pass_at_1_before", "fraction", "eval/<env>/sampled_pass_at_1 before the first update"),
+    _M(
+        "eval/<env>/sampled_reward",
+        "reward",
+        "eval/<env>/reward of responses that are drawn as the rollouts are; in the last step",
+        "rises, also where a lower temperature alone would not have done it",
+    ),
+    _M(
+        "eval/<env>/sampled_pass_at_1",
+        "fraction",
+        "eval/<env>/pass_at_1 of these responses",
+        "rises",
+        _PASS,
+    ),
+    _M(
+        "eval/<env>/sampled_reward_before",
+        "reward",
+        "eval/<env>/sampled_reward before the first update",
+    ),
+    _M(
+        "eval/<env>/sampled_pass_at_1_before",
+        "fraction",
+        "eval/<env>/sampled_pass_at_1 before the first update",
+    ),
     _M("eval/<env>/avg_at_k", "fraction", "share of right responses among the first k of a prompt"),
-    _M("eval/<env>/pass_at_k", "fraction", "chance that one of k responses is right (unbiased estimate)", "", _PASS),
+    _M(
+        "eval/<env>/pass_at_k",
+        "fraction",
+        "chance that one of k responses is right (unbiased estimate)",
+        "",
+        _PASS,
+    ),
     _M("eval/<env>/length_mean", "tokens", "mean response length on held-out prompts"),
-
-    _M("perf/generate_tokens_per_second", "tokens/s", "response tokens over the seconds of generation"),
-    _M("perf/learn_tokens_per_second", "tokens/s", "tokens of the batch over the seconds of learning"),
-    _M("perf/peak_memory_gb", "GB", "peak memory of the process (on a GPU, of the device with all of its KV cache)"),
+    _M(
+        "perf/generate_tokens_per_second",
+        "tokens/s",
+        "response tokens over the seconds of generation",
+    ),
+    _M(
+        "perf/learn_tokens_per_second",
+        "tokens/s",
+        "tokens of the batch over the seconds of learning",
+    ),
+    _M(
+        "perf/peak_memory_gb",
+        "GB",
+        "peak memory of the process (on a GPU, of the device with all of its KV cache)",
+    ),
     _M("perf/kv_pages_peak", "pages", "most KV-cache pages in use at once"),
-    _M("perf/prefix_hits", "pages", "prompt pages that came from the prefix cache since the process started"),
-
+    _M(
+        "perf/prefix_hits",
+        "pages",
+        "prompt pages that came from the prefix cache since the process started",
+    ),
     _M("time/step", "s", "the whole step"),
     _M("time/generate", "s", "generation of the rollouts"),
     _M("time/score", "s", "scoring"),
@@ -211,10 +491,19 @@ METRICS: tuple[Metric, ...] = (
     _M("time/checkpoint", "s", "writing and verifying the checkpoint of the step before"),
     _M("time/eval", "s", "evaluation"),
     _M("time/other", "s", "what is left of the step"),
-
-    _M("record/lost", "", "1 where the record of the step was damaged or missing on disk: nothing else is known of it",
-       "absent"),
-    _M("record/nonfinite", "values", "metrics of this record that were not finite and are stored as null", "0"),
+    _M(
+        "record/lost",
+        "",
+        "1 where the record of the step was damaged or missing on disk: nothing else is known of "
+        "it",
+        "absent",
+    ),
+    _M(
+        "record/nonfinite",
+        "values",
+        "metrics of this record that were not finite and are stored as null",
+        "0",
+    ),
 )
 _BY_NAME = {metric.name: metric for metric in METRICS}
 _PATTERNS = tuple((metric.pattern, metric) for metric in METRICS if "<" in metric.name)
@@ -228,7 +517,9 @@ def find(name: str) -> Metric:
         if pattern.fullmatch(name):
             return metric
     near = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)
-    raise ValueError(f"metric {name!r} is not in lowroll.metrics.names; the nearest name is {near[0]!r}")
+    raise ValueError(
+        f"metric {name!r} is not in lowroll.metrics.names; the nearest name is {near[0]!r}"
+    )
 
 
 def table() -> str:
@@ -238,8 +529,13 @@ def table() -> str:
     for metric in METRICS:
         if (head := metric.name.split("/")[0]) != group:
             group = head
-            lines += ["", f"## {group}", "", "| name | unit | meaning | expect | source |", "|---|---|---|---|---|"]
+            lines += [
+                "",
+                f"## {group}",
+                "",
+                "| name | unit | meaning | expect | source |",
+                "|---|---|---|---|---|",
+            ]
         cells = (f"`{metric.name}`", metric.unit, metric.meaning, metric.expect, metric.source)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines[1:]) + "\n"
-

@@ -1,4 +1,6 @@
-"""The report's page: its frame, its style, its one script, and how a stranger's text gets into it."""
+"""The report's page: its frame, its style, its one script, and how a stranger's text gets into
+it."""
+
 from __future__ import annotations
 
 import base64
@@ -11,12 +13,15 @@ def escape(value: object, limit: int) -> str:
     text = str(value)
     if len(text) > limit:
         text = f"{text[:limit]} … ({len(text) - limit} more characters)"
-    text = "".join(c if c in "\n\t" or (c.isprintable() or c == " ") else f"\\x{ord(c):02x}" for c in text)
+    text = "".join(
+        c if c in "\n\t" or (c.isprintable() or c == " ") else f"\\x{ord(c):02x}" for c in text
+    )
     return html.escape(text)
 
 
 def page(title: str, body: str) -> str:
-    """A whole document. Its policy lets this file's script run, and no other, and fetches nothing."""
+    """A whole document. Its policy lets this file's script run, and no other, and fetches
+    nothing."""
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_digest(SCRIPT)}'"
     return _FRAME.format(title=title, policy=policy, style=STYLE, body=body, script=SCRIPT)
 
@@ -25,7 +30,8 @@ def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-# looks for the typed text in the samples; without it the page is whole, and the browser's own search finds them too
+# looks for the typed text in the samples; without it the page is whole, and the browser's own
+# search finds them too
 SCRIPT = """
 const box = document.getElementById("search");
 if (box) {

@@ -1,8 +1,10 @@
-"""The report's plots: inline SVG that takes its text colour from the page, so one file reads well in light and dark.
+"""The report's plots: inline SVG that takes its text colour from the page, so one file reads well
+in light and dark.
 
-Which plots, and in which order, follows what people open first: reward and evaluation, groups without signal, entropy,
-mismatch, lengths, clipping, gradient, time, throughput.
+Which plots, and in which order, follows what people open first: reward and evaluation, groups
+without signal, entropy, mismatch, lengths, clipping, gradient, time, throughput.
 """
+
 from __future__ import annotations
 
 import io
@@ -19,11 +21,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Record = dict[str, Any]
-_INK = "#0a0b0c"                       # replaced by currentColor
+_INK = "#0a0b0c"  # replaced by currentColor
 _COLOURS = ("#3b7dd8", "#e07b39", "#2f9e73", "#c04f8a", "#8a6fd1", "#b08d1e", "#5aa7b8", "#9a9a9a")
-_SMOOTH_FROM = 40                      # steps from which the plain curve fades behind its running mean
-_SAME = 0.01                           # share of the axis within which two curves are one line on the page
-_WIDTH = 4.6                           # inches; text is 9 points high, and readable on a phone
+_SMOOTH_FROM = 40  # steps from which the plain curve fades behind its running mean
+_SAME = 0.01  # share of the axis within which two curves are one line on the page
+_WIDTH = 4.6  # inches; text is 9 points high, and readable on a phone
 _EVAL = re.compile(r"eval/(.+)/(reward|sampled_reward)")
 
 
@@ -33,8 +35,8 @@ class Line:
 
     metric: str
     label: str
-    right: bool = False                # on the right-hand axis
-    points: bool = False               # sparse: markers joined by a line
+    right: bool = False  # on the right-hand axis
+    points: bool = False  # sparse: markers joined by a line
 
 
 @dataclass(frozen=True)
@@ -47,72 +49,174 @@ class Plot:
     unit: str = ""
     right_unit: str = ""
     log: bool = False
-    floor: float = 0.0                 # of a log axis: what is below is rounding noise, and drawn at it
+    floor: float = 0.0  # of a log axis: what is below is rounding noise, and drawn at it
     stacked: bool = False
-    bottom: float | None = 0.0         # lower end of the axis, None to let it float
+    bottom: float | None = 0.0  # lower end of the axis, None to let it float
 
 
-NOISE_NATS = 1e-8                      # KL below it is the rounding of float32 log-probs
+NOISE_NATS = 1e-8  # KL below it is the rounding of float32 log-probs
 
 PLOTS: tuple[Plot, ...] = (
-    Plot("Entropy", "from the learner's logits, and as estimated from the drawn tokens",
-         (Line("policy/entropy", "learner"), Line("rollout/entropy_estimate", "rollouts")), "nats"),
-    Plot("Mismatch", "KL between the policy that drew the tokens and the learner",
-         (Line("mismatch/kl_k3", "k3"), Line("mismatch/kl_k1", "|k1|")), "nats", log=True, floor=NOISE_NATS),
-    Plot("Effective sample size", "of the importance weights; 1 is no mismatch",
-         (Line("mismatch/ess", "tokens"), Line("mismatch/ess_sequence", "sequences"))),
-    Plot("Response length", "and the share of responses cut by the token limit",
-         (Line("rollout/length_mean", "mean"), Line("rollout/length_p50", "median"),
-          Line("rollout/length_p95", "95th percentile"), Line("rollout/max_tokens", "limit"),
-          Line("rollout/truncated_fraction", "cut", right=True)),
-         "tokens", "fraction cut"),
-    Plot("Groups without signal", "scores all equal, and groups that solved all or none",
-         (Line("reward/zero_std_fraction", "all equal"), Line("reward/solved_all_fraction", "all right"),
-          Line("reward/solved_none_fraction", "none right"), Line("reward/error_rate", "score errors")), "fraction"),
-    Plot("Clipping and correction", "tokens that the trust region or the cap on the weight touched",
-         (Line("policy/clip_fraction_high", "clipped above"), Line("policy/clip_fraction_low", "clipped below"),
-          Line("policy/dual_clip_fraction", "dual clip"), Line("correction/truncated_fraction", "weight over the cap"),
-          Line("correction/acr_extended_fraction", "ACR extended")), "fraction"),
-    Plot("Critic", "mean value and mean return, and how much of the returns' variance the values explain",
-         (Line("critic/value_mean", "value"), Line("critic/return_mean", "return"),
-          Line("critic/explained_variance", "explained variance", right=True)), "reward", "explained", bottom=None),
-    Plot("Critic's loss", "squared error to the returns, and the share of tokens that its clip holds",
-         (Line("critic/loss", "loss"), Line("critic/clip_fraction", "clipped", right=True)), "loss", "fraction"),
-    Plot("Weights", "the step's update beside the rounding of the rollout's format, and the codes that it flipped",
-         (Line("weights/normalized_update", "update"), Line("weights/normalized_quant_error", "rounding"),
-          Line("weights/codes_flipped_fraction", "codes flipped")), "share", log=True, floor=1e-12),
-    Plot("Gradient and learning rate", "norm before clipping",
-         (Line("optim/grad_norm", "gradient norm"), Line("optim/lr", "learning rate", right=True)),
-         "norm", "learning rate"),
-    Plot("Time", "where each step's seconds went",
-         tuple(Line(f"time/{name}", name) for name in
-               ("generate", "score", "learn", "publish", "checkpoint", "eval", "other")), "seconds", stacked=True),
-    Plot("Throughput", "tokens a second while generating and while learning",
-         (Line("perf/generate_tokens_per_second", "generate"), Line("perf/learn_tokens_per_second", "learn")),
-         "tokens/s"),
-    Plot("KL to the reference", "the frozen model that training started from",
-         (Line("policy/kl_reference", "k3"),), "nats"),
+    Plot(
+        "Entropy",
+        "from the learner's logits, and as estimated from the drawn tokens",
+        (Line("policy/entropy", "learner"), Line("rollout/entropy_estimate", "rollouts")),
+        "nats",
+    ),
+    Plot(
+        "Mismatch",
+        "KL between the policy that drew the tokens and the learner",
+        (Line("mismatch/kl_k3", "k3"), Line("mismatch/kl_k1", "|k1|")),
+        "nats",
+        log=True,
+        floor=NOISE_NATS,
+    ),
+    Plot(
+        "Effective sample size",
+        "of the importance weights; 1 is no mismatch",
+        (Line("mismatch/ess", "tokens"), Line("mismatch/ess_sequence", "sequences")),
+    ),
+    Plot(
+        "Response length",
+        "and the share of responses cut by the token limit",
+        (
+            Line("rollout/length_mean", "mean"),
+            Line("rollout/length_p50", "median"),
+            Line("rollout/length_p95", "95th percentile"),
+            Line("rollout/max_tokens", "limit"),
+            Line("rollout/truncated_fraction", "cut", right=True),
+        ),
+        "tokens",
+        "fraction cut",
+    ),
+    Plot(
+        "Groups without signal",
+        "scores all equal, and groups that solved all or none",
+        (
+            Line("reward/zero_std_fraction", "all equal"),
+            Line("reward/solved_all_fraction", "all right"),
+            Line("reward/solved_none_fraction", "none right"),
+            Line("reward/error_rate", "score errors"),
+        ),
+        "fraction",
+    ),
+    Plot(
+        "Clipping and correction",
+        "tokens that the trust region or the cap on the weight touched",
+        (
+            Line("policy/clip_fraction_high", "clipped above"),
+            Line("policy/clip_fraction_low", "clipped below"),
+            Line("policy/dual_clip_fraction", "dual clip"),
+            Line("correction/truncated_fraction", "weight over the cap"),
+            Line("correction/acr_extended_fraction", "ACR extended"),
+        ),
+        "fraction",
+    ),
+    Plot(
+        "Critic",
+        "mean value and mean return, and how much of the returns' variance the values explain",
+        (
+            Line("critic/value_mean", "value"),
+            Line("critic/return_mean", "return"),
+            Line("critic/explained_variance", "explained variance", right=True),
+        ),
+        "reward",
+        "explained",
+        bottom=None,
+    ),
+    Plot(
+        "Critic's loss",
+        "squared error to the returns, and the share of tokens that its clip holds",
+        (Line("critic/loss", "loss"), Line("critic/clip_fraction", "clipped", right=True)),
+        "loss",
+        "fraction",
+    ),
+    Plot(
+        "Weights",
+        "the step's update beside the rounding of the rollout's format, and the codes that it "
+        "flipped",
+        (
+            Line("weights/normalized_update", "update"),
+            Line("weights/normalized_quant_error", "rounding"),
+            Line("weights/codes_flipped_fraction", "codes flipped"),
+        ),
+        "share",
+        log=True,
+        floor=1e-12,
+    ),
+    Plot(
+        "Gradient and learning rate",
+        "norm before clipping",
+        (Line("optim/grad_norm", "gradient norm"), Line("optim/lr", "learning rate", right=True)),
+        "norm",
+        "learning rate",
+    ),
+    Plot(
+        "Time",
+        "where each step's seconds went",
+        tuple(
+            Line(f"time/{name}", name)
+            for name in ("generate", "score", "learn", "publish", "checkpoint", "eval", "other")
+        ),
+        "seconds",
+        stacked=True,
+    ),
+    Plot(
+        "Throughput",
+        "tokens a second while generating and while learning",
+        (
+            Line("perf/generate_tokens_per_second", "generate"),
+            Line("perf/learn_tokens_per_second", "learn"),
+        ),
+        "tokens/s",
+    ),
+    Plot(
+        "KL to the reference",
+        "the frozen model that training started from",
+        (Line("policy/kl_reference", "k3"),),
+        "nats",
+    ),
     Plot("Loss", "supervised warm start", (Line("sft/loss", "negative log-prob"),), "nats"),
 )
 
 
 def reward_plot(records: Sequence[Record]) -> Plot:
     """Reward of the rollouts with every environment's evaluation beside it."""
-    envs = sorted({name for record in records for name in record if re.fullmatch(r"reward/.+/mean", name)})
+    envs = sorted(
+        {name for record in records for name in record if re.fullmatch(r"reward/.+/mean", name)}
+    )
     evals = evaluated(records)
     lines = [Line("reward/mean", "rollouts")]
     lines += [Line(name, middle(name)) for name in envs if len(envs) > 1]
-    lines += [Line(name, f"held out, {how}" + (f": {env}" if len(evals) > 2 else ""), points=True)
-              for name, env, how in evals]
-    return Plot("Reward", "mean raw score of the rollouts, with one standard deviation, and on held-out prompts",
-                tuple(lines), "reward", bottom=None)
+    lines += [
+        Line(name, f"held out, {how}" + (f": {env}" if len(evals) > 2 else ""), points=True)
+        for name, env, how in evals
+    ]
+    return Plot(
+        "Reward",
+        "mean raw score of the rollouts, with one standard deviation, and on held-out prompts",
+        tuple(lines),
+        "reward",
+        bottom=None,
+    )
 
 
 def evaluated(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """The rewards on held-out prompts that a run has: metric, environment, and how the responses were drawn."""
-    names = {name.removesuffix("_before") for record in records for name in record if name.startswith("eval/")}
-    how = {metric: drawn_at(next((r[source] for r in records if source in r), None))
-           for metric, source in (("reward", "eval/temperature"), ("sampled_reward", "rollout/temperature"))}
+    """The rewards on held-out prompts that a run has: metric, environment, and how the responses
+    were drawn."""
+    names = {
+        name.removesuffix("_before")
+        for record in records
+        for name in record
+        if name.startswith("eval/")
+    }
+    how = {
+        metric: drawn_at(next((r[source] for r in records if source in r), None))
+        for metric, source in (
+            ("reward", "eval/temperature"),
+            ("sampled_reward", "rollout/temperature"),
+        )
+    }
     found = (_EVAL.fullmatch(name) for name in sorted(names))
     return [(match[0], match[1], how[match[2]]) for match in found if match]
 
@@ -124,22 +228,39 @@ def middle(metric: str) -> str:
 
 def length_plot(records: Sequence[Record]) -> Plot:
     """The mismatch of short and of long responses: the longest eight classes of lengths."""
-    found = sorted({int(match[1]) for record in records for name in record
-                    if (match := re.fullmatch(r"mismatch/length_([0-9]+)/kl_k3", name))})
-    return Plot("Mismatch by length", "KL of the responses of at most so many tokens, and more than half of that",
-                tuple(Line(f"mismatch/length_{length}/kl_k3", f"{length}") for length in found[-8:]), "nats", log=True)
+    found = sorted(
+        {
+            int(match[1])
+            for record in records
+            for name in record
+            if (match := re.fullmatch(r"mismatch/length_([0-9]+)/kl_k3", name))
+        }
+    )
+    return Plot(
+        "Mismatch by length",
+        "KL of the responses of at most so many tokens, and more than half of that",
+        tuple(Line(f"mismatch/length_{length}/kl_k3", f"{length}") for length in found[-8:]),
+        "nats",
+        log=True,
+    )
 
 
 def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[float]]:
-    """Steps and values of `metric`, records without it left out. What was measured before a step belongs to the one
-    before that."""
-    pairs = [(record["step"], record[metric]) for record in records if record.get(metric) is not None]
+    """Steps and values of `metric`, records without it left out. What was measured before a step
+    belongs to the one before that."""
+    pairs = [
+        (record["step"], record[metric]) for record in records if record.get(metric) is not None
+    ]
     early = f"{metric}_before"
-    pairs = [(record["step"] - 1, record[early]) for record in records if record.get(early) is not None] + pairs
+    pairs = [
+        (record["step"] - 1, record[early]) for record in records if record.get(early) is not None
+    ] + pairs
     return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
 
-def with_gaps(records: Sequence[Record], steps: list[float], values: list[float]) -> tuple[list[float], list[float]]:
+def with_gaps(
+    records: Sequence[Record], steps: list[float], values: list[float]
+) -> tuple[list[float], list[float]]:
     """The curve, interrupted where a step's record is lost."""
     lost = {float(record["step"]) for record in records if record.get("record/lost")} - set(steps)
     pairs = sorted([*zip(steps, values, strict=True), *((step, math.nan) for step in lost)])
@@ -149,11 +270,14 @@ def with_gaps(records: Sequence[Record], steps: list[float], values: list[float]
 def _alone(values: Sequence[float]) -> list[int]:
     """Which values have none beside them, so that no line would show them."""
     known = [False, *(not math.isnan(value) for value in values), False]
-    return [i - 1 for i in range(1, len(known) - 1) if known[i] and not (known[i - 1] or known[i + 1])]
+    return [
+        i - 1 for i in range(1, len(known) - 1) if known[i] and not (known[i - 1] or known[i + 1])
+    ]
 
 
 def present(records: Sequence[Record], plot: Plot) -> list[Line]:
-    """The lines of `plot` that have data; a line that is zero throughout is dropped when others are not."""
+    """The lines of `plot` that have data; a line that is zero throughout is dropped when others are
+    not."""
     known = [line for line in plot.lines if series(records, line.metric)[0]]
     lively = [line for line in known if any(series(records, line.metric)[1])]
     return lively or known
@@ -175,10 +299,21 @@ def draw(records: Sequence[Record], plot: Plot) -> str:
     """`plot` as an `<svg>` element."""
     import matplotlib
     from matplotlib.figure import Figure
+
     style: dict[Any, Any] = {
-        "font.size": 9, "font.family": "sans-serif", "svg.fonttype": "none", "svg.hashsalt": plot.title,
-        "text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
-        "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6}
+        "font.size": 9,
+        "font.family": "sans-serif",
+        "svg.fonttype": "none",
+        "svg.hashsalt": plot.title,
+        "text.color": _INK,
+        "axes.edgecolor": _INK,
+        "axes.labelcolor": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "axes.linewidth": 0.6,
+        "xtick.major.width": 0.6,
+        "ytick.major.width": 0.6,
+    }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(_WIDTH, 2.7), layout="constrained")
         axes = figure.add_subplot()
@@ -195,14 +330,25 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
     twin = axes.twinx() if any(line.right for line in lines) else None
     data = {line: series(records, line.metric) for line in lines}
     if plot.log:
-        data = {line: (steps, [max(abs(value), plot.floor) for value in values])
-                for line, (steps, values) in data.items()}
+        data = {
+            line: (steps, [max(abs(value), plot.floor) for value in values])
+            for line, (steps, values) in data.items()
+        }
     hidden = _hidden(data, plot)
     for colour, line in zip(_cycle(len(lines)), lines, strict=True):
         steps, values = data[line]
         target = twin if line.right and twin else axes
         if line.points:
-            target.plot(steps, values, "o-", color=colour, label=_label(line), markersize=4.5, linewidth=1.4, zorder=4)
+            target.plot(
+                steps,
+                values,
+                "o-",
+                color=colour,
+                label=_label(line),
+                markersize=4.5,
+                linewidth=1.4,
+                zorder=4,
+            )
             continue
         style = (0, (2.5, 2.5)) if line in hidden else "--" if line.right else "-"
         width = 1.6 if line in hidden or line not in hidden.values() else 3.2
@@ -211,8 +357,17 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
             values = _running_mean(values, max(5, len(values) // 25))
         xs, ys = with_gaps(records, steps, values)
         alone = _alone(ys)
-        target.plot(xs, ys, linestyle=style, marker="o" if alone else None, markersize=4, markevery=alone,
-                    color=colour, label=_label(line), linewidth=width)
+        target.plot(
+            xs,
+            ys,
+            linestyle=style,
+            marker="o" if alone else None,
+            markersize=4,
+            markevery=alone,
+            color=colour,
+            label=_label(line),
+            linewidth=width,
+        )
         if line.metric == "reward/mean":
             _draw_band(axes, records, colour)
     if plot.log and any(value for _, values in data.values() for value in values):
@@ -225,7 +380,9 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
         twin.spines[["top"]].set_visible(False)
         for curve in twin.get_lines():
             if not str(curve.get_label()).startswith("_"):
-                axes.plot([], [], "--", color=curve.get_color(), label=f"{curve.get_label()} (right)")
+                axes.plot(
+                    [], [], "--", color=curve.get_color(), label=f"{curve.get_label()} (right)"
+                )
 
 
 def _from(axes: Axes, bottom: float) -> None:
@@ -237,6 +394,7 @@ def _from(axes: Axes, bottom: float) -> None:
 
 def _hidden(data: Mapping[Line, tuple[list[float], list[float]]], plot: Plot) -> dict[Line, Line]:
     """The lines that would be drawn over an earlier one of the same axis, and which that is."""
+
     def heights(line: Line) -> list[float]:
         return [math.log(value) if plot.log and value > 0 else value for value in data[line][1]]
 
@@ -247,8 +405,13 @@ def _hidden(data: Mapping[Line, tuple[list[float], list[float]]], plot: Plot) ->
         every = [*bottom, *(height for line in lines for height in heights(line))]
         reach = _SAME * (max(every) - min(every) or 1.0) if every else 0.0
         for place, line in enumerate(lines):
-            under = (other for other in lines[:place] if data[other][0] == data[line][0] and max(
-                abs(a - b) for a, b in zip(heights(line), heights(other), strict=True)) <= reach)
+            under = (
+                other
+                for other in lines[:place]
+                if data[other][0] == data[line][0]
+                and max(abs(a - b) for a, b in zip(heights(line), heights(other), strict=True))
+                <= reach
+            )
             if (other := next(under, None)) is not None:
                 found[line] = found.get(other, other)
     return found
@@ -256,10 +419,17 @@ def _hidden(data: Mapping[Line, tuple[list[float], list[float]]], plot: Plot) ->
 
 def _log_scale(axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     # with powers of ten alone a narrow range would show a single tick
-    subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if high / low < 10 else (1.0, 2.0, 5.0) if high / low < 100 else (1.0,)
+    subs = (
+        (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+        if high / low < 10
+        else (1.0, 2.0, 5.0)
+        if high / low < 100
+        else (1.0,)
+    )
     axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
     axes.yaxis.set_major_formatter(FuncFormatter(_power_label))
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -270,12 +440,19 @@ def _power_label(value: float, _: object) -> str:
 
 
 def _draw_band(axes: Axes, records: Sequence[Record], colour: str) -> None:
-    rows = [(r["step"], r["reward/mean"], r["reward/std"]) for r in records
-            if r.get("reward/mean") is not None and r.get("reward/std") is not None]
+    rows = [
+        (r["step"], r["reward/mean"], r["reward/std"])
+        for r in records
+        if r.get("reward/mean") is not None and r.get("reward/std") is not None
+    ]
     if len(rows) > 1:
         steps, means, deviations = (list(column) for column in zip(*rows, strict=True))
-        lows, highs = (with_gaps(records, steps, [m + sign * d for m, d in zip(means, deviations, strict=True)])
-                       for sign in (-1, 1))
+        lows, highs = (
+            with_gaps(
+                records, steps, [m + sign * d for m, d in zip(means, deviations, strict=True)]
+            )
+            for sign in (-1, 1)
+        )
         axes.fill_between(lows[0], lows[1], highs[1], color=colour, alpha=0.13, linewidth=0)
 
 
@@ -287,7 +464,9 @@ def _draw_stack(axes: Axes, records: Sequence[Record], lines: Sequence[Line]) ->
         values = [float(record.get(line.metric) or 0.0) for record in records]
         tops = [low + value for low, value in zip(base, values, strict=True)]
         if len(steps) >= _SMOOTH_FROM:
-            axes.fill_between(steps, base, tops, color=colour, label=_label(line), linewidth=0, step="mid")
+            axes.fill_between(
+                steps, base, tops, color=colour, label=_label(line), linewidth=0, step="mid"
+            )
         else:
             axes.bar(steps, values, width, bottom=base, color=colour, label=_label(line))
         base = tops
@@ -296,6 +475,7 @@ def _draw_stack(axes: Axes, records: Sequence[Record], lines: Sequence[Line]) ->
 
 def _dress(figure: Figure, axes: Axes, plot: Plot) -> None:
     from matplotlib.ticker import MaxNLocator
+
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=_INK, alpha=0.13, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -306,16 +486,26 @@ def _dress(figure: Figure, axes: Axes, plot: Plot) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(plot.lines) > 1:
         longest = max(map(len, labels), default=0)
-        columns = max(1, min(4, int(72 * _WIDTH / (4.2 * longest + 32))))         # points: 4.2 a letter, 32 a sample
-        figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=8,
-                      handlelength=2.0, columnspacing=1.1)
+        columns = max(
+            1, min(4, int(72 * _WIDTH / (4.2 * longest + 32)))
+        )  # points: 4.2 a letter, 32 a sample
+        figure.legend(
+            handles,
+            labels,
+            loc="outside upper left",
+            ncols=columns,
+            frameon=False,
+            fontsize=8,
+            handlelength=2.0,
+            columnspacing=1.1,
+        )
 
 
 def _to_svg(figure: Figure) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    text = text[text.index("<svg"):].replace(_INK, "currentColor")
+    text = text[text.index("<svg") :].replace(_INK, "currentColor")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*pt"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*pt"', r'\1 role="img"', text, count=1)
@@ -324,13 +514,15 @@ def _to_svg(figure: Figure) -> str:
 
 
 def _label(line: Line) -> str:
-    return line.label.replace("$", r"\$")          # an environment's name is not mathematics
+    return line.label.replace("$", r"\$")  # an environment's name is not mathematics
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
     """Mean over the last `window` values, fewer at the start."""
-    return [sum(values[max(0, i - window + 1):i + 1]) / len(values[max(0, i - window + 1):i + 1])
-            for i in range(len(values))]
+    return [
+        sum(values[max(0, i - window + 1) : i + 1]) / len(values[max(0, i - window + 1) : i + 1])
+        for i in range(len(values))
+    ]
 
 
 def _cycle(count: int) -> list[str]:

@@ -1,20 +1,38 @@
-"""A progress bar for work that has phases, such as an evaluation. Silent where there is no terminal."""
+"""A progress bar for work that has phases, such as an evaluation. Silent where there is no
+terminal."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 
 @contextmanager
 def phases(console: Console | None = None) -> Iterator[Callable[[str, int, int], None]]:
-    """`with phases() as on_phase:` then `on_phase(name, done, total)`: one bar a phase, gone at the end."""
+    """`with phases() as on_phase:` then `on_phase(name, done, total)`: one bar a phase, gone at the
+    end."""
     console = console or Console(stderr=True)
     bars: dict[str, TaskID] = {}
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                  console=console, transient=True, disable=not console.is_terminal) as view:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as view:
+
         def on_phase(name: str, done: int, total: int) -> None:
             if name not in bars:
                 bars[name] = view.add_task(name, total=total)

@@ -1,16 +1,18 @@
-"""`metrics.jsonl`: one JSON object a step, `{"step": 12, "reward/mean": 0.41, ..., "crc": "9cf16ae5"}`, names as in
-`metrics.names`.
+"""`metrics.jsonl`: one JSON object a step, `{"step": 12, "reward/mean": 0.41, ..., "crc":
+"9cf16ae5"}`, names as in `metrics.names`.
 
-A line is on disk when `write` returns. A process that dies while writing leaves a torn last line, which every reader
-drops; a resumed run cuts the file back to its checkpoint's step with `truncate`, so no step is missing or doubled.
-Numbers that are not finite are stored as null and counted in `record/nonfinite`.
+A line is on disk when `write` returns. A process that dies while writing leaves a torn last line,
+which every reader drops; a resumed run cuts the file back to its checkpoint's step with `truncate`,
+so no step is missing or doubled. Numbers that are not finite are stored as null and counted in
+`record/nonfinite`.
 
-`crc` is the line's checksum (`checkpoint.seal`; lines of older files have none). A record that was damaged or is
-missing ends nobody: it is told, and `{"step": 12, "record/lost": 1.0}` stands in its place, for readers at once and in
-the file when the run goes on.
+`crc` is the line's checksum (`checkpoint.seal`; lines of older files have none). A record that was
+damaged or is missing ends nobody: it is told, and `{"step": 12, "record/lost": 1.0}` stands in its
+place, for readers at once and in the file when the run goes on.
 
 `about.json` holds what the report's header shows: settings in words, versions and the machine.
 """
+
 from __future__ import annotations
 
 import json
@@ -35,9 +37,9 @@ log = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 ABOUT_FILE = "about.json"
 LOST = "record/lost"
-Record = dict[str, Any]                # "step": int, every other key: float or None
-_MOST_TOLD = 5                         # damaged lines that get a line in the log each
-_MOST_LOST = 100_000                   # lost records that are marked: a folder may claim any step
+Record = dict[str, Any]  # "step": int, every other key: float or None
+_MOST_TOLD = 5  # damaged lines that get a line in the log each
+_MOST_LOST = 100_000  # lost records that are marked: a folder may claim any step
 _MOST_STEPS = 10**9
 
 
@@ -59,11 +61,14 @@ class Recorder:
     def write(self, step: int, metrics: Mapping[str, float]) -> Record:
         """Append the record of `step` and return it, as readers will see it.
 
-        ValueError, before anything is written, for a name that the table does not know, a value that is not a number,
-        or a step that is not above the last one. OSError leaves the file as it was.
+        ValueError, before anything is written, for a name that the table does not know, a value
+        that is not a number, or a step that is not above the last one. OSError leaves the file as
+        it was.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step <= self._last:
-            raise ValueError(f"step: {step!r} is not an integer above the last recorded step {self._last}")
+            raise ValueError(
+                f"step: {step!r} is not an integer above the last recorded step {self._last}"
+            )
         record: Record = {"step": step}
         for name, value in metrics.items():
             find(name)
@@ -74,7 +79,7 @@ class Recorder:
         nonfinite = sum(value is None for value in record.values())
         if nonfinite:
             record["record/nonfinite"] = float(nonfinite)
-        if self._mended is not None:                # the next line must not be glued to a torn one
+        if self._mended is not None:  # the next line must not be glued to a torn one
             write_file(self.path, self._mended)
             self._mended = None
         append_line(self.path, _line(record))
@@ -82,11 +87,15 @@ class Recorder:
         return record
 
     def truncate(self, step: int) -> None:
-        """Make the file that of a run of `step` steps, atomically: later records go, lost ones are marked."""
+        """Make the file that of a run of `step` steps, atomically: later records go, lost ones are
+        marked."""
         found = _scan(self.path)
         if lost := found.lost(step):
-            log.warning("%s: the records of %s are lost; they are marked, and the run goes on without them", self.path,
-                        spans(lost))
+            log.warning(
+                "%s: the records of %s are lost; they are marked, and the run goes on without them",
+                self.path,
+                spans(lost),
+            )
         content = found.content(step)
         if content != found.data:
             write_file(self.path, content)
@@ -95,9 +104,11 @@ class Recorder:
 
 
 def read(folder: Path) -> list[Record]:
-    """The records of a run in step order, one for each step up to the newest that is recorded or has a checkpoint.
+    """The records of a run in step order, one for each step up to the newest that is recorded or
+    has a checkpoint.
 
-    A record that was damaged or is missing is `{"step": n, "record/lost": 1.0}`, and a warning says so.
+    A record that was damaged or is missing is `{"step": n, "record/lost": 1.0}`, and a warning says
+    so.
     """
     folder = Path(folder)
     found = _scan(folder / METRICS_FILE)
@@ -110,13 +121,16 @@ def read(folder: Path) -> list[Record]:
 
 
 def reproducible(record: Mapping[str, Any]) -> Record:
-    """The part of a record that a second run of the same seed, or a resumed one, repeats bit for bit."""
-    return {name: value for name, value in record.items() if name == "step" or find(name).reproducible}
+    """The part of a record that a second run of the same seed, or a resumed one, repeats bit for
+    bit."""
+    return {
+        name: value for name, value in record.items() if name == "step" or find(name).reproducible
+    }
 
 
 def write_about(folder: Path, about: Mapping[str, str]) -> Record:
-    """Write `about.json`: the caller's facts (title, model, env, rollout, correction, device, ...), then the versions
-    of what is installed and the machine. Returns what was written."""
+    """Write `about.json`: the caller's facts (title, model, env, rollout, correction, device, ...),
+    then the versions of what is installed and the machine. Returns what was written."""
     content: Record = {**about, **_computed_by()}
     path = Path(folder) / ABOUT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,12 +139,16 @@ def write_about(folder: Path, about: Mapping[str, str]) -> Record:
 
 
 def computed_otherwise(folder: Path, about: Mapping[str, str]) -> list[str]:
-    """What the last bits of results depend on (device and threads, versions, machine), where it is not what
-    `about.json` says; nothing where that cannot be read."""
+    """What the last bits of results depend on (device and threads, versions, machine), where it is
+    not what `about.json` says; nothing where that cannot be read."""
     try:
         before = json.loads(read_file(Path(folder) / ABOUT_FILE))
         facts = {"device": about["device"], **_computed_by()}
-        return [f"{name} was {before[name]} and is {now}" for name, now in facts.items() if before[name] != now]
+        return [
+            f"{name} was {before[name]} and is {now}"
+            for name, now in facts.items()
+            if before[name] != now
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -153,7 +171,11 @@ def _machine() -> str:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if "model name" in line
+        ]
         model = names[0] if names else model
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return f"{model}, {os.cpu_count()} cores, {memory:.0f} GB, {platform.system()}"
@@ -165,11 +187,15 @@ class _Found:
 
     data: bytes = b""
     lines: dict[int, bytes] = field(default_factory=dict)
-    in_order: bool = True              # every line is a record, and their steps grow
+    in_order: bool = True  # every line is a record, and their steps grow
 
     def lost(self, step: int) -> list[int]:
         """The steps from 1 to `step` that have no record here, the first _MOST_LOST of them."""
-        return list(islice((number for number in range(1, step + 1) if number not in self.lines), _MOST_LOST))
+        return list(
+            islice(
+                (number for number in range(1, step + 1) if number not in self.lines), _MOST_LOST
+            )
+        )
 
     def content(self, step: int) -> bytes:
         """The file of a run that has made `step` steps."""
@@ -196,12 +222,14 @@ def _scan(path: Path) -> _Found:
             problems.append(f"{path}:{number}: not a record: {error}")
             continue
         if found.lines.get(step, line) != line:
-            problems.append(f"{path}:{number}: a second record of step {step}, which is not the first")
+            problems.append(
+                f"{path}:{number}: a second record of step {step}, which is not the first"
+            )
             twice.add(step)
         found.in_order &= step > last
         last, sealed = max(last, step), sealed or has_sum
         found.lines[step] = line
-    for step in twice:                              # nothing says which of the two the run has written
+    for step in twice:  # nothing says which of the two the run has written
         del found.lines[step]
     for problem in problems[:_MOST_TOLD]:
         log.warning("%s", problem)
@@ -212,13 +240,23 @@ def _scan(path: Path) -> _Found:
 
 
 def _step_of(content: bytes) -> int:
-    """The step of a record. ValueError unless it is one: who writes a checksum may be a stranger."""
+    """The step of a record. ValueError unless it is one: who writes a checksum may be a
+    stranger."""
     try:
         record = json.loads(content)
         step = record["step"]
-        numbers = all(value is None or type(value) in (int, float) and math.isfinite(value)
-                      for value in record.values())
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        numbers = all(
+            value is None or type(value) in (int, float) and math.isfinite(value)
+            for value in record.values()
+        )
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise ValueError(str(error)) from error
     if type(step) is not int or not 0 <= step < _MOST_STEPS:
         raise ValueError(f"step {step!r} is not a count")

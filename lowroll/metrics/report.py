@@ -1,9 +1,11 @@
 """A run folder as one page: `report.html`, self-contained, nothing fetched.
 
-Reads `about.json`, `metrics.jsonl`, `config.yaml` and `rollouts/step_*.jsonl` as far as they exist and says what is
-missing. Model output is data from a stranger: every text is escaped and cut, and the page's content policy forbids
-requests and every script but its own. A supervised run (`command` of about.json) gets the page of a supervised run.
+Reads `about.json`, `metrics.jsonl`, `config.yaml` and `rollouts/step_*.jsonl` as far as they exist
+and says what is missing. Model output is data from a stranger: every text is escaped and cut, and
+the page's content policy forbids requests and every script but its own. A supervised run (`command`
+of about.json) gets the page of a supervised run.
 """
+
 from __future__ import annotations
 
 import html
@@ -17,25 +19,46 @@ from lowroll.checkpoint.files import read_file, write_file
 from lowroll.metrics.live import duration, guard_words
 from lowroll.metrics.names import METRICS, find
 from lowroll.metrics.page import escape, page
-from lowroll.metrics.plots import PLOTS, Plot, draw, evaluated, length_plot, reward_plot, series, silent
+from lowroll.metrics.plots import (
+    PLOTS,
+    Plot,
+    draw,
+    evaluated,
+    length_plot,
+    reward_plot,
+    series,
+    silent,
+)
 from lowroll.metrics.record import ABOUT_FILE, LOST, read, spans
 from lowroll.metrics.samples import sample_section
 
 Record = dict[str, Any]
 REPORT_FILE = "report.html"
-_HEAD = b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>'       # of every page written here
+_HEAD = b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>'  # of every page written here
 _MAX_CONFIG = 20_000
 _MAX_EVENTS = 40
-_HEADER = ("model", "data", "env", "learning", "rollout", "correction", "device", "started", "versions", "machine")
-_OF_ROLLOUTS = ("rollout", "correction")           # facts that a supervised run has not
-_EDGE = 5                                          # steps whose mean stands for a run's beginning or end
+_HEADER = (
+    "model",
+    "data",
+    "env",
+    "learning",
+    "rollout",
+    "correction",
+    "device",
+    "started",
+    "versions",
+    "machine",
+)
+_OF_ROLLOUTS = ("rollout", "correction")  # facts that a supervised run has not
+_EDGE = 5  # steps whose mean stands for a run's beginning or end
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the page of the run in `run_dir` to `out` (default `run_dir/report.html`) and return its path.
+    """Write the page of the run in `run_dir` to `out` (default `run_dir/report.html`) and return
+    its path.
 
-    FileNotFoundError when `run_dir` is not a folder, ValueError when `out` is there and is no such page. What is
-    damaged is left out, and named at the end of the page.
+    FileNotFoundError when `run_dir` is not a folder, ValueError when `out` is there and is no such
+    page. What is damaged is left out, and named at the end of the page.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -46,13 +69,22 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     about = _read_about(run_dir, notes)
     supervised = _supervised(about, records)
     title = _title(run_dir, about, supervised)
-    body = [_header(run_dir, title, about, records, supervised), _change(records, supervised, notes),
-            _tiles(records), _plots(records, supervised, notes), _guard(records),
-            "" if supervised else sample_section(run_dir, notes), _config(run_dir, notes),
-            _glossary(records, notes), _notes(notes)]
+    body = [
+        _header(run_dir, title, about, records, supervised),
+        _change(records, supervised, notes),
+        _tiles(records),
+        _plots(records, supervised, notes),
+        _guard(records),
+        "" if supervised else sample_section(run_dir, notes),
+        _config(run_dir, notes),
+        _glossary(records, notes),
+        _notes(notes),
+    ]
     out = Path(out) if out is not None else run_dir / REPORT_FILE
     if out.exists() and not is_report(out):
-        raise ValueError(f"{out}: it is there already and is no report of lowroll; name another file with --out")
+        raise ValueError(
+            f"{out}: it is there already and is no report of lowroll; name another file with --out"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_file(out, page(escape(title, 200), "\n".join(body)).encode(errors="replace"))
     return out
@@ -69,8 +101,14 @@ def is_report(path: Path) -> bool:
 
 def _lost(records: Sequence[Record]) -> list[str]:
     lost = [record["step"] for record in records if record.get(LOST)]
-    return [f"metrics.jsonl: the records of {spans(lost)} are lost (damaged or missing on disk); the curves have gaps "
-            "there"] if lost else []
+    return (
+        [
+            f"metrics.jsonl: the records of {spans(lost)} are lost (damaged or missing on disk); the curves have gaps "
+            "there"
+        ]
+        if lost
+        else []
+    )
 
 
 def _read_about(run_dir: Path, notes: list[str]) -> Record:
@@ -88,8 +126,12 @@ def _read_about(run_dir: Path, notes: list[str]) -> Record:
 
 
 def _supervised(about: Record, records: Sequence[Record]) -> bool:
-    """Whether the run learnt from demonstrations. Folders that do not say so are known by their metrics."""
-    return about.get("command", "sft" if any("sft/loss" in record for record in records) else "grpo") == "sft"
+    """Whether the run learnt from demonstrations. Folders that do not say so are known by their
+    metrics."""
+    return (
+        about.get("command", "sft" if any("sft/loss" in record for record in records) else "grpo")
+        == "sft"
+    )
 
 
 def _title(run_dir: Path, about: Record, supervised: bool) -> str:
@@ -105,17 +147,27 @@ def _title(run_dir: Path, about: Record, supervised: bool) -> str:
     return f"{what} of {model}{on}{how}"
 
 
-def _header(run_dir: Path, title: str, about: Record, records: Sequence[Record], supervised: bool) -> str:
+def _header(
+    run_dir: Path, title: str, about: Record, records: Sequence[Record], supervised: bool
+) -> str:
     left_out = {"title", "command", "algorithm", *(_OF_ROLLOUTS if supervised else ())}
-    names = [name for name in dict.fromkeys([*_HEADER, *about]) if about.get(name) and name not in left_out]
-    facts = "".join(f"<dt>{escape(name.replace('_', ' '), 40)}</dt><dd>{escape(about[name], 300)}</dd>"
-                    for name in names)
+    names = [
+        name
+        for name in dict.fromkeys([*_HEADER, *about])
+        if about.get(name) and name not in left_out
+    ]
+    facts = "".join(
+        f"<dt>{escape(name.replace('_', ' '), 40)}</dt><dd>{escape(about[name], 300)}</dd>"
+        for name in names
+    )
     name = about.get("title") or run_dir.resolve().name
     span = f"steps {records[0]['step']} to {records[-1]['step']}" if records else "no steps"
     lost = sum(bool(record.get("record/lost")) for record in records)
     span += f", {lost} of their records lost" if lost else ""
-    return (f"<header><h1>{escape(title, 200)}</h1><p class=sub>{escape(name, 200)}, {span}</p><dl>{facts}</dl>"
-            "</header>")
+    return (
+        f"<header><h1>{escape(title, 200)}</h1><p class=sub>{escape(name, 200)}, {span}</p><dl>{facts}</dl>"
+        "</header>"
+    )
 
 
 def _change(records: Sequence[Record], supervised: bool, notes: list[str]) -> str:
@@ -127,25 +179,40 @@ def _change(records: Sequence[Record], supervised: bool, notes: list[str]) -> st
         if not values:
             return
         edge = max(1, min(edge, len(values) // 2))
-        cells = [(statistics.fmean(part), at) for part, at in
-                 ((values[:edge], steps[:edge]), (values[-edge:], steps[-edge:]))]
-        shown = [f"<td class=num><b>{value:.3f}</b><small>{_span(at)}</small></td>" for value, at in cells]
+        cells = [
+            (statistics.fmean(part), at)
+            for part, at in ((values[:edge], steps[:edge]), (values[-edge:], steps[-edge:]))
+        ]
+        shown = [
+            f"<td class=num><b>{value:.3f}</b><small>{_span(at)}</small></td>"
+            for value, at in cells
+        ]
         if len(values) == 1:
             shown[int(steps[0] < 1)] = "<td>not measured</td>"
-        rows.append(f"<tr><th>{escape(label, 120)}<small>{escape(hint, 120)}</small></th>{''.join(shown)}</tr>")
+        rows.append(
+            f"<tr><th>{escape(label, 120)}<small>{escape(hint, 120)}</small></th>{''.join(shown)}</tr>"
+        )
 
     if supervised:
         row("loss on demonstrations", "negative log-prob, nats a token", "sft/loss", _EDGE)
     held_out = evaluated(records)
     for metric, env, how in held_out:
         row(f"{env}: held out, {how}", "mean reward", metric, 1)
-        row(f"{env}: held out, {how}", "share of right responses", metric.removesuffix("reward") + "pass_at_1", 1)
+        row(
+            f"{env}: held out, {how}",
+            "share of right responses",
+            metric.removesuffix("reward") + "pass_at_1",
+            1,
+        )
     row("training prompts, sampled", "mean reward", "reward/mean", _EDGE)
     if records and not supervised and not held_out:
         notes.append("nothing was measured on held-out prompts: eval.interval was not set")
     head = "<tr><th></th><th>before</th><th>after</th></tr>"
-    return (f"<section class=wide><h2>Before and after</h2><table class=change>{head}{''.join(rows)}</table></section>"
-            if rows else "")
+    return (
+        f"<section class=wide><h2>Before and after</h2><table class=change>{head}{''.join(rows)}</table></section>"
+        if rows
+        else ""
+    )
 
 
 def _span(steps: Sequence[float]) -> str:
@@ -158,24 +225,39 @@ def _span(steps: Sequence[float]) -> str:
 def _tiles(records: Sequence[Record]) -> str:
     tiles: list[tuple[str, str, str]] = []
 
-    def single(name: str, label: str, form: str, reduce: Any = statistics.median, hint: str = "median") -> None:
+    def single(
+        name: str, label: str, form: str, reduce: Any = statistics.median, hint: str = "median"
+    ) -> None:
         if values := series(records, name)[1]:
             tiles.append((label, form.format(reduce(values)), hint))
 
     single("mismatch/kl_k3", "mismatch KL", "{:.1e}", hint="median, nats")
     single("mismatch/ess", "effective sample size", "{:.3f}", min, "lowest")
-    single("spread/sequence_std", "spread before learning", "{:.1e}", hint="nats, std over sequences")
-    single("critic/explained_variance", "critic: explained variance", "{:.3f}", lambda values: values[-1], "last step")
+    single(
+        "spread/sequence_std", "spread before learning", "{:.1e}", hint="nats, std over sequences"
+    )
+    single(
+        "critic/explained_variance",
+        "critic: explained variance",
+        "{:.3f}",
+        lambda values: values[-1],
+        "last step",
+    )
     single("perf/generate_tokens_per_second", "generation", "{:,.0f} tok/s")
     single("perf/learn_tokens_per_second", "learning", "{:,.0f} tok/s")
     single("rollout/tokens", "tokens generated", "{:,.0f}", sum, "in all")
     single("sft/tokens", "tokens learnt from", "{:,.0f}", sum, "in all")
     if seconds := series(records, "time/step")[1]:
-        tiles.append(("time", duration(sum(seconds)), f"{statistics.median(seconds):.2f} s a step (median)"))
+        tiles.append(
+            ("time", duration(sum(seconds)), f"{statistics.median(seconds):.2f} s a step (median)")
+        )
     single("optim/skipped", "updates skipped", "{:.0f}", sum, "not finite")
     single("reward/error_rate", "score errors", "{:.1%}", statistics.fmean, "of the rollouts")
-    cells = "".join(f"<div class=tile><span>{html.escape(label)}</span><b>{html.escape(value)}</b>"
-                    f"<small>{html.escape(hint)}</small></div>" for label, value, hint in tiles)
+    cells = "".join(
+        f"<div class=tile><span>{html.escape(label)}</span><b>{html.escape(value)}</b>"
+        f"<small>{html.escape(hint)}</small></div>"
+        for label, value, hint in tiles
+    )
     return f"<section class=tiles>{cells}</section>" if tiles else ""
 
 
@@ -188,13 +270,18 @@ def _plots(records: Sequence[Record], supervised: bool, notes: list[str]) -> str
         else:
             figures.append(_figure(records, plot))
     if records and not supervised:
-        notes += [f"not plotted, because {reason}: {', '.join(titles)}" for reason, titles in absent.items()]
+        notes += [
+            f"not plotted, because {reason}: {', '.join(titles)}"
+            for reason, titles in absent.items()
+        ]
     return f"<section class=plots>{''.join(figures)}</section>" if figures else ""
 
 
 def _figure(records: Sequence[Record], plot: Plot) -> str:
-    return (f"<figure><figcaption><b>{html.escape(plot.title)}</b> {html.escape(plot.caption)}</figcaption>"
-            f"{draw(records, plot)}</figure>")
+    return (
+        f"<figure><figcaption><b>{html.escape(plot.title)}</b> {html.escape(plot.caption)}</figcaption>"
+        f"{draw(records, plot)}</figure>"
+    )
 
 
 def _guard(records: Sequence[Record]) -> str:
@@ -207,10 +294,16 @@ def _guard(records: Sequence[Record]) -> str:
         if record.get("guard/fallbacks") and "rollout/weight_bits" in record:
             words.append(f"this step's rollouts: {record['rollout/weight_bits']:g} bits a weight")
         if words != before:
-            rows.append(f"<tr><th>step {record['step']}</th><td>{html.escape(', '.join(words) or 'quiet')}</td></tr>")
+            rows.append(
+                f"<tr><th>step {record['step']}</th><td>{html.escape(', '.join(words) or 'quiet')}</td></tr>"
+            )
         before = words
     more = f"<p>and {len(rows) - _MAX_EVENTS} more changes</p>" if len(rows) > _MAX_EVENTS else ""
-    return f"<section><h2>Guard</h2><table>{''.join(rows[:_MAX_EVENTS])}</table>{more}</section>" if rows else ""
+    return (
+        f"<section><h2>Guard</h2><table>{''.join(rows[:_MAX_EVENTS])}</table>{more}</section>"
+        if rows
+        else ""
+    )
 
 
 def _config(run_dir: Path, notes: list[str]) -> str:
@@ -236,15 +329,29 @@ def _glossary(records: Sequence[Record], notes: list[str]) -> str:
     for metric in METRICS:
         if metric.name not in used:
             continue
-        last = next((record[metric.name] for record in reversed(records) if metric.name in record), None)
+        last = next(
+            (record[metric.name] for record in reversed(records) if metric.name in record), None
+        )
         value = "" if "<" in metric.name else "null" if last is None else f"{last:.4g}"
-        rows.append(f"<tr><td><code>{html.escape(metric.name)}</code></td><td class=num>{value}</td>"
-                    f"<td>{html.escape(metric.unit)}</td><td>{html.escape(metric.meaning)}</td>"
-                    f"<td>{html.escape(metric.expect)}</td><td>{html.escape(metric.source)}</td></tr>")
+        rows.append(
+            f"<tr><td><code>{html.escape(metric.name)}</code></td><td class=num>{value}</td>"
+            f"<td>{html.escape(metric.unit)}</td><td>{html.escape(metric.meaning)}</td>"
+            f"<td>{html.escape(metric.expect)}</td><td>{html.escape(metric.source)}</td></tr>"
+        )
     head = "<tr><th>metric</th><th>last</th><th>unit</th><th>meaning</th><th>expect</th><th>source</th></tr>"
-    return (f"<details><summary>What the metrics mean</summary><div class=wide><table>{head}{''.join(rows)}"
-            "</table></div></details>") if rows else ""
+    return (
+        (
+            f"<details><summary>What the metrics mean</summary><div class=wide><table>{head}{''.join(rows)}"
+            "</table></div></details>"
+        )
+        if rows
+        else ""
+    )
 
 
 def _notes(notes: Sequence[str]) -> str:
-    return f"<footer><ul>{''.join(f'<li>{escape(note, 600)}</li>' for note in notes)}</ul></footer>" if notes else ""
+    return (
+        f"<footer><ul>{''.join(f'<li>{escape(note, 600)}</li>' for note in notes)}</ul></footer>"
+        if notes
+        else ""
+    )

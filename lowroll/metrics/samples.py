@@ -1,4 +1,6 @@
-"""The report's sample rollouts: a few of several steps, with the gold answer, to be searched and opened one by one."""
+"""The report's sample rollouts: a few of several steps, with the gold answer, to be searched and
+opened one by one."""
+
 from __future__ import annotations
 
 import html
@@ -11,11 +13,11 @@ from lowroll.checkpoint.seal import read_objects
 from lowroll.metrics.page import escape
 
 Record = dict[str, Any]
-STEPS = 5                              # steps that are shown: the first, the last, and what lies evenly between
-A_STEP = 8                             # scored samples of each
-ERRORS = 2                             # and samples of it whose score failed
-_LONGEST = 8000                        # characters of a text
-_LINE = 160                            # characters of a text in a sample's one line
+STEPS = 5  # steps that are shown: the first, the last, and what lies evenly between
+A_STEP = 8  # scored samples of each
+ERRORS = 2  # and samples of it whose score failed
+_LONGEST = 8000  # characters of a text
+_LINE = 160  # characters of a text in a sample's one line
 
 
 def sample_section(run_dir: Path, notes: list[str]) -> str:
@@ -28,15 +30,20 @@ def sample_section(run_dir: Path, notes: list[str]) -> str:
     for path in _spread(files, STEPS):
         try:
             objects, problems = read_objects(path)
-            notes += [f"rollouts/{path.name}: line {text.removeprefix(f'{path}:')}; left out" for text in problems]
+            notes += [
+                f"rollouts/{path.name}: line {text.removeprefix(f'{path}:')}; left out"
+                for text in problems
+            ]
             samples = [found for found in objects if found.get("kind") != "batch"]
             shown = [_sample(label, sample) for label, sample in _pick(samples)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             notes.append(f"rollouts/{path.name} is unreadable: {error}")
             continue
         step = path.stem.removeprefix("step_").lstrip("0") or "0"
-        parts.append(f"<details class=step open><summary>Step {html.escape(step)}: {len(shown)} of {len(samples)} "
-                     f"rollouts</summary>{''.join(shown)}</details>")
+        parts.append(
+            f"<details class=step open><summary>Step {html.escape(step)}: {len(shown)} of {len(samples)} "
+            f"rollouts</summary>{''.join(shown)}</details>"
+        )
     search = "<p><input id=search type=search placeholder='search the samples' hidden><span id=found></span></p>"
     return f"<section><h2>Sample rollouts</h2>{search}{''.join(parts)}</section>" if parts else ""
 
@@ -50,7 +57,10 @@ def _spread(items: list[Any], count: int) -> list[Any]:
 
 def _pick(samples: list[Record]) -> list[tuple[str, Record]]:
     """From the best reward to the worst, and scores that failed."""
-    scored = sorted((s for s in samples if s["score"]["type"] == "Score"), key=lambda s: -float(s["score"]["reward"]))
+    scored = sorted(
+        (s for s in samples if s["score"]["type"] == "Score"),
+        key=lambda s: -float(s["score"]["reward"]),
+    )
     failed = [("no score", s) for s in samples if s["score"]["type"] != "Score"][:ERRORS]
     picked = [("", sample) for sample in _spread(scored, A_STEP)]
     if picked:
@@ -66,21 +76,29 @@ def _sample(label: str, sample: Record) -> str:
     reward = f"{float(score['reward']):.3f}" if scored else f"{score['kind']}: {score['message']}"
     versions = ", ".join(map(str, sorted({span["version"] for span in behavior["policy"]})))
     mean = f"{statistics.fmean(logprobs):.3f}" if logprobs else "-"
-    facts = (f"environment {prompt['env']}, {prompt['id']}; {len(logprobs)} tokens, ended by "
-             f"{rollout['finish_reason']}, mean log-prob {mean}; advantage {float(sample['advantage']):+.2f}; "
-             f"drawn by {behavior['weights']} v{versions}")
-    asked = "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in prompt["messages"])
+    facts = (
+        f"environment {prompt['env']}, {prompt['id']}; {len(logprobs)} tokens, ended by "
+        f"{rollout['finish_reason']}, mean log-prob {mean}; advantage {float(sample['advantage']):+.2f}; "
+        f"drawn by {behavior['weights']} v{versions}"
+    )
+    asked = "\n".join(
+        f"{message.get('role', '?')}: {message.get('content', '')}"
+        for message in prompt["messages"]
+    )
     last = prompt["messages"][-1].get("content", "") if prompt["messages"] else ""
     head = f"<b>{escape(reward, 60)}</b><i>{label}</i>{_line(last)} → {_line(sample['text'])}"
     texts = [("prompt", asked), _gold(prompt), ("response", sample["text"])]
     if not scored:
         texts.append(("score", reward))
-    body = "".join(f"\n<h4>{name}</h4>\n<pre>{escape(text, _LONGEST)}</pre>" for name, text in texts)
+    body = "".join(
+        f"\n<h4>{name}</h4>\n<pre>{escape(text, _LONGEST)}</pre>" for name, text in texts
+    )
     return f"<details class=sample><summary>{head}</summary>{body}<p>{escape(facts, 400)}</p></details>"
 
 
 def _gold(prompt: Record) -> tuple[str, str]:
-    """The gold answer under its name; of an environment that calls it otherwise, all that it keeps for its scorer."""
+    """The gold answer under its name; of an environment that calls it otherwise, all that it keeps
+    for its scorer."""
     info = prompt.get("info") or {}
     if "answer" in info:
         return "gold answer", str(info["answer"])

@@ -1,11 +1,13 @@
-"""A low-rank adapter of a linear layer (Hu et al. 2021): its matrices, and the layer's product with it on.
+"""A low-rank adapter of a linear layer (Hu et al. 2021): its matrices, and the layer's product with
+it on.
 
     y_p = W_p x + b_p + (alpha / r) B_p A_p x          for each part p of a fused matrix that has one
 
-All parts share one product with A = [A_p; ...] and one with the block-diagonal B = diag((alpha / r) B_p), and the
-base product is added into the second in place: y is written once and no part is added by itself. A reader that goes
-over y tile by tile (`kernels.low_rank`) may take the update apart from it. A and B are float32; the products use copies
-in the dtype of x, made once for all uses between two updates.
+All parts share one product with A = [A_p; ...] and one with the block-diagonal B = diag((alpha / r)
+B_p), and the base product is added into the second in place: y is written once and no part is added
+by itself. A reader that goes over y tile by tile (`kernels.low_rank`) may take the update apart
+from it. A and B are float32; the products use copies in the dtype of x, made once for all uses
+between two updates.
 
 Backward, with l = A x and W the matrix that the layer stands for (dequantised where it is codes):
 
@@ -13,8 +15,10 @@ Backward, with l = A x and W the matrix that the layer stands for (dequantised w
 
 A frozen W costs no product and keeps nothing: x and l are all that is saved.
 
-Legend: T tokens, K in features, N out features, R adapter rank, L = R times the parts that have an adapter.
+Legend: T tokens, K in features, N out features, R adapter rank, L = R times the parts that have an
+adapter.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -55,13 +59,19 @@ class Adapter(nn.Module):
         return found
 
     def matrices(self, parts: Mapping[str, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [L, K] and the scaled block-diagonal B [N, L] in a dtype, made again when a parameter changed.
+        """A [L, K] and the scaled block-diagonal B [N, L] in a dtype, made again when a parameter
+        changed.
 
-        In the storages that they have, if they fit: a CUDA graph may read them, and `renew` is all that it takes to
-        give it new ones.
+        In the storages that they have, if they fit: a CUDA graph may read them, and `renew` is all
+        that it takes to give it new ones.
         """
         masters = [*self.a.values(), *self.b.values()]
-        made_of = (dtype, masters[0].device, self.alpha, *((p.data_ptr(), p._version) for p in masters))
+        made_of = (
+            dtype,
+            masters[0].device,
+            self.alpha,
+            *((p.data_ptr(), p._version) for p in masters),
+        )
         if made_of == self._made_of and self._made is not None:
             return self._made
         with torch.inference_mode(False), torch.no_grad():
@@ -70,7 +80,11 @@ class Adapter(nn.Module):
             for part, rows, columns in self.blocks(parts):
                 b_NL[rows, columns] = (self.b[part] * self.scaling).to(dtype)
             self._parts, self._made_of = dict(parts), made_of
-            if self._made is not None and self._made[0].dtype == dtype and self._made[0].device == a_LK.device:
+            if (
+                self._made is not None
+                and self._made[0].dtype == dtype
+                and self._made[0].device == a_LK.device
+            ):
                 self._made[0].copy_(a_LK)
                 self._made[1].copy_(b_NL)
             else:
@@ -78,31 +92,60 @@ class Adapter(nn.Module):
         return self._made
 
     def renew(self) -> None:
-        """The parameters have changed: so must what the products use, before a graph that reads it runs again."""
+        """The parameters have changed: so must what the products use, before a graph that reads it
+        runs again."""
         if self._made is not None:
             self.matrices(self._parts, self._made[0].dtype)
 
 
-def product(x_TK: Tensor, weight: Tensor | QTensor, codes: QTensor | None, bias_N: Tensor | None, adapter: Adapter,
-            parts: Mapping[str, int], whole: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def product(
+    x_TK: Tensor,
+    weight: Tensor | QTensor,
+    codes: QTensor | None,
+    bias_N: Tensor | None,
+    adapter: Adapter,
+    parts: Mapping[str, int],
+    whole: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The layer's product with its adapter on, and the update's factors l and (alpha / r) B.
 
-    weight: the base. codes: the QTensor that the forward multiplies with in its own arithmetic; None multiplies with
-    the base, dequantised where it is codes. The gradient with respect to codes passes the quantiser unchanged.
-    whole: whether l B' is in the product. Without, whoever reads it adds it, and sends back the gradient of the sum."""
-    masters = [matrix[part] for matrix in (adapter.a, adapter.b) for part, _, _ in adapter.blocks(parts)]
+    weight: the base. codes: the QTensor that the forward multiplies with in its own arithmetic;
+    None multiplies with the base, dequantised where it is codes. The gradient with respect to codes
+    passes the quantiser unchanged. whole: whether l B' is in the product. Without, whoever reads it
+    adds it, and sends back the gradient of the sum."""
+    masters = [
+        matrix[part] for matrix in (adapter.a, adapter.b) for part, _, _ in adapter.blocks(parts)
+    ]
     dense = None if isinstance(weight, QTensor) else weight
     stands_for = codes if codes is not None else weight
-    y_TN, low_TL = _AdaptedProduct.apply(x_TK, dense, bias_N, stands_for if isinstance(stands_for, QTensor) else None,
-                                         codes is not None, adapter, parts, whole, *masters)
+    y_TN, low_TL = _AdaptedProduct.apply(
+        x_TK,
+        dense,
+        bias_N,
+        stands_for if isinstance(stands_for, QTensor) else None,
+        codes is not None,
+        adapter,
+        parts,
+        whole,
+        *masters,
+    )
     return y_TN, low_TL, adapter.matrices(parts, x_TK.dtype)[1]
 
 
 class _AdaptedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor | None, bias_N: Tensor | None, codes: QTensor | None,
-                in_codes: bool, adapter: Adapter, parts: Mapping[str, int], whole: bool,
-                *masters: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        weight_NK: Tensor | None,
+        bias_N: Tensor | None,
+        codes: QTensor | None,
+        in_codes: bool,
+        adapter: Adapter,
+        parts: Mapping[str, int],
+        whole: bool,
+        *masters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         a_LK, b_NL = adapter.matrices(parts, x_TK.dtype)
         bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         low_TL = F.linear(x_TK, a_LK)
@@ -117,8 +160,13 @@ class _AdaptedProduct(torch.autograd.Function):
             else:
                 y_TN = F.linear(x_TK, dense_NK, bias_in_dtype_N)
         learns = any(ctx.needs_input_grad[8:]) or ctx.needs_input_grad[1]
-        ctx.save_for_backward(x_TK if learns else None, low_TL if learns else None, a_LK, b_NL,
-                              weight_NK if codes is None else None)
+        ctx.save_for_backward(
+            x_TK if learns else None,
+            low_TL if learns else None,
+            a_LK,
+            b_NL,
+            weight_NK if codes is None else None,
+        )
         ctx.codes, ctx.blocks, ctx.scaling = codes, adapter.blocks(parts), adapter.scaling
         ctx.dtypes = [None if t is None else t.dtype for t in (weight_NK, bias_N)]
         ctx.mark_non_differentiable(low_TL)
@@ -139,6 +187,8 @@ class _AdaptedProduct(torch.autograd.Function):
         if any(ctx.needs_input_grad[8:]):
             a_grad_LK = float32_product(low_grad_TL.t(), x_TK).float()
             b_grad_NL = float32_product(grad_TN.t(), low_TL).float() * ctx.scaling
-            master_grads = [*(a_grad_LK[columns] for _, _, columns in ctx.blocks),
-                            *(b_grad_NL[rows, columns] for _, rows, columns in ctx.blocks)]
+            master_grads = [
+                *(a_grad_LK[columns] for _, _, columns in ctx.blocks),
+                *(b_grad_NL[rows, columns] for _, rows, columns in ctx.blocks),
+            ]
         return x_grad_TK, weight_grad, bias_grad, None, None, None, None, None, *master_grads

@@ -1,10 +1,13 @@
 """The `attend` seam and the learner's attention.
 
-A model calls `attend(layer, q_THd, k_TGd, v_TGd) -> o_THd` and knows no more. The learner passes `varlen`: causal
-attention within each of the packed sequences. The engine passes paged attention (`lowroll.kv.cache`).
+A model calls `attend(layer, q_THd, k_TGd, v_TGd) -> o_THd` and knows no more. The learner passes
+`varlen`: causal attention within each of the packed sequences. The engine passes paged attention
+(`lowroll.kv.cache`).
 
-Legend: T packed tokens, H query heads, G key-value heads, d head size, S sequences, L tokens of a sequence.
+Legend: T packed tokens, H query heads, G key-value heads, d head size, S sequences, L tokens of a
+sequence.
 """
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -21,22 +24,30 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
-MOST_STACKS = 4       # lengths of a micro-batch that get a call each on CUDA
-LONG = 1024           # tokens of a sequence from which cuDNN repays the 30 ms that it plans every new shape for
-FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
-                 SDPBackend.MATH]
+MOST_STACKS = 4  # lengths of a micro-batch that get a call each on CUDA
+LONG = (
+    1024  # tokens of a sequence from which cuDNN repays the 30 ms that it plans every new shape for
+)
+FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
     """Causal attention over packed sequences of these lengths; nothing is padded.
 
-    Sequences of equal length are stacked and share one call: cuDNN's in half precision on CUDA, where it takes half of
-    the time of flash attention. On CUDA short sequences, and more than MOST_STACKS lengths, go to torch's
-    variable-length flash attention instead, in half precision and the head sizes that it takes. ValueError for a length
-    below 1.
+    Sequences of equal length are stacked and share one call: cuDNN's in half precision on CUDA,
+    where it takes half of the time of flash attention. On CUDA short sequences, and more than
+    MOST_STACKS lengths, go to torch's variable-length flash attention instead, in half precision
+    and the head sizes that it takes. ValueError for a length below 1.
     """
     if any(length < 1 for length in lengths):
-        raise ValueError(f"lengths: every packed sequence needs at least one token, got {min(lengths)}")
+        raise ValueError(
+            f"lengths: every packed sequence needs at least one token, got {min(lengths)}"
+        )
     starts = [0, *accumulate(lengths)]
     by_length: dict[int, list[int]] = defaultdict(list)
     for start, length in zip(starts, lengths, strict=False):
@@ -48,7 +59,12 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
     @cache
     def order() -> tuple[Tensor, Tensor]:
         """Where the tokens of each stack are, and the way back."""
-        places = [t for length, firsts in by_length.items() for first in firsts for t in range(first, first + length)]
+        places = [
+            t
+            for length, firsts in by_length.items()
+            for first in firsts
+            for t in range(first, first + length)
+        ]
         there = upload(torch.tensor(places), device)
         back = torch.empty_like(there)
         back[there] = torch.arange(len(there), device=device)
@@ -67,16 +83,25 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
     return attend
 
 
-def suffixes(lengths: Sequence[int], totals: Sequence[int], device: torch.device | str = "cpu") -> Attend:
+def suffixes(
+    lengths: Sequence[int], totals: Sequence[int], device: torch.device | str = "cpu"
+) -> Attend:
     """Causal attention of the last `lengths` tokens of each sequence over all its `totals` tokens.
 
-    attend(layer, q [sum lengths, H, d], k, v [sum totals, G, d]). One call of torch's variable-length flash attention
-    in half precision on CUDA, where its head sizes allow; else a call a sequence.
+    attend(layer, q [sum lengths, H, d], k, v [sum totals, G, d]). One call of torch's
+    variable-length flash attention in half precision on CUDA, where its head sizes allow; else a
+    call a sequence.
     """
     spans = list(zip(lengths, totals, strict=True))
     on_cuda = torch.device(device).type == "cuda"
-    bounds = [upload(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device) for sizes in (lengths, totals)
-              ] if on_cuda else []
+    bounds = (
+        [
+            upload(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device)
+            for sizes in (lengths, totals)
+        ]
+        if on_cuda
+        else []
+    )
 
     def attend(_layer: int, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         if _flashes(q_CHd):
@@ -92,45 +117,80 @@ def _suffix(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, before: int) -> Tensor:
     pos_C = torch.arange(before, len(k_TGd), device=q_CHd.device)
     mask_CT = torch.arange(len(k_TGd), device=q_CHd.device) <= pos_C[:, None]
     q, k, v = (x.transpose(0, 1)[None] for x in (q_CHd, k_TGd, v_TGd))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_CT, enable_gqa=True)[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_CT, enable_gqa=True)[0].transpose(
+        0, 1
+    )
 
 
 def upload(x: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on the device; the host does not wait for the copy."""
-    return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)
+    return (
+        x.pin_memory().to(device, non_blocking=True)
+        if torch.device(device).type == "cuda"
+        else x.to(device)
+    )
 
 
-def _by_length(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, shapes: list[tuple[int, int]]) -> Tensor:
+def _by_length(
+    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, shapes: list[tuple[int, int]]
+) -> Tensor:
     """Causal attention where the tokens are sorted into stacks of equally long sequences."""
     sizes = [count * length for count, length in shapes]
     outputs = []
-    for (count, length), q, k, v in zip(shapes, q_THd.split(sizes), k_TGd.split(sizes), v_TGd.split(sizes),
-                                        strict=True):
-        q_SHLd, k_SGLd, v_SGLd = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    for (count, length), q, k, v in zip(
+        shapes, q_THd.split(sizes), k_TGd.split(sizes), v_TGd.split(sizes), strict=True
+    ):
+        q_SHLd, k_SGLd, v_SGLd = (
+            x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
+        )
         outputs.append(_stack(q_SHLd, k_SGLd, v_SGLd).transpose(1, 2).reshape(q.shape))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor) -> Tensor:
     if not q_SHLd.is_cuda:
-        return F.scaled_dot_product_attention(q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True
+        )
     with sdpa_kernel(FASTEST_FIRST, set_priority=True):
-        return F.scaled_dot_product_attention(q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True
+        )
 
 
 def _flashes(q_THd: Tensor) -> bool:
     """Does torch's flash attention take such queries?"""
-    return (q_THd.is_cuda and q_THd.dtype in (torch.bfloat16, torch.float16)
-            and q_THd.shape[-1] % 8 == 0 and q_THd.shape[-1] <= 256)
+    return (
+        q_THd.is_cuda
+        and q_THd.dtype in (torch.bfloat16, torch.float16)
+        and q_THd.shape[-1] % 8 == 0
+        and q_THd.shape[-1] <= 256
+    )
 
 
-def _flash(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, q_bounds: Tensor, q_longest: int, k_bounds: Tensor,
-           k_longest: int) -> Tensor:
+def _flash(
+    q_CHd: Tensor,
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    q_bounds: Tensor,
+    q_longest: int,
+    k_bounds: Tensor,
+    k_longest: int,
+) -> Tensor:
     """Causal, the last query at the last key of its sequence."""
     from torch.nn.attention.varlen import varlen_attn
 
-    o_THd = varlen_attn(q_CHd.contiguous(), k_TGd.contiguous(), v_TGd.contiguous(), q_bounds, k_bounds, q_longest,
-                        k_longest, window_size=(-1, 0), **_grouped_heads(varlen_attn))
+    o_THd = varlen_attn(
+        q_CHd.contiguous(),
+        k_TGd.contiguous(),
+        v_TGd.contiguous(),
+        q_bounds,
+        k_bounds,
+        q_longest,
+        k_longest,
+        window_size=(-1, 0),
+        **_grouped_heads(varlen_attn),
+    )
     assert isinstance(o_THd, Tensor)
     return o_THd
 

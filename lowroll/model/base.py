@@ -1,15 +1,18 @@
 """The base that an adapter learned on: stated in the adapter's folder, and made again from it.
 
-An adapter learns on the weights that the rollouts multiply with: quantised, and scaled before that (`model.scaling`)
-when the run asked for it. `adapter_base.json`, beside the two files of PEFT, says which these were:
+An adapter learns on the weights that the rollouts multiply with: quantised, and scaled before that
+(`model.scaling`) when the run asked for it. `adapter_base.json`, beside the two files of PEFT, says
+which these were:
 
     weights      the format of the linear weights; null: as the named model holds them
     dtype        in which the named model was read before it was quantised, and what was not quantised stayed
     uaq_scale    the s that the model was scaled by before it was quantised; null: not at all
 
-The model's name is in adapter_config.json, where every tool looks for it. PEFT and vLLM do not read this file: they put
-the adapter on that model as it is, which is another policy. A folder without the file is an adapter on that model.
+The model's name is in adapter_config.json, where every tool looks for it. PEFT and vLLM do not read
+this file: they put the adapter on that model as it is, which is another policy. A folder without
+the file is an adapter on that model.
 """
+
 from __future__ import annotations
 
 import json
@@ -59,7 +62,8 @@ def write(base: Base, folder: Path) -> None:
 
 
 def read(folder: Path) -> Base | None:
-    """What an adapter folder states, if it does. ValueError names the file, and the key that has no such value."""
+    """What an adapter folder states, if it does. ValueError names the file, and the key that has no
+    such value."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -69,20 +73,31 @@ def read(folder: Path) -> Base | None:
         raise ValueError(f"{path}: expected an object with the keys {', '.join(known)}")
     weights, dtype, s = found["weights"], found["dtype"], found["uaq_scale"]
     if weights is not None and (not isinstance(weights, str) or weights not in formats()):
-        raise ValueError(f"{path}: weights: {printable(repr(weights))} is none of {', '.join(formats())}")
+        raise ValueError(
+            f"{path}: weights: {printable(repr(weights))} is none of {', '.join(formats())}"
+        )
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"{path}: dtype: {printable(repr(dtype))} is none of {', '.join(_DTYPES)}")
-    if s is not None and (isinstance(s, bool) or not isinstance(s, int | float) or not 0 < s < LARGE):
-        raise ValueError(f"{path}: uaq_scale: expected a positive number or null, got {printable(repr(s))}")
+    if s is not None and (
+        isinstance(s, bool) or not isinstance(s, int | float) or not 0 < s < LARGE
+    ):
+        raise ValueError(
+            f"{path}: uaq_scale: expected a positive number or null, got {printable(repr(s))}"
+        )
     return Base(weights, dtype, s)
 
 
-def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
-         weights: str | None = None) -> Transformer:
-    """The base that a folder's adapter learned on, made again as the run made it, with the adapter on top.
+def load(
+    folder: Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    weights: str | None = None,
+) -> Transformer:
+    """The base that a folder's adapter learned on, made again as the run made it, with the adapter
+    on top.
 
-    dtype: of what is not quantised, as in `hf.load`. weights: a format to keep dense layers in, where the base has none
-    of its own. ValueError as `read`, `hf.load` and `lora.load` say.
+    dtype: of what is not quantised, as in `hf.load`. weights: a format to keep dense layers in,
+    where the base has none of its own. ValueError as `read`, `hf.load` and `lora.load` say.
     """
     base, named = read(folder), lora.base_of(folder)
     if base is None:

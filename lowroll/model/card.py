@@ -1,4 +1,6 @@
-"""The README.md of an adapter folder, in the hub's form: what the adapter stands on, and what it is worth elsewhere."""
+"""The README.md of an adapter folder, in the hub's form: what the adapter stands on, and what it is
+worth elsewhere."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,18 +9,29 @@ from lowroll.model.base import Base
 from lowroll.quant.formats import layout
 
 FILE = "README.md"
-_UNMEASURED = ("How far it is from the one that learned was not measured here; `lowroll export RUN OUT --as adapter` "
-               "measures it on the run's own rollouts.")
+_UNMEASURED = (
+    "How far it is from the one that learned was not measured here; `lowroll export RUN OUT --as "
+    "adapter` "
+    "measures it on the run's own rollouts."
+)
 
 
 def write(folder: Path, named: str, base: Base, holds: str | None = None, cost: str = "") -> None:
-    """Write the card of an adapter on `base`, made of the model `named` (a folder, a hub id, or "").
+    """Write the card of an adapter on `base`, made of the model `named` (a folder, a hub id, or
+    "").
 
-    holds: the low-bit format of that model's files. cost: what was measured of the adapter on it as it is."""
-    body = ["# LoRA adapter", f"Learned with lowroll on {f'`{named}`' if named else 'a model without a name'}, linear "
-            f"weights {base.weights or 'as they are'}, {base.dtype}."]
+    holds: the low-bit format of that model's files. cost: what was measured of the adapter on it as
+    it is."""
+    body = [
+        "# LoRA adapter",
+        f"Learned with lowroll on {f'`{named}`' if named else 'a model without a name'}, linear "
+        f"weights {base.weights or 'as they are'}, {base.dtype}.",
+    ]
     if (folder / "base").is_dir():
-        body += ["The very weights that it stands on are in the folder `base`: put it on those, and on no others."]
+        body += [
+            "The very weights that it stands on are in the folder `base`: put it on those, and on "
+            "no others."
+        ]
     elif base.rounds and layout(str(base.weights)) != holds:
         body += _rounded(base, cost or _UNMEASURED)
     (folder / FILE).write_text(_front(named) + "\n\n".join(body) + "\n", encoding="utf-8")
@@ -27,22 +40,37 @@ def write(folder: Path, named: str, base: Base, holds: str | None = None, cost: 
 def _front(named: str) -> str:
     from huggingface_hub import ModelCardData
 
-    on_the_hub = named.count("/") == 1 and not Path(named).is_absolute() and not Path(named).exists()
-    data = ModelCardData(base_model=named if on_the_hub else None, library_name="peft", tags=["lora", "lowroll"],
-                         pipeline_tag="text-generation")
+    on_the_hub = (
+        named.count("/") == 1 and not Path(named).is_absolute() and not Path(named).exists()
+    )
+    data = ModelCardData(
+        base_model=named if on_the_hub else None,
+        library_name="peft",
+        tags=["lora", "lowroll"],
+        pipeline_tag="text-generation",
+    )
     return f"---\n{data.to_yaml()}\n---\n\n"
 
 
 def _rounded(base: Base, cost: str) -> list[str]:
-    scaled = "" if base.uaq_scale is None else f" scaled by {base.uaq_scale:g} (update-aware scaling), then"
+    scaled = (
+        ""
+        if base.uaq_scale is None
+        else f" scaled by {base.uaq_scale:g} (update-aware scaling), then"
+    )
     return [
         "## What it stands on",
-        f"Not on that model as it is: its linear weights were{scaled} quantised to {base.weights}, and the adapter "
-        "learned on what they became, rounding errors and all. `adapter_base.json` says so, and lowroll makes that "
+        f"Not on that model as it is: its linear weights were{scaled} quantised to {base.weights}, "
+        f"and the adapter "
+        "learned on what they became, rounding errors and all. `adapter_base.json` says so, and "
+        "lowroll makes that "
         "base again by itself (FOLDER is this folder):",
         "    lowroll generate --model FOLDER",
-        "PEFT, vLLM and other tools do not read that file. They put the adapter on the model as it is, which is "
+        "PEFT, vLLM and other tools do not read that file. They put the adapter on the model as it "
+        "is, which is "
         f"another policy. {cost}",
         "The policy that learned, for them:",
         "    lowroll export FOLDER OUT --as merged     # one dense model\n"
-        "    lowroll export FOLDER OUT --as rollout    # the adapter, and the low-bit base under it in OUT/base"]
+        "    lowroll export FOLDER OUT --as rollout    # the adapter, and the low-bit base under "
+        "it in OUT/base",
+    ]

@@ -1,8 +1,10 @@
-"""What a folder's config.json promises, against the bytes of its weight files and the memory that would hold them.
+"""What a folder's config.json promises, against the bytes of its weight files and the memory that
+would hold them.
 
-A config of a hundred bytes can ask for a billion layers. Counting comes first: nothing is expanded into names or
-allocated before the numbers fit each other.
+A config of a hundred bytes can ask for a billion layers. Counting comes first: nothing is expanded
+into names or allocated before the numbers fit each other.
 """
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,34 +14,58 @@ import torch
 from lowroll import machine
 from lowroll.model.spec import ModelSpec
 
-LEAST_BITS = 4             # of a stored weight, whatever the format
-LAYER_NAMES, EXPERT_NAMES = 10_000, 100      # bytes that a layer's and an expert's names and objects take, at least
-_SIZES = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
-          "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
-          "head_dim": "head_dim", "num_experts": "num_experts", "moe_intermediate_size": "moe_intermediate_size"}
+LEAST_BITS = 4  # of a stored weight, whatever the format
+LAYER_NAMES, EXPERT_NAMES = (
+    10_000,
+    100,
+)  # bytes that a layer's and an expert's names and objects take, at least
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "num_experts": "num_experts",
+    "moe_intermediate_size": "moe_intermediate_size",
+}
 
 
 def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
-    """ValueError names the key of `path`, a config.json, that promises more than the weight files hold, with both
-    numbers. tensors, stored: how many they hold, and their bytes."""
-    for key, least in (("num_hidden_layers", spec.num_layers), ("num_experts", spec.num_layers * spec.num_experts)):
+    """ValueError names the key of `path`, a config.json, that promises more than the weight files
+    hold, with both numbers. tensors, stored: how many they hold, and their bytes."""
+    for key, least in (
+        ("num_hidden_layers", spec.num_layers),
+        ("num_experts", spec.num_layers * spec.num_experts),
+    ):
         if least > tensors:
-            name = "num_local_experts" if key == "num_experts" and "num_local_experts" in spec.config else key
-            raise ValueError(f"{path}: {name}: {getattr(spec, _SIZES[key]):,} need {least:,} tensors or more, and the "
-                             f"weight files hold {tensors:,}")
+            name = (
+                "num_local_experts"
+                if key == "num_experts" and "num_local_experts" in spec.config
+                else key
+            )
+            raise ValueError(
+                f"{path}: {name}: {getattr(spec, _SIZES[key]):,} need {least:,} tensors or more, and the "
+                f"weight files hold {tensors:,}"
+            )
     least = spec.num_parameters * LEAST_BITS // 8
     if least > stored:
-        raise ValueError(f"{path}: {_asks(spec)}, at least {least:,} bytes, and the weight files hold {stored:,}")
+        raise ValueError(
+            f"{path}: {_asks(spec)}, at least {least:,} bytes, and the weight files hold {stored:,}"
+        )
 
 
 def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device | str) -> None:
-    """ValueError names the key of `path` that promises more than the device's memory holds, with both numbers. bits: of
-    a parameter on the device, at least."""
+    """ValueError names the key of `path` that promises more than the device's memory holds, with
+    both numbers. bits: of a parameter on the device, at least."""
     names = spec.num_layers * (LAYER_NAMES + spec.num_experts * EXPERT_NAMES)
     needed, memory = int(spec.num_parameters * bits / 8) + names, total_memory(device)
     if memory is not None and needed > memory:
-        raise ValueError(f"{path}: {_asks(spec)}, at least {needed / 1e9:,.1f} GB in memory, and {device} has "
-                         f"{memory / 1e9:,.1f} GB")
+        raise ValueError(
+            f"{path}: {_asks(spec)}, at least {needed / 1e9:,.1f} GB in memory, and {device} has "
+            f"{memory / 1e9:,.1f} GB"
+        )
 
 
 def _asks(spec: ModelSpec) -> str:
@@ -48,7 +74,8 @@ def _asks(spec: ModelSpec) -> str:
 
 
 def total_memory(device: torch.device | str) -> int | None:
-    """Bytes of memory that the device has (this process may use, for a CPU); None where the system does not say."""
+    """Bytes of memory that the device has (this process may use, for a CPU); None where the system
+    does not say."""
     place = torch.device(device)
     if place.type == "cuda":
         return int(torch.cuda.mem_get_info(place)[1])

@@ -1,19 +1,21 @@
-"""Mixture of experts: a router sends every token to S of E SwiGLU networks, whose outputs are summed by weight.
+"""Mixture of experts: a router sends every token to S of E SwiGLU networks, whose outputs are
+summed by weight.
 
     p = softmax(R x)        float32, over the E experts
     chosen: the S largest p, of equal ones the lower expert;    g = p of the chosen, over their sum if the spec says so
     y = sum_s g_s W_down[e_s] (silu(W_gate[e_s] x) * W_up[e_s] x)
 
-(Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE.) Router logits are sums in
-float32 of the model's own numbers, rounded to nothing less: rollout and learner, whose products add in other orders,
-then choose alike but for near-ties.
+(Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE.) Router
+logits are sums in float32 of the model's own numbers, rounded to nothing less: rollout and learner,
+whose products add in other orders, then choose alike but for near-ties.
 
-The matrices of all experts are stacked in one `Linear`, whose parts are "experts.7.gate_proj" and so on: a format, a
-publication, a digest or a checkpoint sees one matrix [E N, K]. It is multiplied with rows sorted by expert
-(`kernels.grouped`).
+The matrices of all experts are stacked in one `Linear`, whose parts are "experts.7.gate_proj" and
+so on: a format, a publication, a digest or a checkpoint sees one matrix [E N, K]. It is multiplied
+with rows sorted by expert (`kernels.grouped`).
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size, N out, K in features.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -31,12 +33,16 @@ from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import QTensor, get_format
 
 # what kernels call a format, and its tensors: codes, scales, the global scale
-_STORED = {"int8": ("w8a8", "codes", "scale"), "fp8": ("w8a8", "weight", "weight_scale"),
-           "nvfp4": ("nvfp4", "weight_packed", "weight_scale", "weight_global_scale"),
-           "mxfp4": ("mxfp4", "weight_packed", "weight_scale"),
-           "mxfp4_floor": ("mxfp4", "weight_packed", "weight_scale"),
-           "int4": ("int4", "weight_packed", "weight_scale"),
-           "bf16": ("dense", "weight"), "fp32": ("dense", "weight")}
+_STORED = {
+    "int8": ("w8a8", "codes", "scale"),
+    "fp8": ("w8a8", "weight", "weight_scale"),
+    "nvfp4": ("nvfp4", "weight_packed", "weight_scale", "weight_global_scale"),
+    "mxfp4": ("mxfp4", "weight_packed", "weight_scale"),
+    "mxfp4_floor": ("mxfp4", "weight_packed", "weight_scale"),
+    "int4": ("int4", "weight_packed", "weight_scale"),
+    "bf16": ("dense", "weight"),
+    "fp32": ("dense", "weight"),
+}
 
 
 class Router(nn.Module):
@@ -44,7 +50,9 @@ class Router(nn.Module):
 
     def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.empty(spec.num_experts, spec.hidden_size, device=device, dtype=dtype)
+        )
         self.choices, self.renormalize = spec.experts_per_token, spec.norm_topk_prob
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,10 +63,25 @@ class Router(nn.Module):
 class StackedLinear(Linear):
     """The same parts for every expert, one under the other."""
 
-    def __init__(self, num_experts: int, in_features: int, parts: dict[str, int], device: torch.device | str = "cpu",
-                 dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(in_features, {f"experts.{expert}.{part}": rows for expert in range(num_experts)
-                                       for part, rows in parts.items()}, False, device, dtype)
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        parts: dict[str, int],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(
+            in_features,
+            {
+                f"experts.{expert}.{part}": rows
+                for expert in range(num_experts)
+                for part, rows in parts.items()
+            },
+            False,
+            device,
+            dtype,
+        )
         self.num_experts = num_experts
 
     def set_weight(self, weight: QTensor | nn.Parameter) -> None:
@@ -69,7 +92,8 @@ class StackedLinear(Linear):
 
     @property
     def serves(self) -> bool:
-        """Is it an engine's, without gradients? A learner's numbers are the same with gradients and without."""
+        """Is it an engine's, without gradients? A learner's numbers are the same with gradients and
+        without."""
         return self.low_bit and self.aligned is None and isinstance(self.weight, QTensor)
 
     def stack(self, x: Tensor) -> Stack:
@@ -80,7 +104,9 @@ class StackedLinear(Linear):
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
         """Sorted rows times the matrices of their experts."""
         self._refuse_gradient(x_PK)
-        weight, low_bit = (self.weight, self.low_bit) if self.aligned is None else (self.aligned, True)
+        weight, low_bit = (
+            (self.weight, self.low_bit) if self.aligned is None else (self.aligned, True)
+        )
         master_NK = None if isinstance(self.weight, QTensor) else self.weight
         y_PN = _GroupedProduct.apply(x_PK, master_NK, weight, groups, self.num_experts, low_bit)
         assert isinstance(y_PN, Tensor)
@@ -88,8 +114,10 @@ class StackedLinear(Linear):
 
     def _refuse_gradient(self, x: Tensor) -> None:
         if self.serves and torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError("low_bit: the engine's arithmetic has no gradient; a learner runs the dequantised "
-                             "weights (run_low_bit(False)) or the aligned forward")
+            raise ValueError(
+                "low_bit: the engine's arithmetic has no gradient; a learner runs the dequantised "
+                "weights (run_low_bit(False)) or the aligned forward"
+            )
 
 
 class Experts(nn.Module):
@@ -99,14 +127,22 @@ class Experts(nn.Module):
         super().__init__()
         hidden, wide = spec.hidden_size, spec.moe_intermediate_size
         self.router = Router(spec, device, dtype)
-        self.gate_up = StackedLinear(spec.num_experts, hidden, {"gate_proj": wide, "up_proj": wide}, device, dtype)
+        self.gate_up = StackedLinear(
+            spec.num_experts, hidden, {"gate_proj": wide, "up_proj": wide}, device, dtype
+        )
         self.down = StackedLinear(spec.num_experts, wide, {"down_proj": hidden}, device, dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if fused(x_TD) and self.gate_up.serves and self.down.serves:
             gate_up, down = (linear.stack(x_TD) for linear in (self.gate_up, self.down))
-            return grouped.experts(x_TD, self.router.weight, gate_up, down, self.router.choices,
-                                   self.router.renormalize)
+            return grouped.experts(
+                x_TD,
+                self.router.weight,
+                gate_up,
+                down,
+                self.router.choices,
+                self.router.renormalize,
+            )
         weights_TS, experts_TS = self.router(x_TD)
         groups = sort_slots(experts_TS, self.gate_up.num_experts)
         gate_up_P = self.gate_up.multiply(gather(x_TD, groups, self.router.choices), groups)
@@ -117,32 +153,47 @@ class Experts(nn.Module):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Forward with `weight`, in the engine's arithmetic if it is low_bit; backward with what its codes stand for.
+    """Forward with `weight`, in the engine's arithmetic if it is low_bit; backward with what its
+    codes stand for.
 
-    The gradient of the matrices reaches the master straight through the quantiser, as in `model.linear`.
+    The gradient of the matrices reaches the master straight through the quantiser, as in
+    `model.linear`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_PK: Tensor, master_NK: Tensor | None, weight: Tensor | QTensor, groups: Groups,
-                num_experts: int, low_bit: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_PK: Tensor,
+        master_NK: Tensor | None,
+        weight: Tensor | QTensor,
+        groups: Groups,
+        num_experts: int,
+        low_bit: bool,
+    ) -> Tensor:
         ctx.weight, ctx.groups, ctx.num_experts = weight, groups, num_experts
         ctx.master_dtype = None if master_NK is None else master_NK.dtype
         ctx.save_for_backward(x_PK if ctx.needs_input_grad[1] else None)
         if isinstance(weight, QTensor) and low_bit:
             if fused(x_PK):
-                return grouped.multiply(x_PK.detach(), _stack(weight, num_experts, x_PK.dtype, True), groups)
+                return grouped.multiply(
+                    x_PK.detach(), _stack(weight, num_experts, x_PK.dtype, True), groups
+                )
             return _low_bit_product(x_PK.detach(), weight, groups, num_experts)
         w_ENK = _dense(weight, num_experts, x_PK.dtype)
         return grouped.product(x_PK.detach(), w_ENK.transpose(1, 2), groups)
 
     @staticmethod
     def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
-        x_PK, = ctx.saved_tensors
+        (x_PK,) = ctx.saved_tensors
         grad_PN, x_grad_PK, master_grad_NK = grad_PN.contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            x_grad_PK = grouped.product(grad_PN, _dense(ctx.weight, ctx.num_experts, grad_PN.dtype), ctx.groups)
+            x_grad_PK = grouped.product(
+                grad_PN, _dense(ctx.weight, ctx.num_experts, grad_PN.dtype), ctx.groups
+            )
         if ctx.needs_input_grad[1]:
-            master_grad_NK = grouped.outer(grad_PN, x_PK, ctx.groups).flatten(0, 1).to(ctx.master_dtype)
+            master_grad_NK = (
+                grouped.outer(grad_PN, x_PK, ctx.groups).flatten(0, 1).to(ctx.master_dtype)
+            )
         return x_grad_PK, master_grad_NK, None, None, None, None
 
 
@@ -169,8 +220,13 @@ def _stack(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype, low_b
 def _low_bit_product(x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int) -> Tensor:
     """The format's own product, an expert at a time."""
     experts = weight.derive("experts", lambda q: tuple(_experts(q, num_experts)))
-    return torch.cat([expert.linear(x_PK[start:end])
-                      for expert, (start, end) in zip(experts, groups.bounds, strict=True) if end > start])
+    return torch.cat(
+        [
+            expert.linear(x_PK[start:end])
+            for expert, (start, end) in zip(experts, groups.bounds, strict=True)
+            if end > start
+        ]
+    )
 
 
 def _experts(weight: QTensor, num_experts: int) -> list[QTensor]:

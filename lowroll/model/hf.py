@@ -1,10 +1,13 @@
-"""Weights in and out of Hugging Face folders: safetensors only, HF names outside, fused matrices inside.
+"""Weights in and out of Hugging Face folders: safetensors only, HF names outside, fused matrices
+inside.
 
-`load` checks everything it can from the files' headers (names, shapes, dtypes) before it allocates, then copies, and
-refuses non-finite values by tensor name; a model is returned whole or not at all. `save` publishes a folder
-atomically. Save then load is bitwise, for dense and for low-bit linear weights (`quant.layouts`): codes and scales go
-in and out as they are, and nothing is quantised on the way.
+`load` checks everything it can from the files' headers (names, shapes, dtypes) before it allocates,
+then copies, and refuses non-finite values by tensor name; a model is returned whole or not at all.
+`save` publishes a folder atomically. Save then load is bitwise, for dense and for low-bit linear
+weights (`quant.layouts`): codes and scales go in and out as they are, and nothing is quantised on
+the way.
 """
+
 from __future__ import annotations
 
 import json
@@ -29,18 +32,29 @@ from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.layouts import FLOATS, Header, Layout, describe, read_layout
 from lowroll.types import printable
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-                   "tokenizer.model", "added_tokens.json", "chat_template.jinja", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def resolve(source: str | Path, revision: str | None = None, weights: bool = True, connect: bool = True) -> Path:
-    """A local model folder, downloading a hub id (its newest commit, or the revision) when the path does not exist;
-    without its weights when they are not wanted.
+def resolve(
+    source: str | Path, revision: str | None = None, weights: bool = True, connect: bool = True
+) -> Path:
+    """A local model folder, downloading a hub id (its newest commit, or the revision) when the path
+    does not exist; without its weights when they are not wanted.
 
-    connect: whether a connection may be made; without, the hub's cache on this machine is all that is looked into.
-    ValueError says what was tried."""
+    connect: whether a connection may be made; without, the hub's cache on this machine is all that
+    is looked into. ValueError says what was tried."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -51,11 +65,21 @@ def resolve(source: str | Path, revision: str | None = None, weights: bool = Tru
 
     wanted = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=not connect, allow_patterns=wanted))
-    except Exception as error:   # the hub's errors are many; the user needs one line
-        why = "the hub could not deliver it" if connect else "it is not in the hub's cache on this machine"
-        raise ValueError(f"model: {name!r} is no local folder, and {why} "
-                         f"({type(error).__name__}: {printable((str(error).splitlines() or [''])[0])})") from error
+        return Path(
+            snapshot_download(
+                name, revision=revision, local_files_only=not connect, allow_patterns=wanted
+            )
+        )
+    except Exception as error:  # the hub's errors are many; the user needs one line
+        why = (
+            "the hub could not deliver it"
+            if connect
+            else "it is not in the hub's cache on this machine"
+        )
+        raise ValueError(
+            f"model: {name!r} is no local folder, and {why} "
+            f"({type(error).__name__}: {printable((str(error).splitlines() or [''])[0])})"
+        ) from error
 
 
 def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
@@ -77,15 +101,28 @@ def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]
         yield f"{ours}.o.weight", [f"{attention}.o_proj.weight"], (hidden, q)
         if spec.o_bias:
             yield f"{ours}.o.bias", [f"{attention}.o_proj.bias"], (hidden,)
-        yield f"{ours}.post_attention_norm.weight", [f"{theirs}.post_attention_layernorm.weight"], (hidden,)
+        yield (
+            f"{ours}.post_attention_norm.weight",
+            [f"{theirs}.post_attention_layernorm.weight"],
+            (hidden,),
+        )
         if spec.num_experts:
             experts = [f"{mlp}.experts.{e}" for e in range(spec.num_experts)]
-            yield f"{ours}.experts.router.weight", [f"{mlp}.gate.weight"], (spec.num_experts, hidden)
-            yield (f"{ours}.experts.gate_up.weight",
-                   [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")],
-                   (2 * spec.num_experts * spec.moe_intermediate_size, hidden))
-            yield (f"{ours}.experts.down.weight", [f"{expert}.down_proj.weight" for expert in experts],
-                   (spec.num_experts * hidden, spec.moe_intermediate_size))
+            yield (
+                f"{ours}.experts.router.weight",
+                [f"{mlp}.gate.weight"],
+                (spec.num_experts, hidden),
+            )
+            yield (
+                f"{ours}.experts.gate_up.weight",
+                [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")],
+                (2 * spec.num_experts * spec.moe_intermediate_size, hidden),
+            )
+            yield (
+                f"{ours}.experts.down.weight",
+                [f"{expert}.down_proj.weight" for expert in experts],
+                (spec.num_experts * hidden, spec.moe_intermediate_size),
+            )
             continue
         gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
         yield f"{ours}.gate_up.weight", [f"{part}.weight" for part in gate_up], (2 * wide, hidden)
@@ -103,21 +140,33 @@ def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
     part, wide = hf_name.rsplit(".", 2)[-2], spec.moe_intermediate_size or spec.intermediate_size
     if part == "down_proj":
         return spec.hidden_size
-    return {"q_proj": spec.num_heads * spec.head_dim, "k_proj": spec.num_kv_heads * spec.head_dim,
-            "v_proj": spec.num_kv_heads * spec.head_dim, "gate_proj": wide, "up_proj": wide}.get(part, whole)
+    return {
+        "q_proj": spec.num_heads * spec.head_dim,
+        "k_proj": spec.num_kv_heads * spec.head_dim,
+        "v_proj": spec.num_kv_heads * spec.head_dim,
+        "gate_proj": wide,
+        "up_proj": wide,
+    }.get(part, whole)
 
 
-def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
-         weights: str | None = None) -> Transformer:
-    """A model from a Hugging Face folder or hub id, in `dtype` (default: float32 on CPU, bfloat16 on CUDA).
+def load(
+    source: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    weights: str | None = None,
+) -> Transformer:
+    """A model from a Hugging Face folder or hub id, in `dtype` (default: float32 on CPU, bfloat16
+    on CUDA).
 
-    The linear layers of a low-bit folder are the QTensors that it holds; such a model is frozen. weights: the format
-    in which the layers of a dense folder are kept, frozen too; each is quantised when it arrives, so that no more than
-    a few of them are ever dense. A PEFT adapter folder gives the base that it states (`lowroll.model.base`), or else
-    the one that its adapter_config.json names, with the adapter on top.
+    The linear layers of a low-bit folder are the QTensors that it holds; such a model is frozen.
+    weights: the format in which the layers of a dense folder are kept, frozen too; each is
+    quantised when it arrives, so that no more than a few of them are ever dense. A PEFT adapter
+    folder gives the base that it states (`lowroll.model.base`), or else the one that its
+    adapter_config.json names, with the adapter on top.
 
-    ValueError names the file, tensors or key for: an unsupported config, missing, extra or mis-shaped tensors,
-    non-finite values, wrong dtypes, damaged files, `.bin`/`.pt` weights, and repositories with their own code.
+    ValueError names the file, tensors or key for: an unsupported config, missing, extra or
+    mis-shaped tensors, non-finite values, wrong dtypes, damaged files, `.bin`/`.pt` weights, and
+    repositories with their own code.
     """
     folder = resolve(source)
     if (folder / "adapter_config.json").is_file():
@@ -131,10 +180,14 @@ def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
     bits = 8 * dtype.itemsize if kept is None else min(8 * dtype.itemsize, get_format(kept).bits)
     claims.check_memory(folder / "config.json", spec, bits, device)
     model = Transformer(spec, "meta", dtype)
-    shapes = {name: {part: (part_rows(spec, part, whole[0]), *whole[1:]) for part in parts}
-              for name, parts, whole in hf_names(spec)}
+    shapes = {
+        name: {part: (part_rows(spec, part, whole[0]), *whole[1:]) for part in parts}
+        for name, parts, whole in hf_names(spec)
+    }
     amax: dict[str, Tensor] = {}
-    for name, stored in zip(shapes, shards.stream(files, _batches(shapes, layout), device), strict=True):
+    for name, stored in zip(
+        shapes, shards.stream(files, _batches(shapes, layout), device), strict=True
+    ):
         owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         linear = owner if isinstance(owner, Linear) and leaf == "weight" else None
         if layout is not None and linear is not None:
@@ -146,18 +199,22 @@ def load(source: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
         if weights is not None and linear is not None:
             linear.set_weight(_quantize(weights, whole, torch.cat(extents).amax(0, keepdim=True)))
         else:
-            setattr(owner, leaf, nn.Parameter(whole, requires_grad=layout is None and weights is None))
+            setattr(
+                owner, leaf, nn.Parameter(whole, requires_grad=layout is None and weights is None)
+            )
     for part, finite in zip(amax, sweep.finite(list(amax.values())), strict=True):
         if not finite:
-            raise ValueError(f"{files[part]}: tensor {part} holds a value that is not finite in "
-                             f"{_DTYPES.get(dtype, dtype)}")
+            raise ValueError(
+                f"{files[part]}: tensor {part} holds a value that is not finite in "
+                f"{_DTYPES.get(dtype, dtype)}"
+            )
     model.freqs = model.freqs.to(device)
     return model.eval()
 
 
 def read_headers(folder: Path) -> tuple[ModelSpec, Layout | None, dict[str, Path]]:
-    """The spec of a folder, how it stores its linear layers, and the file of each tensor, checked as far as headers
-    go. ValueError as `load` says, but for the values of the weights."""
+    """The spec of a folder, how it stores its linear layers, and the file of each tensor, checked
+    as far as headers go. ValueError as `load` says, but for the values of the weights."""
     spec, layout = read_spec(folder), read_folder_layout(folder)
     files = _weight_files(folder)
     stored = sum(path.stat().st_size for path in set(files.values()))
@@ -171,12 +228,16 @@ def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
     mine = over(w_NK)
     if mine is not None and mine.format == format:
         return mine
-    return get_format(format).empty((w_NK.shape[0], w_NK.shape[1]), w_NK.device).quantize_(w_NK, amax_1)
+    return (
+        get_format(format)
+        .empty((w_NK.shape[0], w_NK.shape[1]), w_NK.device)
+        .quantize_(w_NK, amax_1)
+    )
 
 
 def low_bit_format(folder: Path) -> str | None:
-    """The format of a folder's linear layers (of the base that it states, when it is an adapter folder); None when they
-    are dense."""
+    """The format of a folder's linear layers (of the base that it states, when it is an adapter
+    folder); None when they are dense."""
     if (folder / "adapter_config.json").is_file():
         from lowroll.model import base, lora
 
@@ -189,7 +250,8 @@ def low_bit_format(folder: Path) -> str | None:
 
 
 def read_folder_layout(folder: Path) -> Layout | None:
-    """How a folder stores its linear layers; None when they are dense. ValueError names file and key."""
+    """How a folder stores its linear layers; None when they are dense. ValueError names file and
+    key."""
     config = read_config(folder).get("quantization_config")
     if not config:
         return None
@@ -198,7 +260,9 @@ def read_folder_layout(folder: Path) -> Layout | None:
             raise ValueError(f"expected an object, got {config!r}")
         return read_layout(config)
     except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: quantization_config: {printable(error)}") from None
+        raise ValueError(
+            f"{folder / 'config.json'}: quantization_config: {printable(error)}"
+        ) from None
 
 
 def _is_linear(hf_name: str) -> bool:
@@ -206,10 +270,14 @@ def _is_linear(hf_name: str) -> bool:
     return hf_name.endswith(tuple(f".{part}.weight" for part in _LINEARS))
 
 
-def _batches(shapes: dict[str, dict[str, tuple[int, ...]]], layout: Layout | None) -> list[list[str]]:
+def _batches(
+    shapes: dict[str, dict[str, tuple[int, ...]]], layout: Layout | None
+) -> list[list[str]]:
     """The stored tensors of every parameter."""
-    return [[name for part, shape in parts.items() for name in _stored_names(part, shape, layout)]
-            for parts in shapes.values()]
+    return [
+        [name for part, shape in parts.items() for name in _stored_names(part, shape, layout)]
+        for parts in shapes.values()
+    ]
 
 
 def _stored_names(part: str, shape: tuple[int, ...], layout: Layout | None) -> dict[str, Header]:
@@ -217,11 +285,17 @@ def _stored_names(part: str, shape: tuple[int, ...], layout: Layout | None) -> d
     if layout is None or not _is_linear(part):
         return {part: (shape, FLOATS)}
     module, (rows, columns) = part.removesuffix(".weight"), shape
-    return {f"{module}.{suffix}": header for suffix, header in layout.headers((rows, columns)).items()}
+    return {
+        f"{module}.{suffix}": header for suffix, header in layout.headers((rows, columns)).items()
+    }
 
 
-def _decode_low_bit(tensors: dict[str, Tensor], files: dict[str, Path], layout: Layout,
-                    shapes: dict[str, tuple[int, ...]]) -> QTensor:
+def _decode_low_bit(
+    tensors: dict[str, Tensor],
+    files: dict[str, Path],
+    layout: Layout,
+    shapes: dict[str, tuple[int, ...]],
+) -> QTensor:
     """The matrix of stacked parts, each as its file holds it."""
     parts = []
     for part, (rows, columns) in shapes.items():
@@ -240,35 +314,50 @@ def _decode_low_bit(tensors: dict[str, Tensor], files: dict[str, Path], layout: 
 def _weight_files(folder: Path) -> dict[str, Path]:
     """HF tensor name -> safetensors file, from the single file or the index."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.is_file():                      # it wins over an index beside it, as in transformers
+    if single.is_file():  # it wins over an index beside it, as in transformers
         return dict.fromkeys(tensor_headers(single), single)
     if index.is_file():
         try:
             weight_map = read_json(index)["weight_map"]
             names = {str(tensor): str(shard) for tensor, shard in weight_map.items()}
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index}: not a safetensors index ({type(error).__name__}: {printable(error)})") from None
+            raise ValueError(
+                f"{index}: not a safetensors index ({type(error).__name__}: {printable(error)})"
+            ) from None
         for shard in sorted(set(names.values())):
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise ValueError(f"{index}: shard name {printable(repr(shard), 200)} is not a plain .safetensors file "
-                                 "name")
+                raise ValueError(
+                    f"{index}: shard name {printable(repr(shard), 200)} is not a plain "
+                    f".safetensors file "
+                    "name"
+                )
             if not (folder / shard).is_file():
-                raise ValueError(f"{index}: shard {printable(shard, 200)} is missing from the folder")
+                raise ValueError(
+                    f"{index}: shard {printable(shard, 200)} is missing from the folder"
+                )
         stored: dict[str, Path] = {}
         for shard in sorted(set(names.values())):
             stored.update(dict.fromkeys(tensor_headers(folder / shard), folder / shard))
-        lies = sorted(t for t in set(names) | set(stored) if stored.get(t) != folder / names.get(t, ""))
+        lies = sorted(
+            t for t in set(names) | set(stored) if stored.get(t) != folder / names.get(t, "")
+        )
         if lies:
             raise ValueError(f"{index}: the index and the shards disagree about {some(lies)}")
         return stored
-    foreign = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern))
+    foreign = sorted(
+        p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern)
+    )
     if foreign:
-        raise ValueError(f"{folder}: weights only as {some(foreign)}; lowroll reads safetensors "
-                         "(a pickle can run code when it is opened). Convert them first")
+        raise ValueError(
+            f"{folder}: weights only as {some(foreign)}; lowroll reads safetensors "
+            "(a pickle can run code when it is opened). Convert them first"
+        )
     raise ValueError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
 
 
-def _check_headers(folder: Path, spec: ModelSpec, files: dict[str, Path], layout: Layout | None) -> None:
+def _check_headers(
+    folder: Path, spec: ModelSpec, files: dict[str, Path], layout: Layout | None
+) -> None:
     found: Headers = {}
     for path in sorted(set(files.values())):
         found.update(tensor_headers(path))
@@ -276,15 +365,31 @@ def _check_headers(folder: Path, spec: ModelSpec, files: dict[str, Path], layout
     if layout is not None:
         _check_quantized(folder, found, wanted)
     missing = [name for name in wanted if name not in found]
-    # Old Llama checkpoints store the rotary table; a tied checkpoint may repeat its embedding as lm_head.
-    extra = [name for name in found if name not in wanted and not name.endswith("rotary_emb.inv_freq")
-             and not (spec.tie_embeddings and name == "lm_head.weight")]
-    shapes = [f"{name} {list(found[name][0])} instead of {list(shape)}" for name, (shape, _) in wanted.items()
-              if name in found and shape is not None and found[name][0] != shape]
-    dtypes = [f"{name} ({found[name][1]} instead of {' or '.join(dtypes)})" for name, (_, dtypes) in wanted.items()
-              if name in found and found[name][1] not in dtypes]
-    for problem, names in (("missing tensors", missing), ("unexpected tensors", extra),
-                           ("tensors of the wrong shape", shapes), ("tensors of the wrong dtype", dtypes)):
+    # Old Llama checkpoints store the rotary table; a tied checkpoint may repeat its embedding as
+    # lm_head.
+    extra = [
+        name
+        for name in found
+        if name not in wanted
+        and not name.endswith("rotary_emb.inv_freq")
+        and not (spec.tie_embeddings and name == "lm_head.weight")
+    ]
+    shapes = [
+        f"{name} {list(found[name][0])} instead of {list(shape)}"
+        for name, (shape, _) in wanted.items()
+        if name in found and shape is not None and found[name][0] != shape
+    ]
+    dtypes = [
+        f"{name} ({found[name][1]} instead of {' or '.join(dtypes)})"
+        for name, (_, dtypes) in wanted.items()
+        if name in found and found[name][1] not in dtypes
+    ]
+    for problem, names in (
+        ("missing tensors", missing),
+        ("unexpected tensors", extra),
+        ("tensors of the wrong shape", shapes),
+        ("tensors of the wrong dtype", dtypes),
+    ):
         if names:
             raise ValueError(f"{folder}: {problem}: {some(names)}")
     if spec.tie_embeddings and "lm_head.weight" in found:
@@ -292,8 +397,10 @@ def _check_headers(folder: Path, spec: ModelSpec, files: dict[str, Path], layout
             lm_head = head.get_tensor("lm_head.weight")
         with safe_open(files["model.embed_tokens.weight"], framework="pt") as body:
             if not torch.equal(lm_head, body.get_tensor("model.embed_tokens.weight")):
-                raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
-                                 "model.embed_tokens.weight")
+                raise ValueError(
+                    f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
+                    "model.embed_tokens.weight"
+                )
 
 
 def _wanted_headers(spec: ModelSpec, layout: Layout | None) -> dict[str, Header]:
@@ -309,29 +416,46 @@ def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) ->
     """Are exactly the decoder's linear layers quantised, in the order of their columns?"""
     dense = [name for name in found if _is_linear(name) and found[name][1] in FLOATS]
     if dense:
-        raise ValueError(f"{folder}: quantization_config leaves {some(dense)} dense; one format for all linear layers "
-                         "is supported. Quantise the dense model with `lowroll quantize`")
-    odd = [name for name in found if name.startswith("lm_head.") and name not in ("lm_head.weight", "lm_head.bias")]
+        raise ValueError(
+            f"{folder}: quantization_config leaves {some(dense)} dense; one format for all linear "
+            f"layers "
+            "is supported. Quantise the dense model with `lowroll quantize`"
+        )
+    odd = [
+        name
+        for name in found
+        if name.startswith("lm_head.") and name not in ("lm_head.weight", "lm_head.bias")
+    ]
     if odd:
-        raise ValueError(f"{folder}: quantization_config includes lm_head ({some(odd)}), which must stay dense. "
-                         "Quantise the dense model with `lowroll quantize`")
-    for suffix, what in (("g_idx", "reordered columns (actorder)"), ("input_scale", "calibrated scales of activations"),
-                         ("input_global_scale", "calibrated scales of activations")):
+        raise ValueError(
+            f"{folder}: quantization_config includes lm_head ({some(odd)}), which must stay dense. "
+            "Quantise the dense model with `lowroll quantize`"
+        )
+    for suffix, what in (
+        ("g_idx", "reordered columns (actorder)"),
+        ("input_scale", "calibrated scales of activations"),
+        ("input_global_scale", "calibrated scales of activations"),
+    ):
         odd = [name for name in found if name.endswith(suffix) and name not in wanted]
         if odd:
-            raise ValueError(f"{folder}: {some(odd)}: {what} are not supported. Quantise the dense model with "
-                             "`lowroll quantize`")
+            raise ValueError(
+                f"{folder}: {some(odd)}: {what} are not supported. Quantise the dense model with "
+                "`lowroll quantize`"
+            )
 
 
 def state(model: Transformer) -> dict[str, Tensor]:
-    """The model's weights under their HF names, fused matrices cut: dense tensors, or the codes and scales of files.
+    """The model's weights under their HF names, fused matrices cut: dense tensors, or the codes and
+    scales of files.
 
-    ValueError when an adapter rides on the weights (it would be lost without a word), or when a block of the format
-    reaches over the border of two parts.
+    ValueError when an adapter rides on the weights (it would be lost without a word), or when a
+    block of the format reaches over the border of two parts.
     """
     adapted = [name for name, linear in model.linears() if linear.adapter is not None]
     if adapted:
-        raise ValueError(f"{some(adapted)}: an adapter rides on the weights; merge it, or save it by itself")
+        raise ValueError(
+            f"{some(adapted)}: an adapter rides on the weights; merge it, or save it by itself"
+        )
     weights: dict[str, Tensor | QTensor] = dict(model.named_parameters())
     weights |= {f"{name}.weight": linear.weight for name, linear in model.linears()}
     tensors: dict[str, Tensor] = {}
@@ -349,30 +473,42 @@ def state(model: Transformer) -> dict[str, Tensor]:
             raise ValueError(f"{', '.join(parts)}: {error}") from None
         for part, piece in zip(parts, cut, strict=True):
             stored = Layout(weight.format).encode(piece, model.dtype)
-            tensors |= {f"{part.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in stored.items()}
+            tensors |= {
+                f"{part.removesuffix('.weight')}.{suffix}": tensor
+                for suffix, tensor in stored.items()
+            }
     return tensors
 
 
 def copy_tokenizer(source: str | Path | None, target: Path) -> None:
-    """Copy the tokenizer files of a model folder, if one is given. ValueError for a link that leads out of it."""
+    """Copy the tokenizer files of a model folder, if one is given. ValueError for a link that leads
+    out of it."""
     for name in TOKENIZER_FILES:
         if source is not None and (path := inside(Path(source), name)) is not None:
             shutil.copyfile(path, target / name)
 
 
-def save(model: Transformer, folder: str | Path, tokenizer_from: str | Path | None = None,
-         step: int | None = None) -> Path:
-    """Publish the model as a Hugging Face folder, with the tokenizer files of another folder beside it.
+def save(
+    model: Transformer,
+    folder: str | Path,
+    tokenizer_from: str | Path | None = None,
+    step: int | None = None,
+) -> Path:
+    """Publish the model as a Hugging Face folder, with the tokenizer files of another folder beside
+    it.
 
-    Linear layers are stored as they are: dense, or in their low-bit format with a `quantization_config`. The folder
-    appears whole or not at all, and its manifest says of which step of a run it is. FileExistsError when it exists
-    already; ValueError as `state` says.
+    Linear layers are stored as they are: dense, or in their low-bit format with a
+    `quantization_config`. The folder appears whole or not at all, and its manifest says of which
+    step of a run it is. FileExistsError when it exists already; ValueError as `state` says.
     """
     from lowroll.checkpoint.publish import publish_folder
 
     files = contents(model)
-    return publish_folder(Path(folder), lambda target: write(files, target, tokenizer_from),
-                          {"kind": "model"} | ({} if step is None else {"step": step}))
+    return publish_folder(
+        Path(folder),
+        lambda target: write(files, target, tokenizer_from),
+        {"kind": "model"} | ({} if step is None else {"step": step}),
+    )
 
 
 def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -380,11 +516,15 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config: dict[str, Any] = {**model.spec.config, "dtype": _DTYPES[model.dtype]}
     config.pop("torch_dtype", None)
     if model.weight_format is not None and not get_format(model.weight_format).dense:
-        config["quantization_config"] = describe(model.weight_format, model.dtype, bool(model.spec.num_experts))
+        config["quantization_config"] = describe(
+            model.weight_format, model.dtype, bool(model.spec.num_experts)
+        )
     return config, state(model)
 
 
-def write(files: tuple[dict[str, Any], dict[str, Tensor]], target: Path, tokenizer_from: str | Path | None) -> None:
+def write(
+    files: tuple[dict[str, Any], dict[str, Tensor]], target: Path, tokenizer_from: str | Path | None
+) -> None:
     """Write the `contents` of a model into an existing folder."""
     config, tensors = files
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

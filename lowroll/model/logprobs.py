@@ -1,19 +1,21 @@
 """The only way from logits to log-probs, for the sampler and for the learner; float32 always.
 
-`log_probs` is it. `token_log_probs` applies it to the tokens that were drawn, in chunks of rows, so that the [T, V]
-logits never exist, forward or backward:
+`log_probs` is it. `token_log_probs` applies it to the tokens that were drawn, in chunks of rows, so
+that the [T, V] logits never exist, forward or backward:
 
     z = h W' / temperature,   logp = z[y] - lse(z),   entropy = lse(z) - sum_v softmax(z)_v z_v
     G = (onehot(y) - softmax(z)) / temperature,       d logp / d h = G W,       d logp / d W = G' h
 
-A frozen W (LoRA) lets the forward pass make d logp / d h from the logits that it has, one row [D] a token: the
-backward pass multiplies it by the incoming gradient and makes no logits. A W that learns needs the incoming gradient
-first, so the forward pass keeps nothing and the backward pass makes each chunk's logits again.
+A frozen W (LoRA) lets the forward pass make d logp / d h from the logits that it has, one row [D] a
+token: the backward pass multiplies it by the incoming gradient and makes no logits. A W that learns
+needs the incoming gradient first, so the forward pass keeps nothing and the backward pass makes
+each chunk's logits again.
 
 On CUDA products of half-precision matrices give float32 logits, which nothing rounds in between.
 
 Legend: T tokens, C tokens of a chunk, D hidden size, V vocabulary.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -30,12 +32,18 @@ def log_probs(logits_TV: Tensor, temperature: float = 1.0) -> Tensor:
     return torch.log_softmax(logits_TV if temperature == 1.0 else logits_TV / temperature, dim=-1)
 
 
-def token_log_probs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature: float = 1.0,
-                    chunk: int = 1024) -> tuple[Tensor, Tensor]:
+def token_log_probs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, both [T] float32.
 
-    `hidden_TD[t]` predicts `targets_T[t]`; `weight_VD` is the lm_head. The log-probs carry gradient to both, the
-    entropy carries none. `chunk` rows of logits exist at a time. ValueError for a temperature that is not above 0.
+    `hidden_TD[t]` predicts `targets_T[t]`; `weight_VD` is the lm_head. The log-probs carry gradient
+    to both, the entropy carries none. `chunk` rows of logits exist at a time. ValueError for a
+    temperature that is not above 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: log-probs need a temperature above 0, got {temperature}")
@@ -44,17 +52,28 @@ def token_log_probs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, tem
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature: float,
-                chunk: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        targets_T: Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
         ctx.temperature, ctx.chunk = temperature, chunk
         only_hidden = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
         logp_T = torch.empty(hidden_TD.shape[0], dtype=torch.float32, device=hidden_TD.device)
-        entropy_T, slope_TD = torch.empty_like(logp_T), torch.empty_like(hidden_TD) if only_hidden else None
+        entropy_T, slope_TD = (
+            torch.empty_like(logp_T),
+            torch.empty_like(hidden_TD) if only_hidden else None,
+        )
         grad_CV = _room(hidden_TD, weight_VD, chunk) if only_hidden else None
         for rows in _chunks(hidden_TD, chunk):
             logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
-            grad_CV = None if grad_CV is None else grad_CV[:len(logits_CV)]
-            logp_T[rows], entropy_T[rows] = kernels.token_log_probs(logits_CV, targets_T[rows], temperature, grad_CV)
+            grad_CV = None if grad_CV is None else grad_CV[: len(logits_CV)]
+            logp_T[rows], entropy_T[rows] = kernels.token_log_probs(
+                logits_CV, targets_T[rows], temperature, grad_CV
+            )
             if slope_TD is not None and grad_CV is not None:
                 torch.mm(grad_CV, weight_VD, out=slope_TD[rows])
         if slope_TD is not None:
@@ -67,17 +86,21 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_T: Tensor, _entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.needs_input_grad[1]:
-            slope_TD, = ctx.saved_tensors
+            (slope_TD,) = ctx.saved_tensors
             return (slope_TD * grad_T[:, None]).to(slope_TD.dtype), None, None, None, None
         hidden_TD, weight_VD, targets_T, logp_T = ctx.saved_tensors
-        grad_T = grad_T.contiguous()           # of a plain sum it is one number with stride 0; kernels read addresses
+        grad_T = (
+            grad_T.contiguous()
+        )  # of a plain sum it is one number with stride 0; kernels read addresses
         hidden_grad = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
         grad_CV = _room(hidden_TD, weight_VD, ctx.chunk)
         for rows in _chunks(hidden_TD, ctx.chunk):
             logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
-            grad_CV = grad_CV[:len(logits_CV)]
-            kernels.logit_gradient(logits_CV, targets_T[rows], logp_T[rows], grad_T[rows], ctx.temperature, grad_CV)
+            grad_CV = grad_CV[: len(logits_CV)]
+            kernels.logit_gradient(
+                logits_CV, targets_T[rows], logp_T[rows], grad_T[rows], ctx.temperature, grad_CV
+            )
             if hidden_grad is not None:
                 torch.mm(grad_CV, weight_VD, out=hidden_grad[rows])
             _add_float32_product(weight_grad, grad_CV.t(), hidden_TD[rows])
@@ -89,7 +112,8 @@ def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:
 
 
 def _room(hidden_TD: Tensor, weight_VD: Tensor, chunk: int) -> Tensor:
-    """Where the gradient of a chunk's logits goes: in the weight's dtype, as the products that read it want it."""
+    """Where the gradient of a chunk's logits goes: in the weight's dtype, as the products that read
+    it want it."""
     return weight_VD.new_empty(min(chunk, hidden_TD.shape[0]), weight_VD.shape[0])
 
 

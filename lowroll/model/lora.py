@@ -1,10 +1,12 @@
 """Low-rank adapters (Hu et al. 2021): y += (alpha / r) B A x, trained in float32 on a frozen base.
 
 On disk an adapter is what PEFT writes and reads: `adapter_model.safetensors` with
-`base_model.model.<module>.lora_A.weight` [r, in] and `lora_B.weight` [out, r], and `adapter_config.json`. Inside, the
-adapters of a fused matrix (q, k, v; gate, up) stay separate, one pair a part. Beside them lie what the adapter stands
-on (`lowroll.model.base`) and a card that says so.
+`base_model.model.<module>.lora_A.weight` [r, in] and `lora_B.weight` [out, r], and
+`adapter_config.json`. Inside, the adapters of a fused matrix (q, k, v; gate, up) stay separate, one
+pair a part. Beside them lie what the adapter stands on (`lowroll.model.base`) and a card that says
+so.
 """
+
 from __future__ import annotations
 
 import json
@@ -28,29 +30,51 @@ from lowroll.quant.formats import QTensor, all_finite
 from lowroll.types import printable
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Keys of a PEFT config that are read, or say nothing about the computation. Any other key must have a neutral value.
-_READ = {"peft_type", "task_type", "r", "lora_alpha", "target_modules", "init_lora_weights", "lora_dropout",
-         "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "megatron_core",
-         "qalora_group_size"}
+# Keys of a PEFT config that are read, or say nothing about the computation. Any other key must have
+# a neutral value.
+_READ = {
+    "peft_type",
+    "task_type",
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "init_lora_weights",
+    "lora_dropout",
+    "inference_mode",
+    "base_model_name_or_path",
+    "revision",
+    "auto_mapping",
+    "peft_version",
+    "megatron_core",
+    "qalora_group_size",
+}
 _NEUTRAL: tuple[object, ...] = (None, False, "none", "", [], {})
-_BEHIND_A_NORM = tuple(f"{part}.lora_A.weight" for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+_BEHIND_A_NORM = tuple(
+    f"{part}.lora_A.weight" for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+)
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _HOMES = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 
 
-def attach(model: Transformer, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0) -> Transformer:
-    """Freeze the model and give every target part a fresh adapter: A uniform (Kaiming, a = sqrt 5), B zero.
+def attach(
+    model: Transformer, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
+) -> Transformer:
+    """Freeze the model and give every target part a fresh adapter: A uniform (Kaiming, a = sqrt 5),
+    B zero.
 
-    A fresh adapter is exactly the identity. ValueError names an unknown target, a rank below 1, or targets that are
-    experts' matrices: those stay as they are.
+    A fresh adapter is exactly the identity. ValueError names an unknown target, a rank below 1, or
+    targets that are experts' matrices: those stay as they are.
     """
     check(model.spec, rank, alpha, targets)
     needed = 4 * sum(math.prod(shape) for shape in _shapes(model, rank, targets).values())
     memory = total_memory(model.device)
     if memory is not None and needed > memory:
-        raise ValueError(f"lora_rank: adapters of rank {rank:,} take {needed / 1e9:,.1f} GB, and {model.device} has "
-                         f"{memory / 1e9:,.1f} GB")
+        raise ValueError(
+            f"lora_rank: adapters of rank {rank:,} take {needed / 1e9:,.1f} GB, and {model.device} "
+            f"has "
+            f"{memory / 1e9:,.1f} GB"
+        )
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for _, linear in model.linears():
@@ -61,9 +85,13 @@ def attach(model: Transformer, rank: int, alpha: float, targets: Sequence[str] =
         linear.adapter = Adapter(rank, alpha)
         bound = 1 / math.sqrt(linear.in_features)
         for part in wanted:
-            a_RK = torch.empty(rank, linear.in_features).uniform_(-bound, bound, generator=generator)
+            a_RK = torch.empty(rank, linear.in_features).uniform_(
+                -bound, bound, generator=generator
+            )
             linear.adapter.a[part] = nn.Parameter(a_RK.to(model.device))
-            linear.adapter.b[part] = nn.Parameter(torch.zeros(linear.parts[part], rank, device=model.device))
+            linear.adapter.b[part] = nn.Parameter(
+                torch.zeros(linear.parts[part], rank, device=model.device)
+            )
     return model
 
 
@@ -71,10 +99,15 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
     """ValueError as `attach` says, for a model of this spec."""
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(TARGETS))
     if unknown or not targets:
-        raise ValueError(f"lora_target_modules: expected a list out of {', '.join(TARGETS)}, got {unknown or targets}")
+        raise ValueError(
+            f"lora_target_modules: expected a list out of {', '.join(TARGETS)}, got "
+            f"{unknown or targets}"
+        )
     if spec.num_experts and (inside := sorted(set(targets) & set(_EXPERTS))):
-        raise ValueError(f"lora_target_modules: {', '.join(inside)} are experts' matrices in "
-                         f"{spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}")
+        raise ValueError(
+            f"lora_target_modules: {', '.join(inside)} are experts' matrices in "
+            f"{spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}"
+        )
     if rank < 1:
         raise ValueError(f"lora_rank: expected at least 1, got {rank}")
     if not math.isfinite(alpha):
@@ -96,13 +129,15 @@ def disabled(model: Transformer) -> Iterator[Transformer]:
 
 
 def merge(model: Transformer) -> Transformer:
-    """Add the adapters into dense weights, rounding each sum once, and drop them. ValueError when the base is
-    quantised."""
+    """Add the adapters into dense weights, rounding each sum once, and drop them. ValueError when
+    the base is quantised."""
     for name, linear in model.linears():
         if linear.adapter is None:
             continue
         if isinstance(linear.weight, QTensor):
-            raise ValueError(f"{name}: the base is {linear.weight.format}; merge into a dense model instead")
+            raise ValueError(
+                f"{name}: the base is {linear.weight.format}; merge into a dense model instead"
+            )
         with torch.no_grad():
             for part in linear.adapter.a:
                 update = linear.adapter.b[part] @ linear.adapter.a[part] * linear.adapter.scaling
@@ -114,10 +149,14 @@ def merge(model: Transformer) -> Transformer:
 def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
     """The adapter's tensors under PEFT's names.
 
-    input_scale: the s of a base whose norms were scaled (`model.scaling`): the adapters behind a norm read s x
-    there, so s goes into their A, and what comes out fits the base as it was."""
-    return {name: p.detach() * input_scale if input_scale != 1 and name.endswith(_BEHIND_A_NORM) else p.detach()
-            for name, p in _named(model)}
+    input_scale: the s of a base whose norms were scaled (`model.scaling`): the adapters behind a
+    norm read s x there, so s goes into their A, and what comes out fits the base as it was."""
+    return {
+        name: p.detach() * input_scale
+        if input_scale != 1 and name.endswith(_BEHIND_A_NORM)
+        else p.detach()
+        for name, p in _named(model)
+    }
 
 
 def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -142,53 +181,90 @@ def _shapes(model: Transformer, rank: int, targets: Sequence[str]) -> dict[str, 
     found: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
         for part in (part for part in linear.parts if part in targets):
-            found |= zip(_names(name, part), ((rank, linear.in_features), (linear.parts[part], rank)), strict=True)
+            found |= zip(
+                _names(name, part),
+                ((rank, linear.in_features), (linear.parts[part], rank)),
+                strict=True,
+            )
     return found
 
 
-def save(model: Transformer, folder: str | Path, base: str = "", tokenizer_from: str | Path | None = None,
-         input_scale: float = 1.0) -> Path:
-    """Publish the adapter as a PEFT folder, atomically, with the tokenizer files of another folder beside it.
+def save(
+    model: Transformer,
+    folder: str | Path,
+    base: str = "",
+    tokenizer_from: str | Path | None = None,
+    input_scale: float = 1.0,
+) -> Path:
+    """Publish the adapter as a PEFT folder, atomically, with the tokenizer files of another folder
+    beside it.
 
-    `base` is the model that it belongs to, a folder or hub id; input_scale is explained at `state`. ValueError when
-    the model has no adapter, FileExistsError when the folder exists already."""
+    `base` is the model that it belongs to, a folder or hub id; input_scale is explained at `state`.
+    ValueError when the model has no adapter, FileExistsError when the folder exists already."""
     from lowroll.checkpoint.publish import publish_folder
 
     if all(linear.adapter is None for _, linear in model.linears()):
         raise ValueError("the model has no adapter to save")
-    return publish_folder(Path(folder), lambda target: write(model, target, base, tokenizer_from, input_scale),
-                          {"kind": "adapter"})
+    return publish_folder(
+        Path(folder),
+        lambda target: write(model, target, base, tokenizer_from, input_scale),
+        {"kind": "adapter"},
+    )
 
 
-def write(model: Transformer, target: Path, base: str, tokenizer_from: str | Path | None = None,
-          input_scale: float = 1.0, revision: str | None = None) -> None:
-    """Write the model's adapter into an existing folder, with what it stands on and a card for people. revision: the
-    commit of a base on the hub."""
+def write(
+    model: Transformer,
+    target: Path,
+    base: str,
+    tokenizer_from: str | Path | None = None,
+    input_scale: float = 1.0,
+    revision: str | None = None,
+) -> None:
+    """Write the model's adapter into an existing folder, with what it stands on and a card for
+    people. revision: the commit of a base on the hub."""
     from lowroll.model import base as bases
     from lowroll.model import card
 
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
-    if base and Path(base).expanduser().is_dir():  # a relative path would mean another folder, or a hub id, elsewhere
+    if (
+        base and Path(base).expanduser().is_dir()
+    ):  # a relative path would mean another folder, or a hub id, elsewhere
         base = str(Path(base).expanduser().resolve())
     parts = {part for adapter in adapters for part in adapter.a}
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": adapters[0].rank, "lora_alpha": adapters[0].alpha,
-              "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
-              "target_modules": [part for part in TARGETS if part in parts], "base_model_name_or_path": base}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": adapters[0].rank,
+        "lora_alpha": adapters[0].alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": [part for part in TARGETS if part in parts],
+        "base_model_name_or_path": base,
+    }
     config |= {} if revision is None else {"revision": revision}
     (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(state(model, input_scale), target / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(
+        state(model, input_scale), target / "adapter_model.safetensors", metadata={"format": "pt"}
+    )
     stands_on = bases.of(model, input_scale)
     bases.write(stands_on, target)
-    card.write(target, base, stands_on, low_bit_format(Path(base)) if (Path(base) / "config.json").is_file() else None)
+    card.write(
+        target,
+        base,
+        stands_on,
+        low_bit_format(Path(base)) if (Path(base) / "config.json").is_file() else None,
+    )
     copy_tokenizer(tokenizer_from, target)
 
 
 def base_of(folder: Path) -> str:
-    """The folder of the model that an adapter folder belongs to: a `base` inside it, else what its adapter_config.json
-    names, of a hub id the revision that was downloaded.
+    """The folder of the model that an adapter folder belongs to: a `base` inside it, else what its
+    adapter_config.json names, of a hub id the revision that was downloaded.
 
-    A name that came with a folder opens no connection. ValueError when the model is not on this machine, or is an
-    adapter itself.
+    A name that came with a folder opens no connection. ValueError when the model is not on this
+    machine, or is an adapter itself.
     """
     if (folder / "base").is_dir():
         return str(folder / "base")
@@ -196,37 +272,51 @@ def base_of(folder: Path) -> str:
     config = _read_json(path)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
-        raise ValueError(f"{path}: base_model_name_or_path: expected the base model's folder or hub id, got "
-                         f"{printable(repr(base))}")
+        raise ValueError(
+            f"{path}: base_model_name_or_path: expected the base model's folder or hub id, got "
+            f"{printable(repr(base))}"
+        )
     if revision is not None and not isinstance(revision, str):
-        raise ValueError(f"{path}: revision: expected a commit, branch or tag of the base model, got "
-                         f"{printable(repr(revision))}")
+        raise ValueError(
+            f"{path}: revision: expected a commit, branch or tag of the base model, got "
+            f"{printable(repr(revision))}"
+        )
     try:
         named = resolve(base, revision, connect=False)
     except ValueError:
         wanted = f"{base} --revision {revision}" if revision else base
-        raise ValueError(f"{path}: base_model_name_or_path: {printable(repr(base))} is not on this machine, and a name "
-                         "that comes with a folder opens no connection. If you want that model: "
-                         f"`hf download {printable(wanted)}`") from None
+        raise ValueError(
+            f"{path}: base_model_name_or_path: {printable(repr(base))} is not on this machine, and "
+            f"a name "
+            "that comes with a folder opens no connection. If you want that model: "
+            f"`hf download {printable(wanted)}`"
+        ) from None
     if (named / "adapter_config.json").is_file():
-        raise ValueError(f"{path}: base_model_name_or_path: {named} is an adapter folder itself; merge it into its "
-                         f"base first (lowroll export {named} OUT --as merged)")
+        raise ValueError(
+            f"{path}: base_model_name_or_path: {named} is an adapter folder itself; merge it into "
+            f"its "
+            f"base first (lowroll export {named} OUT --as merged)"
+        )
     return str(named)
 
 
 def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Transformer:
-    """Attach the adapter of a PEFT folder to a model of its sizes. The model is changed only when everything fits.
+    """Attach the adapter of a PEFT folder to a model of its sizes. The model is changed only when
+    everything fits.
 
-    The base that it learned on is what `hf.load` of the folder makes. input_scale: the s that the model carries, for an
-    adapter that was saved to fit the base as it was (`state`). ValueError names the file, and the key or the tensors
-    that are damaged, missing, misshapen or ask for a variant of LoRA that this one is not.
+    The base that it learned on is what `hf.load` of the folder makes. input_scale: the s that the
+    model carries, for an adapter that was saved to fit the base as it was (`state`). ValueError
+    names the file, and the key or the tensors that are damaged, missing, misshapen or ask for a
+    variant of LoRA that this one is not.
     """
     folder = Path(folder)
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     for path in (config_path, weights_path):
         if not path.is_file():
-            raise ValueError(f"{path}: no such file; an adapter folder holds adapter_config.json and "
-                             "adapter_model.safetensors")
+            raise ValueError(
+                f"{path}: no such file; an adapter folder holds adapter_config.json and "
+                "adapter_model.safetensors"
+            )
     rank, alpha, targets = _read_config(config_path)
     check(model.spec, rank, alpha, targets)
     _check_headers(weights_path, rank, _shapes(model, rank, targets), tensor_headers(weights_path))
@@ -247,13 +337,20 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"{path}: r: expected a positive integer, got {printable(repr(rank))}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < LARGE:
-        raise ValueError(f"{path}: lora_alpha: expected a positive number, got {printable(repr(alpha))}")
+        raise ValueError(
+            f"{path}: lora_alpha: expected a positive number, got {printable(repr(alpha))}"
+        )
     if not isinstance(targets, list) or not targets or not set(map(str, targets)) <= set(TARGETS):
-        raise ValueError(f"{path}: target_modules: expected a list out of {', '.join(TARGETS)}, got "
-                         f"{printable(repr(targets))}")
+        raise ValueError(
+            f"{path}: target_modules: expected a list out of {', '.join(TARGETS)}, got "
+            f"{printable(repr(targets))}"
+        )
     if config.get("init_lora_weights") not in (None, True, False, "gaussian", "orthogonal"):
-        raise ValueError(f"{path}: init_lora_weights: {printable(repr(config['init_lora_weights']))} changes the base "
-                         "weights, and is not supported; convert the adapter to a plain one with PEFT")
+        raise ValueError(
+            f"{path}: init_lora_weights: {printable(repr(config['init_lora_weights']))} changes "
+            f"the base "
+            "weights, and is not supported; convert the adapter to a plain one with PEFT"
+        )
     for key, value in config.items():
         if key not in _READ and value not in _NEUTRAL:
             raise ValueError(f"{path}: {printable(key)}: {printable(repr(value))} is not supported")
@@ -267,13 +364,21 @@ def _read_json(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_headers(path: Path, rank: int, wanted: dict[str, tuple[int, ...]], found: Headers) -> None:
+def _check_headers(
+    path: Path, rank: int, wanted: dict[str, tuple[int, ...]], found: Headers
+) -> None:
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    shapes = [f"{name} {list(found[name][0])} instead of {list(shape)}" for name, shape in wanted.items()
-              if name in found and found[name][0] != shape]
+    shapes = [
+        f"{name} {list(found[name][0])} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name][0] != shape
+    ]
     dtypes = [f"{name} ({dtype})" for name, (_, dtype) in found.items() if dtype not in _FLOATS]
-    for problem, names in (("missing tensors", missing), ("unexpected tensors", extra),
-                           (f"tensors of the wrong shape for r = {rank}", shapes),
-                           ("tensors that are not floats", dtypes)):
+    for problem, names in (
+        ("missing tensors", missing),
+        ("unexpected tensors", extra),
+        (f"tensors of the wrong shape for r = {rank}", shapes),
+        ("tensors that are not floats", dtypes),
+    ):
         if names:
             raise ValueError(f"{path}: {problem}: {some(names)}")

@@ -1,18 +1,21 @@
-"""Tensors that the backward pass makes again instead of keeping (Chen et al. 2016, arXiv 1604.06174), one by one.
+"""Tensors that the backward pass makes again instead of keeping (Chen et al. 2016, arXiv
+1604.06174), one by one.
 
     with remaking():
         h = norm(x)
         remake(h, norm, x)              # whoever saves h for its backward pass saves (norm, x) in its place
 
-Autograd hands every tensor that it is about to save to a hook. The hook knows those that were announced by `remake`,
-and keeps the recipe: the function and its inputs, which may be recipes themselves. What the recipe gives is kept until
-its last reader had it, so a function runs once in the backward pass however many saved its output.
+Autograd hands every tensor that it is about to save to a hook. The hook knows those that were
+announced by `remake`, and keeps the recipe: the function and its inputs, which may be recipes
+themselves. What the recipe gives is kept until its last reader had it, so a function runs once in
+the backward pass however many saved its output.
 
-The functions must be deterministic and free of side effects; the gradient is then bit for bit what it is without.
-A tensor is announced after it was made, so what its own maker saved of it stays.
+The functions must be deterministic and free of side effects; the gradient is then bit for bit what
+it is without. A tensor is announced after it was made, so what its own maker saved of it stays.
 
 Outside of `remaking`, and without gradients, `remake` does nothing.
 """
+
 from __future__ import annotations
 
 import threading
@@ -47,14 +50,17 @@ class _Recipe:
         made = self.made
         if made is None:
             with torch.no_grad():
-                made = self.function(*(x.get() if isinstance(x, _Recipe) else x for x in self.inputs))
+                made = self.function(
+                    *(x.get() if isinstance(x, _Recipe) else x for x in self.inputs)
+                )
         self.readers -= 1
         self.made = made if self.readers > 0 else None
         return made
 
 
 class _Book:
-    """The recipes of one `remaking` block. It holds their outputs, so that no other tensor takes their place."""
+    """The recipes of one `remaking` block. It holds their outputs, so that no other tensor takes
+    their place."""
 
     def __init__(self) -> None:
         self.recipes: dict[_Key, _Recipe] = {}
@@ -68,12 +74,15 @@ class _Book:
         return recipe
 
     def add(self, output: Tensor, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-        kept = tuple(self.recipes.get(_key(x), x.detach()) if isinstance(x, Tensor) else x for x in inputs)
+        kept = tuple(
+            self.recipes.get(_key(x), x.detach()) if isinstance(x, Tensor) else x for x in inputs
+        )
         self.recipes[_key(output)] = _Recipe(function, kept)
         self.outputs.append(output)
 
     def close(self) -> None:
-        """Let go of the outputs: autograd holds the hook, and so this book, as long as the graph lives."""
+        """Let go of the outputs: autograd holds the hook, and so this book, as long as the graph
+        lives."""
         self.recipes.clear()
         self.outputs.clear()
 
@@ -95,7 +104,8 @@ def remaking(enabled: bool = True) -> Iterator[None]:
 
 
 def remake(output: Any, function: Callable[..., Any], *inputs: Any) -> Any:
-    """Announce that function(*inputs) gives `output` again; returns it. Inputs are detached in the backward pass."""
+    """Announce that function(*inputs) gives `output` again; returns it. Inputs are detached in the
+    backward pass."""
     book = getattr(_active, "book", None)
     if book is not None and torch.is_grad_enabled():
         book.add(output, function, inputs)

@@ -1,10 +1,12 @@
-"""Rotary position embeddings, half-rotation layout (Su et al. 2021), with Llama 3's frequency scaling.
+"""Rotary position embeddings, half-rotation layout (Su et al. 2021), with Llama 3's frequency
+scaling.
 
-Pair i of a head turns by pos * theta^(-2i/d). Llama 3 slows the pairs whose wavelength exceeds the original context
-by `factor`, keeps the fast ones, and blends in between.
+Pair i of a head turns by pos * theta^(-2i/d). Llama 3 slows the pairs whose wavelength exceeds the
+original context by `factor`, keeps the fast ones, and blends in between.
 
 Legend: T tokens, H heads, d head size.
 """
+
 from __future__ import annotations
 
 import math
@@ -17,13 +19,16 @@ from lowroll.model.spec import ModelSpec
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
     """Radians a position for each of the d/2 pairs, float32."""
-    freqs = 1.0 / spec.rope_theta ** (torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
+    freqs = 1.0 / spec.rope_theta ** (
+        torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    )
     scaling = spec.rope_scaling
     if scaling is None:
         return freqs
     wavelength = 2 * math.pi / freqs
     blend = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor)
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     blend = blend.clamp(0, 1)
     return blend * freqs + (1 - blend) * freqs / scaling.factor
 
@@ -35,6 +40,9 @@ def rotations(pos_T: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn every head of every token by its position's angles; computed in float32, returned in the dtype of x."""
+    """Turn every head of every token by its position's angles; computed in float32, returned in the
+    dtype of x."""
     first, second = x_THd.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_THd.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+        x_THd.dtype
+    )

@@ -2,6 +2,7 @@
 
 Legend: T packed tokens, D hidden size.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,37 +18,56 @@ from lowroll.model.transformer import Transformer
 
 
 @torch.no_grad()
-def score(model: Transformer | str | Path, sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int],
-          temperature: float = 1.0, tokens_per_batch: int = 8192) -> list[Tensor]:
-    """Log-probs of each sequence's response tokens under the learner's forward pass, one float32 tensor a sequence.
+def score(
+    model: Transformer | str | Path,
+    sequences: Sequence[Sequence[int]],
+    prompt_lens: Sequence[int],
+    temperature: float = 1.0,
+    tokens_per_batch: int = 8192,
+) -> list[Tensor]:
+    """Log-probs of each sequence's response tokens under the learner's forward pass, one float32
+    tensor a sequence.
 
-    `sequences[i]` is prompt and response as token ids, `prompt_lens[i]` (at least 1) the prompt's part of it. The
-    log-probs are those of softmax(logits / temperature). ValueError names the sequence that is at fault.
+    `sequences[i]` is prompt and response as token ids, `prompt_lens[i]` (at least 1) the prompt's
+    part of it. The log-probs are those of softmax(logits / temperature). ValueError names the
+    sequence that is at fault.
     """
     model = model if isinstance(model, Transformer) else hf.load(model)
     if len(sequences) != len(prompt_lens):
         raise ValueError(f"prompt_lens: {len(prompt_lens)} lengths for {len(sequences)} sequences")
     for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
         if not 1 <= prompt_len <= len(ids):
-            raise ValueError(f"prompt_lens[{i}]: {prompt_len} is not within 1..{len(ids)}, the sequence's length")
+            raise ValueError(
+                f"prompt_lens[{i}]: {prompt_len} is not within 1..{len(ids)}, the sequence's length"
+            )
         if min(ids) < 0 or max(ids) >= model.spec.vocab_size:
-            raise ValueError(f"sequences[{i}]: an id is outside the vocabulary of {model.spec.vocab_size}")
+            raise ValueError(
+                f"sequences[{i}]: an id is outside the vocabulary of {model.spec.vocab_size}"
+            )
     scores: list[Tensor] = []
     batch: list[int] = []
     for i in range(len(sequences)):
         batch.append(i)
-        if i + 1 == len(sequences) or sum(len(sequences[j]) for j in [*batch, i + 1]) > tokens_per_batch:
-            scores += _score_packed(model, [sequences[j] for j in batch], [prompt_lens[j] for j in batch], temperature)
+        if (
+            i + 1 == len(sequences)
+            or sum(len(sequences[j]) for j in [*batch, i + 1]) > tokens_per_batch
+        ):
+            scores += _score_packed(
+                model, [sequences[j] for j in batch], [prompt_lens[j] for j in batch], temperature
+            )
             batch = []
     return scores
 
 
-def _score_packed(model: Transformer, sequences: list[Sequence[int]], prompt_lens: list[int],
-                  temperature: float) -> list[Tensor]:
+def _score_packed(
+    model: Transformer, sequences: list[Sequence[int]], prompt_lens: list[int], temperature: float
+) -> list[Tensor]:
     lengths = [len(ids) for ids in sequences]
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
     pos_T = torch.tensor([pos for length in lengths for pos in range(length)], device=model.device)
     hidden_TD = model(ids_T, pos_T, varlen(lengths, model.device))
     logp_T, _ = token_log_probs(hidden_TD, model.lm_head_weight, ids_T.roll(-1), temperature)
     rows = logp_T.split(lengths)
-    return [row[prompt_len - 1:-1].clone() for row, prompt_len in zip(rows, prompt_lens, strict=True)]
+    return [
+        row[prompt_len - 1 : -1].clone() for row, prompt_len in zip(rows, prompt_lens, strict=True)
+    ]

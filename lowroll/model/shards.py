@@ -1,13 +1,15 @@
 """Tensors of safetensors files on their way to a device.
 
-A file is the length of a header (8 bytes, little-endian), the header, which is JSON with the dtype, shape and place of
-every tensor, and the tensors' bytes. `stream` brings batches of tensors to the device in their order, each batch in one
-buffer, where the parts of a fused matrix lie one under the other and need no second copy. Threads read pieces ahead of
-who uses them: for a GPU into pinned memory and on from there, so that reading and copying overlap; files in the page
-cache arrive at the speed of memory and not of one thread.
+A file is the length of a header (8 bytes, little-endian), the header, which is JSON with the dtype,
+shape and place of every tensor, and the tensors' bytes. `stream` brings batches of tensors to the
+device in their order, each batch in one buffer, where the parts of a fused matrix lie one under the
+other and need no second copy. Threads read pieces ahead of who uses them: for a GPU into pinned
+memory and on from there, so that reading and copying overlap; files in the page cache arrive at the
+speed of memory and not of one thread.
 
 Headers must have been checked (`model.hf`): nothing here asks twice what a file holds.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -26,11 +28,19 @@ from torch import Tensor
 from lowroll.checkpoint.files import naming
 
 THREADS = 8
-PIECE = 16 << 20          # bytes that a thread reads at once
-AHEAD = 2 << 30           # bytes on the device, or on their way there, that nobody has used yet
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-           "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I8": torch.int8,
-           "U8": torch.uint8}
+PIECE = 16 << 20  # bytes that a thread reads at once
+AHEAD = 2 << 30  # bytes on the device, or on their way there, that nobody has used yet
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 
 
 @dataclass(frozen=True)
@@ -44,14 +54,21 @@ class Place:
     shape: tuple[int, ...]
 
 
-def stream(files: dict[str, Path], batches: Sequence[Sequence[str]], device: torch.device | str,
-           ) -> Iterator[dict[str, Tensor]]:
+def stream(
+    files: dict[str, Path],
+    batches: Sequence[Sequence[str]],
+    device: torch.device | str,
+) -> Iterator[dict[str, Tensor]]:
     """The tensors of each batch by name, on the device and in the dtype of their files.
 
-    files: where each tensor is. Tensors of a batch that have one dtype follow each other without a gap, and what is
-    yielded may be used on the current stream. ValueError names a file that ends too early.
+    files: where each tensor is. Tensors of a batch that have one dtype follow each other without a
+    gap, and what is yielded may be used on the current stream. ValueError names a file that ends
+    too early.
     """
-    places, reader = _places(files, {name for batch in batches for name in batch}), _Reader(torch.device(device))
+    places, reader = (
+        _places(files, {name for batch in batches for name in batch}),
+        _Reader(torch.device(device)),
+    )
     under_way: deque[tuple[dict[str, Tensor], list[Future[None | torch.cuda.Event]], int]] = deque()
     pool = ThreadPoolExecutor(THREADS, "shards")
     try:
@@ -63,18 +80,24 @@ def stream(files: dict[str, Path], batches: Sequence[Sequence[str]], device: tor
             yield reader.finish(*under_way.popleft()[:2])
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        if reader.device.type == "cuda":       # after an error, no copy may still write to memory that is given back
+        if (
+            reader.device.type == "cuda"
+        ):  # after an error, no copy may still write to memory that is given back
             torch.cuda.synchronize(reader.device)
             torch.cuda.empty_cache()
 
 
 def join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The parts one under the other, in `dtype`: their own storage, when they came in one batch and in this dtype."""
+    """The parts one under the other, in `dtype`: their own storage, when they came in one batch and
+    in this dtype."""
     whole, first = (sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0]
     ends = [part.storage_offset() + part.numel() for part in parts]
     starts = [part.storage_offset() for part in parts]
-    if starts[1:] == ends[:-1] and all(part.dtype == dtype and part.untyped_storage().data_ptr() ==
-                                       first.untyped_storage().data_ptr() for part in parts):
+    if starts[1:] == ends[:-1] and all(
+        part.dtype == dtype
+        and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for part in parts
+    ):
         return first.as_strided(whole, torch.empty(whole, device="meta").stride())
     out = torch.empty(whole, dtype=dtype, device=first.device)
     for part, rows in zip(parts, out.split([len(part) for part in parts]), strict=True):
@@ -91,8 +114,13 @@ def _places(files: dict[str, Path], wanted: set[str]) -> dict[str, Place]:
         for name, entry in header.items():
             if name in wanted and files[name] == path:
                 start, stop = entry["data_offsets"]
-                places[name] = Place(path, 8 + size + start, stop - start, _DTYPES[entry["dtype"]],
-                                     tuple(entry["shape"]))
+                places[name] = Place(
+                    path,
+                    8 + size + start,
+                    stop - start,
+                    _DTYPES[entry["dtype"]],
+                    tuple(entry["shape"]),
+                )
     return places
 
 
@@ -102,27 +130,37 @@ class _Reader:
     def __init__(self, device: torch.device) -> None:
         self.device, self.own = device, threading.local()
 
-    def begin(self, pool: ThreadPoolExecutor, batch: dict[str, Place],
-              ) -> tuple[dict[str, Tensor], list[Future[None | torch.cuda.Event]], int]:
-        """Allocate the batch and hand its pieces to the threads: (tensors that will be filled, pieces, bytes)."""
+    def begin(
+        self,
+        pool: ThreadPoolExecutor,
+        batch: dict[str, Place],
+    ) -> tuple[dict[str, Tensor], list[Future[None | torch.cuda.Event]], int]:
+        """Allocate the batch and hand its pieces to the threads: (tensors that will be filled,
+        pieces, bytes)."""
         ends, size = {}, 0
         for name, place in batch.items():
             size = -(-size // place.dtype.itemsize) * place.dtype.itemsize + place.nbytes
             ends[name] = size
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         ready = None
-        if self.device.type == "cuda":         # what the memory held before may still be in use on this stream
+        if (
+            self.device.type == "cuda"
+        ):  # what the memory held before may still be in use on this stream
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.device))
         tensors, futures = {}, []
         for name, place in batch.items():
-            target = buffer[ends[name] - place.nbytes:ends[name]]
+            target = buffer[ends[name] - place.nbytes : ends[name]]
             tensors[name] = target.view(place.dtype).view(place.shape)
-            futures += [pool.submit(self.read, place.path, place.start + at, target[at:at + PIECE], ready)
-                        for at in range(0, place.nbytes, PIECE)]
+            futures += [
+                pool.submit(self.read, place.path, place.start + at, target[at : at + PIECE], ready)
+                for at in range(0, place.nbytes, PIECE)
+            ]
         return tensors, futures, size
 
-    def finish(self, tensors: dict[str, Tensor], futures: list[Future[None | torch.cuda.Event]]) -> dict[str, Tensor]:
+    def finish(
+        self, tensors: dict[str, Tensor], futures: list[Future[None | torch.cuda.Event]]
+    ) -> dict[str, Tensor]:
         """Wait until the pieces are read; the current stream waits until they are copied."""
         for future in futures:
             copied = future.result()
@@ -130,18 +168,22 @@ class _Reader:
                 torch.cuda.current_stream(self.device).wait_event(copied)
         return tensors
 
-    def read(self, path: Path, start: int, target_B: Tensor, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def read(
+        self, path: Path, start: int, target_B: Tensor, ready: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
         """Bytes of a file into `target_B`. On a GPU they are there when the event has come."""
         if ready is None:
             self.fill(path, start, target_B)
             return None
         if not hasattr(self.own, "stream"):
             self.own.stream = torch.cuda.Stream(self.device)
-            self.own.staging = deque((torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
-                                     for _ in range(2))
+            self.own.staging = deque(
+                (torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+                for _ in range(2)
+            )
         pinned_B, last = self.own.staging.popleft()
-        last.synchronize()                     # the copy that left from here before
-        pinned_B_part = pinned_B[:len(target_B)]
+        last.synchronize()  # the copy that left from here before
+        pinned_B_part = pinned_B[: len(target_B)]
         self.fill(path, start, pinned_B_part)
         with torch.cuda.stream(self.own.stream):
             self.own.stream.wait_event(ready)

@@ -1,9 +1,10 @@
 """What a checkpoint's config.json says, reduced to what one decoder needs.
 
-Supported: Qwen2/2.5, Qwen3, Llama 3.x and Mistral, dense, and Qwen3-MoE. They differ by flags (biases, QK-norm, head
-size, RoPE scaling, tied embeddings, experts), not by code. Anything that would change the computation and is not
-implemented is refused by the key that asks for it.
+Supported: Qwen2/2.5, Qwen3, Llama 3.x and Mistral, dense, and Qwen3-MoE. They differ by flags
+(biases, QK-norm, head size, RoPE scaling, tied embeddings, experts), not by code. Anything that
+would change the computation and is not implemented is refused by the key that asks for it.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -13,10 +14,15 @@ from typing import Any
 from lowroll.model.folder import read_json
 from lowroll.types import printable
 
-MOST = 2**31 - 1            # of any integer in a config,
-LARGE = 1e30                # and of any other number: float32 has to hold it
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM",
-                 "MistralForCausalLM")
+MOST = 2**31 - 1  # of any integer in a config,
+LARGE = 1e30  # and of any other number: float32 has to hold it
+ARCHITECTURES = (
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes and flags of a decoder. `config` keeps the source dictionary for saving, less what it says of formats."""
+    """Sizes and flags of a decoder. `config` keeps the source dictionary for saving, less what it
+    says of formats."""
 
     architecture: str
     vocab_size: int
@@ -51,10 +58,10 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool
     eos_ids: tuple[int, ...]
-    num_experts: int = 0                # of every layer; 0: a dense MLP of `intermediate_size`
+    num_experts: int = 0  # of every layer; 0: a dense MLP of `intermediate_size`
     experts_per_token: int = 0
-    moe_intermediate_size: int = 0      # of one expert
-    norm_topk_prob: bool = False        # the weights of a token's experts are made to sum to 1
+    moe_intermediate_size: int = 0  # of one expert
+    norm_topk_prob: bool = False  # the weights of a token's experts are made to sum to 1
     config: dict[str, Any] = field(repr=False, hash=False, compare=False, default_factory=dict)
 
     @property
@@ -70,7 +77,8 @@ class ModelSpec:
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The spec of a Hugging Face folder. ValueError names the file, and the key that is missing or unsupported."""
+    """The spec of a Hugging Face folder. ValueError names the file, and the key that is missing or
+    unsupported."""
     config = read_config(folder)
     try:
         return spec_from_config(config)
@@ -94,8 +102,15 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if "auto_map" in config:
         raise ValueError("auto_map: the repository brings its own code, and lowroll runs none")
     architectures = config.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        raise ValueError(f"architectures: {architectures!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    if (
+        not isinstance(architectures, list)
+        or len(architectures) != 1
+        or architectures[0] not in ARCHITECTURES
+    ):
+        raise ValueError(
+            f"architectures: {architectures!r} is not supported; supported: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
     architecture = architectures[0]
     _refuse_unsupported(config)
     _refuse_active_window(config, architecture)
@@ -118,8 +133,10 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         rope_scaling=scaling,
         max_position=_integer(config, "max_position_embeddings"),
         tie_embeddings=_flag(config, "tie_word_embeddings"),
-        qkv_bias=architecture == "Qwen2ForCausalLM" or (architecture != "MistralForCausalLM" and attention_bias),
-        o_bias=architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM") and attention_bias,
+        qkv_bias=architecture == "Qwen2ForCausalLM"
+        or (architecture != "MistralForCausalLM" and attention_bias),
+        o_bias=architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+        and attention_bias,
         mlp_bias=is_llama and _flag(config, "mlp_bias"),
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         eos_ids=_eos_ids(config),
@@ -127,22 +144,34 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         **experts,
     )
     if spec.num_heads % spec.num_kv_heads:
-        raise ValueError(f"num_key_value_heads: {spec.num_kv_heads} does not divide num_attention_heads {heads}")
+        raise ValueError(
+            f"num_key_value_heads: {spec.num_kv_heads} does not divide num_attention_heads {heads}"
+        )
     if spec.head_dim % 2:
         raise ValueError(f"head_dim: {spec.head_dim} is odd; rotary embeddings need pairs")
     return spec
 
 
 def _experts(config: dict[str, Any]) -> dict[str, Any]:
-    """The mixture of experts of Qwen3-MoE. ValueError names the key of a kind that is not supported."""
+    """The mixture of experts of Qwen3-MoE. ValueError names the key of a kind that is not
+    supported."""
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise ValueError("mlp_only_layers, decoder_sparse_step: experts in every layer are supported, not in some")
-    count = _integer(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
+        raise ValueError(
+            "mlp_only_layers, decoder_sparse_step: experts in every layer are supported, not in "
+            "some"
+        )
+    count = _integer(
+        config, "num_local_experts" if "num_local_experts" in config else "num_experts"
+    )
     choices = _integer(config, "num_experts_per_tok")
     if choices > count:
         raise ValueError(f"num_experts_per_tok: a token cannot have {choices} of {count} experts")
-    return {"num_experts": count, "experts_per_token": choices, "norm_topk_prob": _flag(config, "norm_topk_prob"),
-            "moe_intermediate_size": _integer(config, "moe_intermediate_size")}
+    return {
+        "num_experts": count,
+        "experts_per_token": choices,
+        "norm_topk_prob": _flag(config, "norm_topk_prob"),
+        "moe_intermediate_size": _integer(config, "moe_intermediate_size"),
+    }
 
 
 def _integer(config: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -184,10 +213,11 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
 
 
 def _refuse_active_window(config: dict[str, Any], architecture: str) -> None:
-    """Refuse sliding-window attention unless it never bites: switched off, in no layer, or as long as the context.
+    """Refuse sliding-window attention unless it never bites: switched off, in no layer, or as long
+    as the context.
 
-    Mistral's window is in every layer; Qwen's is behind `use_sliding_window`, in the layers that `layer_types` names
-    or, without it, in those from `max_window_layers` on; Llama has none.
+    Mistral's window is in every layer; Qwen's is behind `use_sliding_window`, in the layers that
+    `layer_types` names or, without it, in those from `max_window_layers` on; Llama has none.
     """
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list):
@@ -198,19 +228,31 @@ def _refuse_active_window(config: dict[str, Any], architecture: str) -> None:
     used = "sliding_attention" in kinds
     if not used and architecture == "MistralForCausalLM":
         used = True
-    elif not used and not kinds and architecture.startswith("Qwen") and _flag(config, "use_sliding_window"):
+    elif (
+        not used
+        and not kinds
+        and architecture.startswith("Qwen")
+        and _flag(config, "use_sliding_window")
+    ):
         first = config.get("max_window_layers")
         used = not isinstance(first, int) or first < _integer(config, "num_hidden_layers")
     if not used or (config.get("sliding_window") is None and "sliding_attention" not in kinds):
         return
-    window, longest = _integer(config, "sliding_window"), _integer(config, "max_position_embeddings")
+    window, longest = (
+        _integer(config, "sliding_window"),
+        _integer(config, "max_position_embeddings"),
+    )
     if window < longest:
-        raise ValueError(f"sliding_window: a window of {window} would be active within the context of {longest}, "
-                         "and sliding-window attention is not supported")
+        raise ValueError(
+            f"sliding_window: a window of {window} would be active within the context of "
+            f"{longest}, "
+            "and sliding-window attention is not supported"
+        )
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """RoPE base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    """RoPE base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and
+    `rope_scaling` (4)."""
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         part = config.get(key) or {}
@@ -225,10 +267,15 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise ValueError(f"rope_scaling: rope_type {kind!r} is not supported; supported: default, llama3")
+        raise ValueError(
+            f"rope_scaling: rope_type {kind!r} is not supported; supported: default, llama3"
+        )
     try:
-        return theta, RopeScaling(_positive(rope, "factor"), _positive(rope, "low_freq_factor"),
-                                  _positive(rope, "high_freq_factor"),
-                                  _integer(rope, "original_max_position_embeddings"))
+        return theta, RopeScaling(
+            _positive(rope, "factor"),
+            _positive(rope, "low_freq_factor"),
+            _positive(rope, "high_freq_factor"),
+            _integer(rope, "original_max_position_embeddings"),
+        )
     except ValueError as error:
         raise ValueError(f"rope_scaling: rope_type llama3 needs numbers; {error}") from None

@@ -1,10 +1,12 @@
-"""A chat template at work, in a child process with bounds of time and memory (`model.template_child`).
+"""A chat template at work, in a child process with bounds of time and memory
+(`model.template_child`).
 
-A template is a program that a model folder brings. jinja's sandbox keeps it from the machine, and not from looping or
-from filling the memory, and one that behaves on a first conversation may do so on the thousandth: every conversation is
-rendered in the child. A template has one child, which is started with the first conversation and then stays; one that
-was ended is replaced.
+A template is a program that a model folder brings. jinja's sandbox keeps it from the machine, and
+not from looping or from filling the memory, and one that behaves on a first conversation may do so
+on the thousandth: every conversation is rendered in the child. A template has one child, which is
+started with the first conversation and then stays; one that was ended is replaced.
 """
+
 from __future__ import annotations
 
 import json
@@ -21,11 +23,21 @@ from typing import Any
 
 from lowroll.types import printable
 
-SECONDS = 10.0              # for one conversation, and for the child to start; about 0.0001 and 0.1 are usual
+SECONDS = 10.0  # for one conversation, and for the child to start; about 0.0001 and 0.1 are usual
 MEMORY_MB = 512
-MOST_TEMPLATE = 1 << 20     # characters
+MOST_TEMPLATE = 1 << 20  # characters
 _CHILD = Path(__file__).with_name("template_child.py")
-_KEEP_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+_KEEP_ENV = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+)
 
 
 class Ended(ValueError):
@@ -33,22 +45,34 @@ class Ended(ValueError):
 
 
 class Template:
-    """`render` says what a conversation looks like to the model. For one thread at a time; others wait.
+    """`render` says what a conversation looks like to the model. For one thread at a time; others
+    wait.
 
     variables: what the template may read beside the messages (special tokens)."""
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
         if len(source) > MOST_TEMPLATE:
-            raise ValueError(f"chat template: {len(source):,} characters; {MOST_TEMPLATE:,} at most")
-        self.setup = {"template": source, "variables": variables, "memory_mb": MEMORY_MB, "seconds": 2 * SECONDS}
+            raise ValueError(
+                f"chat template: {len(source):,} characters; {MOST_TEMPLATE:,} at most"
+            )
+        self.setup = {
+            "template": source,
+            "variables": variables,
+            "memory_mb": MEMORY_MB,
+            "seconds": 2 * SECONDS,
+        }
         self.child: subprocess.Popen[bytes] | None = None
         self.lock = threading.Lock()
 
     def render(self, messages: list[dict[str, Any]], open_turn: bool = True) -> str:
         """The text of a conversation; open_turn: with the header that opens the assistant's turn.
 
-        ValueError in one line for what the template raises, and when it takes too long or too much memory."""
-        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        ValueError in one line for what the template raises, and when it takes too long or too much
+        memory."""
+        messages = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
         asked = {"messages": messages, "add_generation_prompt": open_turn}
         with self.lock:
             served = self.child is not None
@@ -57,10 +81,14 @@ class Template:
             except Ended:
                 if not served:
                     raise
-            return self._text(asked)   # it has served before: somebody else has ended it, and another one may do
+            return self._text(
+                asked
+            )  # it has served before: somebody else has ended it, and another one may do
 
     def _text(self, asked: dict[str, Any]) -> str:
-        if self.child is not None and self.child.poll() is not None:      # also in a fork, where it is somebody else's
+        if (
+            self.child is not None and self.child.poll() is not None
+        ):  # also in a fork, where it is somebody else's
             self._forget_child()
         if self.child is None:
             self.child = _start()
@@ -71,8 +99,12 @@ class Template:
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self.child is not None
         try:
-            reply = _exchange(self.child, json.dumps(message).encode() + b"\n", time.monotonic() + SECONDS)
-        except BaseException:          # an answer may still be on its way: nobody may take it for another one's
+            reply = _exchange(
+                self.child, json.dumps(message).encode() + b"\n", time.monotonic() + SECONDS
+            )
+        except (
+            BaseException
+        ):  # an answer may still be on its way: nobody may take it for another one's
             self._forget_child()
             raise
         if "error" in reply:
@@ -94,8 +126,15 @@ def template(source: str, variables: tuple[tuple[str, str], ...]) -> Template:
 
 def _start() -> subprocess.Popen[bytes]:
     kept = {key: os.environ[key] for key in _KEEP_ENV if key in os.environ}
-    child = subprocess.Popen([sys.executable, "-P", str(_CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                             stderr=subprocess.DEVNULL, env=kept, start_new_session=True, bufsize=0)
+    child = subprocess.Popen(
+        [sys.executable, "-P", str(_CHILD)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=kept,
+        start_new_session=True,
+        bufsize=0,
+    )
     assert child.stdin is not None and child.stdout is not None
     for pipe in (child.stdin, child.stdout):
         os.set_blocking(pipe.fileno(), False)
@@ -121,14 +160,18 @@ def _exchange(child: subprocess.Popen[bytes], request: bytes, until: float) -> d
         while not reply.endswith(b"\n"):
             events = ready.select(max(0.0, until - time.monotonic()))
             if not events:
-                raise ValueError(f"chat template: no text after {SECONDS:g} s; it loops, or does too much")
+                raise ValueError(
+                    f"chat template: no text after {SECONDS:g} s; it loops, or does too much"
+                )
             for key, _ in events:
                 if key.fd == to_child:
                     left = _write(to_child, left)
                     if not left:
                         ready.unregister(to_child)
                 elif not (piece := os.read(from_child, 1 << 20)):
-                    raise Ended(f"chat template: its process ended; it may use {MEMORY_MB} MB of memory")
+                    raise Ended(
+                        f"chat template: its process ended; it may use {MEMORY_MB} MB of memory"
+                    )
                 else:
                     reply += piece
     found: dict[str, Any] = json.loads(reply)
@@ -136,8 +179,9 @@ def _exchange(child: subprocess.Popen[bytes], request: bytes, until: float) -> d
 
 
 def _write(pipe: int, data: memoryview) -> memoryview:
-    """What is left after a piece went into the pipe. A child that ended is noticed by who reads from it."""
+    """What is left after a piece went into the pipe. A child that ended is noticed by who reads
+    from it."""
     try:
-        return data[os.write(pipe, data):]
+        return data[os.write(pipe, data) :]
     except BrokenPipeError:
         return data[:0]

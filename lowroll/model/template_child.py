@@ -1,14 +1,17 @@
 """The child that renders a chat template: `python template_child.py`. `model.template` starts it.
 
-One JSON object a line. In: first {"template", "variables", "memory_mb", "seconds"}, then {"messages",
-"add_generation_prompt"}. Out: {"ready": true} or {"error": why}, then {"text"} or {"error"} a request.
+One JSON object a line. In: first {"template", "variables", "memory_mb", "seconds"}, then
+{"messages", "add_generation_prompt"}. Out: {"ready": true} or {"error": why}, then {"text"} or
+{"error"} a request.
 
-The parent ends a child that takes too long. One whose parent has died reads the end of its input; in the midst of a
-loop its own alarm ends it, `seconds` after the request.
+The parent ends a child that takes too long. One whose parent has died reads the end of its input;
+in the midst of a loop its own alarm ends it, `seconds` after the request.
 
-It imports jinja2 and nothing of lowroll, so that it is ready in a tenth of a second. The environment is the one that
-transformers renders chat templates in; tests hold the two to the same text.
+It imports jinja2 and nothing of lowroll, so that it is ready in a tenth of a second. The
+environment is the one that transformers renders chat templates in; tests hold the two to the same
+text.
 """
+
 from __future__ import annotations
 
 import json
@@ -25,7 +28,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MOST_TEXT = 16 << 20        # characters of a conversation
+MOST_TEXT = 16 << 20  # characters of a conversation
 
 
 class Generation(Extension):
@@ -69,37 +72,60 @@ class SafeNamespace(Namespace):
     @staticmethod
     def check(name: object) -> None:
         if isinstance(name, str) and name.startswith("_"):
-            raise SecurityError(f"a namespace cannot hold {name!r}: the name begins with an underscore")
+            raise SecurityError(
+                f"a namespace cannot hold {name!r}: the name begins with an underscore"
+            )
 
 
 def raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
-           sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def environment() -> ImmutableSandboxedEnvironment:
     """What a chat template may use."""
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     made.filters["tojson"] = tojson
-    made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form),
-                     "dict": Dict(), "namespace": SafeNamespace}
+    made.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "dict": Dict(),
+        "namespace": SafeNamespace,
+    }
     return made
 
 
 def protect(memory_mb: int) -> None:
     """Bound the address space, and write no files."""
-    for kind, limit in ((resource.RLIMIT_AS, memory_mb << 20), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+    for kind, limit in (
+        (resource.RLIMIT_AS, memory_mb << 20),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
         _, hard = resource.getrlimit(kind)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (limit, limit))
 
 
 def error(reason: BaseException) -> dict[str, str]:
-    what = "more memory than it may use" if isinstance(reason, MemoryError) else f"{type(reason).__name__}: {reason}"
+    what = (
+        "more memory than it may use"
+        if isinstance(reason, MemoryError)
+        else f"{type(reason).__name__}: {reason}"
+    )
     return {"error": what[:1000]}
 
 
@@ -116,17 +142,24 @@ def main() -> None:
 
     try:
         template = environment().from_string(setup["template"])
-    except (Exception, MemoryError) as reason:     # reported, and raised by the parent
+    except (Exception, MemoryError) as reason:  # reported, and raised by the parent
         return reply(error(reason))
     reply({"ready": True})
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, setup["seconds"])
         try:
             asked = json.loads(line)
-            text = template.render(messages=asked["messages"], tools=None, documents=None,
-                                   add_generation_prompt=asked["add_generation_prompt"], **setup["variables"])
+            text = template.render(
+                messages=asked["messages"],
+                tools=None,
+                documents=None,
+                add_generation_prompt=asked["add_generation_prompt"],
+                **setup["variables"],
+            )
             if len(text) > MOST_TEXT:
-                raise ValueError(f"{len(text):,} characters for one conversation; {MOST_TEXT:,} at most")
+                raise ValueError(
+                    f"{len(text):,} characters for one conversation; {MOST_TEXT:,} at most"
+                )
             reply({"text": text})
         except (Exception, MemoryError) as reason:
             reply(error(reason))

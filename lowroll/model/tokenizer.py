@@ -1,4 +1,6 @@
-"""The tokenizer and chat template of a model folder, through transformers. Loaded late: the import takes seconds."""
+"""The tokenizer and chat template of a model folder, through transformers. Loaded late: the import
+takes seconds."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,25 +16,32 @@ _SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The folder's fast tokenizer. ValueError names the folder when there is none, it is damaged, or it brings code."""
+    """The folder's fast tokenizer. ValueError names the folder when there is none, it is damaged,
+    or it brings code."""
     from transformers import AutoTokenizer
 
     folder = Path(folder)
-    if not any((folder / name).is_file() for name in _VOCABULARIES):      # transformers would make an empty one
+    if not any(
+        (folder / name).is_file() for name in _VOCABULARIES
+    ):  # transformers would make an empty one
         raise ValueError(f"{folder}: no tokenizer here; looked for {', '.join(_VOCABULARIES)}")
     _check_files(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         tokenizer.decode(tokenizer.encode("a b"))
         return tokenizer
-    except Exception as error:     # the tokenizers library raises bare Exceptions; the user needs one line
-        raise ValueError(f"{folder}: no tokenizer could be loaded ({type(error).__name__}: "
-                         f"{printable((str(error).splitlines() or [''])[0])})") from error
+    except (
+        Exception
+    ) as error:  # the tokenizers library raises bare Exceptions; the user needs one line
+        raise ValueError(
+            f"{folder}: no tokenizer could be loaded ({type(error).__name__}: "
+            f"{printable((str(error).splitlines() or [''])[0])})"
+        ) from error
 
 
 def _check_files(folder: Path) -> None:
-    """ValueError names a file that is too large or no JSON, and the key of tokenizer_config.json that transformers
-    would choke on later."""
+    """ValueError names a file that is too large or no JSON, and the key of tokenizer_config.json
+    that transformers would choke on later."""
     for name in _LARGE:
         if (folder / name).exists():
             regular(folder / name, MOST_TOKENIZER)
@@ -42,21 +51,35 @@ def _check_files(folder: Path) -> None:
             raise ValueError(f"{folder / name}: expected a JSON object")
     path, config = folder / _SMALL[0], small.get(_SMALL[0], {})
     if "auto_map" in config:
-        raise ValueError(f"{path}: auto_map: the tokenizer brings its own code, and lowroll runs none")
+        raise ValueError(
+            f"{path}: auto_map: the tokenizer brings its own code, and lowroll runs none"
+        )
     longest = config.get("model_max_length", 1)
-    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int | float) or not longest >= 1):
-        raise ValueError(f"{path}: model_max_length: expected a positive number, got {printable(repr(longest))}")
+    if longest is not None and (
+        isinstance(longest, bool) or not isinstance(longest, int | float) or not longest >= 1
+    ):
+        raise ValueError(
+            f"{path}: model_max_length: expected a positive number, got {printable(repr(longest))}"
+        )
     for key, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and not key.startswith("add_") and value is not None and not isinstance(text, str):
-            raise ValueError(f"{path}: {printable(key)}: expected a token's text, got {printable(repr(value))}")
+        if (
+            key.endswith("_token")
+            and not key.startswith("add_")
+            and value is not None
+            and not isinstance(text, str)
+        ):
+            raise ValueError(
+                f"{path}: {printable(key)}: expected a token's text, got {printable(repr(value))}"
+            )
 
 
 def eos_id(folder: str | Path) -> int | None:
-    """The end-of-sequence id of the folder's tokenizer; None when it has none. ValueError as `load_tokenizer` says.
+    """The end-of-sequence id of the folder's tokenizer; None when it has none. ValueError as
+    `load_tokenizer` says.
 
-    It is read off the files where they say it: an engine that generates ids needs nothing else of the tokenizer, and
-    importing transformers can take longer than loading the weights.
+    It is read off the files where they say it: an engine that generates ids needs nothing else of
+    the tokenizer, and importing transformers can take longer than loading the weights.
     """
     try:
         config = read_json(Path(folder) / "tokenizer_config.json")
@@ -65,7 +88,7 @@ def eos_id(folder: str | Path) -> int | None:
         token = token["content"] if isinstance(token, dict) else token
         ids = [entry["id"] for entry in known if entry["content"] == token]
     except (ValueError, KeyError, TypeError):
-        ids, config = [], {}                    # transformers may know better, or say what is wrong
+        ids, config = [], {}  # transformers may know better, or say what is wrong
     if len(ids) == 1 and isinstance(ids[0], int) and "auto_map" not in config:
         return ids[0]
     found = load_tokenizer(folder).eos_token_id
@@ -73,19 +96,22 @@ def eos_id(folder: str | Path) -> int | None:
 
 
 class ChatTokenizer:
-    """What the orchestrator and the SFT need of a tokenizer: chat in, ids out, and the way back to text.
+    """What the orchestrator and the SFT need of a tokenizer: chat in, ids out, and the way back to
+    text.
 
-    ValueError for a tokenizer without a chat template. Templates are rendered in a child with bounds
-    (`model.template`)."""
+    ValueError for a tokenizer without a chat template. Templates are rendered in a child with
+    bounds (`model.template`)."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("tokenizer: it has no chat template (chat_template.jinja or tokenizer_config.json)")
+            raise ValueError(
+                "tokenizer: it has no chat template (chat_template.jinja or tokenizer_config.json)"
+            )
         self.tokenizer = tokenizer
 
     def encode_chat(self, messages: list[dict[str, Any]], open_turn: bool = True) -> list[int]:
-        """Ids of a conversation; open_turn: with the header that opens the assistant's turn. ValueError says what the
-        template objects to."""
+        """Ids of a conversation; open_turn: with the header that opens the assistant's turn.
+        ValueError says what the template objects to."""
         source = self.tokenizer.get_chat_template()
         if not isinstance(source, str):
             raise ValueError(f"chat template: expected a text, got {printable(repr(source))}")
@@ -94,12 +120,20 @@ class ChatTokenizer:
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def encode_response(self, text: str) -> list[int]:
-        """Ids of an assistant turn, its end-of-sequence id included. ValueError when the tokenizer names none."""
+        """Ids of an assistant turn, its end-of-sequence id included. ValueError when the tokenizer
+        names none."""
         if self.tokenizer.eos_token_id is None:
-            raise ValueError("tokenizer: it has no end-of-sequence token (eos_token in tokenizer_config.json) to learn "
-                             "to stop with")
+            raise ValueError(
+                "tokenizer: it has no end-of-sequence token (eos_token in tokenizer_config.json) "
+                "to learn "
+                "to stop with"
+            )
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a response without special tokens, every space as it was generated."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(
+                token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )

@@ -3,12 +3,13 @@
     hidden_TD = model(ids_T, pos_T, attend)      tokens of any number of sequences, packed, with their positions
     logits_TV = model.logits(hidden_TD)
 
-Attention is an argument (`lowroll.model.attention`), a weight is a Tensor or a QTensor (`lowroll.model.linear`).
-The model knows no cache, no optimiser and no phase. Inside, q/k/v and gate/up are one matrix each; their Hugging
-Face names live in `lowroll.model.hf`.
+Attention is an argument (`lowroll.model.attention`), a weight is a Tensor or a QTensor
+(`lowroll.model.linear`). The model knows no cache, no optimiser and no phase. Inside, q/k/v and
+gate/up are one matrix each; their Hugging Face names live in `lowroll.model.hf`.
 
 Legend: T tokens, D hidden size, H query heads, G key-value heads, d head size, V vocabulary.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -31,13 +32,16 @@ from lowroll.model.rope import inverse_frequencies, rotations
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import QTensor
 
-Stream = Tensor | Product       # a low-bit product leaves its scales to whoever reads it
+Stream = Tensor | Product  # a low-bit product leaves its scales to whoever reads it
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight; the statistics in float32. `noise` (`weights.noise`) is added to the weight, in float32."""
+    """x / rms(x) * weight; the statistics in float32. `noise` (`weights.noise`) is added to the
+    weight, in float32."""
 
-    def __init__(self, size: int, eps: float, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, size: int, eps: float, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty(size, device=device, dtype=dtype)), eps
         self.noise: Tensor | None = None
@@ -47,9 +51,11 @@ class RMSNorm(nn.Module):
         assert isinstance(normed, Tensor)
         return normed
 
-    def add(self, x_TD: Tensor, update_TD: Tensor | Product | None,
-            rows: str | None = None) -> tuple[Tensor, Tensor | Rows]:
-        """(x + update, its norm): one pass over both. The norm is quantised to `rows` where its reader wants that."""
+    def add(
+        self, x_TD: Tensor, update_TD: Tensor | Product | None, rows: str | None = None
+    ) -> tuple[Tensor, Tensor | Rows]:
+        """(x + update, its norm): one pass over both. The norm is quantised to `rows` where its
+        reader wants that."""
         return add_rms_norm(x_TD, update_TD, self.gain, self.eps, rows)
 
     @property
@@ -61,14 +67,27 @@ class RMSNorm(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and SwiGLU (or experts of SwiGLU), each with a residual."""
 
-    def __init__(self, spec: ModelSpec, layer: int, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, layer: int, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.remakes_gate_up = False         # in the backward pass, from the residual stream
-        self.layer, self.heads, self.kv_heads, self.head_dim = layer, spec.num_heads, spec.num_kv_heads, spec.head_dim
-        q, kv, hidden, wide = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size,
-                               spec.intermediate_size)
+        self.remakes_gate_up = False  # in the backward pass, from the residual stream
+        self.layer, self.heads, self.kv_heads, self.head_dim = (
+            layer,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+        )
+        q, kv, hidden, wide = (
+            spec.num_heads * spec.head_dim,
+            spec.num_kv_heads * spec.head_dim,
+            spec.hidden_size,
+            spec.intermediate_size,
+        )
         self.input_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
-        self.qkv = Linear(hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, spec.qkv_bias, device, dtype)
+        self.qkv = Linear(
+            hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, spec.qkv_bias, device, dtype
+        )
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
         self.o = Linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
@@ -76,24 +95,40 @@ class Block(nn.Module):
         self.experts = Experts(spec, device, dtype) if spec.num_experts else None
         if self.experts is not None:
             return
-        self.gate_up = Linear(hidden, {"gate_proj": wide, "up_proj": wide}, spec.mlp_bias, device, dtype)
+        self.gate_up = Linear(
+            hidden, {"gate_proj": wide, "up_proj": wide}, spec.mlp_bias, device, dtype
+        )
         self.down = Linear(wide, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
 
-    def forward(self, x_TD: Tensor, update_TD: Stream | None, cos: Tensor, sin: Tensor,
-                attend: Attend) -> tuple[Tensor, Stream]:
-        """The residual stream, and what this block adds to it. The next norm does the addition in its own pass:
-        `update` is what the block before adds."""
+    def forward(
+        self, x_TD: Tensor, update_TD: Stream | None, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> tuple[Tensor, Stream]:
+        """The residual stream, and what this block adds to it. The next norm does the addition in
+        its own pass: `update` is what the block before adds."""
         x_TD, normed = self.input_norm.add(x_TD, update_TD, self.qkv.reads)
         remake(normed, self.input_norm, x_TD)
         rows = None if self.experts is not None else self.gate_up.reads
-        x_TD, normed = self.post_attention_norm.add(x_TD, self.attention(normed, cos, sin, attend), rows)
+        x_TD, normed = self.post_attention_norm.add(
+            x_TD, self.attention(normed, cos, sin, attend), rows
+        )
         remake(normed, self.post_attention_norm, x_TD)
         return x_TD, self.mlp(normed)
 
     def attention(self, x_TD: Tensor | Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Stream:
-        q_norm, k_norm = (None if norm is None else norm.gain for norm in (self.q_norm, self.k_norm))
-        q_THd, k_TGd, v_TGd = rotate_heads(self.qkv(x_TD), cos, sin, self.heads, self.kv_heads, self.head_dim,
-                                           q_norm, k_norm, self.input_norm.eps)
+        q_norm, k_norm = (
+            None if norm is None else norm.gain for norm in (self.q_norm, self.k_norm)
+        )
+        q_THd, k_TGd, v_TGd = rotate_heads(
+            self.qkv(x_TD),
+            cos,
+            sin,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            q_norm,
+            k_norm,
+            self.input_norm.eps,
+        )
         o_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
         return self.o(self.o.read(o_THd.reshape(o_THd.shape[0], -1)))
 
@@ -107,22 +142,40 @@ class Block(nn.Module):
         if update is None:
             return self.down.of_gate(gate_up)
         assert isinstance(gate_up, Tensor)
-        return self.down(self.down.read(remake(silu_mul_adapted(gate_up, *update), silu_mul_adapted, gate_up, *update)))
+        return self.down(
+            self.down.read(
+                remake(silu_mul_adapted(gate_up, *update), silu_mul_adapted, gate_up, *update)
+            )
+        )
 
 
 class Transformer(nn.Module):
-    """The decoder. Parameters are made empty: `lowroll.model.hf.load` or `initialize` fills them."""
+    """The decoder. Parameters are made empty: `lowroll.model.hf.load` or `initialize` fills
+    them."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.activation_checkpointing: bool | float = False
-        self.shared: frozenset[str] = frozenset()     # names of weights whose storages belong to another model too
-        self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype))
+        self.shared: frozenset[str] = (
+            frozenset()
+        )  # names of weights whose storages belong to another model too
+        self.embedding = nn.Parameter(
+            torch.empty(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
+        )
         self.blocks = nn.ModuleList(Block(spec, i, device, dtype) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device, dtype)
-        self.lm_head = None if spec.tie_embeddings else nn.Parameter(torch.empty_like(self.embedding))
-        self.head: QTensor | None = None      # the engine's view of lm_head_weight: same storage, packed for its kernel
+        self.lm_head = (
+            None if spec.tie_embeddings else nn.Parameter(torch.empty_like(self.embedding))
+        )
+        self.head: QTensor | None = (
+            None  # the engine's view of lm_head_weight: same storage, packed for its kernel
+        )
         self.freqs = inverse_frequencies(spec).to(device if str(device) != "meta" else "cpu")
 
     def forward(self, ids_T: Tensor, pos_T: Tensor, attend: Attend) -> Tensor:
@@ -134,9 +187,20 @@ class Transformer(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block)
             if self.activation_checkpointing is True and torch.is_grad_enabled():
-                x_TD = checkpoint(whole, block, x_TD, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
+                x_TD = checkpoint(
+                    whole,
+                    block,
+                    x_TD,
+                    cos,
+                    sin,
+                    attend,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
             else:
-                block.remakes_gate_up = block.layer < self.activation_checkpointing * len(self.blocks)
+                block.remakes_gate_up = block.layer < self.activation_checkpointing * len(
+                    self.blocks
+                )
                 with remaking():
                     x_TD, update_TD = block(x_TD, update_TD, cos, sin, attend)
         normed_TD = self.norm.add(x_TD, update_TD)[1]
@@ -145,24 +209,38 @@ class Transformer(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The matrix [V, D] from hidden states to logits: its own, or the embedding when they are tied."""
+        """The matrix [V, D] from hidden states to logits: its own, or the embedding when they are
+        tied."""
         return self.embedding if self.lm_head is None else self.lm_head
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, V]: on CUDA float32 sums, unrounded before the softmax; elsewhere in the model's dtype."""
+        """Logits [T, V]: on CUDA float32 sums, unrounded before the softmax; elsewhere in the
+        model's dtype."""
         if hidden_TD.is_cuda and not torch.is_grad_enabled():
             return float32_product(hidden_TD, self.lm_head_weight.t())
-        return F.linear(hidden_TD, self.lm_head_weight) if self.head is None else self.head.linear(hidden_TD)
+        return (
+            F.linear(hidden_TD, self.lm_head_weight)
+            if self.head is None
+            else self.head.linear(hidden_TD)
+        )
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Every linear layer that a format may quantise, by name (lm_head and embedding are not among them)."""
-        return ((name, module) for name, module in self.named_modules() if isinstance(module, Linear))
+        """Every linear layer that a format may quantise, by name (lm_head and embedding are not
+        among them)."""
+        return (
+            (name, module) for name, module in self.named_modules() if isinstance(module, Linear)
+        )
 
     def requires_grad_(self, requires_grad: bool = True) -> Transformer:
-        """Let every parameter learn, or none. ValueError for quantised weights, which would be left out silently."""
+        """Let every parameter learn, or none. ValueError for quantised weights, which would be left
+        out silently."""
         if requires_grad and self.weight_format is not None:
-            raise ValueError(f"the linear weights are {self.weight_format} codes, which have no gradient; dequantise "
-                             "them (weights.publish.dequantize_base), or train an adapter on them (model.lora.attach)")
+            raise ValueError(
+                f"the linear weights are {self.weight_format} codes, which have no gradient; "
+                f"dequantise "
+                "them (weights.publish.dequantize_base), or train an adapter on them "
+                "(model.lora.attach)"
+            )
         super().requires_grad_(requires_grad)
         return self
 
@@ -171,7 +249,8 @@ class Transformer(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def run_low_bit(self, enabled: bool) -> Transformer:
-        """Multiply quantised weights in their format's arithmetic (True, the engine) or dequantised (False)."""
+        """Multiply quantised weights in their format's arithmetic (True, the engine) or dequantised
+        (False)."""
         for _, linear in self.linears():
             linear.low_bit = enabled
         return self
@@ -198,7 +277,8 @@ def whole(block: Block, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) 
 
 
 def initialize(model: Transformer, seed: int, std: float = 0.02) -> Transformer:
-    """Fill with seeded random weights: N(0, std) matrices (residual outputs scaled by 1/sqrt(2 layers)), unit norms."""
+    """Fill with seeded random weights: N(0, std) matrices (residual outputs scaled by 1/sqrt(2
+    layers)), unit norms."""
     generator = torch.Generator().manual_seed(seed)
     shrink = (2 * model.spec.num_layers) ** -0.5
     with torch.no_grad():

@@ -1,11 +1,13 @@
 """Policy objectives: pure functions of log-probs, advantages and masks.
 
-Each takes keywords only, [B, T] tensors with a mask or packed [N] tensors with `segments`, and returns the objective
-J to maximise (a differentiable scalar; only `learner` carries gradient) and a dict of statistics. `TABLE` lists them
-by name, `select(algorithm, correction)` combines two names. `penalty` is the KL to a reference, `mismatch` the
-distance between sampler and learner (`by_length` of each class of lengths, `spread` its distribution), `count` the
-denominators that make micro-batches add up. `value_loss` is the critic's, to minimise.
+Each takes keywords only, [B, T] tensors with a mask or packed [N] tensors with `segments`, and
+returns the objective J to maximise (a differentiable scalar; only `learner` carries gradient) and a
+dict of statistics. `TABLE` lists them by name, `select(algorithm, correction)` combines two names.
+`penalty` is the KL to a reference, `mismatch` the distance between sampler and learner (`by_length`
+of each class of lengths, `spread` its distribution), `count` the denominators that make
+micro-batches add up. `value_loss` is the critic's, to minimise.
 """
+
 from lowroll.objectives.acr import acr
 from lowroll.objectives.aipo import aipo
 from lowroll.objectives.correction import Verdict, reweight
@@ -28,7 +30,32 @@ from lowroll.objectives.tis import tis
 from lowroll.objectives.value import value_loss
 
 __all__ = [
-    "ALGORITHMS", "CORRECTIONS", "TABLE", "Counts", "Objective", "Verdict", "acr", "aipo", "by_length", "count", "dapo",
-    "decoupled", "dr_grpo", "grpo", "gspo", "ipo", "mismatch", "naive_is", "penalty", "ppo", "reweight", "rloo",
-    "select", "sparse", "spread", "tbpo", "tis", "value_loss",
+    "ALGORITHMS",
+    "CORRECTIONS",
+    "TABLE",
+    "Counts",
+    "Objective",
+    "Verdict",
+    "acr",
+    "aipo",
+    "by_length",
+    "count",
+    "dapo",
+    "decoupled",
+    "dr_grpo",
+    "grpo",
+    "gspo",
+    "ipo",
+    "mismatch",
+    "naive_is",
+    "penalty",
+    "ppo",
+    "reweight",
+    "rloo",
+    "select",
+    "sparse",
+    "spread",
+    "tbpo",
+    "tis",
+    "value_loss",
 ]

@@ -2,10 +2,11 @@
 
     J_t = min(w, C) min(R A, clip(R, 1 - eps_low, (1 + eps_high) / r) A),   r = min(1, C / w)
 
-w = exp(proximal - behavior) and r are constants of the gradient. Capping w at C is the same as sampling from
-max(behavior, proximal / C), and seen from that policy TIS clips at r (1 + eps_high): the tokens that the sampler
-found least likely, whose w is large, are the first to be cut. Dividing the upper bound by r keeps it at 1 + eps_high
-there. Only tokens with A > 0 and w > C differ from TIS; the lower bound stays 1 - eps_low.
+w = exp(proximal - behavior) and r are constants of the gradient. Capping w at C is the same as
+sampling from max(behavior, proximal / C), and seen from that policy TIS clips at r (1 + eps_high):
+the tokens that the sampler found least likely, whose w is large, are the first to be cut. Dividing
+the upper bound by r keeps it at 1 + eps_high there. Only tokens with A > 0 and w > C differ from
+TIS; the lower bound stays 1 - eps_low.
 
 Notes on the paper:
 1. min(proximal / truncated behaviour, C) in eq. 9 is at most C already; the tokens with a raised bound are those of
@@ -13,26 +14,61 @@ Notes on the paper:
 2. w < 1 is left as it is: there is no truncation from below.
 3. C is not given there; 2 is FlashRL's for GSM8K. For DAPO the bound is (1 + .28) / r.
 """
+
 from __future__ import annotations
 
 from torch import Tensor
 
 from lowroll.objectives.reduce import Counts, aggregate, masked_mean
-from lowroll.objectives.surrogate import as_floats, clip, policy_statistics, prepare, truncate, weight_statistics
+from lowroll.objectives.surrogate import (
+    as_floats,
+    clip,
+    policy_statistics,
+    prepare,
+    truncate,
+    weight_statistics,
+)
 
 
-def acr(*, learner: Tensor, proximal: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor,
-        segments: Tensor | None = None, counts: Counts | None = None,
-        cap: float = 2.0, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None,
-        reduce: str = "seq-mean-token-mean", max_length: float | None = None) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `cap` is C, infinity gives `decoupled`."""
-    tokens = prepare(learner=learner, proximal=proximal, behavior=behavior, advantages=advantages, mask=mask,
-                     segments=segments)
+def acr(
+    *,
+    learner: Tensor,
+    proximal: Tensor,
+    behavior: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segments: Tensor | None = None,
+    counts: Counts | None = None,
+    cap: float = 2.0,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float | None = None,
+    reduce: str = "seq-mean-token-mean",
+    max_length: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """J to maximise and its statistics. Shapes as in `grpo`; `cap` is C, infinity gives
+    `decoupled`."""
+    tokens = prepare(
+        learner=learner,
+        proximal=proximal,
+        behavior=behavior,
+        advantages=advantages,
+        mask=mask,
+        segments=segments,
+    )
     weight_N = truncate(tokens.weight_N, cap)
     stretch_N = (tokens.weight_N / cap).clamp(min=1)
-    clipped = clip(tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip,
-                   stretch_N=stretch_N)
-    J = aggregate(weight_N * clipped.value_N, tokens.layout, mode=reduce, counts=counts, max_length=max_length)
+    clipped = clip(
+        tokens.ratio_N,
+        tokens.advantages_N,
+        eps_low=eps_low,
+        eps_high=eps_high,
+        dual_clip=dual_clip,
+        stretch_N=stretch_N,
+    )
+    J = aggregate(
+        weight_N * clipped.value_N, tokens.layout, mode=reduce, counts=counts, max_length=max_length
+    )
     # Active here although TIS would have clipped them.
     extended_N = (tokens.advantages_N > 0) & (tokens.ratio_N > 1 + eps_high) & ~clipped.above_N
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, cap)

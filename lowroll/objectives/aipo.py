@@ -1,4 +1,5 @@
-"""AIPO's token loss as Surogate trains with it: the whole ratio to the sampler as a coefficient, and masks.
+"""AIPO's token loss as Surogate trains with it: the whole ratio to the sampler as a coefficient,
+and masks.
 
 With l_t = learner - behavior, the ratio rho_t = exp(l_t) and sg stopping the gradient:
 
@@ -10,10 +11,11 @@ and keep_t = 0 where
     exp(mean l) < geo_mask_low or > geo_mask_high                    its whole sequence
     min rho < sequence_mask_low or max rho > sequence_mask_high      its whole sequence
 
-No proximal policy and no clip: the gradient of a kept token is c_t grad log pi, that of a masked one 0, and masked
-tokens stay in the denominators. `mode="truncate"` is AIPO itself (arXiv 2505.24034): a token above
-token_mask_high =: delta is kept with min(rho, delta); every other mask acts as before.
-`ratio_type="sequence"` takes min(exp(sum l), sequence_clip_high) for rho in c_t, and divides by the sequence's length.
+No proximal policy and no clip: the gradient of a kept token is c_t grad log pi, that of a masked
+one 0, and masked tokens stay in the denominators. `mode="truncate"` is AIPO itself (arXiv
+2505.24034): a token above token_mask_high =: delta is kept with min(rho, delta); every other mask
+acts as before. `ratio_type="sequence"` takes min(exp(sum l), sequence_clip_high) for rho in c_t,
+and divides by the sequence's length.
 
 Notes:
 1. The document's formula shows min(rho, delta) A; its program masks. Both are here, masking is the default.
@@ -22,6 +24,7 @@ Notes:
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
+
 from __future__ import annotations
 
 import torch
@@ -44,28 +47,53 @@ RATIO_TYPES = ("token", "sequence")
 MODES = ("mask", "truncate")
 
 
-def aipo(*, learner: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor, teacher: Tensor | None = None,
-         segments: Tensor | None = None, counts: Counts | None = None,
-         ratio_type: str = "token", mode: str = "mask",
-         adv_tau: float = 1.0, kl_tau: float = 0.0, teacher_tau: float = 0.0,
-         token_mask_low: float = 0.125, token_mask_high: float = 8.0,
-         geo_mask_low: float = 0.1, geo_mask_high: float = 10.0,
-         sequence_mask_low: float = 0.0, sequence_mask_high: float = 100.0, sequence_clip_high: float = 10.0,
-         reduce: str = "token-mean", max_length: float | None = None) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `teacher` log-probs go with teacher_tau.
+def aipo(
+    *,
+    learner: Tensor,
+    behavior: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    teacher: Tensor | None = None,
+    segments: Tensor | None = None,
+    counts: Counts | None = None,
+    ratio_type: str = "token",
+    mode: str = "mask",
+    adv_tau: float = 1.0,
+    kl_tau: float = 0.0,
+    teacher_tau: float = 0.0,
+    token_mask_low: float = 0.125,
+    token_mask_high: float = 8.0,
+    geo_mask_low: float = 0.1,
+    geo_mask_high: float = 10.0,
+    sequence_mask_low: float = 0.0,
+    sequence_mask_high: float = 100.0,
+    sequence_clip_high: float = 10.0,
+    reduce: str = "token-mean",
+    max_length: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """J to maximise and its statistics. Shapes as in `grpo`; `teacher` log-probs go with
+    teacher_tau.
 
-    ValueError for an unknown ratio_type or mode, bounds in the wrong order, or teacher_tau without a teacher.
+    ValueError for an unknown ratio_type or mode, bounds in the wrong order, or teacher_tau without
+    a teacher.
     """
     for name, value, known in (("ratio_type", ratio_type, RATIO_TYPES), ("mode", mode, MODES)):
         if value not in known:
             raise ValueError(f"{name}: unknown {value!r}; expected one of {', '.join(known)}")
-    for name, low, high in (("token_mask", token_mask_low, token_mask_high), ("geo_mask", geo_mask_low, geo_mask_high),
-                            ("sequence_mask", sequence_mask_low, sequence_mask_high)):
+    for name, low, high in (
+        ("token_mask", token_mask_low, token_mask_high),
+        ("geo_mask", geo_mask_low, geo_mask_high),
+        ("sequence_mask", sequence_mask_low, sequence_mask_high),
+    ):
         if not 0 <= low <= high:
-            raise ValueError(f"{name}_low: {low} must lie between 0 and {name}_high, which is {high}")
+            raise ValueError(
+                f"{name}_low: {low} must lie between 0 and {name}_high, which is {high}"
+            )
     if not sequence_clip_high > 0:
         raise ValueError(f"sequence_clip_high: {sequence_clip_high} must be positive")
-    tokens = prepare(learner=learner, behavior=behavior, advantages=advantages, mask=mask, segments=segments)
+    tokens = prepare(
+        learner=learner, behavior=behavior, advantages=advantages, mask=mask, segments=segments
+    )
     layout, ratio_N = tokens.layout, tokens.ratio_N.detach()
     learner_N = torch.where(layout.mask_N, flatten("learner", learner, mask), 0)
     advantages_N = adv_tau * tokens.advantages_N - kl_tau * tokens.log_ratio_N.detach()
@@ -78,7 +106,9 @@ def aipo(*, learner: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor,
     if ratio_type == "sequence":
         scale_N = _sequence_scale(tokens, sequence_clip_high)
     above_N = ratio_N > token_mask_high
-    masked_N = _sequences_outside(tokens, (geo_mask_low, geo_mask_high), (sequence_mask_low, sequence_mask_high))
+    masked_N = _sequences_outside(
+        tokens, (geo_mask_low, geo_mask_high), (sequence_mask_low, sequence_mask_high)
+    )
     masked_N = masked_N | (ratio_N < token_mask_low)
     kept_N = ~masked_N if mode == "truncate" else ~(masked_N | above_N)
     value_N = torch.where(kept_N, scale_N * advantages_N * learner_N, 0)
@@ -94,14 +124,18 @@ def aipo(*, learner: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor,
 
 
 def _sequence_scale(tokens: Tokens, clip_high: float) -> Tensor:
-    """min(exp(sum l), clip_high) / |o| for the tokens of each sequence, the sum capped at 10 before exp."""
+    """min(exp(sum l), clip_high) / |o| for the tokens of each sequence, the sum capped at 10 before
+    exp."""
     layout = tokens.layout
     ratio_S = exp_ratio(sequence_sum(tokens.log_ratio_N, layout).clamp(max=10)).clamp(max=clip_high)
     return (ratio_S / token_counts(layout)).to(tokens.ratio_N.dtype)[layout.segments_N]
 
 
-def _sequences_outside(tokens: Tokens, geometric: tuple[float, float], extremes: tuple[float, float]) -> Tensor:
-    """Tokens of sequences whose geometric mean, smallest or largest ratio leaves its bounds, bool [N]."""
+def _sequences_outside(
+    tokens: Tokens, geometric: tuple[float, float], extremes: tuple[float, float]
+) -> Tensor:
+    """Tokens of sequences whose geometric mean, smallest or largest ratio leaves its bounds, bool
+    [N]."""
     layout: Layout = tokens.layout
     mean_S = exp_ratio(sequence_mean(tokens.log_ratio_N, layout))
     ratio_N = tokens.ratio_N.detach()

@@ -1,6 +1,8 @@
-"""Weights and rejections for the sampler's mismatch, freely combined (the rollout correction of verl).
+"""Weights and rejections for the sampler's mismatch, freely combined (the rollout correction of
+verl).
 
-With w_t = exp(proximal - behavior), a constant of the gradient, and s_t the clipped surrogate of PPO:
+With w_t = exp(proximal - behavior), a constant of the gradient, and s_t the clipped surrogate of
+PPO:
 
     J_t = keep_t v_t s_t
 
@@ -13,18 +15,19 @@ With w_t = exp(proximal - behavior), a constant of the gradient, and s_t the cli
               k3 = exp(-d) + d - 1, estimators of KL(behavior || proximal)
                 token_k1, token_k2, token_k3              rejects the token
                 seq_sum_*, seq_mean_*, seq_max_k2/k3      rejects the sequence
-              k2 and k3 have an upper bound. k1 has two, on exp(k1), the *inverse* of w: seq_mean_k1 with a tight band
-              such as (.999, 1.001) is geometric rejection.
+              k2 and k3 have an upper bound. k1 has two, on exp(k1), the *inverse* of w: seq_mean_k1
+              with a tight band such as (.999, 1.001) is geometric rejection.
     veto      rejects a sequence of which any w_t < veto             Sparse-RL eq. 6 with 1e-4
     bypass    the sampler takes the place of the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and what
               rejects is the learner's mismatch. Without rejections this is `is`.
 
-Deviation from verl: rejected tokens contribute 0 and stay in every denominator, as a masked rollout does everywhere
-here (see `reduce`): rejecting one response must not make its neighbours count for more. verl's token-mean is had by
-`counts` of the tokens that `Verdict.kept_N` leaves.
+Deviation from verl: rejected tokens contribute 0 and stay in every denominator, as a masked rollout
+does everywhere here (see `reduce`): rejecting one response must not make its neighbours count for
+more. verl's token-mean is had by `counts` of the tokens that `Verdict.kept_N` leaves.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
+
 from __future__ import annotations
 
 import math
@@ -56,15 +59,29 @@ from lowroll.objectives.surrogate import (
 )
 
 WEIGHTS = ("token", "sequence", "none")
-RULES = ("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-         "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3")
+RULES = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
 Bounds = tuple[float, float]
-Reject = Mapping[str, float | Bounds]      # rule -> its upper bound, or for k1 (low, high) of behavior / proximal
+Reject = Mapping[
+    str, float | Bounds
+]  # rule -> its upper bound, or for k1 (low, high) of behavior / proximal
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The weight of each token before normalisation, where its bounds changed it, and what was not rejected (bool)."""
+    """The weight of each token before normalisation, where its bounds changed it, and what was not
+    rejected (bool)."""
 
     weight_N: Tensor
     cut_N: Tensor
@@ -77,36 +94,81 @@ class Verdict:
         return float(torch.where(self.layout.mask_N, self.weight_N, 0).double().sum())
 
 
-def reweight(*, learner: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor, proximal: Tensor | None = None,
-             segments: Tensor | None = None, counts: Counts | None = None,
-             weight: str = "token", cap: float = 2.0, icepop: Bounds | None = None, normalize: bool = False,
-             reject: Reject | None = None, veto: float | None = None, bypass: bool = False,
-             eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None,
-             reduce: str = "seq-mean-token-mean", max_length: float | None = None) -> tuple[Tensor, dict[str, float]]:
+def reweight(
+    *,
+    learner: Tensor,
+    behavior: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    proximal: Tensor | None = None,
+    segments: Tensor | None = None,
+    counts: Counts | None = None,
+    weight: str = "token",
+    cap: float = 2.0,
+    icepop: Bounds | None = None,
+    normalize: bool = False,
+    reject: Reject | None = None,
+    veto: float | None = None,
+    bypass: bool = False,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float | None = None,
+    reduce: str = "seq-mean-token-mean",
+    max_length: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
     """J to maximise and its statistics. Shapes as in `grpo`; `proximal` is needed without `bypass`.
 
-    With `normalize`, `counts` must bring the weights' sum over the batch (`Objective.count`). ValueError for an unknown
-    weight or rule, or bounds that leave nothing.
+    With `normalize`, `counts` must bring the weights' sum over the batch (`Objective.count`).
+    ValueError for an unknown weight or rule, or bounds that leave nothing.
     """
     if proximal is None and not bypass:
         raise ValueError("proximal: reweight needs these log-probs unless bypass is on")
-    tokens = prepare(learner=learner, proximal=None if bypass else proximal, behavior=behavior, advantages=advantages,
-                     mask=mask, segments=segments)
-    verdict = judge(tokens, weight=weight, cap=cap, icepop=icepop, reject=reject, veto=veto, bypass=bypass)
-    return correct(tokens, verdict, normalize=normalize, counts=counts, eps_low=eps_low, eps_high=eps_high,
-                   dual_clip=dual_clip, reduce=reduce, max_length=max_length)
+    tokens = prepare(
+        learner=learner,
+        proximal=None if bypass else proximal,
+        behavior=behavior,
+        advantages=advantages,
+        mask=mask,
+        segments=segments,
+    )
+    verdict = judge(
+        tokens, weight=weight, cap=cap, icepop=icepop, reject=reject, veto=veto, bypass=bypass
+    )
+    return correct(
+        tokens,
+        verdict,
+        normalize=normalize,
+        counts=counts,
+        eps_low=eps_low,
+        eps_high=eps_high,
+        dual_clip=dual_clip,
+        reduce=reduce,
+        max_length=max_length,
+    )
 
 
-def judge(tokens: Tokens, *, weight: str = "token", cap: float = 2.0, icepop: Bounds | None = None,
-          reject: Reject | None = None, veto: float | None = None, bypass: bool = False) -> Verdict:
+def judge(
+    tokens: Tokens,
+    *,
+    weight: str = "token",
+    cap: float = 2.0,
+    icepop: Bounds | None = None,
+    reject: Reject | None = None,
+    veto: float | None = None,
+    bypass: bool = False,
+) -> Verdict:
     """Weigh every token and say which are rejected, by the options of `reweight`."""
     if weight not in WEIGHTS:
         raise ValueError(f"weight: unknown {weight!r}; expected one of {', '.join(WEIGHTS)}")
     layout = tokens.layout
-    log_weight_N = (tokens.log_ratio_N + tokens.log_weight_N).detach() if bypass else tokens.log_weight_N
+    log_weight_N = (
+        (tokens.log_ratio_N + tokens.log_weight_N).detach() if bypass else tokens.log_weight_N
+    )
     raw_N = exp_ratio(log_weight_N)
     if weight == "sequence":
-        raw_N = exp_ratio(sequence_sum(log_weight_N, layout)).to(log_weight_N.dtype)[layout.segments_N]
+        raw_N = exp_ratio(sequence_sum(log_weight_N, layout)).to(log_weight_N.dtype)[
+            layout.segments_N
+        ]
     if weight == "none" or bypass:
         raw_N = weight_N = torch.ones_like(log_weight_N)
     elif icepop is None:
@@ -124,19 +186,38 @@ def judge(tokens: Tokens, *, weight: str = "token", cap: float = 2.0, icepop: Bo
     return Verdict(weight_N, weight_N != raw_N, ~rejected_N, layout)
 
 
-def correct(tokens: Tokens, verdict: Verdict, *, normalize: bool, counts: Counts | None, eps_low: float,
-            eps_high: float, dual_clip: float | None, reduce: str,
-            max_length: float | None) -> tuple[Tensor, dict[str, float]]:
-    """The clipped surrogate under the verdict's weights, without the rejected tokens; J and its statistics."""
+def correct(
+    tokens: Tokens,
+    verdict: Verdict,
+    *,
+    normalize: bool,
+    counts: Counts | None,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None,
+    reduce: str,
+    max_length: float | None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The clipped surrogate under the verdict's weights, without the rejected tokens; J and its
+    statistics."""
     layout, weight_N = tokens.layout, verdict.weight_N
     if normalize:
         total = counts or Counts(int(layout.mask_N.sum()), layout.num_sequences, verdict.weight_sum)
         if total.num_tokens and not total.weight_sum > 0 and bool((weight_N * layout.mask_N).any()):
-            raise ValueError("counts: the weights are normalised over the batch, so counts need their weight_sum")
+            raise ValueError(
+                "counts: the weights are normalised over the batch, so counts need their weight_sum"
+            )
         weight_N = weight_N / max(total.weight_sum / max(total.num_tokens, 1), 1e-8)
-    clipped = clip(tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip)
-    J = aggregate(torch.where(verdict.kept_N, weight_N * clipped.value_N, 0), layout, mode=reduce, counts=counts,
-                  max_length=max_length)
+    clipped = clip(
+        tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
+    )
+    J = aggregate(
+        torch.where(verdict.kept_N, weight_N * clipped.value_N, 0),
+        layout,
+        mode=reduce,
+        counts=counts,
+        max_length=max_length,
+    )
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, math.inf)
     statistics["correction/truncated_fraction"] = masked_mean(verdict.cut_N, layout.mask_N)
     return J, as_floats(statistics | rejection_statistics(verdict.kept_N, layout))
@@ -147,7 +228,9 @@ def rejection_statistics(kept_N: Tensor, layout: Layout) -> dict[str, Tensor]:
     heard_S = sequence_any(torch.ones_like(kept_N), layout)
     return {
         "correction/rejected_fraction": masked_mean(~kept_N, layout.mask_N),
-        "correction/rejected_sequence_fraction": masked_mean(~sequence_any(kept_N, layout), heard_S),
+        "correction/rejected_sequence_fraction": masked_mean(
+            ~sequence_any(kept_N, layout), heard_S
+        ),
     }
 
 
@@ -173,6 +256,11 @@ def _breaks(rule: str, bound: float | Bounds, d_N: Tensor, layout: Layout) -> Te
 
 def _bounds(name: str, bounds: float | Bounds) -> Bounds:
     """(low, high) with 0 <= low <= high. ValueError otherwise."""
-    if isinstance(bounds, (int, float)) or len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1] or not bounds[1] > 0:
+    if (
+        isinstance(bounds, (int, float))
+        or len(bounds) != 2
+        or not 0 <= bounds[0] <= bounds[1]
+        or not bounds[1] > 0
+    ):
         raise ValueError(f"{name}: {bounds} must be two numbers (low, high) with 0 <= low <= high")
     return float(bounds[0]), float(bounds[1])

@@ -3,12 +3,14 @@
     s_i = exp( 1/|o_i| sum_t (learner - proximal) ),   s_t = sg[s_i] exp(learner - sg[learner])
     J = 1/G sum_i 1/|o_i| sum_t min(s_t A, clip(s_t, 1 - eps_low, 1 + eps_high) A),   eps_low 3e-4, eps_high 4e-4
 
-sg stops the gradient: s_t has the value of s_i and passes s_i grad log pi(o_t) to its own token, so with one advantage
-a sequence this is the sequence form. The mean log-ratio is taken in float64, because the band is narrow: log-probs
-must be float32. A sequence is active or clipped as a whole.
+sg stops the gradient: s_t has the value of s_i and passes s_i grad log pi(o_t) to its own token, so
+with one advantage a sequence this is the sequence form. The mean log-ratio is taken in float64,
+because the band is narrow: log-probs must be float32. A sequence is active or clipped as a whole.
 
-With `behavior` each token is weighted by min(w, cap), w = exp(proximal - behavior): the GSPO + TIS baseline of QaRL.
+With `behavior` each token is weighted by min(w, cap), w = exp(proximal - behavior): the GSPO + TIS
+baseline of QaRL.
 """
+
 from __future__ import annotations
 
 from torch import Tensor
@@ -25,19 +27,41 @@ from lowroll.objectives.surrogate import (
 )
 
 
-def gspo(*, learner: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, behavior: Tensor | None = None,
-         segments: Tensor | None = None, counts: Counts | None = None,
-         cap: float = 2.0, eps_low: float = 3e-4, eps_high: float = 4e-4,
-         reduce: str = "seq-mean-token-mean", max_length: float | None = None) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `behavior` is optional, `cap` goes with it."""
-    tokens = prepare(learner=learner, proximal=proximal, behavior=behavior, advantages=advantages, mask=mask,
-                     segments=segments)
+def gspo(
+    *,
+    learner: Tensor,
+    proximal: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    behavior: Tensor | None = None,
+    segments: Tensor | None = None,
+    counts: Counts | None = None,
+    cap: float = 2.0,
+    eps_low: float = 3e-4,
+    eps_high: float = 4e-4,
+    reduce: str = "seq-mean-token-mean",
+    max_length: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """J to maximise and its statistics. Shapes as in `grpo`; `behavior` is optional, `cap` goes
+    with it."""
+    tokens = prepare(
+        learner=learner,
+        proximal=proximal,
+        behavior=behavior,
+        advantages=advantages,
+        mask=mask,
+        segments=segments,
+    )
     log_ratio_N = tokens.log_ratio_N
     sequence_ratio_S = exp_ratio(sequence_mean(log_ratio_N, tokens.layout)).to(log_ratio_N.dtype)
-    ratio_N = sequence_ratio_S[tokens.layout.segments_N] * (log_ratio_N - log_ratio_N.detach()).exp()
+    ratio_N = (
+        sequence_ratio_S[tokens.layout.segments_N] * (log_ratio_N - log_ratio_N.detach()).exp()
+    )
     weight_N = tokens.weight_N if behavior is None else truncate(tokens.weight_N, cap)
     clipped = clip(ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high)
-    J = aggregate(weight_N * clipped.value_N, tokens.layout, mode=reduce, counts=counts, max_length=max_length)
+    J = aggregate(
+        weight_N * clipped.value_N, tokens.layout, mode=reduce, counts=counts, max_length=max_length
+    )
     statistics = policy_statistics(tokens, clipped, ratio_N)
     if behavior is not None:
         statistics |= weight_statistics(tokens, weight_N, cap)

@@ -1,19 +1,23 @@
-"""IPO and DPPO: AIPO's coefficient with a trust region on probabilities in the place of the masks on ratios.
+"""IPO and DPPO: AIPO's coefficient with a trust region on probabilities in the place of the masks
+on ratios.
 
-With l_t = learner - behavior, rho_t = exp(l_t), d_t = exp(learner) - exp(behavior) and sg stopping the gradient:
+With l_t = learner - behavior, rho_t = exp(l_t), d_t = exp(learner) - exp(behavior) and sg stopping
+the gradient:
 
     J_t = keep_t A sg[min(rho_t, ratio_cap)] learner_t - kl_tau l_t^2
 
     unsigned (IPO, Surogate)    keep_t = 0 where |d_t| > width
     signed (DPPO, prime-rl)     keep_t = 0 where A > 0 and d_t > width, or A <= 0 and d_t < -width
 
-A rare token may change its ratio a hundredfold and its probability by nothing that matters: d sees the second. The
-quadratic term holds the learner at the sampler on every loss token, kept or not, with gradient -2 kl_tau l_t. Masked
-tokens stay in the denominators. Published with width 0.2 unsigned and 0.1 signed, a cap of e^2 and the token mean over
-the whole batch; the name is Surogate's and has nothing to do with preference optimisation.
+A rare token may change its ratio a hundredfold and its probability by nothing that matters: d sees
+the second. The quadratic term holds the learner at the sampler on every loss token, kept or not,
+with gradient -2 kl_tau l_t. Masked tokens stay in the denominators. Published with width 0.2
+unsigned and 0.1 signed, a cap of e^2 and the token mean over the whole batch; the name is
+Surogate's and has nothing to do with preference optimisation.
 
 Shape legend: N tokens of the call, laid end to end.
 """
+
 from __future__ import annotations
 
 import math
@@ -26,23 +30,41 @@ from lowroll.objectives.reduce import Counts, aggregate, masked_mean
 from lowroll.objectives.surrogate import as_floats, flatten, masked_max, prepare
 
 
-def ipo(*, learner: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor, segments: Tensor | None = None,
-        counts: Counts | None = None, signed: bool = False, width: float = 0.2, ratio_cap: float = math.exp(2),
-        kl_tau: float = 1e-3, reduce: str = "token-mean",
-        max_length: float | None = None) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`. ValueError for a width below 0 or a cap not above 0."""
+def ipo(
+    *,
+    learner: Tensor,
+    behavior: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segments: Tensor | None = None,
+    counts: Counts | None = None,
+    signed: bool = False,
+    width: float = 0.2,
+    ratio_cap: float = math.exp(2),
+    kl_tau: float = 1e-3,
+    reduce: str = "token-mean",
+    max_length: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """J to maximise and its statistics. Shapes as in `grpo`. ValueError for a width below 0 or a
+    cap not above 0."""
     if not width >= 0:
         raise ValueError(f"width: {width} must be 0 or more")
     if not ratio_cap > 0:
         raise ValueError(f"ratio_cap: {ratio_cap} must be positive")
-    tokens = prepare(learner=learner, behavior=behavior, advantages=advantages, mask=mask, segments=segments)
+    tokens = prepare(
+        learner=learner, behavior=behavior, advantages=advantages, mask=mask, segments=segments
+    )
     layout, ratio_N, A_N = tokens.layout, tokens.ratio_N.detach(), tokens.advantages_N
     learner_N = torch.where(layout.mask_N, flatten("learner", learner, mask), 0)
     behavior_N = learner_N.detach() - tokens.log_ratio_N.detach()
     moved_N = learner_N.detach().exp() - behavior_N.exp()
-    far_N = torch.where(A_N > 0, moved_N > width, moved_N < -width) if signed else moved_N.abs() > width
+    far_N = (
+        torch.where(A_N > 0, moved_N > width, moved_N < -width) if signed else moved_N.abs() > width
+    )
     scale_N = ratio_N.clamp(max=ratio_cap)
-    value_N = torch.where(far_N, 0, A_N * scale_N * learner_N) - kl_tau * tokens.log_ratio_N.square()
+    value_N = (
+        torch.where(far_N, 0, A_N * scale_N * learner_N) - kl_tau * tokens.log_ratio_N.square()
+    )
     J = aggregate(value_N, layout, mode=reduce, counts=counts, max_length=max_length)
     statistics = {
         "policy/ratio_mean": masked_mean(ratio_N, layout.mask_N),

@@ -1,4 +1,5 @@
-"""Estimators of KL(learner || reference) from tokens drawn from the learner (Schulman, "Approximating KL divergence").
+"""Estimators of KL(learner || reference) from tokens drawn from the learner (Schulman,
+"Approximating KL divergence").
 
 With d = log pi - log pi_ref of a sampled token:
 
@@ -7,11 +8,12 @@ With d = log pi - log pi_ref of a sampled token:
     k3    exp(-d) + d - 1        gradient 1 - exp(-d)    unbiased, never negative (GRPO, arXiv 2402.03300 eq. 4)
     k3+   the value of k3 with the gradient of k2 (straight-through; verl's name)
 
-The penalty enters as J - beta KL, reduced over tokens as the policy term is. In k3, d is clamped to +-20 (the house
-rule for every exponential); k1 and k2 are exact.
+The penalty enters as J - beta KL, reduced over tokens as the policy term is. In k3, d is clamped to
++-20 (the house rule for every exponential); k1 and k2 are exact.
 
 Shape legend: N tokens of the call, laid end to end.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -48,15 +50,26 @@ def k3_plus(d: Tensor) -> Tensor:
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus}
 
 
-def penalty(*, learner: Tensor, reference: Tensor, mask: Tensor, segments: Tensor | None = None,
-            counts: Counts | None = None, estimator: str = "k3", reduce: str = "seq-mean-token-mean",
-            max_length: float | None = None) -> tuple[Tensor, dict[str, float]]:
+def penalty(
+    *,
+    learner: Tensor,
+    reference: Tensor,
+    mask: Tensor,
+    segments: Tensor | None = None,
+    counts: Counts | None = None,
+    estimator: str = "k3",
+    reduce: str = "seq-mean-token-mean",
+    max_length: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
     """The KL to subtract (times beta) from J, and {"policy/kl_reference": its mean over tokens}.
 
-    Shapes as in the objectives; only `learner` carries gradient. ValueError for an unknown estimator or mode.
+    Shapes as in the objectives; only `learner` carries gradient. ValueError for an unknown
+    estimator or mode.
     """
     if estimator not in ESTIMATORS:
-        raise ValueError(f"estimator: unknown {estimator!r}; expected one of {', '.join(ESTIMATORS)}")
+        raise ValueError(
+            f"estimator: unknown {estimator!r}; expected one of {', '.join(ESTIMATORS)}"
+        )
     layout = lay_out(mask, segments)
     learner_N = torch.where(layout.mask_N, flatten("learner", learner, mask), 0)
     reference_N = torch.where(layout.mask_N, flatten("reference", reference.detach(), mask), 0)

@@ -16,15 +16,17 @@ With l = learner and b = behavior log-probs of a token, w = exp(l - b), and o a 
     ppl_ratio       mean_o of the learner's perplexity over the sampler's, exp(mean_o(b - l))
     pearson         correlation of exp l and exp b over tokens
 
-Means are over unmasked tokens, or over the sequences that have any. Log-ratios (and their sums over a sequence) are
-clamped to +-20 before exp. Tokens without a finite behaviour log-prob are left out. All in float64, detached.
+Means are over unmasked tokens, or over the sequences that have any. Log-ratios (and their sums over
+a sequence) are clamped to +-20 before exp. Tokens without a finite behaviour log-prob are left out.
+All in float64, detached.
 
-`by_length` gives kl_k1, kl_k3, logp_diff_max and ess for every class of response lengths: "length_64" holds the
-responses of more than 32 and at most 64 tokens, the first class those of at most 4. `spread` describes how l - b is
-distributed.
+`by_length` gives kl_k1, kl_k3, logp_diff_max and ess for every class of response lengths:
+"length_64" holds the responses of more than 32 and at most 64 tokens, the first class those of at
+most 4. `spread` describes how l - b is distributed.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
+
 from __future__ import annotations
 
 import math
@@ -32,16 +34,28 @@ import math
 import torch
 from torch import Tensor
 
-from lowroll.objectives.reduce import Layout, lay_out, masked_mean, sequence_mean, sequence_sum, token_counts
+from lowroll.objectives.reduce import (
+    Layout,
+    lay_out,
+    masked_mean,
+    sequence_mean,
+    sequence_sum,
+    token_counts,
+)
 from lowroll.objectives.surrogate import as_floats, exp_ratio, flatten, masked_max
 
-SHORTEST = 2                       # responses of up to 2^2 tokens are one class
+SHORTEST = 2  # responses of up to 2^2 tokens are one class
 
-def mismatch(*, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None) -> dict[str, float]:
-    """The table above as {"mismatch/<name>": value}, for [B, T] tensors or packed [N] with `segments`.
 
-    `learner` is usually the learner at the parameters that made the rollouts (the proximal log-probs). `pearson` is
-    absent where it is undefined (constant probabilities), and everything is where no token is left.
+def mismatch(
+    *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
+) -> dict[str, float]:
+    """The table above as {"mismatch/<name>": value}, for [B, T] tensors or packed [N] with
+    `segments`.
+
+    `learner` is usually the learner at the parameters that made the rollouts (the proximal
+    log-probs). `pearson` is absent where it is undefined (constant probabilities), and everything
+    is where no token is left.
     """
     layout, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
     mask_N = layout.mask_N
@@ -73,34 +87,58 @@ def mismatch(*, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tenso
         "pearson": pearson(learner_N.exp(), behavior_N.exp(), mask_N),
     }
     values = as_floats({f"mismatch/{name}": value for name, value in statistics.items()})
-    return {name: value for name, value in values.items() if name != "mismatch/pearson" or value == value}
+    return {
+        name: value
+        for name, value in values.items()
+        if name != "mismatch/pearson" or value == value
+    }
 
 
-def spread(*, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None) -> dict[str, float]:
-    """How l - b is distributed: over tokens, and its mean over a sequence; {} where no token is left.
+def spread(
+    *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
+) -> dict[str, float]:
+    """How l - b is distributed: over tokens, and its mean over a sequence; {} where no token is
+    left.
 
-    "spread/token_std", "spread/token_p99" (the 99th percentile of |l - b|), and the same of "sequence".
+    "spread/token_std", "spread/token_p99" (the 99th percentile of |l - b|), and the same of
+    "sequence".
     """
     layout, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
     if not bool(layout.mask_N.any()):
         return {}
     log_ratio_N, has_tokens_S = learner_N - behavior_N, sequence_sum(layout.mask_N, layout) > 0
-    levels = {"token": log_ratio_N[layout.mask_N], "sequence": sequence_mean(log_ratio_N, layout)[has_tokens_S]}
-    values = {f"spread/{name}_{part}": value for name, x in levels.items()
-              for part, value in (("std", x.std(correction=0)), ("p99", _percentile(x.abs(), 0.99)))}
+    levels = {
+        "token": log_ratio_N[layout.mask_N],
+        "sequence": sequence_mean(log_ratio_N, layout)[has_tokens_S],
+    }
+    values = {
+        f"spread/{name}_{part}": value
+        for name, x in levels.items()
+        for part, value in (("std", x.std(correction=0)), ("p99", _percentile(x.abs(), 0.99)))
+    }
     return as_floats(values)
 
 
-def _usable(learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None) -> tuple[Layout, Tensor, Tensor]:
-    """The layout without the tokens that nothing can be said of, and both log-probs in float64, 0 under the mask."""
+def _usable(
+    learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None
+) -> tuple[Layout, Tensor, Tensor]:
+    """The layout without the tokens that nothing can be said of, and both log-probs in float64, 0
+    under the mask."""
     layout = lay_out(mask, segments)
-    learner_N, behavior_N = flatten("learner", learner.detach(), mask), flatten("behavior", behavior.detach(), mask)
+    learner_N, behavior_N = (
+        flatten("learner", learner.detach(), mask),
+        flatten("behavior", behavior.detach(), mask),
+    )
     layout = layout.drop(~behavior_N.isfinite())
-    learner_N, behavior_N = (torch.where(layout.mask_N, x_N, 0).double() for x_N in (learner_N, behavior_N))
+    learner_N, behavior_N = (
+        torch.where(layout.mask_N, x_N, 0).double() for x_N in (learner_N, behavior_N)
+    )
     return layout, learner_N, behavior_N
 
 
-def by_length(*, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None) -> dict[str, float]:
+def by_length(
+    *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
+) -> dict[str, float]:
     """{"mismatch/length_<tokens>/<name>": value} of every class of lengths that has a sequence."""
     layout, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
     log_ratio_N, statistics = learner_N - behavior_N, dict[str, Tensor]()
@@ -108,10 +146,15 @@ def by_length(*, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tens
     power_S = token_counts(layout).double().log2().ceil().long().clamp(min=SHORTEST)
     for power in power_S[has_tokens_S].unique().tolist():
         mask_N = layout.mask_N & (power_S == power)[layout.segments_N]
-        statistics |= {f"mismatch/length_{2**power}/{name}": value for name, value in (
-            ("kl_k1", masked_mean(-log_ratio_N, mask_N)), ("kl_k3", masked_mean(weight_N - log_ratio_N - 1, mask_N)),
-            ("logp_diff_max", masked_max(log_ratio_N.abs(), mask_N)),
-            ("ess", effective_sample_size(weight_N, mask_N)))}
+        statistics |= {
+            f"mismatch/length_{2**power}/{name}": value
+            for name, value in (
+                ("kl_k1", masked_mean(-log_ratio_N, mask_N)),
+                ("kl_k3", masked_mean(weight_N - log_ratio_N - 1, mask_N)),
+                ("logp_diff_max", masked_max(log_ratio_N.abs(), mask_N)),
+                ("ess", effective_sample_size(weight_N, mask_N)),
+            )
+        }
     return as_floats(statistics) if statistics else {}
 
 
@@ -126,8 +169,12 @@ def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def pearson(x_N: Tensor, y_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Correlation coefficient under the mask; NaN when either side is constant (to float64 rounding)."""
+    """Correlation coefficient under the mask; NaN when either side is constant (to float64
+    rounding)."""
     x_N, y_N = x_N - masked_mean(x_N, mask_N), y_N - masked_mean(y_N, mask_N)
-    std_x, std_y = masked_mean(x_N.square(), mask_N).sqrt(), masked_mean(y_N.square(), mask_N).sqrt()
+    std_x, std_y = (
+        masked_mean(x_N.square(), mask_N).sqrt(),
+        masked_mean(y_N.square(), mask_N).sqrt(),
+    )
     is_constant = torch.minimum(std_x, std_y) < 1e-12
     return torch.where(is_constant, torch.nan, masked_mean(x_N * y_N, mask_N) / (std_x * std_y))

@@ -1,22 +1,25 @@
-"""From token values to one number: the only place in lowroll that divides by a token or a sequence count.
+"""From token values to one number: the only place in lowroll that divides by a token or a sequence
+count.
 
-With x_t the value of token t, m_t its mask, |o_b| the number of unmasked tokens of sequence b, S sequences:
+With x_t the value of token t, m_t its mask, |o_b| the number of unmasked tokens of sequence b, S
+sequences:
 
     seq-mean-token-mean   1/S sum_b 1/|o_b| sum_{t in b} m_t x_t     GRPO, arXiv 2402.03300 eq. 3
     token-mean            sum m x / sum m                            DAPO, arXiv 2503.14476 eq. 8
     constant              sum m x / (S * max_length)                 Dr. GRPO, arXiv 2503.20783
     seq-mean-token-sum    1/S sum m x                                REINFORCE over whole sequences
 
-Every mode is a weighted sum whose weights hold integers and no value of the model. `Counts` carries the
-denominators of the whole batch, so that the sum over micro-batches is the value (and gradient) of the big batch,
-provided that no sequence is split between two micro-batches.
+Every mode is a weighted sum whose weights hold integers and no value of the model. `Counts` carries
+the denominators of the whole batch, so that the sum over micro-batches is the value (and gradient)
+of the big batch, provided that no sequence is split between two micro-batches.
 
-Fully masked sequences contribute 0 and stay in S: S is the number of rows, or the largest segment id + 1, or
-`counts.num_sequences`. (verl leaves them out of S when no global batch size is given; a rejected rollout would then
-make its neighbours count for more.)
+Fully masked sequences contribute 0 and stay in S: S is the number of rows, or the largest segment
+id + 1, or `counts.num_sequences`. (verl leaves them out of S when no global batch size is given; a
+rejected rollout would then make its neighbours count for more.)
 
 Shape legend: N tokens of the call, laid end to end; B rows; T padded length; S sequences.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -29,9 +32,11 @@ MODES = ("seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum")
 
 @dataclass(frozen=True)
 class Counts:
-    """The denominators of a whole batch: unmasked tokens, and sequences (fully masked ones included).
+    """The denominators of a whole batch: unmasked tokens, and sequences (fully masked ones
+    included).
 
-    `weight_sum` is the sum of the correction's weights over those tokens, for objectives that divide by their mean.
+    `weight_sum` is the sum of the correction's weights over those tokens, for objectives that
+    divide by their mean.
     """
 
     num_tokens: int
@@ -39,8 +44,11 @@ class Counts:
     weight_sum: float = 0.0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences,
-                      self.weight_sum + other.weight_sum)
+        return Counts(
+            self.num_tokens + other.num_tokens,
+            self.num_sequences + other.num_sequences,
+            self.weight_sum + other.weight_sum,
+        )
 
 
 @dataclass(frozen=True)
@@ -59,14 +67,17 @@ class Layout:
 def lay_out(mask: Tensor, segments: Tensor | None = None) -> Layout:
     """Lay padded [B, T] or packed [N] tokens end to end.
 
-    `mask` is bool, or 0/1 in any dtype. `segments` (int64 [N], sequence ids from 0 up, in any order) goes with packed
-    tokens only. ValueError for any other shape, a mask value other than 0 and 1, or a negative segment.
+    `mask` is bool, or 0/1 in any dtype. `segments` (int64 [N], sequence ids from 0 up, in any
+    order) goes with packed tokens only. ValueError for any other shape, a mask value other than 0
+    and 1, or a negative segment.
     """
     if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError("mask: every entry must be 0 or 1")
     if mask.dim() == 2:
         if segments is not None:
-            raise ValueError("segments: only packed [N] tensors have segments; these are padded [B, T]")
+            raise ValueError(
+                "segments: only packed [N] tensors have segments; these are padded [B, T]"
+            )
         num_rows, length = mask.shape
         segments_N = torch.arange(num_rows, device=mask.device).repeat_interleave(length)
         return Layout(mask.reshape(-1).bool(), segments_N, num_rows)
@@ -75,7 +86,10 @@ def lay_out(mask: Tensor, segments: Tensor | None = None) -> Layout:
     if segments is None:
         raise ValueError("segments: packed [N] tensors need the sequence id of each token")
     if segments.shape != mask.shape or segments.dtype != torch.int64:
-        raise ValueError(f"segments: expected int64 {list(mask.shape)}, got {segments.dtype} {list(segments.shape)}")
+        raise ValueError(
+            f"segments: expected int64 {list(mask.shape)}, got {segments.dtype} "
+            f"{list(segments.shape)}"
+        )
     if not len(segments):
         return Layout(mask.bool(), segments, 0)
     lowest, highest = torch.stack(segments.aminmax()).tolist()
@@ -84,10 +98,13 @@ def lay_out(mask: Tensor, segments: Tensor | None = None) -> Layout:
     return Layout(mask.bool(), segments, highest + 1)
 
 
-def count(*, mask: Tensor, segments: Tensor | None = None, behavior: Tensor | None = None) -> Counts:
+def count(
+    *, mask: Tensor, segments: Tensor | None = None, behavior: Tensor | None = None
+) -> Counts:
     """The denominators of these tokens; add them up over micro-batches and ranks.
 
-    With `behavior`, tokens without a finite behaviour log-prob are left out, as the objectives that need it do.
+    With `behavior`, tokens without a finite behaviour log-prob are left out, as the objectives that
+    need it do.
     """
     layout = lay_out(mask, segments)
     if behavior is not None:
@@ -95,12 +112,20 @@ def count(*, mask: Tensor, segments: Tensor | None = None, behavior: Tensor | No
     return Counts(int(layout.mask_N.sum()), layout.num_sequences)
 
 
-def aggregate(x_N: Tensor, layout: Layout, *, mode: str, counts: Counts | None = None,
-              max_length: float | None = None) -> Tensor:
-    """Reduce token values to a scalar under `mode`; masked values may be anything. No tokens: 0 with zero gradient.
+def aggregate(
+    x_N: Tensor,
+    layout: Layout,
+    *,
+    mode: str,
+    counts: Counts | None = None,
+    max_length: float | None = None,
+) -> Tensor:
+    """Reduce token values to a scalar under `mode`; masked values may be anything. No tokens: 0
+    with zero gradient.
 
-    `counts` replaces the number of tokens and of sequences; the |o_b| of seq-mean-token-mean are always those of
-    the call. `max_length` (tokens) is what "constant" divides by; the other modes have no use for it.
+    `counts` replaces the number of tokens and of sequences; the |o_b| of seq-mean-token-mean are
+    always those of the call. `max_length` (tokens) is what "constant" divides by; the other modes
+    have no use for it.
     """
     if mode not in MODES:
         raise ValueError(f"reduce: unknown mode {mode!r}; expected one of {', '.join(MODES)}")
@@ -108,13 +133,19 @@ def aggregate(x_N: Tensor, layout: Layout, *, mode: str, counts: Counts | None =
     num_sequences = max(layout.num_sequences if counts is None else counts.num_sequences, 1)
     weight_N: Tensor
     if mode == "token-mean":
-        num_tokens = mask_N.sum() if counts is None else torch.tensor(counts.num_tokens, device=mask_N.device)
+        num_tokens = (
+            mask_N.sum()
+            if counts is None
+            else torch.tensor(counts.num_tokens, device=mask_N.device)
+        )
         weight_N = 1 / num_tokens.clamp(min=1).to(x_N.dtype)
     elif mode == "seq-mean-token-mean":
         weight_N = 1 / (token_counts(layout)[layout.segments_N] * num_sequences).to(x_N.dtype)
     elif mode == "constant":
         if max_length is None or not max_length > 0:
-            raise ValueError(f'max_length: reduce="constant" needs a positive length, got {max_length}')
+            raise ValueError(
+                f'max_length: reduce="constant" needs a positive length, got {max_length}'
+            )
         weight_N = x_N.new_tensor(1 / (num_sequences * max_length))
     else:
         weight_N = x_N.new_tensor(1 / num_sequences)
@@ -122,8 +153,10 @@ def aggregate(x_N: Tensor, layout: Layout, *, mode: str, counts: Counts | None =
 
 
 def token_counts(layout: Layout) -> Tensor:
-    """Unmasked tokens of each sequence, int64 [S], at least 1 so that an empty sequence may be divided by it."""
-    # Integer addition has one result in any order; a float sum of scattered values would not on a GPU.
+    """Unmasked tokens of each sequence, int64 [S], at least 1 so that an empty sequence may be
+    divided by it."""
+    # Integer addition has one result in any order; a float sum of scattered values would not on a
+    # GPU.
     counts_S = torch.zeros(layout.num_sequences, dtype=torch.int64, device=layout.mask_N.device)
     return counts_S.index_add(0, layout.segments_N, layout.mask_N.long()).clamp(min=1)
 

@@ -6,8 +6,9 @@ Log-probs of one token under three policies give
     w   = exp(proximal - behavior)    how far the sampler (quantised, sparse) is from those parameters; detached
     rho = exp(learner - behavior)     = R w
 
-and the clipped surrogate of PPO (arXiv 1707.06347 eq. 7) with separate bounds below and above (clip-higher of DAPO,
-arXiv 2503.14476 eq. 10) and the optional dual clip c > 1 for negative advantages (arXiv 1912.09729):
+and the clipped surrogate of PPO (arXiv 1707.06347 eq. 7) with separate bounds below and above
+(clip-higher of DAPO, arXiv 2503.14476 eq. 10) and the optional dual clip c > 1 for negative
+advantages (arXiv 1912.09729):
 
     J_t = min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   and for A < 0 with dual clip   max(J_t, c A)
 
@@ -17,12 +18,14 @@ Its gradient is R A grad log pi where the token is active and 0 where it is clip
     clipped below  A < 0 and R < 1 - eps_low
     dual clipped   A < 0 and R > c
 
-Guards: ties are active; log-ratios are clamped to +-20 before exp; masked entries may hold anything (they are
-replaced before any arithmetic, so no NaN reaches value or gradient); an unmasked token whose behaviour log-prob is
-not finite is dropped, which is the same as masking it, and counted. A non-finite learner log-prob is left to show.
+Guards: ties are active; log-ratios are clamped to +-20 before exp; masked entries may hold anything
+(they are replaced before any arithmetic, so no NaN reaches value or gradient); an unmasked token
+whose behaviour log-prob is not finite is dropped, which is the same as masking it, and counted. A
+non-finite learner log-prob is left to show.
 
 Shape legend: N tokens of the call, laid end to end.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -69,17 +72,33 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def prepare(*, learner: Tensor, advantages: Tensor, mask: Tensor, segments: Tensor | None,
-            proximal: Tensor | None = None, behavior: Tensor | None = None) -> Tokens:
-    """Check the shapes, lay the tokens end to end, clean what is masked, drop what cannot be used, take the ratios.
+def prepare(
+    *,
+    learner: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segments: Tensor | None,
+    proximal: Tensor | None = None,
+    behavior: Tensor | None = None,
+) -> Tokens:
+    """Check the shapes, lay the tokens end to end, clean what is masked, drop what cannot be used,
+    take the ratios.
 
-    All tensors are [B, T], or packed [N] with `segments`; half precision is computed in float32. ValueError names the
-    tensor whose shape differs.
+    All tensors are [B, T], or packed [N] with `segments`; half precision is computed in float32.
+    ValueError names the tensor whose shape differs.
     """
     layout = lay_out(mask, segments)
-    given = {"learner": learner, "advantages": advantages, "proximal": proximal, "behavior": behavior}
-    flat = {name: flatten(name, x if name == "learner" else x.detach(), mask)
-            for name, x in given.items() if x is not None}
+    given = {
+        "learner": learner,
+        "advantages": advantages,
+        "proximal": proximal,
+        "behavior": behavior,
+    }
+    flat = {
+        name: flatten(name, x if name == "learner" else x.detach(), mask)
+        for name, x in given.items()
+        if x is not None
+    }
     num_dropped = torch.zeros((), dtype=torch.int64, device=mask.device)
     if "behavior" in flat:
         unusable_N = layout.mask_N & ~flat["behavior"].isfinite()
@@ -90,21 +109,38 @@ def prepare(*, learner: Tensor, advantages: Tensor, mask: Tensor, segments: Tens
     log_weight_N = torch.zeros_like(anchor_N)
     if "proximal" in clean and "behavior" in clean:
         log_weight_N = clean["proximal"] - clean["behavior"]
-    return Tokens(layout, log_ratio_N, exp_ratio(log_ratio_N), log_weight_N, exp_ratio(log_weight_N),
-                  clean["advantages"], num_dropped)
+    return Tokens(
+        layout,
+        log_ratio_N,
+        exp_ratio(log_ratio_N),
+        log_weight_N,
+        exp_ratio(log_weight_N),
+        clean["advantages"],
+        num_dropped,
+    )
 
 
 def flatten(name: str, x: Tensor, mask: Tensor) -> Tensor:
     """x as [N], in float32 or wider. ValueError when its shape is not the mask's."""
     if x.shape != mask.shape:
-        raise ValueError(f"{name}: shape {list(x.shape)} differs from the mask's {list(mask.shape)}")
+        raise ValueError(
+            f"{name}: shape {list(x.shape)} differs from the mask's {list(mask.shape)}"
+        )
     x = x.reshape(-1)
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def clip(ratio_N: Tensor, advantages_N: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None,
-         stretch_N: Tensor | None = None) -> Clipped:
-    """The clipped surrogate, token by token. `stretch_N` multiplies the upper bound 1 + eps_high (ACR)."""
+def clip(
+    ratio_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
+    stretch_N: Tensor | None = None,
+) -> Clipped:
+    """The clipped surrogate, token by token. `stretch_N` multiplies the upper bound 1 + eps_high
+    (ACR)."""
     if not 0 <= eps_low <= 1:
         raise ValueError(f"eps_low: {eps_low} must lie in [0, 1]")
     if not eps_high >= 0:
@@ -133,8 +169,11 @@ def truncate(weight_N: Tensor, cap: float) -> Tensor:
     return weight_N.clamp(max=cap)
 
 
-def policy_statistics(tokens: Tokens, clipped: Clipped, ratio_N: Tensor | None = None) -> dict[str, Tensor]:
-    """Clip fractions and the ratio that was clipped (that of `tokens` unless given), over the unmasked tokens."""
+def policy_statistics(
+    tokens: Tokens, clipped: Clipped, ratio_N: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Clip fractions and the ratio that was clipped (that of `tokens` unless given), over the
+    unmasked tokens."""
     mask_N = tokens.layout.mask_N
     ratio_N = tokens.ratio_N if ratio_N is None else ratio_N
     return {
@@ -147,7 +186,8 @@ def policy_statistics(tokens: Tokens, clipped: Clipped, ratio_N: Tensor | None =
 
 
 def weight_statistics(tokens: Tokens, weight_N: Tensor, cap: float) -> dict[str, Tensor]:
-    """The weight as it was applied, how often the cap cut it, and the tokens dropped for want of a behaviour."""
+    """The weight as it was applied, how often the cap cut it, and the tokens dropped for want of a
+    behaviour."""
     mask_N = tokens.layout.mask_N
     return {
         "correction/weight_mean": masked_mean(weight_N, mask_N),

@@ -1,53 +1,91 @@
-"""TBPO, trust band policy optimisation: one ratio a sequence, held in a band on both sides where A < 0 (QaRL sec. 3.2).
+"""TBPO, trust band policy optimisation: one ratio a sequence, held in a band on both sides where A
+< 0 (QaRL sec. 3.2).
 
     r = exp( 1/|o| sum_t (learner - proximal) ),   w = exp( 1/|o| sum_t (proximal - behavior) ) clipped to [1/C, C]
 
     A > 0    J = w min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)        no gradient above 1 + eps_high
     A < 0    J = w clip(r, 1 - eps_low, 1 + eps_negative) A              no gradient on either side of the band
 
-Garbled tokens of a low-bit sampler gather in the negative responses, where their ratio explodes and PPO has no upper
-bound; a response outside of its band is left out of the gradient as a whole and stays in the mean. The token form is
-GSPO's (see `gspo`), and so is the mean in float64: the band is narrow, log-probs must be float32.
+Garbled tokens of a low-bit sampler gather in the negative responses, where their ratio explodes and
+PPO has no upper bound; a response outside of its band is left out of the gradient as a whole and
+stays in the mean. The token form is GSPO's (see `gspo`), and so is the mean in float64: the band is
+narrow, log-probs must be float32.
 
 Notes on the paper, whose equations the sources at hand lost:
 1. The formulas follow its text and the names and values of its hyper-parameters (table of appendix B): bounds .0003
-   and .0004, negative ones .0003 and .0007, cap 2. Both lower bounds are one option here, as the lower bound of a
-   positive response never acts.
-2. "Exceeds the bounds" is read as the ratio r; the mismatch w is truncated, never a reason to reject.
+   and .0004, negative ones .0003 and .0007, cap 2. Both lower bounds are one option here, as the
+   lower bound of a positive response never acts.
+2. "Exceeds the bounds" is read as the ratio r; the mismatch w is truncated, never a reason to
+reject.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
+
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 from lowroll.objectives.reduce import Counts, aggregate, masked_mean, sequence_any, sequence_mean
-from lowroll.objectives.surrogate import as_floats, clip, exp_ratio, policy_statistics, prepare, weight_statistics
+from lowroll.objectives.surrogate import (
+    as_floats,
+    clip,
+    exp_ratio,
+    policy_statistics,
+    prepare,
+    weight_statistics,
+)
 
 
-def tbpo(*, learner: Tensor, proximal: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor,
-         segments: Tensor | None = None, counts: Counts | None = None,
-         cap: float = 2.0, eps_low: float = 3e-4, eps_high: float = 4e-4, eps_negative: float = 7e-4,
-         reduce: str = "seq-mean-token-mean", max_length: float | None = None) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `cap` is C >= 1, `eps_negative` bounds A < 0 above."""
+def tbpo(
+    *,
+    learner: Tensor,
+    proximal: Tensor,
+    behavior: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segments: Tensor | None = None,
+    counts: Counts | None = None,
+    cap: float = 2.0,
+    eps_low: float = 3e-4,
+    eps_high: float = 4e-4,
+    eps_negative: float = 7e-4,
+    reduce: str = "seq-mean-token-mean",
+    max_length: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """J to maximise and its statistics. Shapes as in `grpo`; `cap` is C >= 1, `eps_negative` bounds
+    A < 0 above."""
     if not cap >= 1:
         raise ValueError(f"cap: {cap} must be 1 or more; weights are kept in [1/cap, cap]")
     if not eps_negative > 0:
         raise ValueError(f"eps_negative: {eps_negative} must be positive")
-    tokens = prepare(learner=learner, proximal=proximal, behavior=behavior, advantages=advantages, mask=mask,
-                     segments=segments)
+    tokens = prepare(
+        learner=learner,
+        proximal=proximal,
+        behavior=behavior,
+        advantages=advantages,
+        mask=mask,
+        segments=segments,
+    )
     layout, dtype = tokens.layout, tokens.log_ratio_N.dtype
     ratio_S = exp_ratio(sequence_mean(tokens.log_ratio_N, layout)).to(dtype)
     mismatch_S = exp_ratio(sequence_mean(tokens.log_weight_N, layout)).to(dtype)
     ratio_N = ratio_S[layout.segments_N] * (tokens.log_ratio_N - tokens.log_ratio_N.detach()).exp()
     weight_N = mismatch_S.clamp(1 / cap, cap)[layout.segments_N]
     # For A < 0 the upper bound is the dual clip's: below it nothing but the band is left.
-    clipped = clip(ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=1 + eps_negative)
-    J = aggregate(weight_N * clipped.value_N, layout, mode=reduce, counts=counts, max_length=max_length)
+    clipped = clip(
+        ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=1 + eps_negative
+    )
+    J = aggregate(
+        weight_N * clipped.value_N, layout, mode=reduce, counts=counts, max_length=max_length
+    )
     cut_N = ((mismatch_S > cap) | (mismatch_S < 1 / cap))[layout.segments_N]
     outside_S = sequence_any(clipped.above_N | clipped.below_N | clipped.dual_N, layout)
-    statistics = policy_statistics(tokens, clipped, ratio_N) | weight_statistics(tokens, weight_N, cap)
+    statistics = policy_statistics(tokens, clipped, ratio_N) | weight_statistics(
+        tokens, weight_N, cap
+    )
     statistics["correction/truncated_fraction"] = masked_mean(cut_N, layout.mask_N)
-    statistics["policy/band_masked_fraction"] = masked_mean(outside_S, sequence_any(torch.ones_like(cut_N), layout))
+    statistics["policy/band_masked_fraction"] = masked_mean(
+        outside_S, sequence_any(torch.ones_like(cut_N), layout)
+    )
     return J, as_floats(statistics)

@@ -1,13 +1,15 @@
-"""The critic's loss: squared error to the returns, clipped around the old values (PPO's code, arXiv 2005.12729).
+"""The critic's loss: squared error to the returns, clipped around the old values (PPO's code, arXiv
+2005.12729).
 
     L = 1/2 mean_t max( (V_t - G_t)^2, (clip(V_t, Vold_t - c, Vold_t + c) - G_t)^2 )
 
-G = A + V are the returns of `advantages.gae`, before whitening, and Vold the values that they were made with. Where the
-clipped error is the larger one there is no gradient: a value that came closer to G than c allows stays, one that went
-astray may return.
+G = A + V are the returns of `advantages.gae`, before whitening, and Vold the values that they were
+made with. Where the clipped error is the larger one there is no gradient: a value that came closer
+to G than c allows stays, one that went astray may return.
 
 Shape legend: N tokens of the call, laid end to end.
 """
+
 from __future__ import annotations
 
 import torch
@@ -17,23 +19,37 @@ from lowroll.objectives.reduce import Counts, aggregate, lay_out, masked_mean
 from lowroll.objectives.surrogate import as_floats, flatten
 
 
-def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, segments: Tensor | None = None,
-               counts: Counts | None = None, clip: float | None = 0.5,
-               reduce: str = "token-mean", max_length: float | None = None) -> tuple[Tensor, dict[str, float]]:
+def value_loss(
+    *,
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    segments: Tensor | None = None,
+    counts: Counts | None = None,
+    clip: float | None = 0.5,
+    reduce: str = "token-mean",
+    max_length: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
     """The loss to *minimise* and its statistics, for [B, T] tensors or packed [N] with `segments`.
 
-    Only `values` carries gradient. `clip` is c in units of the value; None is the plain squared error. ValueError for
-    a clip that is not positive, or a tensor whose shape differs from the mask's.
+    Only `values` carries gradient. `clip` is c in units of the value; None is the plain squared
+    error. ValueError for a clip that is not positive, or a tensor whose shape differs from the
+    mask's.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip: {clip} must be positive")
     layout = lay_out(mask, segments)
     given = {"values": values, "old_values": old_values.detach(), "returns": returns.detach()}
-    values_N, old_N, returns_N = (torch.where(layout.mask_N, flatten(name, x, mask), 0) for name, x in given.items())
+    values_N, old_N, returns_N = (
+        torch.where(layout.mask_N, flatten(name, x, mask), 0) for name, x in given.items()
+    )
     error_N = (values_N - returns_N).square()
     clipped_N = torch.zeros_like(layout.mask_N)
     if clip is not None:
-        bounded_N = (torch.maximum(torch.minimum(values_N.detach(), old_N + clip), old_N - clip) - returns_N).square()
+        bounded_N = (
+            torch.maximum(torch.minimum(values_N.detach(), old_N + clip), old_N - clip) - returns_N
+        ).square()
         clipped_N = bounded_N > error_N
         error_N = torch.where(clipped_N, bounded_N, error_N)
     loss = aggregate(error_N / 2, layout, mode=reduce, counts=counts, max_length=max_length)

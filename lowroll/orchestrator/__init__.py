@@ -1,4 +1,5 @@
 """The orchestrator: from prompts to scored batches with advantages. Plain Python, no torch."""
+
 from __future__ import annotations
 
 from lowroll.orchestrator.client import EngineClient, Scorer, Tokenizer
@@ -9,5 +10,19 @@ from lowroll.orchestrator.loop import Orchestrator
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import Sampling, Settings
 
-__all__ = ["EngineClient", "Gibberish", "InvalidRollout", "NoSignal", "Orchestrator", "Repetition", "Sampling",
-           "Scorer", "ScoringFailed", "Settings", "TemperatureSchedule", "Tokenizer", "evaluate", "pass_at_k"]
+__all__ = [
+    "EngineClient",
+    "Gibberish",
+    "InvalidRollout",
+    "NoSignal",
+    "Orchestrator",
+    "Repetition",
+    "Sampling",
+    "Scorer",
+    "ScoringFailed",
+    "Settings",
+    "TemperatureSchedule",
+    "Tokenizer",
+    "evaluate",
+    "pass_at_k",
+]

@@ -1,9 +1,10 @@
 """Two responses whose scores are known, sent through the scorer that the run uses.
 
-Every environment's gold answer must count as solved and its perturbed answer must not. A verifier that broke in the
-middle of a run fails here at once, long before the reward curve shows it. An environment without stored answers
-(`gold` raises NotImplementedError) is left out.
+Every environment's gold answer must count as solved and its perturbed answer must not. A verifier
+that broke in the middle of a run fails here at once, long before the reward curve shows it. An
+environment without stored answers (`gold` raises NotImplementedError) is left out.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
 
-def canaries(envs: Mapping[str, Environment], scorer: Scorer, positions: Mapping[str, int]) -> list[str]:
-    """One line for each canary that scored wrongly. `positions`: the training task to ask of each environment."""
+def canaries(
+    envs: Mapping[str, Environment], scorer: Scorer, positions: Mapping[str, int]
+) -> list[str]:
+    """One line for each canary that scored wrongly. `positions`: the training task to ask of each
+    environment."""
     items: list[tuple[Prompt, str]] = []
     for name, env in envs.items():
         prompt = prompt_at(env, positions[name], "train")
@@ -32,8 +36,14 @@ def canaries(envs: Mapping[str, Environment], scorer: Scorer, positions: Mapping
     for index, ((prompt, _), outcome) in enumerate(zip(items, scorer.score(items), strict=True)):
         kind, solved = ("perturbed", False) if index % 2 else ("gold", True)
         if isinstance(outcome, ScoreError):
-            failures.append(f"environment {prompt.env!r}: the {kind} answer of {prompt.id!r} could not be scored: "
-                            f"{describe([outcome])}")
+            failures.append(
+                f"environment {prompt.env!r}: the {kind} answer of {prompt.id!r} could not be "
+                f"scored: "
+                f"{describe([outcome])}"
+            )
         elif (outcome.reward >= SOLVED) != solved:
-            failures.append(f"environment {prompt.env!r}: the {kind} answer of {prompt.id!r} scored {outcome.reward}")
+            failures.append(
+                f"environment {prompt.env!r}: the {kind} answer of {prompt.id!r} scored "
+                f"{outcome.reward}"
+            )
     return failures

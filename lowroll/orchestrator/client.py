@@ -1,4 +1,6 @@
-"""What the orchestrator asks of the rooms it may not import: an engine, a tokenizer, a scorer, a channel."""
+"""What the orchestrator asks of the rooms it may not import: an engine, a tokenizer, a scorer, a
+channel."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -6,8 +8,8 @@ from typing import Protocol
 
 from lowroll.types import Batch, Group, Prompt, Request, Score, ScoreError
 
-Progress = Callable[[int, int], None]              # (done, total)
-PhaseProgress = Callable[[str, int, int], None]    # (phase, done, total)
+Progress = Callable[[int, int], None]  # (done, total)
+PhaseProgress = Callable[[str, int, int], None]  # (phase, done, total)
 
 
 class EngineClient(Protocol):
@@ -33,8 +35,9 @@ class Tokenizer(Protocol):
 class Scorer(Protocol):
     """Scores responses by the environment named in each prompt."""
 
-    def score(self, items: list[tuple[Prompt, str]],
-              on_progress: Progress | None = None) -> list[Score | ScoreError]:
+    def score(
+        self, items: list[tuple[Prompt, str]], on_progress: Progress | None = None
+    ) -> list[Score | ScoreError]:
         """One outcome an item, in the order of the items."""
         ...
 

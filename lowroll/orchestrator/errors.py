@@ -1,9 +1,11 @@
 """What can go wrong in the orchestrator, and the rule that tells a broken scorer from a hard task.
 
-A score that could not be computed is an error and never a reward of 0. Single errors are data: the sample leaves its
-group's statistics and is counted. Above a rate they mean that the reward itself is broken, and learning from what is
-left would be learning from a biased sample, so the run stops and says which errors it saw.
+A score that could not be computed is an error and never a reward of 0. Single errors are data: the
+sample leaves its group's statistics and is counted. Above a rate they mean that the reward itself
+is broken, and learning from what is left would be learning from a biased sample, so the run stops
+and says which errors it saw.
 """
+
 from __future__ import annotations
 
 from collections import Counter, deque
@@ -11,19 +13,22 @@ from collections.abc import Iterable
 
 from lowroll.types import RunFailed, Score, ScoreError, printable
 
-MESSAGE_LIMIT = 500                # characters of a scorer's message that may enter a log
+MESSAGE_LIMIT = 500  # characters of a scorer's message that may enter a log
 
 
 class InvalidRollout(ValueError):
-    """The engine returned something that must not be learned from. Names the request, the sample and the position."""
+    """The engine returned something that must not be learned from. Names the request, the sample
+    and the position."""
 
 
 class ScoringFailed(RunFailed):
-    """Too many scores are errors. The message has the kinds with their counts and the first message."""
+    """Too many scores are errors. The message has the kinds with their counts and the first
+    message."""
 
 
 class NoSignal(RunFailed):
-    """Dynamic sampling found no group with differing rewards in all its rounds: nothing is left to learn from."""
+    """Dynamic sampling found no group with differing rewards in all its rounds: nothing is left to
+    learn from."""
 
 
 class ErrorWindow:
@@ -35,7 +40,8 @@ class ErrorWindow:
         self._outcomes: deque[bool] = deque(maxlen=max(size, min_scores))
 
     def check(self, scores: Iterable[Score | ScoreError]) -> None:
-        """Take in new scores. Raises ScoringFailed when the window holds enough scores and too many are errors."""
+        """Take in new scores. Raises ScoringFailed when the window holds enough scores and too many
+        are errors."""
         errors = []
         for score in scores:
             self._outcomes.append(isinstance(score, ScoreError))
@@ -43,8 +49,10 @@ class ErrorWindow:
                 errors.append(score)
         total, failures = len(self._outcomes), sum(self._outcomes)
         if errors and total >= self.min_scores and failures > self.max_error_rate * total:
-            raise ScoringFailed(f"{failures} of the last {total} scores are errors "
-                                f"(limit {self.max_error_rate:.1%}): {describe(errors)}")
+            raise ScoringFailed(
+                f"{failures} of the last {total} scores are errors "
+                f"(limit {self.max_error_rate:.1%}): {describe(errors)}"
+            )
 
     def copy(self) -> ErrorWindow:
         """An independent window with the same outcomes."""
@@ -65,7 +73,11 @@ class ErrorWindow:
 
 
 def describe(errors: list[ScoreError]) -> str:
-    """The kinds with their counts, most frequent first, and the first message, clipped and without control marks."""
+    """The kinds with their counts, most frequent first, and the first message, clipped and without
+    control marks."""
     kinds = Counter(error.kind for error in errors)
-    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=lambda item: (-item[1], item[0])))
+    listed = ", ".join(
+        f"{count} {kind}"
+        for kind, count in sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
+    )
     return f"{listed}; first: {errors[0].kind}: {printable(errors[0].message[:MESSAGE_LIMIT], 4 * MESSAGE_LIMIT)}"

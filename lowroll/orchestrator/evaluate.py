@@ -6,8 +6,10 @@ With n scored rollouts of an example, c of them solved (reward >= threshold):
     pass@1 = c / n
     avg@k  = mean over the first k scored rollouts of [solved]
 
-each averaged over examples. With k = n, avg@k is pass@1; they differ when more rollouts were made than k.
+each averaged over examples. With k = n, avg@k is pass@1; they differ when more rollouts were made
+than k.
 """
+
 from __future__ import annotations
 
 from functools import partial
@@ -27,55 +29,94 @@ if TYPE_CHECKING:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that at least one of k rollouts, taken from n of which c are solved, is solved. Needs 1 <= k <= n."""
+    """Chance that at least one of k rollouts, taken from n of which c are solved, is solved. Needs
+    1 <= k <= n."""
     if not 0 <= c <= n or not 1 <= k <= n:
-        raise ValueError(f"pass_at_k: expected 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
+        raise ValueError(
+            f"pass_at_k: expected 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}"
+        )
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
-def evaluate(env: Environment, engine: EngineClient, scorer: Scorer, tokenizer: Tokenizer, *, num_examples: int,
-             rollouts_per_example: int = 1, sampling: Sampling, k: int | None = None, seed: int = 0,
-             max_prompt_tokens: int | None = None, threshold: float = SOLVED, max_error_rate: float = 0.05,
-             split: str = "test", on_phase: PhaseProgress | None = None) -> dict[str, float]:
-    """Metrics `eval/<env>/{reward,pass_at_1,avg_at_k,pass_at_k,length_mean}` over the first examples of a split.
+def evaluate(
+    env: Environment,
+    engine: EngineClient,
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    *,
+    num_examples: int,
+    rollouts_per_example: int = 1,
+    sampling: Sampling,
+    k: int | None = None,
+    seed: int = 0,
+    max_prompt_tokens: int | None = None,
+    threshold: float = SOLVED,
+    max_error_rate: float = 0.05,
+    split: str = "test",
+    on_phase: PhaseProgress | None = None,
+) -> dict[str, float]:
+    """Metrics `eval/<env>/{reward,pass_at_1,avg_at_k,pass_at_k,length_mean}` over the first
+    examples of a split.
 
-    `num_examples` is cut to the split's size; examples with more than `max_prompt_tokens` are left out. `k` defaults to
-    rollouts_per_example. `sampling.temperature` 0 is greedy. The same seed gives the same noise whatever the weights
-    are, so two policies are compared on equal terms. Examples of which fewer than k rollouts could be scored are left
-    out of pass@k. Raises ScoringFailed by the rule of the training loop, ValueError for impossible numbers.
+    `num_examples` is cut to the split's size; examples with more than `max_prompt_tokens` are left
+    out. `k` defaults to rollouts_per_example. `sampling.temperature` 0 is greedy. The same seed
+    gives the same noise whatever the weights are, so two policies are compared on equal terms.
+    Examples of which fewer than k rollouts could be scored are left out of pass@k. Raises
+    ScoringFailed by the rule of the training loop, ValueError for impossible numbers.
     """
     k = rollouts_per_example if k is None else k
     if num_examples < 1 or not 1 <= k <= rollouts_per_example:
-        raise ValueError(f"evaluate: expected num_examples >= 1 and 1 <= k <= rollouts_per_example, got "
-                         f"num_examples={num_examples}, k={k}, rollouts_per_example={rollouts_per_example}")
+        raise ValueError(
+            f"evaluate: expected num_examples >= 1 and 1 <= k <= rollouts_per_example, got "
+            f"num_examples={num_examples}, k={k}, rollouts_per_example={rollouts_per_example}"
+        )
     size = env.size(split)
     positions = range(num_examples if size is None else min(num_examples, size))
-    draws = [draw_at(env, env.name, position, split, tokenizer, sampling, rollouts_per_example, seed)
-             for position in positions]
+    draws = [
+        draw_at(env, env.name, position, split, tokenizer, sampling, rollouts_per_example, seed)
+        for position in positions
+    ]
     if max_prompt_tokens is not None:
         draws = [draw for draw in draws if len(draw.request.prompt_ids) <= max_prompt_tokens]
     if not draws:
-        raise ValueError(f"evaluate: environment {env.name!r} has no usable example in its {split} split")
-    answers = engine.generate([draw.request for draw in draws], on_progress=on_phase and partial(on_phase, "generate"))
+        raise ValueError(
+            f"evaluate: environment {env.name!r} has no usable example in its {split} split"
+        )
+    answers = engine.generate(
+        [draw.request for draw in draws], on_progress=on_phase and partial(on_phase, "generate")
+    )
     groups = grouping.in_planned_order(draws, answers)
-    examples = grouping.score(draws, groups, scorer, tokenizer, on_phase and partial(on_phase, "score"))
+    examples = grouping.score(
+        draws, groups, scorer, tokenizer, on_phase and partial(on_phase, "score")
+    )
     _check_errors(examples, max_error_rate)
-    return {f"eval/{env.name}/{name}": value for name, value in summarise(examples, k, threshold).items()}
+    return {
+        f"eval/{env.name}/{name}": value
+        for name, value in summarise(examples, k, threshold).items()
+    }
 
 
 def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -> dict[str, float]:
-    """The metrics of scored examples, each a list of the samples of one prompt. Unscored samples are left out."""
-    rewards = [[sample.score.reward for sample in example if isinstance(sample.score, Score)] for example in examples]
+    """The metrics of scored examples, each a list of the samples of one prompt. Unscored samples
+    are left out."""
+    rewards = [
+        [sample.score.reward for sample in example if isinstance(sample.score, Score)]
+        for example in examples
+    ]
     solved = [[reward >= threshold for reward in example] for example in rewards if example]
     metrics = {
         "reward": fmean(fmean(example) for example in rewards if example),
         "pass_at_1": fmean(fmean(example) for example in solved),
         "avg_at_k": fmean(fmean(example[:k]) for example in solved),
-        "length_mean": fmean(len(sample.rollout.token_ids) for example in examples for sample in example),
+        "length_mean": fmean(
+            len(sample.rollout.token_ids) for example in examples for sample in example
+        ),
     }
     complete = [example for example in solved if len(example) >= k]
     if complete:
-        metrics["pass_at_k"] = fmean(pass_at_k(len(example), sum(example), k) for example in complete)
+        metrics["pass_at_k"] = fmean(
+            pass_at_k(len(example), sum(example), k) for example in complete
+        )
     return metrics
 
 
@@ -83,5 +124,7 @@ def _check_errors(examples: list[list[Sample]], max_error_rate: float) -> None:
     scores = [sample.score for example in examples for sample in example]
     errors = [score for score in scores if isinstance(score, ScoreError)]
     if len(errors) == len(scores):
-        raise ScoringFailed(f"all {len(errors)} scores of the evaluation are errors: {describe(errors)}")
+        raise ScoringFailed(
+            f"all {len(errors)} scores of the evaluation are errors: {describe(errors)}"
+        )
     ErrorWindow(max_error_rate, min_scores=50, size=len(scores)).check(scores)

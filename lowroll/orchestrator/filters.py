@@ -5,9 +5,11 @@ Gibberish: a rare token drawn with almost no probability,
 Repetition: the policy has become certain of what comes next for thousands of tokens,
     3000 consecutive t with  logprob_t > ln 0.99
 
-(rules and constants of prime-rl's and Surogate's filters.) A flag is a number in the log. With `enforce` the flagged
-rollout is not learned from either: its loss mask becomes 0, while its reward stays in the group's baseline.
+(rules and constants of prime-rl's and Surogate's filters.) A flag is a number in the log. With
+`enforce` the flagged rollout is not learned from either: its loss mask becomes 0, while its reward
+stays in the group's baseline.
 """
+
 from __future__ import annotations
 
 import math
@@ -34,7 +36,8 @@ class Filter(Protocol):
 
 @dataclass(frozen=True)
 class Gibberish:
-    """A rare token drawn at less than exp(-logprob_offset) of a uniform draw over the vocabulary."""
+    """A rare token drawn at less than exp(-logprob_offset) of a uniform draw over the
+    vocabulary."""
 
     vocab_size: int
     token_id_threshold: int = 100_000
@@ -49,8 +52,10 @@ class Gibberish:
 
     def matches(self, rollout: Rollout) -> bool:
         """Whether any token is both rare and next to impossible."""
-        return any(token > self.token_id_threshold and logprob < self.threshold
-                   for token, logprob in zip(rollout.token_ids, rollout.logprobs, strict=True))
+        return any(
+            token > self.token_id_threshold and logprob < self.threshold
+            for token, logprob in zip(rollout.token_ids, rollout.logprobs, strict=True)
+        )
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """From the engine's answer to samples with advantages: check, decode, score, shape, credit.
 
-A group is whole or it is nothing: every request has exactly one answer with all its rollouts, and samples stay in
-planned order whatever order the answers came in. A sample without a score (or one that was cut off by an abort) is
-left out of its group's mean and standard deviation, gets advantage 0 and a loss mask of zeros. A group with fewer than
-two scored samples has nothing to compare, so all its advantages are 0.
+A group is whole or it is nothing: every request has exactly one answer with all its rollouts, and
+samples stay in planned order whatever order the answers came in. A sample without a score (or one
+that was cut off by an abort) is left out of its group's mean and standard deviation, gets advantage
+0 and a loss mask of zeros. A group with fewer than two scored samples has nothing to compare, so
+all its advantages are 0.
 """
+
 from __future__ import annotations
 
 import math
@@ -18,7 +20,7 @@ from lowroll.orchestrator.settings import Settings
 from lowroll.orchestrator.source import Draw
 from lowroll.types import Group, Rollout, Sample, Score, ScoreError
 
-LOGPROB_SLACK = 1e-4               # nats above 0 that rounding may leave on a certain token
+LOGPROB_SLACK = 1e-4  # nats above 0 that rounding may leave on a certain token
 
 
 @dataclass
@@ -38,7 +40,8 @@ class ScoredGroup:
 
 
 def in_planned_order(draws: list[Draw], groups: list[Group]) -> list[Group]:
-    """The engine's groups in the order of the draws. Raises InvalidRollout unless they match one to one and whole."""
+    """The engine's groups in the order of the draws. Raises InvalidRollout unless they match one to
+    one and whole."""
     answers: dict[str, Group] = {}
     planned = {draw.request.id for draw in draws}
     for group in groups:
@@ -57,13 +60,20 @@ def check_group(draw: Draw, group: Group) -> None:
     """Raises InvalidRollout unless the group is whole and every token has a usable log-prob."""
     request = draw.request
     if len(group.rollouts) != request.n:
-        raise InvalidRollout(f"request {request.id!r}: {len(group.rollouts)} rollouts, expected {request.n}")
+        raise InvalidRollout(
+            f"request {request.id!r}: {len(group.rollouts)} rollouts, expected {request.n}"
+        )
     for index, rollout in enumerate(group.rollouts):
         where = f"request {request.id!r} sample {index}"
         if len(rollout.token_ids) != len(rollout.logprobs):
-            raise InvalidRollout(f"{where}: {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} log-probs")
+            raise InvalidRollout(
+                f"{where}: {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} log-probs"
+            )
         if len(rollout.token_ids) > request.max_tokens:
-            raise InvalidRollout(f"{where}: {len(rollout.token_ids)} tokens, more than max_tokens={request.max_tokens}")
+            raise InvalidRollout(
+                f"{where}: {len(rollout.token_ids)} tokens, more than "
+                f"max_tokens={request.max_tokens}"
+            )
         if not rollout.token_ids and rollout.finish_reason != "abort":
             raise InvalidRollout(f"{where}: no tokens but finish reason {rollout.finish_reason!r}")
         if not rollout.behavior.policy:
@@ -74,22 +84,37 @@ def check_group(draw: Draw, group: Group) -> None:
 
 
 def check_versions(groups: list[Group], version: int, max_staleness: int) -> None:
-    """Raises InvalidRollout when a token was drawn under a policy too old, or newer than the learner's version."""
+    """Raises InvalidRollout when a token was drawn under a policy too old, or newer than the
+    learner's version."""
     for group in groups:
         for rollout in group.rollouts:
             for span in rollout.behavior.policy:
                 if not version - max_staleness <= span.version <= version:
-                    raise InvalidRollout(f"request {group.request.id!r}: drawn under policy version {span.version} "
-                                         f"while the learner is at {version}; max_staleness is {max_staleness}")
+                    raise InvalidRollout(
+                        f"request {group.request.id!r}: drawn under policy version {span.version} "
+                        f"while the learner is at {version}; max_staleness is {max_staleness}"
+                    )
 
 
-def score(draws: list[Draw], groups: list[Group], scorer: Scorer, tokenizer: Tokenizer,
-          on_progress: Progress | None = None) -> list[list[Sample]]:
-    """Decode and score every rollout: one list of samples a draw. Aborted rollouts are not sent to the scorer."""
-    samples = [[_sample(draw, rollout, tokenizer) for rollout in group.rollouts]
-               for draw, group in zip(draws, groups, strict=True)]
-    finished = [sample for group in samples for sample in group if sample.rollout.finish_reason != "abort"]
-    outcomes = scorer.score([(sample.prompt, sample.text) for sample in finished], on_progress=on_progress)
+def score(
+    draws: list[Draw],
+    groups: list[Group],
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    on_progress: Progress | None = None,
+) -> list[list[Sample]]:
+    """Decode and score every rollout: one list of samples a draw. Aborted rollouts are not sent to
+    the scorer."""
+    samples = [
+        [_sample(draw, rollout, tokenizer) for rollout in group.rollouts]
+        for draw, group in zip(draws, groups, strict=True)
+    ]
+    finished = [
+        sample for group in samples for sample in group if sample.rollout.finish_reason != "abort"
+    ]
+    outcomes = scorer.score(
+        [(sample.prompt, sample.text) for sample in finished], on_progress=on_progress
+    )
     if len(outcomes) != len(finished):
         raise ValueError(f"scorer: {len(outcomes)} outcomes for {len(finished)} items")
     for sample, outcome in zip(finished, outcomes, strict=True):
@@ -100,7 +125,8 @@ def score(draws: list[Draw], groups: list[Group], scorer: Scorer, tokenizer: Tok
 
 
 def credit(samples: list[Sample], settings: Settings) -> ScoredGroup:
-    """Shape the rewards of one group, flag its rollouts and set advantages and loss masks in place."""
+    """Shape the rewards of one group, flag its rollouts and set advantages and loss masks in
+    place."""
     flags: dict[str, int] = {}
     for sample in samples:
         scored = isinstance(sample.score, Score)
@@ -119,8 +145,13 @@ def credit(samples: list[Sample], settings: Settings) -> ScoredGroup:
 
 def _sample(draw: Draw, rollout: Rollout, tokenizer: Tokenizer) -> Sample:
     unscored = ScoreError("invalid", f"rollout aborted after {len(rollout.token_ids)} tokens")
-    return Sample(prompt=draw.prompt, prompt_ids=draw.request.prompt_ids, rollout=rollout,
-                  text=tokenizer.decode(rollout.token_ids), score=unscored)
+    return Sample(
+        prompt=draw.prompt,
+        prompt_ids=draw.request.prompt_ids,
+        rollout=rollout,
+        text=tokenizer.decode(rollout.token_ids),
+        score=unscored,
+    )
 
 
 def _shaped(sample: Sample, settings: Settings) -> float | None:
@@ -129,5 +160,6 @@ def _shaped(sample: Sample, settings: Settings) -> float | None:
     if settings.overlong_max is None or settings.overlong_cache is None:
         return sample.score.reward
     length = len(sample.rollout.token_ids)
-    return sample.score.reward + overlong(length, max_length=settings.overlong_max,
-                                          cache=settings.overlong_cache)
+    return sample.score.reward + overlong(
+        length, max_length=settings.overlong_max, cache=settings.overlong_cache
+    )

@@ -7,6 +7,7 @@
 
 (the Surogate GRPO document, `sampling.temp_scheduler`; step counts from 0.)
 """
+
 from __future__ import annotations
 
 import math
@@ -16,7 +17,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class TemperatureSchedule:
-    """Temperature as a function of the step. Raises ValueError when an end of it is not a positive number."""
+    """Temperature as a function of the step. Raises ValueError when an end of it is not a positive
+    number."""
 
     start: float
     end: float
@@ -27,12 +29,18 @@ class TemperatureSchedule:
         for name in ("start", "end"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"temperature schedule: {name}: expected a number above 0, got {value}")
+                raise ValueError(
+                    f"temperature schedule: {name}: expected a number above 0, got {value}"
+                )
         if self.shape not in ("linear", "cosine"):
-            raise ValueError(f"temperature schedule: shape: expected linear or cosine, got {self.shape!r}")
+            raise ValueError(
+                f"temperature schedule: shape: expected linear or cosine, got {self.shape!r}"
+            )
 
     def __call__(self, step: int) -> float:
         """The temperature of a step, counted from 0."""
-        progress = 1.0 if self.num_steps <= 1 else min(step, self.num_steps - 1) / (self.num_steps - 1)
+        progress = (
+            1.0 if self.num_steps <= 1 else min(step, self.num_steps - 1) / (self.num_steps - 1)
+        )
         factor = progress if self.shape == "linear" else 0.5 * (1.0 - math.cos(math.pi * progress))
         return self.start + (self.end - self.start) * factor

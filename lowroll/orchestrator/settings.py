@@ -1,4 +1,6 @@
-"""Everything a step's plan depends on, checked once. The composition root fills it from the run's configuration."""
+"""Everything a step's plan depends on, checked once. The composition root fills it from the run's
+configuration."""
+
 from __future__ import annotations
 
 import math
@@ -9,7 +11,7 @@ from lowroll.advantages import TABLE
 from lowroll.orchestrator.filters import Filter
 from lowroll.orchestrator.schedule import TemperatureSchedule
 
-SOLVED = 1.0 - 1e-6                # a reward from here on counts as a solved task
+SOLVED = 1.0 - 1e-6  # a reward from here on counts as a solved task
 
 
 @dataclass(frozen=True)
@@ -31,44 +33,75 @@ class Sampling:
 class Settings:
     """The orchestrator's settings. Raises ValueError naming the field when a value cannot work."""
 
-    batch_size: int                                # rollouts a step
-    rollouts_per_example: int                      # n of every request: the group size G
+    batch_size: int  # rollouts a step
+    rollouts_per_example: int  # n of every request: the group size G
     sampling: Sampling = Sampling()
-    temperature_schedule: TemperatureSchedule | None = None    # takes the place of sampling.temperature
+    temperature_schedule: TemperatureSchedule | None = (
+        None  # takes the place of sampling.temperature
+    )
     seed: int = 0
-    env_weights: Mapping[str, float] = field(default_factory=dict)   # share of draws; an absent one counts 1
-    advantage: str = "grpo"                        # a name of lowroll.advantages.TABLE; gae: a critic's
-    max_prompt_tokens: int | None = None           # longer prompts are passed over and counted
-    dynamic_sampling: bool = False                 # DAPO: learn from groups with differing rewards only
-    max_rounds: int = 8                            # rounds of generation that a step may spend on it
-    no_signal: str = "end"                         # and without a group after them: NoSignal, or go_on as it is
-    overlong_max: int | None = None                # DAPO's soft length limit L_max, tokens
-    overlong_cache: int | None = None              # and the width L_c of its ramp, tokens
+    env_weights: Mapping[str, float] = field(
+        default_factory=dict
+    )  # share of draws; an absent one counts 1
+    advantage: str = "grpo"  # a name of lowroll.advantages.TABLE; gae: a critic's
+    max_prompt_tokens: int | None = None  # longer prompts are passed over and counted
+    dynamic_sampling: bool = False  # DAPO: learn from groups with differing rewards only
+    max_rounds: int = 8  # rounds of generation that a step may spend on it
+    no_signal: str = "end"  # and without a group after them: NoSignal, or go_on as it is
+    overlong_max: int | None = None  # DAPO's soft length limit L_max, tokens
+    overlong_cache: int | None = None  # and the width L_c of its ramp, tokens
     filters: tuple[Filter, ...] = ()
     max_error_rate: float = 0.05
-    error_window: int = 50                         # scores before the error rate is judged
-    canary_interval: int | None = 20               # steps between checks of the scorer on known answers
-    max_staleness: int = 0                         # versions a rollout may lag behind the learner
+    error_window: int = 50  # scores before the error rate is judged
+    canary_interval: int | None = 20  # steps between checks of the scorer on known answers
+    max_staleness: int = 0  # versions a rollout may lag behind the learner
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_rounds", "error_window"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        _require(self.canary_interval is None or self.canary_interval >= 1, "canary_interval", "at least 1",
-                 self.canary_interval)
-        _require(self.rollouts_per_example >= (1 if self.advantage == "gae" else 2), "rollouts_per_example",
-                 "at least 2 (a group of one has no baseline)", self.rollouts_per_example)
-        _require(self.batch_size % self.rollouts_per_example == 0, "batch_size",
-                 f"a multiple of rollouts_per_example={self.rollouts_per_example}", self.batch_size)
-        _require(self.advantage in TABLE, "advantage", f"one of {sorted(TABLE)}", repr(self.advantage))
+        _require(
+            self.canary_interval is None or self.canary_interval >= 1,
+            "canary_interval",
+            "at least 1",
+            self.canary_interval,
+        )
+        _require(
+            self.rollouts_per_example >= (1 if self.advantage == "gae" else 2),
+            "rollouts_per_example",
+            "at least 2 (a group of one has no baseline)",
+            self.rollouts_per_example,
+        )
+        _require(
+            self.batch_size % self.rollouts_per_example == 0,
+            "batch_size",
+            f"a multiple of rollouts_per_example={self.rollouts_per_example}",
+            self.batch_size,
+        )
+        _require(
+            self.advantage in TABLE, "advantage", f"one of {sorted(TABLE)}", repr(self.advantage)
+        )
         if self.temperature_schedule is None:
             temperature = self.sampling.temperature
-            _require(math.isfinite(temperature) and temperature > 0, "sampling.temperature",
-                     "above 0 (greedy rollouts of a group are all the same)", temperature)
-        _require(self.no_signal in ("end", "go_on"), "no_signal", "end or go_on", repr(self.no_signal))
-        _require(0.0 <= self.max_error_rate < 1.0, "max_error_rate", "in [0, 1)", self.max_error_rate)
+            _require(
+                math.isfinite(temperature) and temperature > 0,
+                "sampling.temperature",
+                "above 0 (greedy rollouts of a group are all the same)",
+                temperature,
+            )
+        _require(
+            self.no_signal in ("end", "go_on"), "no_signal", "end or go_on", repr(self.no_signal)
+        )
+        _require(
+            0.0 <= self.max_error_rate < 1.0, "max_error_rate", "in [0, 1)", self.max_error_rate
+        )
         _require(self.max_staleness >= 0, "max_staleness", "at least 0", self.max_staleness)
         for name, weight in self.env_weights.items():
-            _require(math.isfinite(weight) and weight > 0, f"env_weights[{name!r}]", "a positive number", weight)
+            _require(
+                math.isfinite(weight) and weight > 0,
+                f"env_weights[{name!r}]",
+                "a positive number",
+                weight,
+            )
         self._check_overlong()
 
     def _check_overlong(self) -> None:
@@ -85,7 +118,8 @@ class Settings:
         return self.batch_size // self.rollouts_per_example
 
     def temperature(self, step: int) -> float:
-        """The sampling temperature of a step, counted from 1: the first has the schedule's start, the last its end."""
+        """The sampling temperature of a step, counted from 1: the first has the schedule's start,
+        the last its end."""
         if self.temperature_schedule is None:
             return self.sampling.temperature
         return self.temperature_schedule(max(0, step - 1))

@@ -1,10 +1,12 @@
 """Which prompt comes next, and with which noise.
 
-Draw d goes to an environment by its weight, chosen by a hash of (seed, d); the environment's cursor gives the position
-of its next prompt; the request's seed is a hash of (seed, environment, prompt id, position). Nothing here depends on
-the step, on how often a request was sent or on the order in which answers came back, so a retry and a resumed run draw
-the same tokens. The ledger is what a checkpoint keeps: it moves on only when a batch has really been handed over.
+Draw d goes to an environment by its weight, chosen by a hash of (seed, d); the environment's cursor
+gives the position of its next prompt; the request's seed is a hash of (seed, environment, prompt
+id, position). Nothing here depends on the step, on how often a request was sent or on the order in
+which answers came back, so a retry and a resumed run draw the same tokens. The ledger is what a
+checkpoint keeps: it moves on only when a batch has really been handed over.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -23,7 +25,9 @@ from lowroll.types import Prompt, Request
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
-MAX_PASSED_OVER = 1000             # prompts in a row that may be too long before the limit itself must be wrong
+MAX_PASSED_OVER = (
+    1000  # prompts in a row that may be too long before the limit itself must be wrong
+)
 
 
 def seed_of(*parts: str | int) -> int:
@@ -36,12 +40,12 @@ def seed_of(*parts: str | int) -> int:
 class Ledger:
     """What has been drawn and what became of it, in groups. planned == consumed + dropped."""
 
-    draws: int = 0                                              # draws made, passed-over prompts included
-    cursors: dict[str, int] = field(default_factory=dict)       # next position of each environment
+    draws: int = 0  # draws made, passed-over prompts included
+    cursors: dict[str, int] = field(default_factory=dict)  # next position of each environment
     planned: int = 0
     consumed: int = 0
-    dropped: int = 0                                            # by dynamic sampling
-    passed_over: int = 0                                        # prompts over max_prompt_tokens: never planned
+    dropped: int = 0  # by dynamic sampling
+    passed_over: int = 0  # prompts over max_prompt_tokens: never planned
 
     def copy(self) -> Ledger:
         """An independent ledger to plan on."""
@@ -60,8 +64,12 @@ class Ledger:
             raise ValueError(f"ledger: expected the fields {sorted(names)}, got {sorted(state)}")
         cursors = state["cursors"]
         if not isinstance(cursors, Mapping) or set(cursors) != env_names:
-            raise ValueError(f"ledger.cursors: expected the environments {sorted(env_names)}, got {cursors!r}")
-        counts = {name: state[name] for name in names - {"cursors"}} | {f"cursors.{k}": v for k, v in cursors.items()}
+            raise ValueError(
+                f"ledger.cursors: expected the environments {sorted(env_names)}, got {cursors!r}"
+            )
+        counts = {name: state[name] for name in names - {"cursors"}} | {
+            f"cursors.{k}": v for k, v in cursors.items()
+        }
         for name, count in counts.items():
             if type(count) is not int or count < 0:
                 raise ValueError(f"ledger.{name}: expected a count, got {count!r}")
@@ -81,18 +89,27 @@ class Draw:
 class PromptSource:
     """Draws prompts of a weighted mix of environments."""
 
-    def __init__(self, settings: Settings, envs: Mapping[str, Environment], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, settings: Settings, envs: Mapping[str, Environment], tokenizer: Tokenizer
+    ) -> None:
         unknown = set(settings.env_weights) - set(envs)
         if not envs or unknown:
-            raise ValueError(f"env_weights: no environment named {sorted(unknown)}" if unknown else "envs: none given")
+            raise ValueError(
+                f"env_weights: no environment named {sorted(unknown)}"
+                if unknown
+                else "envs: none given"
+            )
         self.settings = settings
         self.envs = dict(envs)
         self.tokenizer = tokenizer
-        self._names = sorted(self.envs)            # the choice must not depend on the order of the configuration
+        self._names = sorted(
+            self.envs
+        )  # the choice must not depend on the order of the configuration
         self._shares = list(accumulate(settings.env_weights.get(name, 1.0) for name in self._names))
 
     def draw(self, ledger: Ledger, count: int, temperature: float) -> list[Draw]:
-        """The next `count` draws; advances `ledger`. Raises ValueError when an environment gives unusable prompts."""
+        """The next `count` draws; advances `ledger`. Raises ValueError when an environment gives
+        unusable prompts."""
         drawn: list[Draw] = []
         passed_over = 0
         limit = self.settings.max_prompt_tokens
@@ -102,13 +119,24 @@ class PromptSource:
             position = ledger.cursors.get(name, 0)
             ledger.draws += 1
             ledger.cursors[name] = position + 1
-            drawing = draw_at(self.envs[name], name, position, "train", self.tokenizer, sampling,
-                              self.settings.rollouts_per_example, self.settings.seed)
+            drawing = draw_at(
+                self.envs[name],
+                name,
+                position,
+                "train",
+                self.tokenizer,
+                sampling,
+                self.settings.rollouts_per_example,
+                self.settings.seed,
+            )
             if limit is not None and len(drawing.request.prompt_ids) > limit:
                 ledger.passed_over += 1
                 passed_over += 1
                 if passed_over >= MAX_PASSED_OVER:
-                    raise ValueError(f"max_prompt_tokens: {passed_over} prompts in a row have more than {limit} tokens")
+                    raise ValueError(
+                        f"max_prompt_tokens: {passed_over} prompts in a row have more than {limit} "
+                        f"tokens"
+                    )
                 continue
             passed_over = 0
             ledger.planned += 1
@@ -123,17 +151,36 @@ class PromptSource:
         return self._names[min(bisect_right(self._shares, share), len(self._names) - 1)]
 
 
-def draw_at(env: Environment, name: str, position: int, split: str, tokenizer: Tokenizer, sampling: Sampling, n: int,
-            run_seed: int) -> Draw:
-    """The prompt of an environment at a position and its request, whose id and seed are the same whenever it is sent.
+def draw_at(
+    env: Environment,
+    name: str,
+    position: int,
+    split: str,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    n: int,
+    run_seed: int,
+) -> Draw:
+    """The prompt of an environment at a position and its request, whose id and seed are the same
+    whenever it is sent.
 
     Raises ValueError when the prompt says it belongs to another environment or has no tokens.
     """
     prompt = prompt_at(env, position, split)
     if prompt.env != name:
-        raise ValueError(f"environment {name!r}: prompt {prompt.id!r} says it belongs to {prompt.env!r}")
+        raise ValueError(
+            f"environment {name!r}: prompt {prompt.id!r} says it belongs to {prompt.env!r}"
+        )
     prompt_ids = list(tokenizer.encode_chat(prompt.messages))
     if not prompt_ids:
         raise ValueError(f"environment {name!r}: prompt {prompt.id!r} has no tokens")
-    return Draw(prompt, Request(prompt_ids=prompt_ids, n=n, seed=seed_of(run_seed, split, name, prompt.id, position),
-                                id=f"{split}/{name}/{position}/{prompt.id}", **vars(sampling)))
+    return Draw(
+        prompt,
+        Request(
+            prompt_ids=prompt_ids,
+            n=n,
+            seed=seed_of(run_seed, split, name, prompt.id, position),
+            id=f"{split}/{name}/{position}/{prompt.id}",
+            **vars(sampling),
+        ),
+    )

@@ -1,10 +1,11 @@
 """A step's numbers.
 
-Reward statistics are of the raw scores, before any shaping, over every scored sample of the step, the groups that
-dynamic sampling dropped included: the curve then says how the policy does, not how the batch was picked. Lengths,
-tokens, flags and the entropy estimate are over every generated rollout too. `num_samples` and `num_groups` count what
-is in the batch.
+Reward statistics are of the raw scores, before any shaping, over every scored sample of the step,
+the groups that dynamic sampling dropped included: the curve then says how the policy does, not how
+the batch was picked. Lengths, tokens, flags and the entropy estimate are over every generated
+rollout too. `num_samples` and `num_groups` count what is in the batch.
 """
+
 from __future__ import annotations
 
 import math
@@ -26,16 +27,22 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def reward_stats(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Raw-score statistics (population standard deviation). A group counts in the fractions once two samples scored.
+    """Raw-score statistics (population standard deviation). A group counts in the fractions once
+    two samples scored.
 
-    `zero_std_fraction`: all scores of the group equal. `solved_all`, `solved_none`: every, no sample reaches SOLVED.
+    `zero_std_fraction`: all scores of the group equal. `solved_all`, `solved_none`: every, no
+    sample reaches SOLVED.
     """
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.scores()]
     stats = {"reward/error_rate": (len(samples) - len(rewards)) / len(samples)}
     if rewards:
-        stats |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards),
-                  "reward/min": min(rewards), "reward/max": max(rewards)}
+        stats |= {
+            "reward/mean": fmean(rewards),
+            "reward/std": pstdev(rewards),
+            "reward/min": min(rewards),
+            "reward/max": max(rewards),
+        }
     scores = [group.scores() for group in groups if len(group.scores()) >= 2]
     if scores:
         stats["reward/zero_std_fraction"] = fmean(min(group) == max(group) for group in scores)
@@ -55,7 +62,8 @@ def env_stats(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def rollout_stats(rollouts: Sequence[Rollout], version: int | None) -> dict[str, float]:
-    """Lengths, endings, versions, sampled entropy. `version` is the learner's; None stands for the newest seen."""
+    """Lengths, endings, versions, sampled entropy. `version` is the learner's; None stands for the
+    newest seen."""
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     logprobs = [logprob for rollout in rollouts for logprob in rollout.logprobs]
     versions = [span.version for rollout in rollouts for span in rollout.behavior.policy]

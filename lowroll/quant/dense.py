@@ -1,11 +1,14 @@
-"""The formats that are plain floating point: the baseline that every other format is measured against.
+"""The formats that are plain floating point: the baseline that every other format is measured
+against.
 
-On CPU a large matrix is multiplied from a copy in oneDNN's blocked layout, because a decode step has few rows and
-`F.linear` would reorder the weight (or walk it badly) in every step: 1.4-3 times faster at 4-24 rows, at the price
-of a second copy of the weight (docs/LOG.md). A small matrix stays in the cache, and the call costs more than it saves.
+On CPU a large matrix is multiplied from a copy in oneDNN's blocked layout, because a decode step
+has few rows and `F.linear` would reorder the weight (or walk it badly) in every step: 1.4-3 times
+faster at 4-24 rows, at the price of a second copy of the weight (docs/LOG.md). A small matrix stays
+in the cache, and the call costs more than it saves.
 
 Legend: N out features, K in features, M rows of activations.
 """
+
 from __future__ import annotations
 
 from functools import cache
@@ -16,8 +19,8 @@ from torch import Tensor
 
 from lowroll.quant.formats import Format, QTensor
 
-PACK_FROM = 1 << 18     # weights in a matrix from which on packing pays
-PACK_ROWS = 64          # the batch that oneDNN chooses the layout for
+PACK_FROM = 1 << 18  # weights in a matrix from which on packing pays
+PACK_ROWS = 64  # the batch that oneDNN chooses the layout for
 
 
 class Dense(Format):
@@ -36,14 +39,24 @@ class Dense(Format):
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         x, w_NK = x_MK.to(self.dtype), q.tensors["weight"]
         bias_N = None if bias_N is None else bias_N.to(self.dtype)
-        if w_NK.numel() < PACK_FROM or x.requires_grad or w_NK.device.type != "cpu" or not _packs(self.dtype):
+        if (
+            w_NK.numel() < PACK_FROM
+            or x.requires_grad
+            or w_NK.device.type != "cpu"
+            or not _packs(self.dtype)
+        ):
             return F.linear(x, w_NK, bias_N).to(x_MK.dtype)
         packed = q.derive("onednn", lambda q: _pack(q.tensors["weight"]))
         return _packed_linear(x, packed, bias_N).to(x_MK.dtype)
 
 
 class Float32(Dense):
-    name, bits, dtype, summary = "fp32", 32, torch.float32, "float32 weights and arithmetic, the reference"
+    name, bits, dtype, summary = (
+        "fp32",
+        32,
+        torch.float32,
+        "float32 weights and arithmetic, the reference",
+    )
 
 
 class BFloat16(Dense):
@@ -56,7 +69,11 @@ def over(w_NK: Tensor) -> QTensor | None:
     Whoever writes to the storage calls `renew`.
     """
     name = next((f.name for f in (Float32, BFloat16) if f.dtype == w_NK.dtype), None)
-    return None if name is None else QTensor(name, (w_NK.shape[0], w_NK.shape[1]), {"weight": w_NK.detach()})
+    return (
+        None
+        if name is None
+        else QTensor(name, (w_NK.shape[0], w_NK.shape[1]), {"weight": w_NK.detach()})
+    )
 
 
 def _pack(w_NK: Tensor) -> Tensor:

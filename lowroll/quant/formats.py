@@ -1,20 +1,24 @@
 """QTensor, the Format protocol, and the table of formats.
 
-A format knows bits, never layer names. `quantize` turns a matrix w_NK ([out, in]) into codes and scales,
-`dequantize` gives the matrix that the codes stand for, and `linear` multiplies activations with it the way the
-rollout engine does. One file a format; a new one is a subclass of `Format` and a row in `formats()`.
+A format knows bits, never layer names. `quantize` turns a matrix w_NK ([out, in]) into codes and
+scales, `dequantize` gives the matrix that the codes stand for, and `linear` multiplies activations
+with it the way the rollout engine does. One file a format; a new one is a subclass of `Format` and
+a row in `formats()`.
 
-Scales are computed and kept in the dtype that is stored (float32 unless the format says otherwise), whatever the
-dtype of the matrix: the codes depend on the weights' values alone. Tensors carry the names and layouts of the
-checkpoints that other tools read (`weight_packed`, `weight_scale`, ...). A fused matrix (qkv, gate-up) is one QTensor,
-so what a format keeps once a matrix, such as NVFP4's global scale, its parts share when it is quantised here.
+Scales are computed and kept in the dtype that is stored (float32 unless the format says otherwise),
+whatever the dtype of the matrix: the codes depend on the weights' values alone. Tensors carry the
+names and layouts of the checkpoints that other tools read (`weight_packed`, `weight_scale`, ...). A
+fused matrix (qkv, gate-up) is one QTensor, so what a format keeps once a matrix, such as NVFP4's
+global scale, its parts share when it is quantised here.
 
-Checkpoints hold the parts. `cut` and `stack` take a fused matrix apart and together without changing a code: stored
-tensors are cut along their first dimension, which has `pitch` entries for a row of the matrix. Parts that come from
-elsewhere with different values of what is kept once a matrix keep theirs, in one entry for each row (or block).
+Checkpoints hold the parts. `cut` and `stack` take a fused matrix apart and together without
+changing a code: stored tensors are cut along their first dimension, which has `pitch` entries for a
+row of the matrix. Parts that come from elsewhere with different values of what is kept once a
+matrix keep theirs, in one entry for each row (or block).
 
 Legend: N out features, K in features, M rows of activations.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -32,17 +36,20 @@ from torch import Tensor
 from lowroll.kernels import sweep, w4a16
 from lowroll.kernels.rows import Product, Rows
 
-LARGE = 1 << 26     # weights of a matrix whose 4-bit codes are read faster than the dense copy up to 64 rows
-EPS = torch.finfo(torch.float32).eps      # the scale of an all-zero channel or group
+LARGE = (
+    1 << 26
+)  # weights of a matrix whose 4-bit codes are read faster than the dense copy up to 64 rows
+EPS = torch.finfo(torch.float32).eps  # the scale of an all-zero channel or group
 
 
 @dataclass(eq=False)
 class QTensor:
     """A quantised matrix: named storages (codes, scales) that never move once made.
 
-    `tensors` are the published bytes: digests, checkpoints and `copy_` see them. `packed` is what a kernel derived
-    from them for its own use (oneDNN's blocked layout); it is made on first use (`derive`). When the codes change, it
-    is dropped on CPU, and elsewhere made again at once in the same storages, which a CUDA graph may hold.
+    `tensors` are the published bytes: digests, checkpoints and `copy_` see them. `packed` is what a
+    kernel derived from them for its own use (oneDNN's blocked layout); it is made on first use
+    (`derive`). When the codes change, it is dropped on CPU, and elsewhere made again at once in the
+    same storages, which a CUDA graph may hold.
     """
 
     format: str
@@ -50,23 +57,25 @@ class QTensor:
     tensors: dict[str, Tensor]
     packed: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
-    version: int = 0                 # how often the codes have changed
+    version: int = 0  # how often the codes have changed
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
-        """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor, a tuple of tensors, or one
-        of QTensors over this one's storages."""
+        """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor, a
+        tuple of tensors, or one of QTensors over this one's storages."""
         if key not in self.packed:
             self.packed[key], self.makers[key] = make(self), make
         return self.packed[key]
 
     @torch.no_grad()
     def keep_dense(self, dtype: torch.dtype) -> None:
-        """Keep the dequantised matrix beside the codes: memory for the time that many rows would unpack them in."""
+        """Keep the dequantised matrix beside the codes: memory for the time that many rows would
+        unpack them in."""
         self.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
     @torch.no_grad()
     def renew(self) -> None:
-        """The codes have changed: so must what was derived from them. Whoever writes to `tensors` calls it."""
+        """The codes have changed: so must what was derived from them. Whoever writes to `tensors`
+        calls it."""
         self.version += 1
         if self.device.type == "cpu":
             self.packed.clear()
@@ -87,13 +96,23 @@ class QTensor:
         return get_format(self.format).linear(x_MK, self, bias_N)
 
     def copy_(self, other: QTensor) -> QTensor:
-        """Adopt the codes and scales of `other` in place: no storage moves. ValueError when they do not fit."""
+        """Adopt the codes and scales of `other` in place: no storage moves. ValueError when they do
+        not fit."""
         if (self.format, self.shape) != (other.format, other.shape):
-            raise ValueError(f"cannot adopt a {other.format} tensor of shape {list(other.shape)} into a "
-                             f"{self.format} one of shape {list(self.shape)}")
-        if odd := [name for name, tensor in self.tensors.items() if tensor.shape != other.tensors[name].shape]:
-            raise ValueError(f"cannot adopt a {other.format} tensor with {odd[0]} {list(other.tensors[odd[0]].shape)} "
-                             f"into one with {list(self.tensors[odd[0]].shape)}")
+            raise ValueError(
+                f"cannot adopt a {other.format} tensor of shape {list(other.shape)} into a "
+                f"{self.format} one of shape {list(self.shape)}"
+            )
+        if odd := [
+            name
+            for name, tensor in self.tensors.items()
+            if tensor.shape != other.tensors[name].shape
+        ]:
+            raise ValueError(
+                f"cannot adopt a {other.format} tensor with {odd[0]} "
+                f"{list(other.tensors[odd[0]].shape)} "
+                f"into one with {list(self.tensors[odd[0]].shape)}"
+            )
         for name, tensor in self.tensors.items():
             tensor.copy_(other.tensors[name])
         self.renew()
@@ -103,13 +122,16 @@ class QTensor:
     def quantize_(self, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
         """Quantise `w_NK` into this tensor's own storages.
 
-        amax_1: its largest magnitude (`kernels.sweep.amax`) from a caller who knows that it is finite: then nobody
-        waits for the device. ValueError, before anything is written, for another shape or a non-finite value.
+        amax_1: its largest magnitude (`kernels.sweep.amax`) from a caller who knows that it is
+        finite: then nobody waits for the device. ValueError, before anything is written, for
+        another shape or a non-finite value.
         """
         if tuple(w_NK.shape) != self.shape:
-            raise ValueError(f"cannot adopt a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}")
+            raise ValueError(
+                f"cannot adopt a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}"
+            )
         if amax_1 is None:
-            amax_1, = sweep.amax([w_NK])
+            (amax_1,) = sweep.amax([w_NK])
             if not sweep.finite([amax_1])[0]:
                 raise ValueError(f"{self.format}: the weight holds a non-finite value")
         get_format(self.format).encode_into(w_NK.detach(), amax_1, self.tensors)
@@ -117,16 +139,25 @@ class QTensor:
         return self
 
     def seen_as(self, format: str) -> QTensor | None:
-        """The same storages in another format of the same layout (int4 and w4a8); None when the layouts differ."""
+        """The same storages in another format of the same layout (int4 and w4a8); None when the
+        layouts differ."""
         if format == self.format:
             return self
-        return QTensor(format, self.shape, self.tensors) if layout(format) == layout(self.format) else None
+        return (
+            QTensor(format, self.shape, self.tensors)
+            if layout(format) == layout(self.format)
+            else None
+        )
 
     def to(self, device: torch.device | str) -> QTensor:
-        return QTensor(self.format, self.shape, {name: t.to(device) for name, t in self.tensors.items()})
+        return QTensor(
+            self.format, self.shape, {name: t.to(device) for name, t in self.tensors.items()}
+        )
 
     def clone(self) -> QTensor:
-        return QTensor(self.format, self.shape, {name: t.clone() for name, t in self.tensors.items()})
+        return QTensor(
+            self.format, self.shape, {name: t.clone() for name, t in self.tensors.items()}
+        )
 
     @property
     def nbytes(self) -> int:
@@ -144,25 +175,28 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """x / divisor, rounded once on every device: CUDA would multiply by the rounded reciprocal of a scalar."""
+    """x / divisor, rounded once on every device: CUDA would multiply by the rounded reciprocal of a
+    scalar."""
     return x / torch.full_like(x, divisor)
 
 
 def nonzero(scale: Tensor) -> Tensor:
-    """The scale, or float32's epsilon where it is 0 (a channel or group of zeros, or one too small to scale)."""
+    """The scale, or float32's epsilon where it is 0 (a channel or group of zeros, or one too small
+    to scale)."""
     return torch.where(scale > 0, scale, torch.full_like(scale, EPS))
 
 
 def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
-    """The dequantised matrix [N, K] as a product needs it in every step: on CPU it is kept until the codes change.
+    """The dequantised matrix [N, K] as a product needs it in every step: on CPU it is kept until
+    the codes change.
 
-    That costs a dense copy of the weight; without it, unpacking would take longer than a decode step's product. On
-    CUDA, where memory is the reason for low-bit weights, it is made anew and lives for one product, unless
-    `keep_dense` asked for it.
+    That costs a dense copy of the weight; without it, unpacking would take longer than a decode
+    step's product. On CUDA, where memory is the reason for low-bit weights, it is made anew and
+    lives for one product, unless `keep_dense` asked for it.
     """
     if q.device.type != "cpu":
         return q.packed[key] if (key := f"dense {dtype}") in q.packed else q.dequantize(dtype)
-    with torch.inference_mode(False):           # the learner may differentiate through what the engine kept
+    with torch.inference_mode(False):  # the learner may differentiate through what the engine kept
         return q.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
 
@@ -174,14 +208,16 @@ class Format(ABC):
     """How a matrix is stored and multiplied. Implementations are stateless."""
 
     name: str
-    bits: float                      # bits a weight, with the scales of its group; those of a long row left out
+    bits: float  # bits a weight, with the scales of its group; those of a long row left out
     summary: str
-    group: int | None = None         # weights of a row that share a scale; None: the whole row
-    dense: bool = False              # dense formats hold plain floating point: there is nothing to correct for
-    once: tuple[str, ...] = ()       # stored tensors that have one entry for the whole matrix
-    stored_as: str | None = None     # another format that has the same stored tensors
-    rounds: bool = False             # activations, to what `rounded` says, for a product in float32
-    rows: str | None = None          # the kind of codes that `product` takes; None: the format has no such product
+    group: int | None = None  # weights of a row that share a scale; None: the whole row
+    dense: bool = False  # dense formats hold plain floating point: there is nothing to correct for
+    once: tuple[str, ...] = ()  # stored tensors that have one entry for the whole matrix
+    stored_as: str | None = None  # another format that has the same stored tensors
+    rounds: bool = False  # activations, to what `rounded` says, for a product in float32
+    rows: str | None = (
+        None  # the kind of codes that `product` takes; None: the format has no such product
+    )
 
     @abstractmethod
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -199,30 +235,39 @@ class Format(ABC):
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor: ...
 
     def rounded(self, x_MK: Tensor) -> Tensor:
-        """Activations as `linear` multiplies them with the dequantised matrix: float32. For formats that `rounds`."""
+        """Activations as `linear` multiplies them with the dequantised matrix: float32. For formats
+        that `rounds`."""
         raise NotImplementedError(f"{self.name} does not round activations")
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
-        """`linear` of activations that are quantised already; its scales may be left to the kernel that comes next."""
+        """`linear` of activations that are quantised already; its scales may be left to the kernel
+        that comes next."""
         raise NotImplementedError(f"{self.name} has no product of quantised rows")
 
     def quantize(self, w_NK: Tensor) -> QTensor:
-        """Quantise [N, K]. ValueError for a tensor that is no matrix, is empty, or holds a non-finite value."""
+        """Quantise [N, K]. ValueError for a tensor that is no matrix, is empty, or holds a
+        non-finite value."""
         if w_NK.ndim != 2 or w_NK.numel() == 0:
-            raise ValueError(f"{self.name}: expected a non-empty matrix [out, in], got shape {list(w_NK.shape)}")
+            raise ValueError(
+                f"{self.name}: expected a non-empty matrix [out, in], got shape {list(w_NK.shape)}"
+            )
         return self.empty((w_NK.shape[0], w_NK.shape[1]), w_NK.device).quantize_(w_NK)
 
     def empty(self, shape: tuple[int, int], device: torch.device) -> QTensor:
         """Storages for a matrix [N, K]; nothing is in them yet."""
         like = self.encode(torch.empty(shape, device="meta"))
-        return QTensor(self.name, shape, {name: torch.empty_like(t, device=device) for name, t in like.items()})
+        return QTensor(
+            self.name, shape, {name: torch.empty_like(t, device=device) for name, t in like.items()}
+        )
 
     def pitch(self, name: str, num_in: int) -> Fraction:
-        """Entries along the first dimension of a stored tensor for one row of a matrix with `num_in` columns."""
+        """Entries along the first dimension of a stored tensor for one row of a matrix with
+        `num_in` columns."""
         return Fraction(1)
 
     def cut(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """The parts, of `rows` rows each, with copies of the codes and scales that they have in the whole matrix.
+        """The parts, of `rows` rows each, with copies of the codes and scales that they have in the
+        whole matrix.
 
         ValueError when a block of the format reaches over the border of two parts.
         """
@@ -259,28 +304,40 @@ class Format(ABC):
         """Where the parts begin and end in a stored tensor."""
         edges = [row * self.pitch(name, num_in) for row in accumulate(rows, initial=0)]
         if odd := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
-            raise ValueError(f"{self.name}: {rows[odd[0]]} rows of {num_in} weights end within one of its blocks, "
-                             "which two parts of a fused matrix would have to share")
+            raise ValueError(
+                f"{self.name}: {rows[odd[0]]} rows of {num_in} weights end within one of its "
+                f"blocks, "
+                "which two parts of a fused matrix would have to share"
+            )
         return [-(-edge.numerator // edge.denominator) for edge in edges]
 
 
 def dense_from(shape: tuple[int, int]) -> int:
-    """Rows beyond which a matrix that is kept dense takes less time than its 4-bit codes (measured: docs/LOG.md)."""
+    """Rows beyond which a matrix that is kept dense takes less time than its 4-bit codes (measured:
+    docs/LOG.md)."""
     return 64 if shape[0] * shape[1] >= LARGE else 32
 
 
 class WeightOnly(Format):
-    """Low-bit storage only: the product is that of the dequantised matrix, in the activations' dtype.
+    """Low-bit storage only: the product is that of the dequantised matrix, in the activations'
+    dtype.
 
-    On CUDA few rows are multiplied with the exact one, whose bits are decoded as they arrive (kernels.streamed).
+    On CUDA few rows are multiplied with the exact one, whose bits are decoded as they arrive
+    (kernels.streamed).
     """
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         kind = self.stored_as or self.name
-        kept = x_MK.is_cuda and x_MK.shape[0] > dense_from(q.shape) and f"dense {x_MK.dtype}" in q.packed
+        kept = (
+            x_MK.is_cuda
+            and x_MK.shape[0] > dense_from(q.shape)
+            and f"dense {x_MK.dtype}" in q.packed
+        )
         if not kept and w4a16.takes(kind, x_MK, q.shape):
             return w4a16.linear(kind, q.tensors, x_MK, q.shape, bias_N)
-        return F.linear(x_MK, multiplicand(q, x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype))
+        return F.linear(
+            x_MK, multiplicand(q, x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype)
+        )
 
 
 _TABLE = {
@@ -318,7 +375,10 @@ def layout(name: str) -> str:
 
 def formats() -> dict[str, str]:
     """The table of formats: name and one line about it."""
-    return {name: f"{get_format(name).bits:g} bits a weight: {get_format(name).summary}" for name in _TABLE}
+    return {
+        name: f"{get_format(name).bits:g} bits a weight: {get_format(name).summary}"
+        for name in _TABLE
+    }
 
 
 def quantize(w_NK: Tensor, format: str = "int8") -> QTensor:

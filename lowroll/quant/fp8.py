@@ -1,21 +1,25 @@
-"""FP8 W8A8 in e4m3: 3 bits of mantissa, largest value 448, no infinity. Per channel and token, or in blocks.
+"""FP8 W8A8 in e4m3: 3 bits of mantissa, largest value 448, no infinity. Per channel and token, or
+in blocks.
 
     fp8         s_w[n] = amax(|w[n, :]|) / 448                    s_x[m] = max(amax(|x[m, :]|) / 448, 1 / (448 * 512))
     fp8_block   s_w a tile of 128 x 128 weights, amax >= 1e-10    s_x a token and 128 features, the same floor
     codes       q = e4m3(clamp(v / s, -448, 448)), to nearest, ties to even
     product     y[m, n] = (sum_k q_x q_w) s_x s_w + bias[n]
 
-The product of two codes is exact in float32; sums are float32's. Per channel, CUDA multiplies the codes themselves
-(`kernels.w8a8`); for bfloat16 activations the sums are rounded to bfloat16 before the scales are applied. They differ
-from the CPU's by their order and by the bits that tensor cores keep (on an H200 at most 5e-5 of the product of the
-norms; docs/LOG.md). Elsewhere, and for blocks, the codes are multiplied as float32 values. Values are clamped before
-the cast, because e4m3 has no infinity to saturate to. The floor of the activation scale is that of vLLM's dynamic
-kernel, the weight scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv 2412.19437,
-section 3.3.2; algorithms B2). Tiles run over a fused matrix as a whole: one part of it is in whole tiles only when the
-parts before it have a multiple of 128 rows.
+The product of two codes is exact in float32; sums are float32's. Per channel, CUDA multiplies the
+codes themselves (`kernels.w8a8`); for bfloat16 activations the sums are rounded to bfloat16 before
+the scales are applied. They differ from the CPU's by their order and by the bits that tensor cores
+keep (on an H200 at most 5e-5 of the product of the norms; docs/LOG.md). Elsewhere, and for blocks,
+the codes are multiplied as float32 values. Values are clamped before the cast, because e4m3 has no
+infinity to saturate to. The floor of the activation scale is that of vLLM's dynamic kernel, the
+weight scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv
+2412.19437, section 3.3.2; algorithms B2). Tiles run over a fused matrix as a whole: one part of it
+is in whole tiles only when the parts before it have a multiple of 128 rows.
 
-Legend: N out features, K in features, M rows of activations, G groups of a row, S features of a group.
+Legend: N out features, K in features, M rows of activations, G groups of a row, S features of a
+group.
 """
+
 from __future__ import annotations
 
 from fractions import Fraction
@@ -42,7 +46,11 @@ def to_e4m3(x: Tensor) -> Tensor:
 
 
 class Float8(Format):
-    name, bits, summary = "fp8", 8, "e4m3 W8A8, per-channel weights, per-token activations, float32 accumulation"
+    name, bits, summary = (
+        "fp8",
+        8,
+        "e4m3 W8A8, per-channel weights, per-token activations, float32 accumulation",
+    )
     rows = "fp8"
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -54,7 +62,7 @@ class Float8(Format):
         return (q.tensors["weight"].float() * q.tensors["weight_scale"]).to(dtype)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not (w_NK.is_cuda and fused(w_NK)):       # Triton's interpreter rounds to e4m3 wrongly
+        if not (w_NK.is_cuda and fused(w_NK)):  # Triton's interpreter rounds to e4m3 wrongly
             return super().encode_into(w_NK, amax_1, tensors)
         quantize_rows_into(w_NK, tensors["weight"], tensors["weight_scale"], "fp8")
 
@@ -65,12 +73,21 @@ class Float8(Format):
         if rows.codes_MK.device.type != "cpu":
             return multiply(rows, q.tensors["weight"], q.tensors["weight_scale"], bias_N)
         values_NK = q.derive("codes", lambda q: q.tensors["weight"].float())
-        return Product(F.linear(rows.codes_MK.float(), values_NK), rows.scale_M1, q.tensors["weight_scale"], bias_N,
-                       rows.dtype)
+        return Product(
+            F.linear(rows.codes_MK.float(), values_NK),
+            rows.scale_M1,
+            q.tensors["weight_scale"],
+            bias_N,
+            rows.dtype,
+        )
 
 
 class Float8Block(Format):
-    name, bits, summary = "fp8_block", 8, "e4m3 W8A8, weights in 128 x 128 tiles, activations a token and 128 features"
+    name, bits, summary = (
+        "fp8_block",
+        8,
+        "e4m3 W8A8, weights in 128 x 128 tiles, activations a token and 128 features",
+    )
     group, rounds = BLOCK, True
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:

@@ -1,14 +1,18 @@
-"""What the group-wise 4-bit formats share: rows cut into groups, two codes a byte, and the levels of e2m1.
+"""What the group-wise 4-bit formats share: rows cut into groups, two codes a byte, and the levels
+of e2m1.
 
-A row that the group does not divide is padded with zeros while it is encoded; the stored codes end where the row does.
-Two 4-bit codes share a byte, the first in the low half (compressed-tensors) or the high half (bitsandbytes).
+A row that the group does not divide is padded with zeros while it is encoded; the stored codes end
+where the row does. Two 4-bit codes share a byte, the first in the low half (compressed-tensors) or
+the high half (bitsandbytes).
 
-e2m1 (OCP Microscaling Formats 1.0, section 5.3.3) is a sign bit over the eight magnitudes 0 .5 1 1.5 2 3 4 6. Rounding
-is to the nearest, ties to the code whose last bit is 0: .25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4,
-5 -> 4. A negative number that rounds to zero keeps its sign (code 8).
+e2m1 (OCP Microscaling Formats 1.0, section 5.3.3) is a sign bit over the eight magnitudes 0 .5 1
+1.5 2 3 4 6. Rounding is to the nearest, ties to the code whose last bit is 0: .25 -> 0, .75 -> 1,
+1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4. A negative number that rounds to zero keeps its
+sign (code 8).
 
 Legend: N out features, K in features, G groups of a row, S weights of a group, B bytes of a row.
 """
+
 from __future__ import annotations
 
 from functools import cache
@@ -18,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_LEVELS = (*E2M1, *(-level for level in E2M1))         # by code
+E2M1_LEVELS = (*E2M1, *(-level for level in E2M1))  # by code
 
 
 def split(w_NK: Tensor, size: int) -> Tensor:
@@ -33,13 +37,16 @@ def join(w_NGS: Tensor, num_in: int) -> Tensor:
 
 
 def pack(codes_NK: Tensor, first_high: bool = False) -> Tensor:
-    """Codes 0..15 (uint8), two a byte: uint8 [N, ceil(K / 2)]. A row of odd length ends with a 0."""
+    """Codes 0..15 (uint8), two a byte: uint8 [N, ceil(K / 2)]. A row of odd length ends with a
+    0."""
     codes_NK = F.pad(codes_NK, (0, codes_NK.shape[1] % 2))
     first_NB, second_NB = codes_NK[:, ::2], codes_NK[:, 1::2]
     return first_NB << 4 | second_NB if first_high else second_NB << 4 | first_NB
 
 
-def unpack(packed_NB: Tensor, levels: tuple[float, ...], num_in: int, first_high: bool = False) -> Tensor:
+def unpack(
+    packed_NB: Tensor, levels: tuple[float, ...], num_in: int, first_high: bool = False
+) -> Tensor:
     """The levels that packed codes stand for: float32 [N, K]."""
     pairs = _pairs(levels, first_high, packed_NB.device)
     return F.embedding(packed_NB.int(), pairs).flatten(1)[:, :num_in]
@@ -49,7 +56,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
     """Codes (uint8) of the nearest e2m1 levels; what exceeds 6 saturates."""
     magnitude, codes = x.abs(), (x < 0).to(torch.uint8) * 8
     for code, (low, high) in enumerate(zip(E2M1, E2M1[1:], strict=False)):
-        middle = (low + high) / 2                          # a tie belongs to the even code
+        middle = (low + high) / 2  # a tie belongs to the even code
         codes += (magnitude > middle if code % 2 == 0 else magnitude >= middle).view(torch.uint8)
     return codes
 

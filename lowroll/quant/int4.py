@@ -5,13 +5,16 @@
                  q = clamp(round(w / s + z), -8, 7),                                      w^ = (q - z) s
     w4a8         the symmetric weights, times INT8 activations with one dynamic scale a token
 
-Rounding is half to even; a group of zeros has float32's epsilon as its scale. Range and scales are those of
-compressed-tensors (`pack-quantized`), QaRL's default format (algorithms B3). `weight_packed` holds q + 8 in int32
-words, eight codes each from the lowest bits up; `weight_zero_point` holds z + 8 the same way, along the rows. The sizes
-that files keep in `weight_shape` are the QTensor's `shape`.
+Rounding is half to even; a group of zeros has float32's epsilon as its scale. Range and scales are
+those of compressed-tensors (`pack-quantized`), QaRL's default format (algorithms B3).
+`weight_packed` holds q + 8 in int32 words, eight codes each from the lowest bits up;
+`weight_zero_point` holds z + 8 the same way, along the rows. The sizes that files keep in
+`weight_shape` are the QTensor's `shape`.
 
-Legend: N out features, K in features, M rows of activations, G groups of a row, S weights of a group.
+Legend: N out features, K in features, M rows of activations, G groups of a row, S weights of a
+group.
 """
+
 from __future__ import annotations
 
 from fractions import Fraction
@@ -28,11 +31,12 @@ from lowroll.quant.formats import Format, QTensor, WeightOnly, divide, multiplic
 from lowroll.quant.groups import join, pack, split, unpack
 
 GROUP = 128
-LEVELS = tuple(float(q) for q in range(-8, 8))        # by stored code: q + 8
+LEVELS = tuple(float(q) for q in range(-8, 8))  # by stored code: q + 8
 
 
 def pack_words(q_NK: Tensor) -> Tensor:
-    """Codes -8..7, eight an int32 word: [N, ceil(K / 8)]. A word that a row does not fill ends with zero bits."""
+    """Codes -8..7, eight an int32 word: [N, ceil(K / 8)]. A word that a row does not fill ends with
+    zero bits."""
     codes_NK = (q_NK + 8).to(torch.uint8)
     return _in_order(pack(F.pad(codes_NK, (0, -codes_NK.shape[1] % 8)))).view(torch.int32)
 
@@ -70,7 +74,11 @@ class Int4(Symmetric, WeightOnly):
 
 
 class Int4Asymmetric(WeightOnly):
-    name, bits, summary = "int4_asym", 4.28125, "W4A16, asymmetric (a zero point a group), groups of 128"
+    name, bits, summary = (
+        "int4_asym",
+        4.28125,
+        "W4A16, asymmetric (a zero point a group), groups of 128",
+    )
     group = GROUP
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -79,13 +87,18 @@ class Int4Asymmetric(WeightOnly):
         scale_NG = nonzero(divide(high_NG - low_NG, 15.0))
         zero_NG = torch.round((-8 - low_NG / scale_NG).clamp(-8, 7))
         q_NGS = torch.round(w_NGS / scale_NG[..., None] + zero_NG[..., None]).clamp_(-8, 7)
-        return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1])), "weight_scale": scale_NG,
-                "weight_zero_point": _pack_zeros(zero_NG)}
+        return {
+            "weight_packed": pack_words(join(q_NGS, w_NK.shape[1])),
+            "weight_scale": scale_NG,
+            "weight_zero_point": _pack_zeros(zero_NG),
+        }
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
-        zero_NG = quantise4(w_NK, self.name, GROUP, tensors["weight_packed"], tensors["weight_scale"])
+        zero_NG = quantise4(
+            w_NK, self.name, GROUP, tensors["weight_packed"], tensors["weight_scale"]
+        )
         assert zero_NG is not None
         tensors["weight_zero_point"].copy_(_pack_zeros(zero_NG))
 
@@ -94,14 +107,20 @@ class Int4Asymmetric(WeightOnly):
             return w4a16.dequantize("int4_asym", q.tensors, q.shape, dtype)
         zero_NG = unpack_words(q.tensors["weight_zero_point"].t(), q.shape[0]).t()
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
-        return join((q_NGS - zero_NG[..., None]) * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)
+        return join(
+            (q_NGS - zero_NG[..., None]) * q.tensors["weight_scale"][..., None], q.shape[1]
+        ).to(dtype)
 
     def pitch(self, name: str, num_in: int) -> Fraction:
         return Fraction(1, 8) if name == "weight_zero_point" else Fraction(1)
 
 
 class Int4Int8(Symmetric):
-    name, stored_as, summary = "w4a8", "int4", "int4's weights, INT8 activations with a scale a token"
+    name, stored_as, summary = (
+        "w4a8",
+        "int4",
+        "int4's weights, INT8 activations with a scale a token",
+    )
     rounds = True
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
@@ -122,5 +141,6 @@ def _pack_zeros(zero_NG: Tensor) -> Tensor:
 
 
 def _in_order(x: Tensor) -> Tensor:
-    """x with row-major strides, also where a size of 1 lets others count as contiguous: words are views of bytes."""
+    """x with row-major strides, also where a size of 1 lets others count as contiguous: words are
+    views of bytes."""
     return x.clone(memory_format=torch.contiguous_format)

@@ -4,16 +4,18 @@
     activations  s_x[m] = amax(|x[m, :]|) / 127,    q_x = round(x * 127 / amax)
     product      y[m, n] = (sum_k q_x q_w in int32) * s_w[n] * s_x[m] + bias[n]
 
-Rounding is half to even. The weight scale follows compressed-tensors ((qmax - qmin) / 2), the activation scale
-vLLM's dynamic kernel (QuRL section 3.1; algorithms B1). Rows of zeros keep scale = float32's epsilon and codes 0.
-Because the accumulation is in integers, a row's result does not depend on its batch-mates: alone and in any batch
-it is bitwise the same (rung P2).
+Rounding is half to even. The weight scale follows compressed-tensors ((qmax - qmin) / 2), the
+activation scale vLLM's dynamic kernel (QuRL section 3.1; algorithms B1). Rows of zeros keep scale =
+float32's epsilon and codes 0. Because the accumulation is in integers, a row's result does not
+depend on its batch-mates: alone and in any batch it is bitwise the same (rung P2).
 
-On CPU the product runs in oneDNN's packed kernel. It takes unsigned activations there: q_x + 128 with zero point
-128, which is the same integer sum, while signed activations fall back to a reference loop (docs/LOG.md).
+On CPU the product runs in oneDNN's packed kernel. It takes unsigned activations there: q_x + 128
+with zero point 128, which is the same integer sum, while signed activations fall back to a
+reference loop (docs/LOG.md).
 
 Legend: N out features, K in features, M rows of activations.
 """
+
 from __future__ import annotations
 
 from functools import cache
@@ -29,7 +31,11 @@ from lowroll.quant.formats import Format, QTensor, divide, nonzero
 
 
 class Int8(Format):
-    name, bits, summary = "int8", 8, "W8A8, per-channel weights, per-token activations, int32 accumulation"
+    name, bits, summary = (
+        "int8",
+        8,
+        "W8A8, per-channel weights, per-token activations, int32 accumulation",
+    )
     rows = "int8"
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -51,27 +57,34 @@ class Int8(Format):
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
         if rows.codes_MK.device.type == "cpu" and _onednn_is_exact():
-            return Product(_onednn_product(rows.codes_MK, q), rows.scale_M1, None, bias_N, rows.dtype)
+            return Product(
+                _onednn_product(rows.codes_MK, q), rows.scale_M1, None, bias_N, rows.dtype
+            )
         return multiply(rows, q.tensors["codes"], q.tensors["scale"], bias_N)
 
 
 def _onednn_product(codes_MK: Tensor, q: QTensor) -> Tensor:
     """(sum_k q_x q_w) * s_w in float32, by oneDNN on the packed weight."""
     weight, scale_N, zero_N = q.derive("onednn", _prepack)
-    shifted_MK = codes_MK.view(torch.uint8).bitwise_xor(128)       # codes + 128, by the sign bit
-    return torch.ops.onednn.qlinear_pointwise(shifted_MK, 1.0, 128, weight, scale_N, zero_N, None, 1.0, 0,
-                                              torch.float32, "none", [], "")
+    shifted_MK = codes_MK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
+    return torch.ops.onednn.qlinear_pointwise(
+        shifted_MK, 1.0, 128, weight, scale_N, zero_N, None, 1.0, 0, torch.float32, "none", [], ""
+    )
 
 
 def _prepack(q: QTensor) -> tuple[Tensor, Tensor, Tensor]:
     """The weight in oneDNN's layout, its scales, and their zero points."""
-    return (torch.ops.onednn.qlinear_prepack(q.tensors["codes"], None), q.tensors["scale"].flatten(),
-            torch.zeros(q.shape[0], dtype=torch.int32))
+    return (
+        torch.ops.onednn.qlinear_prepack(q.tensors["codes"], None),
+        q.tensors["scale"].flatten(),
+        torch.zeros(q.shape[0], dtype=torch.int32),
+    )
 
 
 @cache
 def _onednn_is_exact() -> bool:
-    """Does this CPU's oneDNN kernel accumulate without saturating? (Chips without VNNI add pairs in 16 bits.)"""
+    """Does this CPU's oneDNN kernel accumulate without saturating? (Chips without VNNI add pairs in
+    16 bits.)"""
     codes_NK = torch.full((64, 256), -128, dtype=torch.int8)
     codes_NK[::2] = 127
     codes_MK = torch.full((2, 256), 127, dtype=torch.int8)

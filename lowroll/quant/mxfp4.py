@@ -1,16 +1,19 @@
-"""MXFP4 W4A16: e2m1 codes with a power of two for 32 weights of a row (OCP Microscaling Formats 1.0).
+"""MXFP4 W4A16: e2m1 codes with a power of two for 32 weights of a row (OCP Microscaling Formats
+1.0).
 
     s = 2^(E - 127),   q = e2m1(clamp(w / s, -6, 6)),   w^ = q s
 
     EVEN   E = 127 + e - 2, e = floor(log2 amax), one more from amax = 1.75 * 2^e on   (compressed-tensors; `mxfp4`)
     FLOOR  E = 127 + floor(log2 amax) - 2                                              (OCP's rule; `mxfp4_floor`)
 
-EVEN never saturates a block's largest weight by more than rounding would; FLOOR cuts what lies above 6 s. E is read off
-the bits of amax, so it is exact; it is clamped to 0..254, and a block of zeros has E = 0 and codes 0 (algorithms B5).
-Codes are packed as NVFP4's; `weight_scale` holds E as uint8.
+EVEN never saturates a block's largest weight by more than rounding would; FLOOR cuts what lies
+above 6 s. E is read off the bits of amax, so it is exact; it is clamped to 0..254, and a block of
+zeros has E = 0 and codes 0 (algorithms B5). Codes are packed as NVFP4's; `weight_scale` holds E as
+uint8.
 
 Legend: N out features, K in features, G blocks of a row.
 """
+
 from __future__ import annotations
 
 import torch
@@ -23,11 +26,17 @@ from lowroll.quant.formats import QTensor, WeightOnly
 from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
 
 BLOCK = 32
-QUARTER_OCTAVE = 1 << 21        # of float32's mantissa: added to amax, it carries into the exponent from 1.75 on
+QUARTER_OCTAVE = (
+    1 << 21
+)  # of float32's mantissa: added to amax, it carries into the exponent from 1.75 on
 
 
 class MXFloat4(WeightOnly):
-    name, bits, summary = "mxfp4", 4.25, "W4A16, e2m1 in blocks of 32 with powers of two as scales, rounded EVEN"
+    name, bits, summary = (
+        "mxfp4",
+        4.25,
+        "W4A16, e2m1 in blocks of 32 with powers of two as scales, rounded EVEN",
+    )
     group, bump = BLOCK, QUARTER_OCTAVE
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -46,7 +55,9 @@ class MXFloat4(WeightOnly):
         if w4a16.expands("mxfp4", q.tensors, q.shape, dtype):
             return w4a16.dequantize("mxfp4", q.tensors, q.shape, dtype)
         values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
-        return join(values_NGS * power_of_two(q.tensors["weight_scale"])[..., None], q.shape[1]).to(dtype)
+        return join(values_NGS * power_of_two(q.tensors["weight_scale"])[..., None], q.shape[1]).to(
+            dtype
+        )
 
 
 class MXFloat4Floor(MXFloat4):
@@ -57,4 +68,4 @@ class MXFloat4Floor(MXFloat4):
 def power_of_two(exponent: Tensor) -> Tensor:
     """2^(E - 127) of e8m0 exponents 0..254, exactly: float32."""
     bits = exponent.int() << 23
-    return torch.where(bits > 0, bits, 1 << 22).view(torch.float32)      # 2^-127 is subnormal
+    return torch.where(bits > 0, bits, 1 << 22).view(torch.float32)  # 2^-127 is subnormal

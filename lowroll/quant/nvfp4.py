@@ -4,16 +4,19 @@
     s_b  = e4m3(min(g * amax(|w_b|) / 6, 448))       a block of 16; 1/8 where that rounds to 0
     q    = e2m1(clamp(w / (s_b / g), -6, 6))         w^ = q (s_b / g)
 
-g spreads the block scales over e4m3's range. An amax of 0, or so small that g overflows, gives g = 1. Blocks of zeros
-have scale 1/8 and codes 0. The layout is compressed-tensors' `nvfp4-pack-quantized`, two codes a byte from the low half
-(QeRL, section 2 and Eq. 6; algorithms B4).
+g spreads the block scales over e4m3's range. An amax of 0, or so small that g overflows, gives g =
+1. Blocks of zeros have scale 1/8 and codes 0. The layout is compressed-tensors'
+`nvfp4-pack-quantized`, two codes a byte from the low half (QeRL, section 2 and Eq. 6; algorithms
+B4).
 
-Kernels multiply a fused matrix with one global scale, so q, k and v must share theirs, and gate and up too. Here they
-do by construction: the fused matrix is quantised as one, and the amax over it is the largest of its parts'. Parts that
-a file holds with different g keep them, one a row: `weight_global_scale` [N].
+Kernels multiply a fused matrix with one global scale, so q, k and v must share theirs, and gate and
+up too. Here they do by construction: the fused matrix is quantised as one, and the amax over it is
+the largest of its parts'. Parts that a file holds with different g keep them, one a row:
+`weight_global_scale` [N].
 
 Legend: N out features, K in features, G blocks of a row.
 """
+
 from __future__ import annotations
 
 import torch
@@ -30,7 +33,11 @@ BLOCK = 16
 
 
 class NVFloat4(WeightOnly):
-    name, bits, summary = "nvfp4", 4.5, "W4A16, e2m1 in blocks of 16 with e4m3 scales, a global scale a matrix"
+    name, bits, summary = (
+        "nvfp4",
+        4.5,
+        "W4A16, e2m1 in blocks of 16 with e4m3 scales, a global scale a matrix",
+    )
     group, once = BLOCK, ("weight_global_scale",)
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -40,8 +47,11 @@ class NVFloat4(WeightOnly):
         scale_NG = to_e4m3(global_1 * divide(amax_NG, 6.0))
         scale_NG = torch.where(scale_NG.float() > 0, scale_NG.float(), 0.125).to(scale_NG.dtype)
         codes_NGS = encode_e2m1(w_NGS / _multiplier(scale_NG, global_1))
-        return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1])), "weight_scale": scale_NG,
-                "weight_global_scale": global_1}
+        return {
+            "weight_packed": pack(join(codes_NGS, w_NK.shape[1])),
+            "weight_scale": scale_NG,
+            "weight_global_scale": global_1,
+        }
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not fused(w_NK):

@@ -1,20 +1,24 @@
-"""PPO's critic: a second model with a scalar head, which says what reward to expect from every state of a response.
+"""PPO's critic: a second model with a scalar head, which says what reward to expect from every
+state of a response.
 
     V_t = w . h_t + b          h_t the last hidden state before token y_t is drawn: the value of (x, y_<t)
 
-With the reward of a response on its last token, `advantages.gae` makes token advantages and returns of the values
-(arXiv 1506.02438 eq. 16), the advantages are whitened over the masked tokens of the whole batch, before it is split
-into minibatches, and the critic descends `objectives.value_loss` on the returns, in the minibatches of the policy.
-Values of before the batch serve for all of them, as the proximal log-probs do.
+With the reward of a response on its last token, `advantages.gae` makes token advantages and returns
+of the values (arXiv 1506.02438 eq. 16), the advantages are whitened over the masked tokens of the
+whole batch, before it is split into minibatches, and the critic descends `objectives.value_loss` on
+the returns, in the minibatches of the policy. Values of before the batch serve for all of them, as
+the proximal log-probs do.
 
 1. The body is a model of its own and learns in full, also where the policy learns an adapter. Its lm_head is dropped.
 2. The head begins at zero, so the first values are 0 and the first gradient goes to the head alone: with gamma = lam =
-   1 and no whitening the first step is REINFORCE with the reward as advantage. (verl draws a random head.)
+   1 and no whitening the first step is REINFORCE with the reward as advantage. (verl draws a random
+   head.)
 3. AdamW, its moments, the norm clip and the refusal of non-finite updates are the critic's own; its rate is constant.
 4. In the first `warmup_steps` training steps the critic learns and the policy stands still.
 
 T: tokens fed, N: response tokens, D: hidden size.
 """
+
 from __future__ import annotations
 
 import math
@@ -33,18 +37,18 @@ from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.packing import Packed, PerToken, check, collate, gather, pack
 from lowroll.types import RunFailed, Sample
 
-NO_VARIANCE = 1e-12                # of returns: rounding leaves so much of equal ones
+NO_VARIANCE = 1e-12  # of returns: rounding leaves so much of equal ones
 
 
 @dataclass(frozen=True)
 class CriticSettings:
     """How values become advantages, and what the critic learns from."""
 
-    gamma: float = 1.0                 # discount a token
-    lam: float = 1.0                   # of GAE: 1 trusts the rewards, 0 the values
+    gamma: float = 1.0  # discount a token
+    lam: float = 1.0  # of GAE: 1 trusts the rewards, 0 the values
     whiten: bool = True
-    value_clip: float | None = 0.5     # c of `value_loss`; None: no clip
-    warmup_steps: int = 0              # training steps before the policy learns too
+    value_clip: float | None = 0.5  # c of `value_loss`; None: no clip
+    warmup_steps: int = 0  # training steps before the policy learns too
     tokens_per_microbatch: int = 8192
 
     def __post_init__(self) -> None:
@@ -54,13 +58,16 @@ class CriticSettings:
         if self.value_clip is not None and not self.value_clip > 0:
             raise ValueError(f"value_clip: must be positive, is {self.value_clip}")
         if self.warmup_steps < 0 or self.tokens_per_microbatch < 1:
-            raise ValueError("warmup_steps, tokens_per_microbatch: must be at least 0 and 1, are "
-                             f"{self.warmup_steps} and {self.tokens_per_microbatch}")
+            raise ValueError(
+                "warmup_steps, tokens_per_microbatch: must be at least 0 and 1, are "
+                f"{self.warmup_steps} and {self.tokens_per_microbatch}"
+            )
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the critic says of a batch before its first update; float32 [tokens of the response] by sample index."""
+    """What the critic says of a batch before its first update; float32 [tokens of the response] by
+    sample index."""
 
     values: PerToken
     advantages: PerToken
@@ -69,15 +76,20 @@ class Judgement:
 
 
 class Critic:
-    """The value model and its optimiser. `body` is taken over: it loses its lm_head and all of it learns."""
+    """The value model and its optimiser. `body` is taken over: it loses its lm_head and all of it
+    learns."""
 
-    def __init__(self, body: Transformer, optim: OptimSettings, settings: CriticSettings | None = None) -> None:
+    def __init__(
+        self, body: Transformer, optim: OptimSettings, settings: CriticSettings | None = None
+    ) -> None:
         body.lm_head = None
         self.body, self.settings = body.requires_grad_(True), settings or CriticSettings()
         self.weight_D = nn.Parameter(torch.zeros(body.spec.hidden_size, device=body.device))
         self.bias = nn.Parameter(torch.zeros(1, device=body.device))
         self.params = {f"body.{name}": p for name, p in body.named_parameters()} | {
-            "head.weight": self.weight_D, "head.bias": self.bias}
+            "head.weight": self.weight_D,
+            "head.bias": self.bias,
+        }
         self.optimizer = Optimizer(self.params, optim)
 
     @property
@@ -86,9 +98,9 @@ class Critic:
         return self.optimizer.num_steps < self.settings.warmup_steps
 
     def judge(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]]) -> Judgement:
-        """Values, advantages and returns of the chosen samples, a portion for what an update will read: the values of
-        equal weights are then equal bit for bit. ValueError for a sample that the critic cannot read or that has no
-        reward; RunFailed when a value is not finite."""
+        """Values, advantages and returns of the chosen samples, a portion for what an update will
+        read: the values of equal weights are then equal bit for bit. ValueError for a sample that
+        the critic cannot read or that has no reward; RunFailed when a value is not finite."""
         check(samples, self.body.spec.vocab_size, self.body.spec.max_position)
         values, indices = self._run(samples, portions), [i for portion in portions for i in portion]
         rows = [values[i].tolist() for i in indices]
@@ -97,10 +109,17 @@ class Critic:
         for i, row, mask in zip(indices, rows, masks, strict=True):
             reward = samples[i].reward
             if reward is None:
-                raise ValueError(f"sample {i} ({samples[i].prompt.id}): reward: it is to be learned from and has none")
+                raise ValueError(
+                    f"sample {i} ({samples[i].prompt.id}): reward: it is to be learned from and "
+                    f"has none"
+                )
             if not all(map(math.isfinite, row)):
-                raise RunFailed(f"critic: a value of sample {i} ({samples[i].prompt.id}) is not finite")
-            A, G = gae(place(reward, mask), row, mask, gamma=self.settings.gamma, lam=self.settings.lam)
+                raise RunFailed(
+                    f"critic: a value of sample {i} ({samples[i].prompt.id}) is not finite"
+                )
+            A, G = gae(
+                place(reward, mask), row, mask, gamma=self.settings.gamma, lam=self.settings.lam
+            )
             advantages.append(A)
             returns.append(G)
         metrics = explained_variance(rows, returns, masks)
@@ -112,15 +131,23 @@ class Critic:
 
         return Judgement(values, by_sample(advantages), by_sample(returns), metrics)
 
-    def update(self, samples: Sequence[Sample], minibatch: Sequence[int], judged: Judgement) -> dict[str, float]:
+    def update(
+        self, samples: Sequence[Sample], minibatch: Sequence[int], judged: Judgement
+    ) -> dict[str, float]:
         """One optimiser update towards the returns of a minibatch; returns its metrics."""
         heard = [i for i in minibatch if i in judged.returns]
         counts = Counts(sum(map(sum, (samples[i].loss_mask for i in heard))), len(minibatch))
 
         def loss(packed: Packed, values_N: Tensor) -> tuple[Tensor, dict[str, float]]:
-            return value_loss(values=values_N, old_values=gather(judged.values, packed),
-                              returns=gather(judged.returns, packed), mask=packed.mask_N, segments=packed.segments_N,
-                              counts=counts, clip=self.settings.value_clip)
+            return value_loss(
+                values=values_N,
+                old_values=gather(judged.values, packed),
+                returns=gather(judged.returns, packed),
+                mask=packed.mask_N,
+                segments=packed.segments_N,
+                counts=counts,
+                clip=self.settings.value_clip,
+            )
 
         values = self._run(samples, [heard], lambda packed, values_N: loss(packed, values_N)[0])
         record: dict[str, float] = {"critic/loss": 0.0}
@@ -128,37 +155,59 @@ class Critic:
             whole = collate(samples, heard, self.body.device)
             record = loss(whole, gather(values, whole))[1]
         updated = self.optimizer.update(refuse=not math.isfinite(record["critic/loss"]))
-        return record | {"critic/grad_norm": updated["optim/grad_norm"], "critic/skipped": updated["optim/skipped"]}
+        return record | {
+            "critic/grad_norm": updated["optim/grad_norm"],
+            "critic/skipped": updated["optim/skipped"],
+        }
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """Weights and moments by file and name, and the counters. The tensors are live, not copies."""
+        """Weights and moments by file and name, and the counters. The tensors are live, not
+        copies."""
         moments, counters = self.optimizer.state()
-        return {"critic": {name: p.detach() for name, p in self.params.items()}, "critic_optimizer": moments}, counters
+        return {
+            "critic": {name: p.detach() for name, p in self.params.items()},
+            "critic_optimizer": moments,
+        }, counters
 
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], counters: Mapping[str, Any]) -> None:
-        """Put back what `state` gave, bitwise. ValueError, before anything changes, for names or shapes that differ."""
+    def restore(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], counters: Mapping[str, Any]
+    ) -> None:
+        """Put back what `state` gave, bitwise. ValueError, before anything changes, for names or
+        shapes that differ."""
         saved = tensors.get("critic", {})
         if odd := sorted(self.params.keys() ^ saved.keys()):
-            raise ValueError(f"critic state: {odd[0]} is {'missing' if odd[0] in self.params else 'unknown'} "
-                             f"({len(odd)} such names)")
+            raise ValueError(
+                f"critic state: {odd[0]} is {'missing' if odd[0] in self.params else 'unknown'} "
+                f"({len(odd)} such names)"
+            )
         for name, p in self.params.items():
             if saved[name].shape != p.shape or saved[name].dtype != p.dtype:
-                raise ValueError(f"critic state: {name} is {saved[name].dtype} {list(saved[name].shape)}, expected "
-                                 f"{p.dtype} {list(p.shape)}")
+                raise ValueError(
+                    f"critic state: {name} is {saved[name].dtype} {list(saved[name].shape)}, "
+                    f"expected "
+                    f"{p.dtype} {list(p.shape)}"
+                )
         self.optimizer.restore(tensors["critic_optimizer"], counters)
         for name, p in self.params.items():
             p.copy_(saved[name])
 
-    def _run(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]],
-             loss: Callable[[Packed, Tensor], Tensor] | None = None) -> PerToken:
-        """The values of the chosen samples, each portion packed by itself. With `loss(packed, values_N)`, a
-        micro-batch's share of the loss, its gradient is added to that of the parameters."""
+    def _run(
+        self,
+        samples: Sequence[Sample],
+        portions: Sequence[Sequence[int]],
+        loss: Callable[[Packed, Tensor], Tensor] | None = None,
+    ) -> PerToken:
+        """The values of the chosen samples, each portion packed by itself. With `loss(packed,
+        values_N)`, a micro-batch's share of the loss, its gradient is added to that of the
+        parameters."""
         values: PerToken = {}
         for indices in pack(samples, portions, self.settings.tokens_per_microbatch):
             packed = collate(samples, indices, self.body.device)
             with torch.set_grad_enabled(loss is not None):
-                hidden_TD = self.body(packed.ids_T, packed.pos_T, varlen(packed.lengths, self.body.device))
+                hidden_TD = self.body(
+                    packed.ids_T, packed.pos_T, varlen(packed.lengths, self.body.device)
+                )
                 values_N = hidden_TD[packed.index_N].float() @ self.weight_D + self.bias
                 if loss is not None:
                     loss(packed, values_N).backward()
@@ -167,11 +216,19 @@ class Critic:
         return values
 
 
-def explained_variance(values: Sequence[Sequence[float]], returns: Sequence[Sequence[float]],
-                       masks: Sequence[Sequence[int]]) -> dict[str, float]:
-    """1 - Var(G - V) / Var(G) over the unmasked tokens, as critic/explained_variance; nothing where G does not vary."""
-    pairs = [pair for V, G, mask in zip(values, returns, masks, strict=True)
-             for *pair, m in zip(V, G, mask, strict=True) if m]
+def explained_variance(
+    values: Sequence[Sequence[float]],
+    returns: Sequence[Sequence[float]],
+    masks: Sequence[Sequence[int]],
+) -> dict[str, float]:
+    """1 - Var(G - V) / Var(G) over the unmasked tokens, as critic/explained_variance; nothing where
+    G does not vary."""
+    pairs = [
+        pair
+        for V, G, mask in zip(values, returns, masks, strict=True)
+        for *pair, m in zip(V, G, mask, strict=True)
+        if m
+    ]
     V_N, G_N = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).unbind(1)
     if not len(G_N) or (total := G_N.var(correction=0).item()) < NO_VARIANCE:
         return {}

@@ -6,17 +6,19 @@
     ratio       mismatch/weight_max above a bound
     nonfinite   one of these is not finite, or an update was skipped because it was not
 
-The average is m <- m + (x - m) / 10; the first steps are the BASELINE steps of rollouts of one kind: after the start, a
-fallback, or the begin of a stage of the run or of its noise, which shifts the mismatch as it was asked to. A stage of
-so few steps has no `kl`. After `patience` steps in a row with any alarm comes the action, and the count begins again:
+The average is m <- m + (x - m) / 10; the first steps are the BASELINE steps of rollouts of one
+kind: after the start, a fallback, or the begin of a stage of the run or of its noise, which shifts
+the mismatch as it was asked to. A stage of so few steps has no `kl`. After `patience` steps in a
+row with any alarm comes the action, and the count begins again:
 
     warn        says so
     tighten     every bound b of the objective becomes b^p around its neutral value (see `rescale`); thrice at most
     fallback    the rollouts get the next format of LADDER, until they are dense
 
-What the guard decides is a function of the metrics that a run repeats bit for bit, and of the state that it saves, so
-a resumed run decides the same. A guard that never fires changes nothing.
+What the guard decides is a function of the metrics that a run repeats bit for bit, and of the state
+that it saves, so a resumed run decides the same. A guard that never fires changes nothing.
 """
+
 from __future__ import annotations
 
 import math
@@ -26,20 +28,34 @@ from typing import Any
 
 from lowroll.checkpoint.store import check_pieces
 
-BASELINE = 5                       # steps whose mean KL is the level to grow from
-HORIZON = 10                       # steps of the moving average
-MAX_TIGHTENED = 3                  # more would leave no room to learn
+BASELINE = 5  # steps whose mean KL is the level to grow from
+HORIZON = 10  # steps of the moving average
+MAX_TIGHTENED = 3  # more would leave no room to learn
 ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
-STAGE = ("rollout/noise_sigma", "rollout/stage")     # a baseline holds as long as these do
+STAGE = ("rollout/noise_sigma", "rollout/stage")  # a baseline holds as long as these do
 WATCHED = ("mismatch/ess", "mismatch/kl_k3", "mismatch/weight_max")
 
 LADDER: dict[str, str] = {"int8": "dense", "fp8": "dense", "fp8_block": "dense"} | dict.fromkeys(
-    ("int4", "int4_asym", "w4a8", "nvfp4", "mxfp4", "mxfp4_floor", "nf4", "nf4_dq"), "fp8")
+    ("int4", "int4_asym", "w4a8", "nvfp4", "mxfp4", "mxfp4_floor", "nf4", "nf4_dq"), "fp8"
+)
 
 # How far an option is from doing nothing: a distance that shrinks, or a ratio that draws near 1.
 _DISTANCES = ("eps_low", "eps_high", "eps_negative", "width")
-_RATIOS = ("cap", "xi_cap", "token_rs", "icepop", "veto", "token_mask_low", "token_mask_high", "geo_mask_low",
-           "geo_mask_high", "sequence_mask_low", "sequence_mask_high", "sequence_clip_high", "ratio_cap")
+_RATIOS = (
+    "cap",
+    "xi_cap",
+    "token_rs",
+    "icepop",
+    "veto",
+    "token_mask_low",
+    "token_mask_high",
+    "geo_mask_low",
+    "geo_mask_high",
+    "sequence_mask_low",
+    "sequence_mask_high",
+    "sequence_clip_high",
+    "ratio_cap",
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +75,8 @@ class GuardSettings:
 
 
 class Guard:
-    """Looks at every step's metrics. `weights` is the rollouts' format; with `to_dense` a fallback leads there at once.
+    """Looks at every step's metrics. `weights` is the rollouts' format; with `to_dense` a fallback
+    leads there at once.
 
     `tightened` and `weights` say what the next step is to be done with; the caller sees to it.
     """
@@ -72,26 +89,40 @@ class Guard:
         self.stage: list[float] | None = None
 
     def look(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """`guard/*` metrics of a step, and what happened, for people: alarms (of a streak's first and last step), then
-        the action."""
+        """`guard/*` metrics of a step, and what happened, for people: alarms (of a streak's first
+        and last step), then the action."""
         stage = [metrics.get(name, 0.0) for name in STAGE]
         if self.stage not in (None, stage):
             self._forget()
         self.stage = stage
         rung = self._alarms(metrics)
         self.streak = self.streak + 1 if rung else 0
-        told = [f"{name}: {text}" for name, text in rung.items()] if self.streak in (1, self.settings.patience) else []
+        told = (
+            [f"{name}: {text}" for name, text in rung.items()]
+            if self.streak in (1, self.settings.patience)
+            else []
+        )
         if self.streak >= self.settings.patience:
             told += self._act()
             self.streak = 0
         values = {f"guard/{name}": float(name in rung) for name in ALARMS}
-        return values | {"guard/tightened": float(self.tightened), "guard/fallbacks": float(self.fallbacks)}, told
+        return values | {
+            "guard/tightened": float(self.tightened),
+            "guard/fallbacks": float(self.fallbacks),
+        }, told
 
     def state(self) -> dict[str, Any]:
         """JSON data from which `restore` goes on bitwise."""
-        return {"weights": self.weights, "tightened": self.tightened, "fallbacks": self.fallbacks,
-                "streak": self.streak, "num_seen": self.num_seen, "average": self.average, "baseline": self.baseline,
-                "stage": self.stage}
+        return {
+            "weights": self.weights,
+            "tightened": self.tightened,
+            "fallbacks": self.fallbacks,
+            "streak": self.streak,
+            "num_seen": self.num_seen,
+            "average": self.average,
+            "baseline": self.baseline,
+            "stage": self.stage,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Put back what `state` gave. ValueError when a piece is missing."""
@@ -105,18 +136,28 @@ class Guard:
         odd = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
         odd += ["optim/skipped"] if metrics.get("optim/skipped", 0) else []
         if s.nonfinite and odd:
-            rung["nonfinite"] = f"{', '.join(odd)} {'shows' if len(odd) == 1 else 'show'} a value that is not finite"
+            rung["nonfinite"] = (
+                f"{', '.join(odd)} {'shows' if len(odd) == 1 else 'show'} a value that is not "
+                f"finite"
+            )
         ess, kl, ratio = (metrics.get(name, math.nan) for name in WATCHED)
         if s.ess_below is not None and ess < s.ess_below:
             rung["ess"] = f"mismatch/ess is {ess:.6g}, below {s.ess_below:g}"
         if s.ratio_above is not None and ratio > s.ratio_above:
             rung["ratio"] = f"mismatch/weight_max is {ratio:.3g}, above {s.ratio_above:g}"
-        rejected = max(metrics.get(f"correction/rejected{part}_fraction", 0.0) for part in ("", "_sequence"))
+        rejected = max(
+            metrics.get(f"correction/rejected{part}_fraction", 0.0) for part in ("", "_sequence")
+        )
         if s.rejected_above is not None and rejected > s.rejected_above:
-            rung["rejected"] = f"{rejected:.0%} of the tokens or sequences are rejected, above {s.rejected_above:.0%}"
+            rung["rejected"] = (
+                f"{rejected:.0%} of the tokens or sequences are rejected, above "
+                f"{s.rejected_above:.0%}"
+            )
         if math.isfinite(kl) and self._follow(kl):
-            rung["kl"] = (f"mismatch/kl_k3 averages {self.average:.3g}, over {s.kl_growth:g} times the "
-                          f"{self.baseline:.3g} of its first steps")
+            rung["kl"] = (
+                f"mismatch/kl_k3 averages {self.average:.3g}, over {s.kl_growth:g} times the "
+                f"{self.baseline:.3g} of its first steps"
+            )
         return rung
 
     def _follow(self, kl: float) -> bool:
@@ -128,7 +169,9 @@ class Guard:
             return False
         self.average += (kl - self.average) / HORIZON
         growth = self.settings.kl_growth
-        return growth is not None and self.average > max(growth * self.baseline, self.settings.kl_floor)
+        return growth is not None and self.average > max(
+            growth * self.baseline, self.settings.kl_floor
+        )
 
     def _forget(self) -> None:
         """The rollouts are others from now on: take another baseline."""
@@ -139,11 +182,16 @@ class Guard:
             if self.tightened == MAX_TIGHTENED:
                 return [f"tightened {MAX_TIGHTENED} times already: the bounds stay"]
             self.tightened += 1
-            return [f"tightened the objective's bounds (power {self.settings.factor ** self.tightened:g})"]
+            return [
+                f"tightened the objective's bounds (power {self.settings.factor**self.tightened:g})"
+            ]
         if self.settings.action == "fallback":
             after = LADDER.get(self.weights, "")
             if not after:
-                return [f"the rollouts have {self.weights} weights already: nothing is left to fall back to"]
+                return [
+                    f"the rollouts have {self.weights} weights already: nothing is left to fall "
+                    f"back to"
+                ]
             before, self.weights = self.weights, "dense" if self.to_dense else after
             self.fallbacks += 1
             self._forget()
@@ -151,11 +199,15 @@ class Guard:
         return []
 
 
-def rescale(options: Mapping[str, Any], power: float, names: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The objective's options with every bound (or those of `names`) nearer to its neutral value: power < 1; or wider.
+def rescale(
+    options: Mapping[str, Any], power: float, names: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The objective's options with every bound (or those of `names`) nearer to its neutral value:
+    power < 1; or wider.
 
-    A clip range eps becomes eps * power, and so does an upper bound of a k2 or k3 rejection. A bound on a ratio (a cap,
-    a mask, a veto, k1's bounds) becomes bound ** power, the same on a log scale. Options that are off (None) stay off.
+    A clip range eps becomes eps * power, and so does an upper bound of a k2 or k3 rejection. A
+    bound on a ratio (a cap, a mask, a veto, k1's bounds) becomes bound ** power, the same on a log
+    scale. Options that are off (None) stay off.
     """
     changed = dict(options)
     for name in names or options:
@@ -167,11 +219,17 @@ def rescale(options: Mapping[str, Any], power: float, names: tuple[str, ...] = (
         elif name in _RATIOS:
             changed[name] = _power(value, power)
         elif name == "reject":
-            changed[name] = {rule: _power(bound, power) if rule.endswith("k1") else bound * power
-                             for rule, bound in value.items()}
+            changed[name] = {
+                rule: _power(bound, power) if rule.endswith("k1") else bound * power
+                for rule, bound in value.items()
+            }
     return changed
 
 
 def _power(bound: Any, power: float) -> Any:
     """bound ** power, of one number or a pair; 0 and infinity stay."""
-    return tuple(_power(part, power) for part in bound) if isinstance(bound, (tuple, list)) else float(bound) ** power
+    return (
+        tuple(_power(part, power) for part in bound)
+        if isinstance(bound, (tuple, list))
+        else float(bound) ** power
+    )

@@ -1,9 +1,10 @@
 """The trainer's loop: a batch in, a policy version out.
 
-    produces       version n + 1, through `publish`, after the step that follows version n
-    waits for      a batch on the rollout channel, at most `deadline_s`; the channel's error names what it waited for
-    unblocked by   the orchestrator's send
+produces       version n + 1, through `publish`, after the step that follows version n
+waits for      a batch on the rollout channel, at most `deadline_s`; the channel's error names what it waited for
+unblocked by   the orchestrator's send
 """
+
 from __future__ import annotations
 
 import time
@@ -26,19 +27,28 @@ from lowroll.types import Batch
 class Trainer:
     """Learns from the batches of a channel.
 
-    `publish(version)` hands the new weights to the engine, and may return metrics of it. `save_offending(batch)` keeps
-    a batch whose update was not finite, for people to look at. `before_first(batch)` sees the first batch of a run
-    before anything is learnt from it, and returns metrics. `reference` is the frozen model of a KL term (None with
-    LoRA: the adapter off), `critic` PPO's, `teacher` the frozen model of AIPO's
-    teacher_tau.
+    `publish(version)` hands the new weights to the engine, and may return metrics of it.
+    `save_offending(batch)` keeps a batch whose update was not finite, for people to look at.
+    `before_first(batch)` sees the first batch of a run before anything is learnt from it, and
+    returns metrics. `reference` is the frozen model of a KL term (None with LoRA: the adapter off),
+    `critic` PPO's, `teacher` the frozen model of AIPO's teacher_tau.
     """
 
-    def __init__(self, model: Transformer, optimizer: Optimizer, settings: LearnSettings, channel: RolloutChannel,
-                 publish: Callable[[int], Mapping[str, float] | None], *, reference: Transformer | None = None,
-                 critic: Critic | None = None, teacher: Transformer | None = None,
-                 save_offending: Callable[[Batch], object] | None = None,
-                 before_first: Callable[[Batch], Mapping[str, float]] | None = None,
-                 deadline_s: float = 3600.0) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        optimizer: Optimizer,
+        settings: LearnSettings,
+        channel: RolloutChannel,
+        publish: Callable[[int], Mapping[str, float] | None],
+        *,
+        reference: Transformer | None = None,
+        critic: Critic | None = None,
+        teacher: Transformer | None = None,
+        save_offending: Callable[[Batch], object] | None = None,
+        before_first: Callable[[Batch], Mapping[str, float]] | None = None,
+        deadline_s: float = 3600.0,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.settings = settings
@@ -55,12 +65,17 @@ class Trainer:
         self.last_step: int | None = None
 
     def step(self) -> dict[str, float]:
-        """Receive a batch, learn from it, publish the next version; returns the metrics of the step."""
+        """Receive a batch, learn from it, publish the next version; returns the metrics of the
+        step."""
         batch = self.channel.receive(self.deadline_s)
         self._refuse_replay(batch)
         started = time.monotonic()
         self._tell("learn", 0, self.settings.minibatches)
-        first = self.before_first(batch) if self.before_first is not None and self.last_step is None else {}
+        first = (
+            self.before_first(batch)
+            if self.before_first is not None and self.last_step is None
+            else {}
+        )
         metrics = {**first, **self._learn(batch)}
         learned = time.monotonic()
         self._tell("publish", 0, 0)
@@ -69,27 +84,50 @@ class Trainer:
         metrics |= self.publish(self.version) or {}
         published = time.monotonic()
         tokens = sum(num_fed(s) for s in batch.samples)
-        return metrics | {"time/learn": learned - started, "time/publish": published - learned,
-                          "perf/learn_tokens_per_second": tokens / max(learned - started, 1e-9)}
+        return metrics | {
+            "time/learn": learned - started,
+            "time/publish": published - learned,
+            "perf/learn_tokens_per_second": tokens / max(learned - started, 1e-9),
+        }
 
     def state(self) -> tuple[states.Tensors, dict[str, Any]]:
         """What `restore` needs to go on bitwise: tensors by file and name, and JSON data."""
         tensors, state = states.capture(self.model, self.optimizer, self.critic)
         return tensors, state | {"version": self.version, "last_step": self.last_step}
 
-    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+    def restore(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+    ) -> None:
         """Put back what `state` gave. The caller publishes `version` to the engine afterwards."""
         critic = ("critic",) if "critic" in {*state, *tensors} else ()
-        check_pieces("trainer state", state, ("optimizer", "uaq_scale", "version", "last_step", *critic))
-        check_pieces("trainer tensors", tensors, ("model", "optimizer", *(f"{name}_optimizer" for name in critic),
-                                                  *(tensors.keys() & critic)))
+        check_pieces(
+            "trainer state", state, ("optimizer", "uaq_scale", "version", "last_step", *critic)
+        )
+        check_pieces(
+            "trainer tensors",
+            tensors,
+            (
+                "model",
+                "optimizer",
+                *(f"{name}_optimizer" for name in critic),
+                *(tensors.keys() & critic),
+            ),
+        )
         states.restore(self.model, self.optimizer, tensors, state, self.critic)
         self.version, self.last_step = state["version"], state["last_step"]
 
     def _learn(self, batch: Batch) -> dict[str, float]:
         try:
-            metrics = learn(self.model, batch, self.optimizer, self.settings, self.reference, self.critic,
-                            self.teacher, on_update=lambda done, total: self._tell("learn", done, total))
+            metrics = learn(
+                self.model,
+                batch,
+                self.optimizer,
+                self.settings,
+                self.reference,
+                self.critic,
+                self.teacher,
+                on_update=lambda done, total: self._tell("learn", done, total),
+            )
         except TrainingDiverged:
             self._keep(batch)
             raise
@@ -107,5 +145,7 @@ class Trainer:
 
     def _refuse_replay(self, batch: Batch) -> None:
         if self.last_step is not None and batch.step <= self.last_step:
-            raise ValueError(f"batch of step {batch.step}: step {self.last_step} was already learned from; "
-                             "a batch is consumed once and in order")
+            raise ValueError(
+                f"batch of step {batch.step}: step {self.last_step} was already learned from; "
+                "a batch is consumed once and in order"
+            )

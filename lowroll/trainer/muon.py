@@ -1,4 +1,5 @@
-"""Muon for the hidden matrices (Jordan et al. 2024): momentum whose directions are all made equally long.
+"""Muon for the hidden matrices (Jordan et al. 2024): momentum whose directions are all made equally
+long.
 
 For a matrix W [N, K] with gradient G, momentum b and learning rate lr:
 
@@ -6,14 +7,16 @@ For a matrix W [N, K] with gradient G, momentum b and learning rate lr:
     X = U / |U|;   five times  X <- a X + (b2 A + c A^2) X  with A = X X^T,  (a, b2, c) = (3.4445, -4.7750, 2.0315)
     W <- W - lr wd W - lr 0.2 sqrt(max(N, K)) X
 
-The iteration moves every singular value of U / |U| by s <- a s + b2 s^3 + c s^5, towards 1 without meeting it exactly
-(about 0.7 to 1.2), so X is nearly the orthogonal factor of U. Its entries then have RMS 1 / sqrt(max(N, K)), and the
-factor makes the update's RMS 0.2 lr, that of Adam in practice (Liu et al. 2025, arXiv 2502.16982, section 2.2): one
-learning rate serves Muon and the AdamW beside it. QaRL trains so with lr 1e-6 and wd 0.01; it prints no other detail.
+The iteration moves every singular value of U / |U| by s <- a s + b2 s^3 + c s^5, towards 1 without
+meeting it exactly (about 0.7 to 1.2), so X is nearly the orthogonal factor of U. Its entries then
+have RMS 1 / sqrt(max(N, K)), and the factor makes the update's RMS 0.2 lr, that of Adam in practice
+(Liu et al. 2025, arXiv 2502.16982, section 2.2): one learning rate serves Muon and the AdamW beside
+it. QaRL trains so with lr 1e-6 and wd 0.01; it prints no other detail.
 
-Fused matrices (q, k, v; gate, up) are several, and each is orthogonalised by itself. The iteration runs in bfloat16
-on a GPU and in float32 elsewhere.
+Fused matrices (q, k, v; gate, up) are several, and each is orthogonalised by itself. The iteration
+runs in bfloat16 on a GPU and in float32 elsewhere.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -26,13 +29,15 @@ from lowroll.model.transformer import Transformer
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-RMS = 0.2                  # of an update, over the learning rate
+RMS = 0.2  # of an update, over the learning rate
 
 
 def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
-    """What Muon may train: the weights of linear layers and adapters, with the rows of the matrices stacked in each.
+    """What Muon may train: the weights of linear layers and adapters, with the rows of the matrices
+    stacked in each.
 
-    Embedding and lm_head are matrices too, but tables of vectors; AdamW trains them, as it does norms and biases.
+    Embedding and lm_head are matrices too, but tables of vectors; AdamW trains them, as it does
+    norms and biases.
     """
     known: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
@@ -57,26 +62,34 @@ def orthogonalize(x_NK: Tensor) -> Tensor:
 
 
 class Muon:
-    """Muon over named float32 matrices; `rows[name]` are the heights of those stacked in one tensor."""
+    """Muon over named float32 matrices; `rows[name]` are the heights of those stacked in one
+    tensor."""
 
-    def __init__(self, params: Mapping[str, Tensor], rows: Mapping[str, Sequence[int]], weight_decay: float) -> None:
+    def __init__(
+        self, params: Mapping[str, Tensor], rows: Mapping[str, Sequence[int]], weight_decay: float
+    ) -> None:
         for name, p in params.items():
             if p.ndim != 2 or sum(rows[name]) != len(p):
-                raise ValueError(f"muon: {name} of shape {list(p.shape)} is no stack of matrices of {rows[name]} rows")
+                raise ValueError(
+                    f"muon: {name} of shape {list(p.shape)} is no stack of matrices of "
+                    f"{rows[name]} rows"
+                )
         self.params, self.rows, self.weight_decay = dict(params), dict(rows), weight_decay
         self.momentum: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def step(self, rate: float) -> Tensor:
-        """Update every parameter from its gradient; returns the update's squared 2-norm, weight decay left out."""
+        """Update every parameter from its gradient; returns the update's squared 2-norm, weight
+        decay left out."""
         total = torch.zeros(())
         for name, p in self.params.items():
             assert p.grad is not None
             m = self.momentum.setdefault(name, torch.zeros_like(p)).lerp_(p.grad, 1 - MOMENTUM)
             direction = p.grad.lerp(m, MOMENTUM)
             p.mul_(1 - rate * self.weight_decay)
-            for piece, target in zip(direction.split(list(self.rows[name])), p.split(list(self.rows[name])),
-                                     strict=True):
+            for piece, target in zip(
+                direction.split(list(self.rows[name])), p.split(list(self.rows[name])), strict=True
+            ):
                 size = rate * RMS * max(piece.shape) ** 0.5
                 update = orthogonalize(piece).mul_(size)
                 target.sub_(update)

@@ -1,21 +1,26 @@
-"""AdamW (or Muon and AdamW) over named parameters, rate schedules, a norm clip that refuses non-finite gradients.
+"""AdamW (or Muon and AdamW) over named parameters, rate schedules, a norm clip that refuses
+non-finite gradients.
 
 AdamW (Loshchilov & Hutter 2019, algorithm 2), with g the clipped gradient:
     m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2        mh = m / (1-b1^t)        vh = v / (1-b2^t)
     p <- p - lr * wd * p - lr * mh / (sqrt(vh) + eps)
-Only matrices decay; norms and biases do not. With `optimizer: muon` the hidden matrices go to Muon (`trainer.muon`) and
-the rest stays here, at the same rate; `adamw8bit` keeps m and v in 8 bits (`trainer.adamw8bit`). Clipping scales all
-gradients by min(1, max_norm / norm), with norm the 2-norm over every parameter (Pascanu et al. 2013).
+Only matrices decay; norms and biases do not. With `optimizer: muon` the hidden matrices go to Muon
+(`trainer.muon`) and the rest stays here, at the same rate; `adamw8bit` keeps m and v in 8 bits
+(`trainer.adamw8bit`). Clipping scales all gradients by min(1, max_norm / norm), with norm the
+2-norm over every parameter (Pascanu et al. 2013).
 
-On CUDA an update of AdamW is one launch (`kernels.adamw`): clip, moments, weights and the parameters' rounding in one
-pass. Elsewhere it is torch's.
+On CUDA an update of AdamW is one launch (`kernels.adamw`): clip, moments, weights and the
+parameters' rounding in one pass. Elsewhere it is torch's.
 
-A bfloat16 parameter keeps 8 bits of mantissa, so an update of 1e-5 of its size would round away: such parameters get
-a float32 master here, gradients are accumulated in float32 on it, and the parameter is its rounding.
+A bfloat16 parameter keeps 8 bits of mantissa, so an update of 1e-5 of its size would round away:
+such parameters get a float32 master here, gradients are accumulated in float32 on it, and the
+parameter is its rounding.
 
-A non-finite norm must never reach the moments: one NaN there is in every weight after the next step and stays. So the
-update is refused, weights and moments stay bit for bit, and `refused_in_a_row` counts up until an update succeeds.
+A non-finite norm must never reach the moments: one NaN there is in every weight after the next step
+and stays. So the update is refused, weights and moments stay bit for bit, and `refused_in_a_row`
+counts up until an update succeeds.
 """
+
 from __future__ import annotations
 
 import math
@@ -39,32 +44,43 @@ class OptimSettings:
     """Names and meanings of the `train` section; `total_steps` is its max_steps."""
 
     learning_rate: float = 1e-5
-    lr_scheduler_type: str = "constant"      # constant, linear or cosine
+    lr_scheduler_type: str = "constant"  # constant, linear or cosine
     warmup_steps: int = 0
     total_steps: int = 100
-    min_lr_ratio: float = 0.0                # of learning_rate, reached at total_steps
+    min_lr_ratio: float = 0.0  # of learning_rate, reached at total_steps
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    max_grad_norm: float | None = 1.0        # None: measured, not clipped
-    optimizer: str = "adamw"                 # or adamw8bit, muon
+    max_grad_norm: float | None = 1.0  # None: measured, not clipped
+    optimizer: str = "adamw"  # or adamw8bit, muon
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in DECAYS:
-            raise ValueError(f"lr_scheduler_type: {self.lr_scheduler_type!r} is none of {', '.join(DECAYS)}")
+            raise ValueError(
+                f"lr_scheduler_type: {self.lr_scheduler_type!r} is none of {', '.join(DECAYS)}"
+            )
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer: {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
-        for name in ("learning_rate", "warmup_steps", "total_steps", "min_lr_ratio", "weight_decay", "eps"):
+        for name in (
+            "learning_rate",
+            "warmup_steps",
+            "total_steps",
+            "min_lr_ratio",
+            "weight_decay",
+            "eps",
+        ):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}: must be finite and not negative, is {value}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas: must lie in [0, 1), are {self.betas}")
-        if self.max_grad_norm is not None and not (math.isfinite(self.max_grad_norm) and self.max_grad_norm > 0):
+        if self.max_grad_norm is not None and not (
+            math.isfinite(self.max_grad_norm) and self.max_grad_norm > 0
+        ):
             raise ValueError(f"max_grad_norm: must be finite and positive, is {self.max_grad_norm}")
 
 
-DECAYS = {                                   # share of the way from full to minimal rate that is left at progress p
+DECAYS = {  # share of the way from full to minimal rate that is left at progress p
     "constant": lambda p: 1.0,
     "linear": lambda p: 1.0 - p,
     "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
@@ -72,44 +88,65 @@ DECAYS = {                                   # share of the way from full to min
 
 
 def learning_rate(settings: OptimSettings, step: int) -> float:
-    """The rate of training step `step`, counted from 0: a pure function, so a resume needs no scheduler state.
+    """The rate of training step `step`, counted from 0: a pure function, so a resume needs no
+    scheduler state.
 
-    Warm-up is linear, (step + 1) / warmup_steps, and reaches the full rate at step warmup_steps - 1. From step
-    warmup_steps on, p = (step - warmup_steps) / (total_steps - warmup_steps), held at 1 past the end, and
-    lr = learning_rate * (min_lr_ratio + (1 - min_lr_ratio) * decay(p)) with decay 1, 1 - p or (1 + cos(pi p)) / 2.
+    Warm-up is linear, (step + 1) / warmup_steps, and reaches the full rate at step warmup_steps -
+    1. From step warmup_steps on, p = (step - warmup_steps) / (total_steps - warmup_steps), held at
+    1 past the end, and lr = learning_rate * (min_lr_ratio + (1 - min_lr_ratio) * decay(p)) with
+    decay 1, 1 - p or (1 + cos(pi p)) / 2.
     """
     full, warmup = settings.learning_rate, settings.warmup_steps
     if step < warmup:
         return full * (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, settings.total_steps - warmup))
-    return full * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * DECAYS[settings.lr_scheduler_type](progress))
+    return full * (
+        settings.min_lr_ratio
+        + (1.0 - settings.min_lr_ratio) * DECAYS[settings.lr_scheduler_type](progress)
+    )
 
 
 class Optimizer:
-    """Trains `params` (name -> parameter). Gradients are accumulated by `backward()`, applied by `update()`.
+    """Trains `params` (name -> parameter). Gradients are accumulated by `backward()`, applied by
+    `update()`.
 
-    `matrices` are those that Muon takes when the settings ask for it, with the rows of each stacked matrix
-    (`muon.hidden_matrices`); AdamW has all others.
+    `matrices` are those that Muon takes when the settings ask for it, with the rows of each stacked
+    matrix (`muon.hidden_matrices`); AdamW has all others.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], settings: OptimSettings,
-                 matrices: Mapping[str, tuple[int, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        settings: OptimSettings,
+        matrices: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         if not params:
             raise ValueError("params: nothing to train")
         self.settings = settings
         self.params = dict(params)
-        self._waiting: dict[str, Tensor] = {}          # on CUDA: the first gradient since the last update, as it came
+        self._waiting: dict[
+            str, Tensor
+        ] = {}  # on CUDA: the first gradient since the last update, as it came
         self.masters = {name: _master(name, p, self._waiting) for name, p in self.params.items()}
-        self.num_steps = 0                   # training steps begun: the schedule's clock
-        self.num_updates = 0                 # updates applied: AdamW's t
+        self.num_steps = 0  # training steps begun: the schedule's clock
+        self.num_updates = 0  # updates applied: AdamW's t
         self.refused_in_a_row = 0
         if settings.optimizer == "muon" and not matrices:
             raise ValueError("optimizer: muon needs matrices to train, and was given none")
         rows = dict(matrices or {}) if settings.optimizer == "muon" else {}
-        self.muon = Muon({name: m for name, m in self.masters.items() if name in rows}, rows, settings.weight_decay)
+        self.muon = Muon(
+            {name: m for name, m in self.masters.items() if name in rows},
+            rows,
+            settings.weight_decay,
+        )
         self.others = {name: m for name, m in self.masters.items() if name not in rows}
-        groups = [{"params": [m for m in self.others.values() if (m.ndim >= 2) == decays],
-                   "weight_decay": settings.weight_decay if decays else 0.0} for decays in (True, False)]
+        groups = [
+            {
+                "params": [m for m in self.others.values() if (m.ndim >= 2) == decays],
+                "weight_decay": settings.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
         groups = [g for g in groups if g["params"]] or [{"params": []}]
         make = adamw8bit.make if self.in_8_bits else torch.optim.AdamW
         self.adamw: Any = make(groups, settings.learning_rate, settings.betas, settings.eps)
@@ -131,14 +168,19 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, refuse: bool = False) -> dict[str, float]:
-        """Clip, step and clear the gradients; returns optim/grad_norm (before clipping), update_norm and skipped.
+        """Clip, step and clear the gradients; returns optim/grad_norm (before clipping),
+        update_norm and skipped.
 
-        When the norm is not finite, or `refuse` (the caller saw a non-finite loss), nothing changes but the count
-        of refusals. A parameter without a gradient takes part with a gradient of 0.
+        When the norm is not finite, or `refuse` (the caller saw a non-finite loss), nothing changes
+        but the count of refusals. A parameter without a gradient takes part with a gradient of 0.
         """
         gradients = self._gradients()
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
-        at = None if self._fused is None else self._fused.addresses(self._own(gradients))    # before the wait for norm
+        norm = torch.linalg.vector_norm(
+            torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+        )
+        at = (
+            None if self._fused is None else self._fused.addresses(self._own(gradients))
+        )  # before the wait for norm
         metrics = {"optim/grad_norm": norm.item(), "optim/update_norm": 0.0, "optim/skipped": 1.0}
         if refuse or not math.isfinite(metrics["optim/grad_norm"]):
             self.refused_in_a_row += 1
@@ -146,12 +188,15 @@ class Optimizer:
             self.num_updates += 1
             self.refused_in_a_row = 0
             metrics |= {"optim/update_norm": self._apply(norm, gradients, at), "optim/skipped": 0.0}
-            torch.autograd.graph.increment_version(list(self.params.values()))     # kernels write past autograd's eyes
+            torch.autograd.graph.increment_version(
+                list(self.params.values())
+            )  # kernels write past autograd's eyes
         self.zero_grad()
         return metrics
 
     def _gradients(self) -> list[Tensor]:
-        """The gradient of every parameter: as they came, where all of them wait for a fused step, else the masters'."""
+        """The gradient of every parameter: as they came, where all of them wait for a fused step,
+        else the masters'."""
         if self._waiting.keys() == self.masters.keys() == self.others.keys() and self._fuses():
             return [self._waiting[name] for name in self.masters]
         for name, gradient in self._waiting.items():
@@ -167,7 +212,8 @@ class Optimizer:
         return [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
 
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
-        """Clip by the gradients' norm, step, round to the parameters; returns the 2-norm of the update."""
+        """Clip by the gradients' norm, step, round to the parameters; returns the 2-norm of the
+        update."""
         plain, most = {} if self._fuses() else self.others, self.settings.max_grad_norm
         by_hand = self.muon.params | plain
         if most is not None and by_hand:
@@ -183,14 +229,24 @@ class Optimizer:
             fused = self._fused_adamw()
             if at is None:
                 at = fused.addresses(self._own(gradients))
-            moved = moved + fused.step(at, clip, rate=self.rate, betas=self.settings.betas, eps=self.settings.eps,
-                                       t=self.num_updates)
+            moved = moved + fused.step(
+                at,
+                clip,
+                rate=self.rate,
+                betas=self.settings.betas,
+                eps=self.settings.eps,
+                t=self.num_updates,
+            )
             return moved.sqrt().item()
         return math.hypot(moved.sqrt().item(), self._adamw_norm())
 
     def _fuses(self) -> bool:
         """Whether AdamW's part of an update is one launch."""
-        return bool(self.others) and not self.in_8_bits and all(m.is_cuda for m in self.others.values())
+        return (
+            bool(self.others)
+            and not self.in_8_bits
+            and all(m.is_cuda for m in self.others.values())
+        )
 
     def _fused_adamw(self) -> Tensors:
         """AdamW's part of an update, in one launch."""
@@ -198,27 +254,39 @@ class Optimizer:
         if self._fused is None:
             for m in self.others.values():
                 if m not in self.adamw.state:
-                    self.adamw.state[m] = {"exp_avg": torch.zeros_like(m), "exp_avg_sq": torch.zeros_like(m)}
+                    self.adamw.state[m] = {
+                        "exp_avg": torch.zeros_like(m),
+                        "exp_avg_sq": torch.zeros_like(m),
+                    }
             states = [self.adamw.state[m] for m in self.others.values()]
-            self._fused = Tensors(list(self.others.values()), [s["exp_avg"] for s in states],
-                                  [s["exp_avg_sq"] for s in states],
-                                  [None if m is self.params[name] else self.params[name].detach()
-                                   for name, m in self.others.items()],
-                                  [groups[id(m)]["weight_decay"] for m in self.others.values()])
+            self._fused = Tensors(
+                list(self.others.values()),
+                [s["exp_avg"] for s in states],
+                [s["exp_avg_sq"] for s in states],
+                [
+                    None if m is self.params[name] else self.params[name].detach()
+                    for name, m in self.others.items()
+                ],
+                [groups[id(m)]["weight_decay"] for m in self.others.values()],
+            )
         return self._fused
 
     def _adamw_norm(self) -> float:
-        """2-norm of AdamW's last update, its weight decay left out; from the moments, so no copy."""
+        """2-norm of AdamW's last update, its weight decay left out; from the moments, so no
+        copy."""
         if not self.others:
             return 0.0
         if self.in_8_bits:
             moved, self.adamw.moved = self.adamw.moved, 0.0
             return math.sqrt(moved)
-        b1, b2 = (1 - beta ** self.num_updates for beta in self.settings.betas)
+        b1, b2 = (1 - beta**self.num_updates for beta in self.settings.betas)
         rate, norms = self.adamw.param_groups[0]["lr"], []
         for moments in (self.adamw.state[master] for master in self.others.values()):
             step = (moments["exp_avg_sq"] / b2).sqrt_().add_(self.settings.eps)
-            norms.append(torch.linalg.vector_norm(torch.div(moments["exp_avg"], step, out=step)) * (rate / b1))
+            norms.append(
+                torch.linalg.vector_norm(torch.div(moments["exp_avg"], step, out=step))
+                * (rate / b1)
+            )
         return torch.linalg.vector_norm(torch.stack(norms)).item()
 
     def zero_grad(self) -> None:
@@ -228,29 +296,49 @@ class Optimizer:
             master.grad = None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Moments (and float32 masters) by parameter name, and the counters. The tensors are live, not copies."""
-        tensors = {f"{name}.master": m.detach() for name, m in self.masters.items() if m is not self.params[name]}
+        """Moments (and float32 masters) by parameter name, and the counters. The tensors are live,
+        not copies."""
+        tensors = {
+            f"{name}.master": m.detach()
+            for name, m in self.masters.items()
+            if m is not self.params[name]
+        }
         for name, master in self.others.items():
             if master in self.adamw.state:
-                tensors |= {f"{name}.{kind}": self.adamw.state[master][kind] for kind in self._moments(name)}
+                tensors |= {
+                    f"{name}.{kind}": self.adamw.state[master][kind] for kind in self._moments(name)
+                }
         tensors |= {f"{name}.momentum": momentum for name, momentum in self.muon.momentum.items()}
-        return tensors, {"num_steps": self.num_steps, "num_updates": self.num_updates,
-                         "refused_in_a_row": self.refused_in_a_row}
+        return tensors, {
+            "num_steps": self.num_steps,
+            "num_updates": self.num_updates,
+            "refused_in_a_row": self.refused_in_a_row,
+        }
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Put back what `state()` gave, bitwise. Raises ValueError, before any change, when names or shapes differ."""
+        """Put back what `state()` gave, bitwise. Raises ValueError, before any change, when names
+        or shapes differ."""
         check_pieces("optimizer state", state, ("num_steps", "num_updates", "refused_in_a_row"))
         kinds = {name: self._moments(name) if state["num_updates"] else {} for name in self.masters}
-        expected = {f"{name}.{kind}": like for name, m in self.masters.items() for kind, like in
-                    (kinds[name] | ({} if m is self.params[name] else {"master": (m.shape, m.dtype)})).items()}
+        expected = {
+            f"{name}.{kind}": like
+            for name, m in self.masters.items()
+            for kind, like in (
+                kinds[name] | ({} if m is self.params[name] else {"master": (m.shape, m.dtype)})
+            ).items()
+        }
         if odd := sorted(expected.keys() ^ tensors.keys()):
-            raise ValueError(f"optimizer state: {odd[0]} is {'missing' if odd[0] in expected else 'unknown'} "
-                             f"({len(odd)} such names)")
+            raise ValueError(
+                f"optimizer state: {odd[0]} is {'missing' if odd[0] in expected else 'unknown'} "
+                f"({len(odd)} such names)"
+            )
         for key, (shape, dtype) in expected.items():
             if tensors[key].shape != shape or tensors[key].dtype != dtype:
-                raise ValueError(f"optimizer state: {key} is {tensors[key].dtype} {list(tensors[key].shape)}, "
-                                 f"expected {dtype} {list(shape)}")
+                raise ValueError(
+                    f"optimizer state: {key} is {tensors[key].dtype} {list(tensors[key].shape)}, "
+                    f"expected {dtype} {list(shape)}"
+                )
         self.num_steps = state["num_steps"]
         self.num_updates = state["num_updates"]
         self.refused_in_a_row = state["refused_in_a_row"]
@@ -260,7 +348,9 @@ class Optimizer:
         for name, master in self.masters.items():
             if master is not self.params[name]:
                 master.copy_(tensors[f"{name}.master"])
-            saved = {kind: tensors[f"{name}.{kind}"].to(master.device, copy=True) for kind in kinds[name]}
+            saved = {
+                kind: tensors[f"{name}.{kind}"].to(master.device, copy=True) for kind in kinds[name]
+            }
             if name not in self.others:
                 self.muon.momentum.update((name, momentum) for momentum in saved.values())
             elif saved and self.in_8_bits:
@@ -279,9 +369,11 @@ class Optimizer:
 
 
 def _master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:
-    """The float32 tensor that AdamW works on: the parameter itself, or its master copy fed through a hook.
+    """The float32 tensor that AdamW works on: the parameter itself, or its master copy fed through
+    a hook.
 
-    On CUDA the hook leaves the first gradient in `waiting`, in half of the memory; a second one makes both float32."""
+    On CUDA the hook leaves the first gradient in `waiting`, in half of the memory; a second one
+    makes both float32."""
     if param.dtype == torch.float32:
         return param
     master = param.detach().float().clone()
@@ -294,7 +386,9 @@ def _master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tenso
             return
         if name in waiting:
             master.grad = waiting.pop(name).float()
-        master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient.float())
+        master.grad = (
+            gradient.float() if master.grad is None else master.grad.add_(gradient.float())
+        )
 
     param.register_post_accumulate_grad_hook(take_gradient)
     return master

@@ -1,15 +1,18 @@
 """Packing: many sequences in one row of tokens, without padding.
 
-Sequences are sorted by length, longest first and stable, and each goes into the first micro-batch that still has
-room (first-fit decreasing: at most 11/9 of the optimal number of bins plus 6/9, Dosa 2007). Positions restart with
-every sequence and `lengths` bounds its attention, so a packed row computes what the sequences would compute alone.
+Sequences are sorted by length, longest first and stable, and each goes into the first micro-batch
+that still has room (first-fit decreasing: at most 11/9 of the optimal number of bins plus 6/9, Dosa
+2007). Positions restart with every sequence and `lengths` bounds its attention, so a packed row
+computes what the sequences would compute alone.
 
-A response token y_t is predicted by the hidden state of the token before it, so entry n of every `_N` tensor is
-about one response token: `targets_N[n]` is y_t, `index_N[n]` the row of the hidden state that predicts it, and
-log pi(y_t | x, y_<t) of the learner lands at n. The last token of a sequence predicts nothing and is not fed.
+A response token y_t is predicted by the hidden state of the token before it, so entry n of every
+`_N` tensor is about one response token: `targets_N[n]` is y_t, `index_N[n]` the row of the hidden
+state that predicts it, and log pi(y_t | x, y_<t) of the learner lands at n. The last token of a
+sequence predicts nothing and is not fed.
 
 T: tokens fed to the model, N: response tokens, S: sequences of one micro-batch.
 """
+
 from __future__ import annotations
 
 from array import array
@@ -24,14 +27,16 @@ from torch import Tensor
 from lowroll.model.attention import upload
 from lowroll.types import MicroBatch, Sample
 
-PerToken = dict[int, Tensor]       # sample index -> float32 [tokens of its response], detached, on any device
+PerToken = dict[
+    int, Tensor
+]  # sample index -> float32 [tokens of its response], detached, on any device
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One micro-batch as tensors on a device, each made when it is first asked for: what the model reads is on its way
-    before the rest is laid out, and the host waits for no copy. `samples[s]` is the index in the batch of the sequence
-    in segment s."""
+    """One micro-batch as tensors on a device, each made when it is first asked for: what the model
+    reads is on its way before the rest is laid out, and the host waits for no copy. `samples[s]` is
+    the index in the batch of the sequence in segment s."""
 
     samples: tuple[int, ...]
     chosen: tuple[Sample, ...]
@@ -45,7 +50,12 @@ class Packed:
     @cached_property
     def ids_T(self) -> Tensor:
         """int64."""
-        return self._put(_tensor("q", [part for s in self.chosen for part in (s.prompt_ids, s.rollout.token_ids[:-1])]))
+        return self._put(
+            _tensor(
+                "q",
+                [part for s in self.chosen for part in (s.prompt_ids, s.rollout.token_ids[:-1])],
+            )
+        )
 
     @cached_property
     def pos_T(self) -> Tensor:
@@ -56,7 +66,9 @@ class Packed:
     @cached_property
     def index_N(self) -> Tensor:
         """int64 into T."""
-        return self._put(_within(torch.tensor(self.lengths).cumsum(0) - self._responses, self._responses))
+        return self._put(
+            _within(torch.tensor(self.lengths).cumsum(0) - self._responses, self._responses)
+        )
 
     @cached_property
     def targets_N(self) -> Tensor:
@@ -95,8 +107,9 @@ class Packed:
 def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
     """Pack sequences of the given token counts into micro-batches of at most `capacity` tokens.
 
-    A sequence longer than `capacity` cannot be split and becomes a micro-batch of its own, which is the least memory
-    that any packing could give it. Raises ValueError for a capacity or a length below 1.
+    A sequence longer than `capacity` cannot be split and becomes a micro-batch of its own, which is
+    the least memory that any packing could give it. Raises ValueError for a capacity or a length
+    below 1.
     """
     if capacity < 1:
         raise ValueError(f"tokens_per_microbatch: must be at least 1, is {capacity}")
@@ -115,17 +128,22 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
     return [MicroBatch(tuple(b), load) for b, load in zip(bins, loads, strict=True)]
 
 
-def pack(samples: Sequence[Sample], portions: Iterable[Sequence[int]], capacity: int) -> list[list[int]]:
+def pack(
+    samples: Sequence[Sample], portions: Iterable[Sequence[int]], capacity: int
+) -> list[list[int]]:
     """Micro-batches of the chosen samples, as their indices; each portion is packed by itself."""
-    return [[portion[i] for i in packed.indices] for portion in portions
-            for packed in first_fit([num_fed(samples[i]) for i in portion], capacity)]
+    return [
+        [portion[i] for i in packed.indices]
+        for portion in portions
+        for packed in first_fit([num_fed(samples[i]) for i in portion], capacity)
+    ]
 
 
 def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
     """Split sample indices into at most `parts` minibatches of whole groups, in planned order.
 
-    `groups[i]` is the group of sample i. The sizes, in groups, differ by at most one; with fewer groups than parts
-    there are as many minibatches as groups. Raises ValueError when parts < 1.
+    `groups[i]` is the group of sample i. The sizes, in groups, differ by at most one; with fewer
+    groups than parts there are as many minibatches as groups. Raises ValueError when parts < 1.
     """
     if parts < 1:
         raise ValueError(f"minibatches: must be at least 1, is {parts}")
@@ -135,16 +153,20 @@ def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
     whole = list(members.values())
     parts = min(parts, len(whole))
     bounds = [len(whole) * p // parts for p in range(parts + 1)] if parts else [0]
-    return [[i for group in whole[a:b] for i in group] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [
+        [i for group in whole[a:b] for i in group] for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
 
 
 def num_fed(sample: Sample) -> int:
-    """Tokens that the model must read to score a sample: all but the last of prompt and response."""
+    """Tokens that the model must read to score a sample: all but the last of prompt and
+    response."""
     return len(sample.prompt_ids) + len(sample.rollout.token_ids) - 1
 
 
 def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> None:
-    """Raise a ValueError that names the sample and the field when a sample cannot be learned from."""
+    """Raise a ValueError that names the sample and the field when a sample cannot be learned
+    from."""
     if not samples:
         raise ValueError("samples: the batch is empty")
     for i, sample in enumerate(samples):
@@ -153,26 +175,43 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
             raise ValueError(f"sample {i} ({sample.prompt.id}): prompt_ids is empty")
         if not num:
             raise ValueError(f"sample {i} ({sample.prompt.id}): rollout.token_ids is empty")
-        for name, values in (("rollout.logprobs", rollout.logprobs), ("loss_mask", sample.loss_mask)):
+        for name, values in (
+            ("rollout.logprobs", rollout.logprobs),
+            ("loss_mask", sample.loss_mask),
+        ):
             if len(values) != num:
-                raise ValueError(f"sample {i} ({sample.prompt.id}): {name} has {len(values)} entries "
-                                 f"for {num} response tokens")
+                raise ValueError(
+                    f"sample {i} ({sample.prompt.id}): {name} has {len(values)} entries "
+                    f"for {num} response tokens"
+                )
         if num_fed(sample) > context_length:
-            raise ValueError(f"sample {i} ({sample.prompt.id}): prompt_ids and rollout.token_ids are {num_fed(sample)} "
-                             f"tokens to read, the model's context is {context_length}")
-        for name, ids in (("prompt_ids", sample.prompt_ids), ("rollout.token_ids", rollout.token_ids)):
+            raise ValueError(
+                f"sample {i} ({sample.prompt.id}): prompt_ids and rollout.token_ids are "
+                f"{num_fed(sample)} "
+                f"tokens to read, the model's context is {context_length}"
+            )
+        for name, ids in (
+            ("prompt_ids", sample.prompt_ids),
+            ("rollout.token_ids", rollout.token_ids),
+        ):
             if min(ids) < 0 or max(ids) >= vocab_size:
-                raise ValueError(f"sample {i} ({sample.prompt.id}): {name} leaves 0..{vocab_size - 1}")
+                raise ValueError(
+                    f"sample {i} ({sample.prompt.id}): {name} leaves 0..{vocab_size - 1}"
+                )
 
 
-def collate(samples: Sequence[Sample], indices: Sequence[int], device: torch.device | str = "cpu") -> Packed:
+def collate(
+    samples: Sequence[Sample], indices: Sequence[int], device: torch.device | str = "cpu"
+) -> Packed:
     """Lay the chosen samples end to end as the tensors of one micro-batch on `device`."""
     return Packed(tuple(indices), tuple(samples[i] for i in indices), torch.device(device))
 
 
 def _within(starts: Tensor, sizes: Tensor) -> Tensor:
     """starts[s], starts[s] + 1, ... for sizes[s] numbers, end to end over s."""
-    return torch.arange(int(sizes.sum())) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)
+    return torch.arange(int(sizes.sum())) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(
+        sizes
+    )
 
 
 def _tensor(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
@@ -184,6 +223,7 @@ def _tensor(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
 
 
 def gather(values: PerToken, packed: Packed) -> Tensor:
-    """The values of the packed samples, end to end, [N], where the others of the micro-batch are."""
+    """The values of the packed samples, end to end, [N], where the others of the micro-batch
+    are."""
     x_N = torch.cat([values[i] for i in packed.samples])
     return x_N if x_N.device.type == packed.device.type else upload(x_N, packed.device)

@@ -1,10 +1,13 @@
-"""What an objective would do with a batch before its first update: the measured mismatch against the thresholds.
+"""What an objective would do with a batch before its first update: the measured mismatch against
+the thresholds.
 
-The learner scores the tokens that the engine has scored. `spread` describes ln pi_old - ln b; `silent` counts the
-tokens that would get no gradient although the ratio R is still 1, because a mask, a rejection or a clip on the mismatch
-silences them. Where A = 0 the objective is asked as if A were 1, so that a batch without signal can be judged too; a
-KL term of its own is left out, and a teacher is imagined who wants what A wants.
+The learner scores the tokens that the engine has scored. `spread` describes ln pi_old - ln b;
+`silent` counts the tokens that would get no gradient although the ratio R is still 1, because a
+mask, a rejection or a clip on the mismatch silences them. Where A = 0 the objective is asked as if
+A were 1, so that a batch without signal can be judged too; a KL term of its own is left out, and a
+teacher is imagined who wants what A wants.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -34,36 +37,63 @@ class Probe:
     def spread(self) -> dict[str, float]:
         """`spread/*` of the log-ratio."""
         packed = self.packed
-        return spread(learner=self.learner_N, behavior=packed.behavior_N, mask=packed.mask_N,
-                      segments=packed.segments_N)
+        return spread(
+            learner=self.learner_N,
+            behavior=packed.behavior_N,
+            mask=packed.mask_N,
+            segments=packed.segments_N,
+        )
 
     def findings(self, options: Mapping[str, Any]) -> list[str]:
-        """The spread in words, and beside it a band on the ratio of whole sequences that is narrower."""
+        """The spread in words, and beside it a band on the ratio of whole sequences that is
+        narrower."""
         token, sequence = (self.spread[f"spread/{level}_std"] for level in ("token", "sequence"))
-        found = [f"before the first update: ln pi_old - ln b has std {token:.2g} a token and {sequence:.2g} a sequence "
-                 "(mean over its tokens)"]
+        found = [
+            f"before the first update: ln pi_old - ln b has std {token:.2g} a token and "
+            f"{sequence:.2g} a sequence "
+            "(mean over its tokens)"
+        ]
         band, name = options.get("eps_high"), self.settings.objective.name
         if band and band < sequence and any(word in name for word in ("gspo", "tbpo")):
-            found.append(f"{name}: its band ends at 1 + {band:.2g}, {sequence / band:.1f} times closer than that: it "
-                         "bounds what the learner moves, not this mismatch; train.forward aligned makes that small")
+            found.append(
+                f"{name}: its band ends at 1 + {band:.2g}, {sequence / band:.1f} times closer than "
+                f"that: it "
+                "bounds what the learner moves, not this mismatch; train.forward aligned makes "
+                "that small"
+            )
         return found
 
     def silent(self, options: Mapping[str, Any]) -> dict[str, float]:
-        """Shares of tokens, and of whole sequences, without a gradient under these options of the objective."""
+        """Shares of tokens, and of whole sequences, without a gradient under these options of the
+        objective."""
         packed, objective = self.packed, self.settings.objective
-        given = {"mask": packed.mask_N, "segments": packed.segments_N, "behavior": packed.behavior_N,
-                 "proximal": self.learner_N}
+        given = {
+            "mask": packed.mask_N,
+            "segments": packed.segments_N,
+            "behavior": packed.behavior_N,
+            "proximal": self.learner_N,
+        }
         learner_N = self.learner_N.clone().requires_grad_(True)
         advantages_N = torch.where(packed.advantages_N == 0, 1, packed.advantages_N)
         options = {**options, **({"kl_tau": 0.0} if "kl_tau" in options else {})}
         with torch.enable_grad():
-            J, _ = objective(learner=learner_N, counts=objective.count(**given, **options), advantages=advantages_N,
-                             teacher=self.learner_N + advantages_N / 2, **given, **options)
-            gradient_N, = torch.autograd.grad(J, learner_N)
+            J, _ = objective(
+                learner=learner_N,
+                counts=objective.count(**given, **options),
+                advantages=advantages_N,
+                teacher=self.learner_N + advantages_N / 2,
+                **given,
+                **options,
+            )
+            (gradient_N,) = torch.autograd.grad(J, learner_N)
         heard_N, layout = gradient_N != 0, lay_out(packed.mask_N, packed.segments_N)
         has_tokens_S = sequence_any(torch.ones_like(heard_N), layout)
-        return {"spread/silent_fraction": masked_mean(~heard_N, layout.mask_N).item(),
-                "spread/silent_sequence_fraction": masked_mean(~sequence_any(heard_N, layout), has_tokens_S).item()}
+        return {
+            "spread/silent_fraction": masked_mean(~heard_N, layout.mask_N).item(),
+            "spread/silent_sequence_fraction": masked_mean(
+                ~sequence_any(heard_N, layout), has_tokens_S
+            ).item(),
+        }
 
 
 def probe(model: Transformer, batch: Batch, settings: LearnSettings) -> Probe | None:
@@ -71,6 +101,12 @@ def probe(model: Transformer, batch: Batch, settings: LearnSettings) -> Probe | 
     heard = [i for i, sample in enumerate(batch.samples) if any(sample.loss_mask)]
     if not heard:
         return None
-    forward = Forward(model, batch.samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature)
+    forward = Forward(
+        model,
+        batch.samples,
+        settings.tokens_per_microbatch,
+        settings.logprob_chunk,
+        batch.temperature,
+    )
     packed = forward.collate(heard)
     return Probe(packed, gather(forward.run([heard]).log_probs, packed), settings)

@@ -1,13 +1,16 @@
-"""Supervised warm start: the policy learns to write the demonstrations before it is rewarded for anything.
+"""Supervised warm start: the policy learns to write the demonstrations before it is rewarded for
+anything.
 
-With y the response of a demonstration, end-of-turn id included, and N the response tokens of the whole batch, a step
-ascends the token mean of the log-likelihood
+With y the response of a demonstration, end-of-turn id included, and N the response tokens of the
+whole batch, a step ascends the token mean of the log-likelihood
 
     J(theta) = 1/N sum over demonstrations sum_t log pi(y_t | x, y_<t),      sft/loss = -J, in nats a token
 
-This is the policy step with every advantage 1 and no ratio, so it runs on the same packing, the same
-logits-to-logprob function and the same optimizer. Each epoch visits the demonstrations in a fresh seeded order.
+This is the policy step with every advantage 1 and no ratio, so it runs on the same packing, the
+same logits-to-logprob function and the same optimizer. Each epoch visits the demonstrations in a
+fresh seeded order.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -75,19 +78,29 @@ class SftSettings:
 class SftLearner:
     """A model that learns demonstrations: the model, its optimizer, and the place in their order.
 
-    `tokenizer` is a transformers tokenizer with a chat template. ValueError for demonstrations that the model cannot
-    read.
+    `tokenizer` is a transformers tokenizer with a chat template. ValueError for demonstrations that
+    the model cannot read.
     """
 
-    def __init__(self, model: Transformer, tokenizer: Any, examples: Sequence[Demonstration],
-                 settings: SftSettings) -> None:
-        self.samples = encode_all(tokenizer, examples, model.spec.vocab_size, model.spec.max_position)
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Any,
+        examples: Sequence[Demonstration],
+        settings: SftSettings,
+    ) -> None:
+        self.samples = encode_all(
+            tokenizer, examples, model.spec.vocab_size, model.spec.max_position
+        )
         self.model, self.settings = model, settings
-        self.optimizer = Optimizer(model.trainable_parameters(), settings.optim, hidden_matrices(model))
+        self.optimizer = Optimizer(
+            model.trainable_parameters(), settings.optim, hidden_matrices(model)
+        )
         self._order = epochs(len(self.samples), settings.seed)
 
     def step(self) -> dict[str, float]:
-        """One update; returns its metrics. Raises TrainingDiverged after MAX_REFUSALS non-finite ones in a row."""
+        """One update; returns its metrics. Raises TrainingDiverged after MAX_REFUSALS non-finite
+        ones in a row."""
         batch = [self.samples[next(self._order)] for _ in range(self.settings.batch_size)]
         return sft_step(self.model, batch, self.optimizer, self.settings)
 
@@ -95,18 +108,28 @@ class SftLearner:
         """What `restore` needs to go on bitwise: tensors by file and name, and JSON data."""
         return states.capture(self.model, self.optimizer)
 
-    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Put back what `state` gave. The order is a function of the seed, so the steps made say where it stands."""
+    def restore(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+    ) -> None:
+        """Put back what `state` gave. The order is a function of the seed, so the steps made say
+        where it stands."""
         states.restore(self.model, self.optimizer, tensors, state)
         drawn = self.optimizer.num_steps * self.settings.batch_size
         self._order = itertools.islice(epochs(len(self.samples), self.settings.seed), drawn, None)
 
 
-def train_sft(model: Transformer, tokenizer: Any, examples: Sequence[Demonstration], settings: SftSettings,
-              on_step: Callable[[int, dict[str, float]], object] | None = None) -> dict[str, float]:
-    """Train the model's trainable parameters on demonstrations; returns the metrics of the last step.
+def train_sft(
+    model: Transformer,
+    tokenizer: Any,
+    examples: Sequence[Demonstration],
+    settings: SftSettings,
+    on_step: Callable[[int, dict[str, float]], object] | None = None,
+) -> dict[str, float]:
+    """Train the model's trainable parameters on demonstrations; returns the metrics of the last
+    step.
 
-    `on_step(step, metrics)` is called after each step, counted from 1. Raises what `SftLearner` does.
+    `on_step(step, metrics)` is called after each step, counted from 1. Raises what `SftLearner`
+    does.
     """
     learner, metrics = SftLearner(model, tokenizer, examples, settings), dict[str, float]()
     for step in range(1, settings.steps + 1):
@@ -116,28 +139,39 @@ def train_sft(model: Transformer, tokenizer: Any, examples: Sequence[Demonstrati
     return metrics
 
 
-def sft_step(model: Transformer, samples: Sequence[Sample], optimizer: Optimizer,
-             settings: SftSettings) -> dict[str, float]:
+def sft_step(
+    model: Transformer, samples: Sequence[Sample], optimizer: Optimizer, settings: SftSettings
+) -> dict[str, float]:
     """One update towards the responses of `samples`; returns its metrics."""
     rate = optimizer.begin_step()
     counts = Counts(sum(len(s.rollout.token_ids) for s in samples), len(samples))
 
     def likelihood(packed: Packed, learner_N: Tensor) -> Tensor:
-        return aggregate(learner_N, lay_out(packed.mask_N, packed.segments_N), mode="token-mean", counts=counts)
+        return aggregate(
+            learner_N, lay_out(packed.mask_N, packed.segments_N), mode="token-mean", counts=counts
+        )
 
     forward = Forward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk)
     trace = forward.run([range(len(samples))], likelihood)
-    loss = -sum(values.double().sum().item() for values in trace.log_probs.values()) / counts.num_tokens
+    loss = (
+        -sum(values.double().sum().item() for values in trace.log_probs.values())
+        / counts.num_tokens
+    )
     metrics = {"sft/loss": loss, "sft/tokens": float(counts.num_tokens), "optim/lr": rate}
     metrics |= optimizer.update(refuse=not math.isfinite(loss))
     if optimizer.refused_in_a_row >= MAX_REFUSALS:
-        raise TrainingDiverged(f"sft: loss {loss}, gradient norm {metrics['optim/grad_norm']}; {MAX_REFUSALS} updates "
-                               "in a row were not finite")
+        raise TrainingDiverged(
+            f"sft: loss {loss}, gradient norm {metrics['optim/grad_norm']}; {MAX_REFUSALS} updates "
+            "in a row were not finite"
+        )
     return metrics
 
 
-def encode_all(tokenizer: Any, examples: Sequence[Demonstration], vocab_size: int, context: int) -> list[Sample]:
-    """The demonstrations as samples. ValueError names one that a model of this vocabulary and context cannot read."""
+def encode_all(
+    tokenizer: Any, examples: Sequence[Demonstration], vocab_size: int, context: int
+) -> list[Sample]:
+    """The demonstrations as samples. ValueError names one that a model of this vocabulary and
+    context cannot read."""
     if tokenizer.eos_token_id is None:
         raise ValueError("tokenizer: it has no end-of-sequence token, so a response could not end")
     chat = ChatTokenizer(tokenizer)
@@ -147,16 +181,29 @@ def encode_all(tokenizer: Any, examples: Sequence[Demonstration], vocab_size: in
 
 
 def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
-    """A demonstration as a sample: the prompt by the chat template, the response closed by the end-of-turn id."""
+    """A demonstration as a sample: the prompt by the chat template, the response closed by the
+    end-of-turn id."""
     response_ids = tokenizer.encode_response(example.response)
-    demonstrated = Rollout(response_ids, [0.0] * len(response_ids), "stop",
-                           BehaviorTag((PolicySpan(0, ""),), weights="demonstration"))
-    return Sample(Prompt("demonstration", "sft", example.messages), tokenizer.encode_chat(example.messages),
-                  demonstrated, example.response, Score(1.0), advantage=1.0, loss_mask=[1] * len(response_ids))
+    demonstrated = Rollout(
+        response_ids,
+        [0.0] * len(response_ids),
+        "stop",
+        BehaviorTag((PolicySpan(0, ""),), weights="demonstration"),
+    )
+    return Sample(
+        Prompt("demonstration", "sft", example.messages),
+        tokenizer.encode_chat(example.messages),
+        demonstrated,
+        example.response,
+        Score(1.0),
+        advantage=1.0,
+        loss_mask=[1] * len(response_ids),
+    )
 
 
 def epochs(size: int, seed: int) -> Iterator[int]:
-    """Indices below `size`, each once an epoch, in an order that depends on (seed, epoch) alone, without end."""
+    """Indices below `size`, each once an epoch, in an order that depends on (seed, epoch) alone,
+    without end."""
     if size < 1:
         raise ValueError("examples: there is no demonstration to learn from")
     epoch = 0
@@ -167,10 +214,13 @@ def epochs(size: int, seed: int) -> Iterator[int]:
         epoch += 1
 
 
-def demonstrations(envs: Sequence[tuple[Demonstrator, float]], count: int, seed: int = 0) -> list[Demonstration]:
+def demonstrations(
+    envs: Sequence[tuple[Demonstrator, float]], count: int, seed: int = 0
+) -> list[Demonstration]:
     """`count` gold answers of the train splits of weighted environments, at most one a task.
 
-    A task without a stored answer is passed over. ValueError names the environments when none has an answer.
+    A task without a stored answer is passed over. ValueError names the environments when none has
+    an answer.
     """
     rng = random.Random(f"demonstrations/{seed}")
     found: list[Demonstration] = []
@@ -190,14 +240,18 @@ def demonstrations(envs: Sequence[tuple[Demonstrator, float]], count: int, seed:
         except NotImplementedError:
             continue
     if not found:
-        raise ValueError(f"env: {', '.join(env.name for env, _ in envs)} gave no gold answer to learn from")
+        raise ValueError(
+            f"env: {', '.join(env.name for env, _ in envs)} gave no gold answer to learn from"
+        )
     return found
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
-    """Demonstrations of a JSONL of {"messages": [{"role", "content"}, ...]}: one for each assistant message.
+    """Demonstrations of a JSONL of {"messages": [{"role", "content"}, ...]}: one for each assistant
+    message.
 
-    ValueError names the file and line of the first row that is not a conversation ending with the assistant.
+    ValueError names the file and line of the first row that is not a conversation ending with the
+    assistant.
     """
     if not path.is_file():
         raise ValueError(f"sft.data: {path}: no such file")
@@ -210,8 +264,11 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
                 messages = _messages(json.loads(line))
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
-            found += [Demonstration(messages[:k], m["content"]) for k, m in enumerate(messages)
-                      if m["role"] == "assistant" and k]
+            found += [
+                Demonstration(messages[:k], m["content"])
+                for k, m in enumerate(messages)
+                if m["role"] == "assistant" and k
+            ]
     if not found:
         raise ValueError(f"{path}: holds no demonstration")
     return found
@@ -224,7 +281,11 @@ def _messages(row: Any) -> list[dict[str, str]]:
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
             raise ValueError(f'messages[{k}]: expected {{"role": ..., "content": ...}}')
         if message["role"] not in ROLES or not isinstance(message["content"], str):
-            raise ValueError(f"messages[{k}]: role must be one of {', '.join(ROLES)}, content a string")
+            raise ValueError(
+                f"messages[{k}]: role must be one of {', '.join(ROLES)}, content a string"
+            )
     if len(row["messages"]) < 2 or row["messages"][-1]["role"] != "assistant":
-        raise ValueError("messages: a conversation must end with the assistant's response to something")
+        raise ValueError(
+            "messages: a conversation must end with the assistant's response to something"
+        )
     return row["messages"]

@@ -8,9 +8,11 @@
     state["last_step"]     the last batch consumed: an older one is refused
     state["uaq_scale"]     the scale that the weights carry (`model.scaling`): they are never scaled twice
 
-The learning rate is a pure function of the step count, and the learner draws no random numbers, so there is no
-scheduler and no generator to save. The rollouts' own noise is seeded per request and needs no state either.
+The learning rate is a pure function of the step count, and the learner draws no random numbers, so
+there is no scheduler and no generator to save. The rollouts' own noise is seeded per request and
+needs no state either.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -28,13 +30,17 @@ from lowroll.weights import aligned
 Tensors = dict[str, dict[str, Tensor]]
 
 
-def capture(model: Transformer, optimizer: Optimizer,
-            critic: Critic | None = None) -> tuple[Tensors, dict[str, Any]]:
-    """The state of model, optimizer and critic. The tensors are the live ones: write them before the next step."""
+def capture(
+    model: Transformer, optimizer: Optimizer, critic: Critic | None = None
+) -> tuple[Tensors, dict[str, Any]]:
+    """The state of model, optimizer and critic. The tensors are the live ones: write them before
+    the next step."""
     moments, counters = optimizer.state()
     weights = {name: p.detach() for name, p in model.trainable_parameters().items()}
-    tensors, state = {"model": weights, "optimizer": moments}, {"optimizer": counters,
-                                                                "uaq_scale": scaling.applied(model)}
+    tensors, state = (
+        {"model": weights, "optimizer": moments},
+        {"optimizer": counters, "uaq_scale": scaling.applied(model)},
+    )
     if critic is None:
         return tensors, state
     more, steps = critic.state()
@@ -42,17 +48,26 @@ def capture(model: Transformer, optimizer: Optimizer,
 
 
 @torch.no_grad()
-def restore(model: Transformer, optimizer: Optimizer, tensors: Mapping[str, Mapping[str, Tensor]],
-            state: Mapping[str, Any], critic: Critic | None = None) -> None:
+def restore(
+    model: Transformer,
+    optimizer: Optimizer,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    critic: Critic | None = None,
+) -> None:
     """Put back what `capture` gave, bitwise and in place.
 
-    An aligned model's codes are made anew. Raises ValueError, before anything changes, that names the first parameter
-    that is missing, unknown or mis-shaped, or says that the weights were scaled otherwise than the model is.
+    An aligned model's codes are made anew. Raises ValueError, before anything changes, that names
+    the first parameter that is missing, unknown or mis-shaped, or says that the weights were scaled
+    otherwise than the model is.
     """
     saved = tensors["model"]
     _check(model, saved, state)
     if (critic is None) != ("critic" not in state):
-        raise ValueError(f"critic state: {'missing' if critic is not None else 'there, but the run has no critic'}")
+        raise ValueError(
+            f"critic state: "
+            f"{'missing' if critic is not None else 'there, but the run has no critic'}"
+        )
     if critic is not None:
         critic.restore(tensors, state["critic"])
     optimizer.restore(tensors["optimizer"], state["optimizer"])
@@ -60,8 +75,11 @@ def restore(model: Transformer, optimizer: Optimizer, tensors: Mapping[str, Mapp
 
 
 @torch.no_grad()
-def restore_weights(model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """The half of `restore` that is the model's: its trainable parameters, and an aligned model's codes."""
+def restore_weights(
+    model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any]
+) -> None:
+    """The half of `restore` that is the model's: its trainable parameters, and an aligned model's
+    codes."""
     _check(model, saved, state)
     for name, param in model.trainable_parameters().items():
         param.copy_(saved[name])
@@ -70,13 +88,20 @@ def restore_weights(model: Transformer, saved: Mapping[str, Tensor], state: Mapp
 
 def _check(model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     if state.get("uaq_scale") != scaling.applied(model):
-        raise ValueError(f"model state: uaq_scale: the saved weights carry {state.get('uaq_scale')}, and the model "
-                         f"{scaling.applied(model)}")
+        raise ValueError(
+            f"model state: uaq_scale: the saved weights carry {state.get('uaq_scale')}, and the "
+            f"model "
+            f"{scaling.applied(model)}"
+        )
     params = model.trainable_parameters()
     if odd := sorted(params.keys() ^ saved.keys()):
-        raise ValueError(f"model state: {odd[0]} is {'missing' if odd[0] in params else 'unknown'} "
-                         f"({len(odd)} such names)")
+        raise ValueError(
+            f"model state: {odd[0]} is {'missing' if odd[0] in params else 'unknown'} "
+            f"({len(odd)} such names)"
+        )
     for name, param in params.items():
         if saved[name].shape != param.shape or saved[name].dtype != param.dtype:
-            raise ValueError(f"model state: {name} is {saved[name].dtype} {list(saved[name].shape)}, expected "
-                             f"{param.dtype} {list(param.shape)}")
+            raise ValueError(
+                f"model state: {name} is {saved[name].dtype} {list(saved[name].shape)}, expected "
+                f"{param.dtype} {list(param.shape)}"
+            )

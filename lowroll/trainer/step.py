@@ -1,22 +1,29 @@
-"""One training step: from a batch of scored rollouts to new weights, and the numbers that say whether it was sound.
+"""One training step: from a batch of scored rollouts to new weights, and the numbers that say
+whether it was sound.
 
 For each minibatch M of whole groups the learner ascends
 
     J(theta) = objective(lpn, lpo, lpr, A) - kl_coef * KL(lpn, lpref)
 
-with lpn the learner, lpo the proximal policy (the learner before the batch), lpr the behaviour policy that the rollouts
-recorded, lpref the frozen reference; all at the sampling temperature. What differs from the textbook loop:
+with lpn the learner, lpo the proximal policy (the learner before the batch), lpr the behaviour
+policy that the rollouts recorded, lpref the frozen reference; all at the sampling temperature. What
+differs from the textbook loop:
 
-1. Micro-batches are packed by tokens and add up to M exactly: denominators are the counts of M, never of a
+1. Micro-batches are packed by tokens and add up to M exactly: denominators are the counts of M,
+never of a
    micro-batch. The number of sequences counts every sample of M, masked or not.
-2. With one minibatch the proximal policy *is* the learner: lpo = lpn detached, R = 1 exactly, and no extra pass.
-   With more, or with weights that are divided by their mean over the batch, one pass without gradient records lpo
-   for the whole batch before its first update. It packs what the updates will pack (`Minibatch.portions`): a product
-   with another number of rows rounds differently, and in bfloat16 that alone leaves narrow bands. So R = 1 bit for bit
-   until the weights change. Reference and teacher read the same micro-batches.
-3. A sequence whose advantage is 0 has no gradient unless there is a KL term (or the objective has one of its own), so
+2. With one minibatch the proximal policy *is* the learner: lpo = lpn detached, R = 1 exactly, and
+no extra pass.
+   With more, or with weights that are divided by their mean over the batch, one pass without
+   gradient records lpo for the whole batch before its first update. It packs what the updates will
+   pack (`Minibatch.portions`): a product with another number of rows rounds differently, and in
+   bfloat16 that alone leaves narrow bands. So R = 1 bit for bit until the weights change. Reference
+   and teacher read the same micro-batches.
+3. A sequence whose advantage is 0 has no gradient unless there is a KL term (or the objective has
+one of its own), so
    it is run forward only: the gradient is the same, and the statistics still cover every token.
-4. With a critic (PPO) every token has an advantage of its own, made of the critic's values before the first update;
+4. With a critic (PPO) every token has an advantage of its own, made of the critic's values before
+the first update;
    while the critic warms up, the policy is measured and not updated.
 5. Where the objective rejects tokens for their mismatch, the KL term leaves them out too; denominators keep them.
 6. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
@@ -27,6 +34,7 @@ recorded, lpref the frozen reference; all at the sampling temperature. What diff
 
 T: tokens fed, N: response tokens.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -51,26 +59,34 @@ from lowroll.trainer.packing import Packed, PerToken, check, collate, gather, pa
 from lowroll.types import Batch, RunFailed, Sample
 from lowroll.weights import aligned, noise
 
-MAX_REFUSALS = 3                   # non-finite updates in a row that end the run
+MAX_REFUSALS = 3  # non-finite updates in a row that end the run
 
-STILL = {"optim/grad_norm": 0.0, "optim/update_norm": 0.0, "optim/skipped": 0.0}      # of a policy that does not learn
+STILL = {
+    "optim/grad_norm": 0.0,
+    "optim/update_norm": 0.0,
+    "optim/skipped": 0.0,
+}  # of a policy that does not learn
 
 
 class TrainingDiverged(RunFailed):
-    """Objective or gradient were not finite in MAX_REFUSALS updates in a row. The weights are those before them."""
+    """Objective or gradient were not finite in MAX_REFUSALS updates in a row. The weights are those
+    before them."""
 
 
 @dataclass(frozen=True)
 class LearnSettings:
-    """How a batch becomes updates. `objective` is what `lowroll.objectives.select(algorithm, correction)` gives."""
+    """How a batch becomes updates. `objective` is what `lowroll.objectives.select(algorithm,
+    correction)` gives."""
 
     objective: Objective
-    options: Mapping[str, Any] = field(default_factory=dict)    # of the objective: eps_low, cap, reduce, max_length ...
-    minibatches: int = 1                     # optimizer updates a batch
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of the objective: eps_low, cap, reduce, max_length ...
+    minibatches: int = 1  # optimizer updates a batch
     tokens_per_microbatch: int = 8192
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
-    logprob_chunk: int = 1024                # tokens whose logits exist at a time
+    logprob_chunk: int = 1024  # tokens whose logits exist at a time
 
     def __post_init__(self) -> None:
         for name in ("minibatches", "tokens_per_microbatch", "logprob_chunk"):
@@ -79,8 +95,10 @@ class LearnSettings:
         if not (math.isfinite(self.kl_coef) and self.kl_coef >= 0):
             raise ValueError(f"kl_coef: must be finite and not negative, is {self.kl_coef}")
         if unknown := self.options.keys() - self.objective.options.keys():
-            raise ValueError(f"options: objective {self.objective.name} has no {min(unknown)}; it has "
-                             f"{', '.join(self.objective.options)}")
+            raise ValueError(
+                f"options: objective {self.objective.name} has no {min(unknown)}; it has "
+                f"{', '.join(self.objective.options)}"
+            )
 
     @property
     def has_teacher(self) -> bool:
@@ -95,12 +113,16 @@ class LearnSettings:
     @property
     def reduction(self) -> dict[str, Any]:
         """How tokens are aggregated, the same for the policy and the KL term."""
-        return {name: (self.objective.options | dict(self.options))[name] for name in ("reduce", "max_length")}
+        return {
+            name: (self.objective.options | dict(self.options))[name]
+            for name in ("reduce", "max_length")
+        }
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Detached learner log-probs and entropies, on the host, of the sequences that went through the model."""
+    """Detached learner log-probs and entropies, on the host, of the sequences that went through the
+    model."""
 
     log_probs: PerToken = field(default_factory=dict)
     entropy: PerToken = field(default_factory=dict)
@@ -119,21 +141,36 @@ class Forward:
     logprob_chunk: int
     temperature: float = 1.0
 
-    def run(self, portions: Iterable[Sequence[int]],
-            objective: Callable[[Packed, Tensor], Tensor] | None = None) -> Trace:
-        """Run the chosen samples, each portion packed by itself. With `objective(packed, learner_N)`, a micro-batch's
-        share of J, the gradient of -J is added to that of the parameters; without, nothing is kept for a backward pass,
-        and the log-probs are the same bit for bit."""
+    def run(
+        self,
+        portions: Iterable[Sequence[int]],
+        objective: Callable[[Packed, Tensor], Tensor] | None = None,
+    ) -> Trace:
+        """Run the chosen samples, each portion packed by itself. With `objective(packed,
+        learner_N)`, a micro-batch's share of J, the gradient of -J is added to that of the
+        parameters; without, nothing is kept for a backward pass, and the log-probs are the same bit
+        for bit."""
         arrivals: list[tuple[Packed, Tensor]] = []
         for indices in pack(self.samples, portions, self.tokens_per_microbatch):
             packed = self.collate(indices)
             with torch.set_grad_enabled(objective is not None):
-                hidden_TD = self.model(packed.ids_T, packed.pos_T, varlen(packed.lengths, self.model.device))
+                hidden_TD = self.model(
+                    packed.ids_T, packed.pos_T, varlen(packed.lengths, self.model.device)
+                )
                 learner_N, entropy_N = token_log_probs(
-                    hidden_TD.index_select(0, packed.index_N), self.model.lm_head_weight, packed.targets_N,
-                    temperature=self.temperature, chunk=self.logprob_chunk)
+                    hidden_TD.index_select(0, packed.index_N),
+                    self.model.lm_head_weight,
+                    packed.targets_N,
+                    temperature=self.temperature,
+                    chunk=self.logprob_chunk,
+                )
                 del hidden_TD
-                arrivals.append((packed, torch.stack((learner_N.detach(), entropy_N)).to("cpu", non_blocking=True)))
+                arrivals.append(
+                    (
+                        packed,
+                        torch.stack((learner_N.detach(), entropy_N)).to("cpu", non_blocking=True),
+                    )
+                )
                 arrived = _record(self.model.device)
                 if objective is not None:
                     (-objective(packed, learner_N)).backward()
@@ -156,18 +193,22 @@ class Minibatch:
     """The samples of one update, by index in the batch."""
 
     samples: list[int]
-    heard: list[int]         # those with a token that is learnt from
-    moving: set[int]         # those of them that have a gradient
+    heard: list[int]  # those with a token that is learnt from
+    moving: set[int]  # those of them that have a gradient
 
     @property
     def portions(self) -> tuple[list[int], list[int]]:
-        """What is packed by itself: the samples with a gradient, and those that are only measured."""
-        return [i for i in self.heard if i in self.moving], [i for i in self.heard if i not in self.moving]
+        """What is packed by itself: the samples with a gradient, and those that are only
+        measured."""
+        return [i for i in self.heard if i in self.moving], [
+            i for i in self.heard if i not in self.moving
+        ]
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """Log-probs of policies that stay where they are while a batch is learnt from; None of those that nobody reads."""
+    """Log-probs of policies that stay where they are while a batch is learnt from; None of those
+    that nobody reads."""
 
     proximal: PerToken | None
     reference: PerToken | None
@@ -183,35 +224,60 @@ def _record(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: LearnSettings,
-          reference: Transformer | None = None, critic: Critic | None = None,
-          teacher: Transformer | None = None,
-          on_update: Callable[[int, int], object] | None = None) -> dict[str, float]:
+def learn(
+    model: Transformer,
+    batch: Batch,
+    optimizer: Optimizer,
+    settings: LearnSettings,
+    reference: Transformer | None = None,
+    critic: Critic | None = None,
+    teacher: Transformer | None = None,
+    on_update: Callable[[int, int], object] | None = None,
+) -> dict[str, float]:
     """Update the model from a batch and return its metrics (names as in `lowroll.metrics.names`).
 
-    `reference` is the frozen model of the KL term; None with a LoRA model means the model with its adapter off.
-    With a `critic`, which is updated too, rewards become token advantages; without, samples bring their own.
-    `teacher` is the frozen model of AIPO's teacher_tau. `on_update(done, total)` is called after each update.
-    Raises ValueError, before anything changes, for a batch that cannot be learned from, and TrainingDiverged.
+    `reference` is the frozen model of the KL term; None with a LoRA model means the model with its
+    adapter off. With a `critic`, which is updated too, rewards become token advantages; without,
+    samples bring their own. `teacher` is the frozen model of AIPO's teacher_tau. `on_update(done,
+    total)` is called after each update. Raises ValueError, before anything changes, for a batch
+    that cannot be learned from, and TrainingDiverged.
     """
     samples = batch.samples
     check(samples, model.spec.vocab_size, model.spec.max_position)
     if not (math.isfinite(batch.temperature) and batch.temperature > 0):
-        raise ValueError(f"temperature: must be finite and above 0 to learn from, is {batch.temperature}")
-    if settings.kl_coef and reference is None and all(linear.adapter is None for _, linear in model.linears()):
-        raise ValueError("reference: kl_coef needs a frozen reference model, or a LoRA model whose base is one")
+        raise ValueError(
+            f"temperature: must be finite and above 0 to learn from, is {batch.temperature}"
+        )
+    if (
+        settings.kl_coef
+        and reference is None
+        and all(linear.adapter is None for _, linear in model.linears())
+    ):
+        raise ValueError(
+            "reference: kl_coef needs a frozen reference model, or a LoRA model whose base is one"
+        )
     if settings.has_teacher:
         if teacher is None:
-            raise ValueError(f"teacher: teacher_tau {settings.options['teacher_tau']} needs a teacher model")
+            raise ValueError(
+                f"teacher: teacher_tau {settings.options['teacher_tau']} needs a teacher model"
+            )
         check(samples, teacher.spec.vocab_size, teacher.spec.max_position)
-    forward = Forward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature)
+    forward = Forward(
+        model, samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature
+    )
     minibatches = split_groups([s.group for s in samples], settings.minibatches)
     heard = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
     judged = None if critic is None else critic.judge(samples, heard)
     advantages = None if judged is None else judged.advantages
     learning = None if critic is not None and critic.warming_up else optimizer
-    plan = [Minibatch(minibatch, mine, set() if learning is None else _moving(samples, mine, settings, advantages))
-            for minibatch, mine in zip(minibatches, heard, strict=True)]
+    plan = [
+        Minibatch(
+            minibatch,
+            mine,
+            set() if learning is None else _moving(samples, mine, settings, advantages),
+        )
+        for minibatch, mine in zip(minibatches, heard, strict=True)
+    ]
     anchors = _anchors(forward, plan, settings, reference, teacher)
 
     records: list[dict[str, float]] = []
@@ -221,10 +287,14 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
     distances: dict[str, float] = {}
     for minibatch in plan:
         record, trace = _accumulate(forward, minibatch, settings, anchors, advantages)
-        if not records:                        # of the policy before its first update, while the device is busy
+        if not records:  # of the policy before its first update, while the device is busy
             learner = trace.log_probs if anchors.proximal is None else anchors.proximal
             distances = _distances(samples, [i for mine in heard for i in mine], learner)
-        record |= STILL if learning is None else learning.update(refuse=not math.isfinite(record["policy/objective"]))
+        record |= (
+            STILL
+            if learning is None
+            else learning.update(refuse=not math.isfinite(record["policy/objective"]))
+        )
         if learning is not None:
             aligned.refresh(model)
         if critic is not None and judged is not None:
@@ -233,48 +303,82 @@ def learn(model: Transformer, batch: Batch, optimizer: Optimizer, settings: Lear
         if on_update is not None:
             on_update(len(records), len(plan))
         _refuse_divergence(batch.step, record, optimizer, critic)
-    return _merge(records) | {"optim/lr": rate} | ({} if judged is None else judged.metrics) | distances
+    return (
+        _merge(records)
+        | {"optim/lr": rate}
+        | ({} if judged is None else judged.metrics)
+        | distances
+    )
 
 
-def _moving(samples: Sequence[Sample], heard: Sequence[int], settings: LearnSettings,
-            advantages: PerToken | None) -> set[int]:
+def _moving(
+    samples: Sequence[Sample],
+    heard: Sequence[int],
+    settings: LearnSettings,
+    advantages: PerToken | None,
+) -> set[int]:
     """The samples with a gradient: an advantage, or a term that needs none."""
     if settings.kl_coef or not settings.objective.needs_advantage(**settings.options):
         return set(heard)
-    return {i for i in heard if (samples[i].advantage != 0 if advantages is None else advantages[i].any())}
+    return {
+        i
+        for i in heard
+        if (samples[i].advantage != 0 if advantages is None else advantages[i].any())
+    }
 
 
-def _anchors(forward: Forward, plan: Sequence[Minibatch], settings: LearnSettings, reference: Transformer | None,
-             teacher: Transformer | None) -> Anchors:
+def _anchors(
+    forward: Forward,
+    plan: Sequence[Minibatch],
+    settings: LearnSettings,
+    reference: Transformer | None,
+    teacher: Transformer | None,
+) -> Anchors:
     """One pass without gradient for each policy that is read, packed as the updates pack."""
     portions = [portion for minibatch in plan for portion in minibatch.portions]
     proximal_lp = forward.run(portions).log_probs if len(plan) > 1 or settings.normalizes else None
     reference_lp = teacher_lp = None
     if settings.kl_coef:
-        with contextlib.nullcontext(reference) if reference is not None else _base_policy(forward.model) as frozen:
+        with (
+            contextlib.nullcontext(reference)
+            if reference is not None
+            else _base_policy(forward.model) as frozen
+        ):
             reference_lp = replace(forward, model=frozen).run(portions).log_probs
     if settings.has_teacher and teacher is not None:
         teacher_lp = replace(forward, model=teacher).run(portions).log_probs
     return Anchors(proximal_lp, reference_lp, teacher_lp)
 
 
-def _distances(samples: Sequence[Sample], heard: Sequence[int], learner: PerToken) -> dict[str, float]:
+def _distances(
+    samples: Sequence[Sample], heard: Sequence[int], learner: PerToken
+) -> dict[str, float]:
     """How far the sampler's policy is from the learner's; nothing of no samples."""
     if not heard:
         return {}
     packed = collate(samples, heard)
-    policies = {"learner": gather(learner, packed), "behavior": packed.behavior_N, "mask": packed.mask_N,
-                "segments": packed.segments_N}
+    policies = {
+        "learner": gather(learner, packed),
+        "behavior": packed.behavior_N,
+        "mask": packed.mask_N,
+        "segments": packed.segments_N,
+    }
     return mismatch(**policies) | by_length(**policies)
 
 
-def _refuse_divergence(step: int, record: Mapping[str, float], optimizer: Optimizer, critic: Critic | None) -> None:
+def _refuse_divergence(
+    step: int, record: Mapping[str, float], optimizer: Optimizer, critic: Critic | None
+) -> None:
     if optimizer.refused_in_a_row >= MAX_REFUSALS:
-        raise TrainingDiverged(f"step {step}: objective {record['policy/objective']}, gradient norm "
-                               f"{record['optim/grad_norm']}; {MAX_REFUSALS} updates in a row were not finite")
+        raise TrainingDiverged(
+            f"step {step}: objective {record['policy/objective']}, gradient norm "
+            f"{record['optim/grad_norm']}; {MAX_REFUSALS} updates in a row were not finite"
+        )
     if critic is not None and critic.optimizer.refused_in_a_row >= MAX_REFUSALS:
-        raise TrainingDiverged(f"step {step}: the critic's loss {record['critic/loss']}, gradient norm "
-                               f"{record['critic/grad_norm']}; {MAX_REFUSALS} updates in a row were not finite")
+        raise TrainingDiverged(
+            f"step {step}: the critic's loss {record['critic/loss']}, gradient norm "
+            f"{record['critic/grad_norm']}; {MAX_REFUSALS} updates in a row were not finite"
+        )
 
 
 @contextlib.contextmanager
@@ -284,8 +388,13 @@ def _base_policy(model: Transformer) -> Iterator[Transformer]:
         yield model
 
 
-def _accumulate(forward: Forward, minibatch: Minibatch, settings: LearnSettings, anchors: Anchors,
-                advantages: PerToken | None) -> tuple[dict[str, float], Trace]:
+def _accumulate(
+    forward: Forward,
+    minibatch: Minibatch,
+    settings: LearnSettings,
+    anchors: Anchors,
+    advantages: PerToken | None,
+) -> tuple[dict[str, float], Trace]:
     """The gradient of a minibatch; returns its statistics and what the learner said.
     `advantages` of the tokens take the place of those of the samples."""
     samples, heard = forward.samples, minibatch.heard
@@ -293,32 +402,55 @@ def _accumulate(forward: Forward, minibatch: Minibatch, settings: LearnSettings,
 
     @functools.cache
     def counts() -> Counts:
-        total = Counts(sum(_num_learned(samples[i], settings.objective) for i in heard), len(minibatch.samples))
+        total = Counts(
+            sum(_num_learned(samples[i], settings.objective) for i in heard), len(minibatch.samples)
+        )
         if not (settings.normalizes and heard and proximal is not None):
             return total
         packed = collate(samples, heard)
-        weights = settings.objective.count(mask=packed.mask_N, segments=packed.segments_N, behavior=packed.behavior_N,
-                                           proximal=gather(proximal, packed), **settings.options)
+        weights = settings.objective.count(
+            mask=packed.mask_N,
+            segments=packed.segments_N,
+            behavior=packed.behavior_N,
+            proximal=gather(proximal, packed),
+            **settings.options,
+        )
         return replace(total, weight_sum=weights.weight_sum)
 
     def objective(packed: Packed, learner_N: Tensor) -> tuple[Tensor, dict[str, float]]:
         proximal_N = learner_N.detach() if proximal is None else gather(proximal, packed)
         J, statistics = settings.objective(
-            learner=learner_N, proximal=proximal_N, behavior=packed.behavior_N,
+            learner=learner_N,
+            proximal=proximal_N,
+            behavior=packed.behavior_N,
             teacher=None if teacher is None else gather(teacher, packed),
             advantages=packed.advantages_N if advantages is None else gather(advantages, packed),
-            mask=packed.mask_N, segments=packed.segments_N, counts=counts(), **settings.options)
+            mask=packed.mask_N,
+            segments=packed.segments_N,
+            counts=counts(),
+            **settings.options,
+        )
         if reference is not None:
             usable_N = packed.behavior_N.isfinite() | (not settings.objective.needs_behavior)
             reference_N = gather(reference, packed)
             verdict = settings.objective.verdict(
-                learner=learner_N, proximal=proximal_N, behavior=packed.behavior_N, mask=packed.mask_N,
-                segments=packed.segments_N, **settings.options)
+                learner=learner_N,
+                proximal=proximal_N,
+                behavior=packed.behavior_N,
+                mask=packed.mask_N,
+                segments=packed.segments_N,
+                **settings.options,
+            )
             kept_N = usable_N if verdict is None else verdict.kept_N
             divergence, more = penalty(
-                learner=torch.where(kept_N, learner_N, reference_N), reference=reference_N,
+                learner=torch.where(kept_N, learner_N, reference_N),
+                reference=reference_N,
                 mask=packed.mask_N & usable_N,
-                segments=packed.segments_N, counts=counts(), estimator=settings.kl_estimator, **settings.reduction)
+                segments=packed.segments_N,
+                counts=counts(),
+                estimator=settings.kl_estimator,
+                **settings.reduction,
+            )
             J, statistics = J - settings.kl_coef * divergence, statistics | more
         return J, statistics
 
@@ -335,13 +467,15 @@ def _accumulate(forward: Forward, minibatch: Minibatch, settings: LearnSettings,
 
 
 def _num_learned(sample: Sample, objective: Objective) -> int:
-    """Tokens of a sample in the denominator: unmasked, and with a usable behaviour log-prob where one is needed."""
+    """Tokens of a sample in the denominator: unmasked, and with a usable behaviour log-prob where
+    one is needed."""
     usable = [not objective.needs_behavior or math.isfinite(p) for p in sample.rollout.logprobs]
     return sum(ok for m, ok in zip(sample.loss_mask, usable, strict=True) if m)
 
 
 def _merge(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Statistics of a step from those of its updates: extremes of extremes, counts added, the mean of the rest."""
+    """Statistics of a step from those of its updates: extremes of extremes, counts added, the mean
+    of the rest."""
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for record in records for name in record):
         values = [record[name] for record in records if name in record]

@@ -1,14 +1,18 @@
 """The nouns of `lowroll.types` as JSON lines, strictly and without loss.
 
-A batch is one header line (`kind`, `format`, `num_samples` and the batch's own fields) followed by one line a sample,
-UTF-8, each ended by a newline. The schema is read off the dataclasses' type hints, so a new field needs no code here.
+A batch is one header line (`kind`, `format`, `num_samples` and the batch's own fields) followed by
+one line a sample, UTF-8, each ended by a newline. The schema is read off the dataclasses' type
+hints, so a new field needs no code here.
 
-1. Floats travel as Python's shortest repr, which parses back to the same double (Steele & White 1990; David Gay).
-   JSON has no infinities: a float field holds the string "inf", "-inf" or "nan" for those, and no other string.
+1. Floats travel as Python's shortest repr, which parses back to the same double (Steele & White
+1990; David Gay).
+   JSON has no infinities: a float field holds the string "inf", "-inf" or "nan" for those, and no
+   other string.
 2. A union of dataclasses carries the class name under `type`.
 3. Decoding is strict: an unknown, missing, duplicated or ill-typed field, a wrong count, a torn line or an oversized
    message is a CodecError that names the line and the field. Nothing is ever unpickled.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -24,16 +28,18 @@ from lowroll.types import Batch, Sample
 FORMAT = 1
 MAX_BYTES = 1 << 30
 _TAG = "type"
-_EXACT = 1 << 53                       # integers up to here are doubles
+_EXACT = 1 << 53  # integers up to here are doubles
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 class CodecError(ValueError):
-    """A message that is not what the codec writes, or an object that it cannot write without loss."""
+    """A message that is not what the codec writes, or an object that it cannot write without
+    loss."""
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """Header line and one line a sample. CodecError naming the field that JSON cannot carry exactly."""
+    """Header line and one line a sample. CodecError naming the field that JSON cannot carry
+    exactly."""
     header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
     for name, hint in _fields(Batch).items():
         if name != "samples":
@@ -75,15 +81,23 @@ def decode_sample(line: bytes, where: str = "sample") -> Sample:
 
 def _line(value: Any) -> bytes:
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        return (
+            json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+            + b"\n"
+        )
     except UnicodeEncodeError as error:
         raise CodecError(f"text that is not valid Unicode: {error.reason}") from error
 
 
 def _parse(line: bytes, where: str) -> Any:
     try:
-        return json.loads(line.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:      # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        return json.loads(
+            line.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
+        )
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise CodecError(f"{where}: {error}") from error
 
 
@@ -119,15 +133,19 @@ def _encode(value: Any, hint: Any, where: str) -> Any:
         return _check_json(value, where)
     if dataclasses.is_dataclass(hint):
         _expect(value, typing.cast(type, hint), where)
-        return {name: _encode(getattr(value, name), inner, f"{where}.{name}")
-                for name, inner in _fields(typing.cast(type, hint)).items()}
+        return {
+            name: _encode(getattr(value, name), inner, f"{where}.{name}")
+            for name, inner in _fields(typing.cast(type, hint)).items()
+        }
     if origin in (list, tuple):
         _expect(value, origin, where)
         return _encode_items(value, args[0], where)
     if origin is dict:
         _expect(value, dict, where)
-        return {_encode(key, str, f"{where}: key"): _encode(item, args[1], f"{where}.{key}")
-                for key, item in value.items()}
+        return {
+            _encode(key, str, f"{where}: key"): _encode(item, args[1], f"{where}.{key}")
+            for key, item in value.items()
+        }
     return _encode_scalar(value, hint, where)
 
 
@@ -212,19 +230,26 @@ def _decode_dataclass(value: Any, kind: type, where: str) -> Any:
         raise CodecError(f"{where}: unknown field {min(unknown)!r}")
     if missing := fields.keys() - value.keys():
         raise CodecError(f"{where}: missing field {min(missing)!r}")
-    return kind(**{name: _decode(value[name], hint, f"{where}.{name}") for name, hint in fields.items()})
+    return kind(
+        **{name: _decode(value[name], hint, f"{where}.{name}") for name, hint in fields.items()}
+    )
 
 
 def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
     if value is None and type(None) in options:
         return None
     if type(value) is dict:
-        kinds: dict[str, type] = {kind.__name__: kind for kind in options
-                                  if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+        kinds: dict[str, type] = {
+            kind.__name__: kind
+            for kind in options
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        }
         kind = kinds.get(value.get(_TAG, "")) if isinstance(value.get(_TAG), str) else None
         if kind is None:
             raise CodecError(f"{where}: field {_TAG!r} is none of {_names(options)}")
-        return _decode_dataclass({key: item for key, item in value.items() if key != _TAG}, kind, where)
+        return _decode_dataclass(
+            {key: item for key, item in value.items() if key != _TAG}, kind, where
+        )
     if type(value) in options:
         return value
     if float in options:
@@ -252,4 +277,7 @@ def _expect(value: Any, kind: Any, where: str) -> None:
 
 
 def _names(options: tuple[Any, ...]) -> str:
-    return ", ".join("null" if option is type(None) else getattr(option, "__name__", str(option)) for option in options)
+    return ", ".join(
+        "null" if option is type(None) else getattr(option, "__name__", str(option))
+        for option in options
+    )

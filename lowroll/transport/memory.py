@@ -1,4 +1,5 @@
 """Channels inside one process: objects are passed, not copied. Safe between threads."""
+
 from __future__ import annotations
 
 import threading
@@ -10,7 +11,8 @@ from lowroll.types import Batch
 
 
 class MemoryRolloutChannel:
-    """A queue of at most `capacity` batches; `send` waits at most `send_deadline_s` seconds for room."""
+    """A queue of at most `capacity` batches; `send` waits at most `send_deadline_s` seconds for
+    room."""
 
     def __init__(self, capacity: int = 2, send_deadline_s: float = 60.0) -> None:
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
@@ -23,12 +25,19 @@ class MemoryRolloutChannel:
 
     def send(self, batch: Batch) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._batches) < self._capacity, self._send_deadline_s)
+            self._changed.wait_for(
+                lambda: self._closed or len(self._batches) < self._capacity, self._send_deadline_s
+            )
             if self._closed:
-                raise ChannelClosed(f"batch of step {batch.step} was sent on a closed rollout channel")
+                raise ChannelClosed(
+                    f"batch of step {batch.step} was sent on a closed rollout channel"
+                )
             if len(self._batches) >= self._capacity:
-                raise DeadlineExceeded(f"room in the rollout channel for the batch of step {batch.step} "
-                                       f"({len(self._batches)} wait for the trainer)", self._send_deadline_s)
+                raise DeadlineExceeded(
+                    f"room in the rollout channel for the batch of step {batch.step} "
+                    f"({len(self._batches)} wait for the trainer)",
+                    self._send_deadline_s,
+                )
             self._batches.append(batch)
             self._changed.notify_all()
 
@@ -66,7 +75,9 @@ class MemoryWeightChannel:
             if self._closed:
                 raise ChannelClosed(f"version {version} was published on a closed weight channel")
             if version <= self._version:
-                raise ValueError(f"version: {version} is not above the published version {self._version}")
+                raise ValueError(
+                    f"version: {version} is not above the published version {self._version}"
+                )
             self._version = version
             self._newest = Weights(version, digest, payload)
             self._changed.notify_all()
@@ -77,8 +88,12 @@ class MemoryWeightChannel:
             self._changed.wait_for(lambda: self._closed or self._newest is not None, deadline_s)
             if self._newest is None:
                 if self._closed:
-                    raise ChannelClosed(f"the weight channel is closed, its last version was {self._version}")
-                raise DeadlineExceeded(f"weights newer than version {self._version} from the trainer", deadline_s)
+                    raise ChannelClosed(
+                        f"the weight channel is closed, its last version was {self._version}"
+                    )
+                raise DeadlineExceeded(
+                    f"weights newer than version {self._version} from the trainer", deadline_s
+                )
             newest, self._newest = self._newest, None
             return newest
 

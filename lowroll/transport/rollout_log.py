@@ -1,9 +1,12 @@
-"""Every rollout of a run on disk: `rollouts/step_000012.jsonl`, one file a step, in the codec's format.
+"""Every rollout of a run on disk: `rollouts/step_000012.jsonl`, one file a step, in the codec's
+format.
 
-A file appears whole or not at all (temporary file, fsync, rename), and each line ends with its checksum
-(`checkpoint.seal`, begun with the line's number). A resumed run writes its redone steps over the old ones; in
-synchronous mode with the same bytes. Training never reads a file again, so a damaged one costs its readers only.
+A file appears whole or not at all (temporary file, fsync, rename), and each line ends with its
+checksum (`checkpoint.seal`, begun with the line's number). A resumed run writes its redone steps
+over the old ones; in synchronous mode with the same bytes. Training never reads a file again, so a
+damaged one costs its readers only.
 """
+
 from __future__ import annotations
 
 import re
@@ -19,7 +22,8 @@ _BEGINS = b'{"kind":"batch",'
 
 
 def write_rollouts(folder: Path, batch: Batch) -> Path:
-    """Write `batch` to `folder/step_<step>.jsonl` atomically; return the path. CodecError before writing anything."""
+    """Write `batch` to `folder/step_<step>.jsonl` atomically; return the path. CodecError before
+    writing anything."""
     lines = encode_batch(batch).removesuffix(b"\n").split(b"\n")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,10 +33,11 @@ def write_rollouts(folder: Path, batch: Batch) -> Path:
 
 
 def read_rollouts(path: Path) -> Batch:
-    """The batch in `path`. CodecError naming file, line and field when it is not what `write_rollouts` wrote there."""
+    """The batch in `path`. CodecError naming file, line and field when it is not what
+    `write_rollouts` wrote there."""
     try:
         batch = decode_batch(unseal_lines(read_file(path)))
-    except ValueError as error:                        # CodecError is one too
+    except ValueError as error:  # CodecError is one too
         raise CodecError(f"{path}: {error}") from error
     named = _FILE.fullmatch(Path(path).name)
     if named and int(named[1]) != batch.step:
@@ -55,7 +60,8 @@ def is_rollouts(path: Path) -> bool:
 
 
 def truncate_rollouts(folder: Path, step: int) -> None:
-    """Remove the files of steps after `step`: they belong to a future that a resumed run will not have."""
+    """Remove the files of steps after `step`: they belong to a future that a resumed run will not
+    have."""
     for later, path in rollout_files(folder):
         if later > step:
             path.unlink()

@@ -1,1 +1,2 @@
-"""The one corridor from the learner's master weights to the weights that the engine samples from."""
+"""The one corridor from the learner's master weights to the weights that the engine samples
+from."""

@@ -1,14 +1,17 @@
-"""The aligned forward (QaRL): the learner multiplies with the tensors that the engine will multiply with.
+"""The aligned forward (QaRL): the learner multiplies with the tensors that the engine will multiply
+with.
 
     align      once: every linear weight W gets its Q(W), and the forward runs on it (`model.linear`)
     refresh    after every optimiser update, and after a restore: Q(W) is made again, in place
 
-Between two updates the codes are fixed, so all micro-batches, the old log-probs and the publication see one and the
-same Q(W): `weights.publish` copies these tensors and quantises nothing itself, and `digest` of learner and engine are
-equal. Over a quantised base (LoRA) Q(W) is the base itself, and no update changes it. Embeddings, norms and lm_head
-stay dense. In a format of the model's own floating point the aligned forward is the plain one, up to the order of sums
-where the engine multiplies a large matrix from a packed copy (`quant.dense`).
+Between two updates the codes are fixed, so all micro-batches, the old log-probs and the publication
+see one and the same Q(W): `weights.publish` copies these tensors and quantises nothing itself, and
+`digest` of learner and engine are equal. Over a quantised base (LoRA) Q(W) is the base itself, and
+no update changes it. Embeddings, norms and lm_head stay dense. In a format of the model's own
+floating point the aligned forward is the plain one, up to the order of sums where the engine
+multiplies a large matrix from a packed copy (`quant.dense`).
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -24,32 +27,43 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 def align(model: Transformer, format: str) -> Transformer:
-    """Run the forward of every linear layer in the arithmetic of `format`. A quantised base must be in that format."""
+    """Run the forward of every linear layer in the arithmetic of `format`. A quantised base must be
+    in that format."""
     for name, linear in model.linears():
         if isinstance(linear.weight, QTensor) and linear.weight.format != format:
-            raise ValueError(f"{name}: the base is {linear.weight.format}, and the forward is to be {format}")
+            raise ValueError(
+                f"{name}: the base is {linear.weight.format}, and the forward is to be {format}"
+            )
     for name, linear in model.linears():
-        linear.aligned = linear.weight if isinstance(linear.weight, QTensor) else _quantize(name, linear, format)
+        linear.aligned = (
+            linear.weight if isinstance(linear.weight, QTensor) else _quantize(name, linear, format)
+        )
     return model
 
 
 def realign(model: Transformer, format: str) -> Transformer:
-    """Align with another format from now on. Over a quantised base (LoRA), and for a format of plain floating point,
-    that is the dense forward."""
+    """Align with another format from now on. Over a quantised base (LoRA), and for a format of
+    plain floating point, that is the dense forward."""
     dense = get_format(format).dense
     for name, linear in model.linears():
-        linear.aligned = None if dense or isinstance(linear.weight, QTensor) else _quantize(name, linear, format)
+        linear.aligned = (
+            None if dense or isinstance(linear.weight, QTensor) else _quantize(name, linear, format)
+        )
     return model
 
 
 @torch.no_grad()
 def refresh(model: Transformer) -> None:
-    """Quantise the master weights of an aligned model again, in place; any other model is left alone.
+    """Quantise the master weights of an aligned model again, in place; any other model is left
+    alone.
 
     ValueError, before anything is written, names a weight that is not finite.
     """
-    pairs = [(name, linear.aligned, linear.weight) for name, linear in model.linears()
-             if linear.aligned is not None and isinstance(linear.weight, nn.Parameter)]
+    pairs = [
+        (name, linear.aligned, linear.weight)
+        for name, linear in model.linears()
+        if linear.aligned is not None and isinstance(linear.weight, nn.Parameter)
+    ]
     amax = sweep.amax([master for *_, master in pairs])
     for (name, codes, _), finite in zip(pairs, sweep.finite(amax), strict=True):
         if not finite:

@@ -1,29 +1,33 @@
-"""AWQ: scale the input channels of a weight before it is quantised, so that the loud channels round finer.
+"""AWQ: scale the input channels of a weight before it is quantised, so that the loud channels round
+finer.
 
     Q(W s) (x / s) ~ W x        s a channel; the producer of x is divided by s once, so the function stays
 
-The factors of a ratio r = 0, 1/20, ..., 19/20, from the mean |x| of a channel on calibration text (xm) and the mean
-over the rows of |w| / amax(|w| in its group) (wm):
+The factors of a ratio r = 0, 1/20, ..., 19/20, from the mean |x| of a channel on calibration text
+(xm) and the mean over the rows of |w| / amax(|w| in its group) (wm):
 
     s = max(xm^r / (wm^(1-r) + 1e-4), 1e-4),    s <- s / sqrt(max(s) min(s))
 
-Of the twenty, and of s = 1, the one is taken whose output after the quantised weight is nearest to the dense one in the
-squared mean: after attention for q, k, v, after the MLP for gate and up, after themselves for o and down. Producers
-are the norms, the rows of v for o (only where every query head has a v of its own), and the rows of up for down
-(AWQ, arXiv 2306.00978, section 3; the ratio and both means as in llm-compressor; algorithms B9). Deviations:
+Of the twenty, and of s = 1, the one is taken whose output after the quantised weight is nearest to
+the dense one in the squared mean: after attention for q, k, v, after the MLP for gate and up, after
+themselves for o and down. Producers are the norms, the rows of v for o (only where every query head
+has a v of its own), and the rows of up for down (AWQ, arXiv 2306.00978, section 3; the ratio and
+both means as in llm-compressor; algorithms B9). Deviations:
 
 1. s = 1 is a candidate. Ratio 0 is not it: there s = 1 / wm.
 2. A producer's own rounding changes when its rows are divided, which no search of one mapping sees. So the whole
-   quantised block is measured at the end, and stays as it was when the scales did not make it better.
+   quantised block is measured at the end, and stays as it was when the scales did not make it
+   better.
 3. Q(W s) meets x / s in the format's own arithmetic: for W8A8 the rounding of the activations counts too.
 4. The optional search for clipped ranges is left out.
 
-Inputs are those of the dense model. One block is searched at a time, on chunks of the calibration sequences. What is
-held is the residual stream before and after the block (T x D numbers each), the candidates of one matrix in their low
-bits, and the activations of one chunk.
+Inputs are those of the dense model. One block is searched at a time, on chunks of the calibration
+sequences. What is held is the residual stream before and after the block (T x D numbers each), the
+candidates of one matrix in their low bits, and the activations of one chunk.
 
 Legend: T calibration tokens, D hidden size, K in features, N out features.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +49,9 @@ CHUNK_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What AWQ did to a block: the mean squared error of its quantised output before and after, against the dense one,
-    and the ratio of each mapping (None: s = 1). `kept` is False when the block was left as it was."""
+    """What AWQ did to a block: the mean squared error of its quantised output before and after,
+    against the dense one, and the ratio of each mapping (None: s = 1). `kept` is False when the
+    block was left as it was."""
 
     plain_error: float
     error: float
@@ -68,7 +73,8 @@ class Chunk:
 class Mapping:
     """A producer whose output channels are divided by s, and the linear that reads them.
 
-    `inputs(chunk)` are what the reader reads; `output(inputs, chunk)` runs from there to where the error is measured.
+    `inputs(chunk)` are what the reader reads; `output(inputs, chunk)` runs from there to where the
+    error is measured.
     """
 
     name: str
@@ -79,14 +85,19 @@ class Mapping:
 
 
 @torch.no_grad()
-def calibrate(model: Transformer, format: str, sequences: Sequence[Sequence[int]],
-              on_progress: Callable[[int, int], None] | None = None) -> list[Calibrated]:
-    """Rescale a dense model in place, so that its linears lose less when they are quantised to `format`.
+def calibrate(
+    model: Transformer,
+    format: str,
+    sequences: Sequence[Sequence[int]],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[Calibrated]:
+    """Rescale a dense model in place, so that its linears lose less when they are quantised to
+    `format`.
 
-    The logits stay up to rounding. sequences: token ids of the calibration text. on_progress(done, total) counts
-    blocks. Returns one record a block. ValueError, before anything changes, for a dense format, a model with quantised
-    weights, experts or an adapter (which learnt to read the channels as they were), and sequences that are empty or
-    outside the vocabulary or context.
+    The logits stay up to rounding. sequences: token ids of the calibration text. on_progress(done,
+    total) counts blocks. Returns one record a block. ValueError, before anything changes, for a
+    dense format, a model with quantised weights, experts or an adapter (which learnt to read the
+    channels as they were), and sequences that are empty or outside the vocabulary or context.
     """
     chosen = get_format(format)
     _check(model, chosen, sequences)
@@ -111,10 +122,15 @@ def factors(w_NK: Tensor, loudness_K: Tensor, ratio: float, group: int | None) -
     return s_K / (s_K.max() * s_K.min()).sqrt()
 
 
-def _calibrate_block(block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]) -> Calibrated:
+def _calibrate_block(
+    block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
+) -> Calibrated:
     before = {name: p.clone() for name, p in block.named_parameters()}
     plain_error = _block_error(block, format, x_TD, y_TD, chunks)
-    ratios = {mapping.name: _calibrate_mapping(mapping, format, chunks) for mapping in _mappings(block, x_TD)}
+    ratios = {
+        mapping.name: _calibrate_mapping(mapping, format, chunks)
+        for mapping in _mappings(block, x_TD)
+    }
     error = _block_error(block, format, x_TD, y_TD, chunks)
     kept = error < plain_error
     if not kept:
@@ -124,13 +140,16 @@ def _calibrate_block(block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, c
 
 
 def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) -> float | None:
-    """Search the factors of one mapping and fold the best into its weights. Returns their ratio, None for s = 1."""
+    """Search the factors of one mapping and fold the best into its weights. Returns their ratio,
+    None for s = 1."""
     weight = mapping.reader.weight
     assert isinstance(weight, nn.Parameter)
     sizes = torch.stack([mapping.inputs(c).abs().sum(0, dtype=torch.float32) for c in chunks])
     loudness_K = sizes.sum(0) / chunks[-1].rows.stop
-    candidates = [(None, torch.ones_like(loudness_K)),
-                  *((ratio, factors(weight, loudness_K, ratio, format.group)) for ratio in RATIOS)]
+    candidates = [
+        (None, torch.ones_like(loudness_K)),
+        *((ratio, factors(weight, loudness_K, ratio, format.group)) for ratio in RATIOS),
+    ]
     errors = _errors(mapping, format, chunks, [s_K for _, s_K in candidates])
     ratio, s_K = candidates[errors.index(min(errors))]
     if ratio is not None:
@@ -139,8 +158,11 @@ def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) ->
     return ratio
 
 
-def _errors(mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]) -> list[float]:
-    """Squared error of the mapping's output, summed over the tokens, with the reader quantised under each s."""
+def _errors(
+    mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]
+) -> list[float]:
+    """Squared error of the mapping's output, summed over the tokens, with the reader quantised
+    under each s."""
     weight, errors = mapping.reader.weight, [0.0] * len(candidates)
     assert isinstance(weight, nn.Parameter)
     quantized = [format.quantize(_scaled(weight, s_K)) for s_K in candidates]
@@ -149,22 +171,36 @@ def _errors(mapping: Mapping, format: Format, chunks: list[Chunk], candidates: l
         dense_TD = mapping.output(x_TK, chunk)
         for i, (q, s_K) in enumerate(zip(quantized, candidates, strict=True)):
             with _multiplying((mapping.reader, q)):
-                errors[i] += _squared_distance(mapping.output((x_TK.float() / s_K).to(x_TK.dtype), chunk), dense_TD)
-            q.packed.clear()                  # a kernel's own copy of every candidate would be as large as many layers
+                errors[i] += _squared_distance(
+                    mapping.output((x_TK.float() / s_K).to(x_TK.dtype), chunk), dense_TD
+                )
+            q.packed.clear()  # a kernel's own copy of every candidate would be as large as many layers
     return errors
 
 
-def _block_error(block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]) -> float:
+def _block_error(
+    block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
+) -> float:
     """Mean squared error of the block's output y with all its linears quantised."""
     linears = [module for module in block.modules() if isinstance(module, Linear)]
-    pairs = [(linear, format.quantize(linear.weight)) for linear in linears if isinstance(linear.weight, nn.Parameter)]
+    pairs = [
+        (linear, format.quantize(linear.weight))
+        for linear in linears
+        if isinstance(linear.weight, nn.Parameter)
+    ]
     with _multiplying(*pairs):
-        return sum(_squared_distance(whole(block, x_TD[c.rows], c.cos, c.sin, c.attend), y_TD[c.rows])
-                   for c in chunks) / x_TD.numel()
+        return (
+            sum(
+                _squared_distance(whole(block, x_TD[c.rows], c.cos, c.sin, c.attend), y_TD[c.rows])
+                for c in chunks
+            )
+            / x_TD.numel()
+        )
 
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
     """The block's mappings, in the order in which they are folded."""
+
     def normed(c: Chunk) -> Tensor:
         return block.input_norm(x_TD[c.rows])
 
@@ -183,9 +219,21 @@ def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
     mappings = [
         Mapping("qkv", block.qkv, _norm(block.input_norm), normed, attention),
         Mapping("o", block.o, _rows(block.qkv, "v_proj"), heads, lambda x, c: _dense(block.o(x))),
-        Mapping("gate_up", block.gate_up, _norm(block.post_attention_norm), mlp_input,
-                lambda x, c: _dense(block.mlp(x))),
-        Mapping("down", block.down, _rows(block.gate_up, "up_proj"), hidden, lambda x, c: _dense(block.down(x)))]
+        Mapping(
+            "gate_up",
+            block.gate_up,
+            _norm(block.post_attention_norm),
+            mlp_input,
+            lambda x, c: _dense(block.mlp(x)),
+        ),
+        Mapping(
+            "down",
+            block.down,
+            _rows(block.gate_up, "up_proj"),
+            hidden,
+            lambda x, c: _dense(block.down(x)),
+        ),
+    ]
     return mappings if block.heads == block.kv_heads else [m for m in mappings if m.name != "o"]
 
 
@@ -201,11 +249,13 @@ def _norm(norm: RMSNorm) -> Callable[[Tensor], None]:
 
 def _rows(linear: Linear, part: str) -> Callable[[Tensor], None]:
     """Divide the output channels of one part of a fused linear."""
+
     def divide(s_K: Tensor) -> None:
         assert isinstance(linear.weight, nn.Parameter)
         _divide(linear.weight[linear.rows(part)], s_K[:, None])
         if linear.bias is not None:
             _divide(linear.bias[linear.rows(part)], s_K)
+
     return divide
 
 
@@ -224,7 +274,9 @@ def _relative_size(w_NK: Tensor, group: int | None) -> Tensor:
     num_in = w_NK.shape[1]
     size = num_in if group is None else group
     w_NGS = nn.functional.pad(w_NK, (0, -num_in % size)).view(w_NK.shape[0], -1, size)
-    relative_NGS = w_NGS / w_NGS.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    relative_NGS = w_NGS / w_NGS.amax(dim=-1, keepdim=True).clamp_min(
+        torch.finfo(torch.float32).tiny
+    )
     return relative_NGS.mean(0).flatten()[:num_in]
 
 
@@ -272,17 +324,34 @@ def _chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
 
 def _check(model: Transformer, format: Format, sequences: Sequence[Sequence[int]]) -> None:
     if format.dense:
-        raise ValueError(f"awq: {format.name} does not round to low bits, and there is nothing to calibrate")
+        raise ValueError(
+            f"awq: {format.name} does not round to low bits, and there is nothing to calibrate"
+        )
     for name, linear in model.linears():
-        if isinstance(linear.weight, QTensor) or linear.adapter is not None or linear.aligned is not None:
-            raise ValueError(f"awq: {name} is quantised, aligned or has an adapter; calibrate the dense model before")
+        if (
+            isinstance(linear.weight, QTensor)
+            or linear.adapter is not None
+            or linear.aligned is not None
+        ):
+            raise ValueError(
+                f"awq: {name} is quantised, aligned or has an adapter; calibrate the dense model "
+                f"before"
+            )
     if model.spec.num_experts:
-        raise ValueError(f"awq: {model.spec.architecture} has experts, of which each would need scales for its own "
-                         "tokens; that is not supported")
+        raise ValueError(
+            f"awq: {model.spec.architecture} has experts, of which each would need scales for its "
+            f"own "
+            "tokens; that is not supported"
+        )
     if not sequences:
         raise ValueError("awq: no calibration sequences")
     for i, ids in enumerate(sequences):
         if not 1 <= len(ids) <= model.spec.max_position:
-            raise ValueError(f"awq: sequences[{i}] has {len(ids)} tokens; 1 to {model.spec.max_position} fit the model")
+            raise ValueError(
+                f"awq: sequences[{i}] has {len(ids)} tokens; 1 to {model.spec.max_position} fit "
+                f"the model"
+            )
         if min(ids) < 0 or max(ids) >= model.spec.vocab_size:
-            raise ValueError(f"awq: sequences[{i}]: an id is outside the vocabulary of {model.spec.vocab_size}")
+            raise ValueError(
+                f"awq: sequences[{i}]: an id is outside the vocabulary of {model.spec.vocab_size}"
+            )

@@ -1,11 +1,13 @@
-"""Adaptive quantisation noise (QeRL, section 3.3): exploration by seeded Gaussian noise on the engine's norm weights.
+"""Adaptive quantisation noise (QeRL, section 3.3): exploration by seeded Gaussian noise on the
+engine's norm weights.
 
     w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication, on the clean weights of that version
 
-in the input and post-attention norms (not in the final norm, nor in those of queries and keys). Behind a norm the noise
-multiplies the columns of q, k, v, gate and up by 1 + z / w, at no cost and in every weight format. The engine keeps
-these norms in float32: in bfloat16 a sigma below 5e-4 would change no weight of size 1 at all. Norms that carry an s of
-update-aware scaling (`model.scaling`) get s z: sigma is that of the weights before, and the noisy policy is the same.
+in the input and post-attention norms (not in the final norm, nor in those of queries and keys).
+Behind a norm the noise multiplies the columns of q, k, v, gate and up by 1 + z / w, at no cost and
+in every weight format. The engine keeps these norms in float32: in bfloat16 a sigma below 5e-4
+would change no weight of size 1 at all. Norms that carry an s of update-aware scaling
+(`model.scaling`) get s z: sigma is that of the weights before, and the noisy policy is the same.
 
 sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p = i / (n - 1):
 
@@ -14,13 +16,16 @@ sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p 
     cosine       sigma_end + (sigma_start - sigma_end) (1 + cos(pi p)) / 2
     logarithmic  sigma_start + (sigma_end - sigma_start) ln(1 + i) / ln(n)     (our reading of a name)
 
-and the run is cut into equal intervals, the first of them without noise. Variant `code` (QeRL's program, and
-Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n = num_stages values after the first
-interval. The interval of step t of T is floor(t K / T), in whole numbers.
+and the run is cut into equal intervals, the first of them without noise. Variant `code` (QeRL's
+program, and Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n =
+num_stages values after the first interval. The interval of step t of T is floor(t K / T), in whole
+numbers.
 
-A draw is a function of (seed, version, norm) alone: the seed in a rollout's BehaviorTag gives its noise again. The
-learner sees clean norms and the correction pays for the difference; `share` gives it the very same noisy norms.
+A draw is a function of (seed, version, norm) alone: the seed in a rollout's BehaviorTag gives its
+noise again. The learner sees clean norms and the correction pays for the difference; `share` gives
+it the very same noisy norms.
 """
+
 from __future__ import annotations
 
 import math
@@ -40,7 +45,7 @@ from lowroll.model.transformer import Block, RMSNorm, Transformer
 class Noise:
     """The noise of one publication."""
 
-    seed: int              # 0 .. 2^63 - 1
+    seed: int  # 0 .. 2^63 - 1
     sigma: float
 
     def draw(self, name: str, size: int) -> Tensor:
@@ -74,7 +79,9 @@ class NoiseSchedule:
     def __post_init__(self) -> None:
         for name in ("sigma_start", "sigma_end"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name}: must be finite and not negative, is {getattr(self, name)}")
+                raise ValueError(
+                    f"{name}: must be finite and not negative, is {getattr(self, name)}"
+                )
         for name in ("num_stages", "total_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, is {getattr(self, name)}")
@@ -82,7 +89,10 @@ class NoiseSchedule:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(known)}")
         if self.schedule == "exponential" and (self.sigma_start > 0) != (self.sigma_end > 0):
-            raise ValueError("sigma_end: an exponential never reaches or leaves 0; set both sigmas above 0, or both 0")
+            raise ValueError(
+                "sigma_end: an exponential never reaches or leaves 0; set both sigmas above 0, or "
+                "both 0"
+            )
 
     @property
     def sigmas(self) -> list[float]:
@@ -118,7 +128,8 @@ def noisy_norms(model: Transformer) -> Iterator[tuple[str, RMSNorm]]:
 
 
 def draw(model: Transformer, noise: Noise | None) -> dict[str, Tensor]:
-    """What to add to the weights of the noisy norms, float32 on the CPU, by norm; nothing for None or sigma 0."""
+    """What to add to the weights of the noisy norms, float32 on the CPU, by norm; nothing for None
+    or sigma 0."""
     if noise is None or noise.sigma == 0:
         return {}
     s = scaling.applied(model) or 1.0
@@ -126,7 +137,8 @@ def draw(model: Transformer, noise: Noise | None) -> dict[str, Tensor]:
 
 
 def share(model: Transformer, noise: Noise | None) -> None:
-    """Let the learner's forward add the noise to its norms, exactly as the engine does; None (or sigma 0) ends it."""
+    """Let the learner's forward add the noise to its norms, exactly as the engine does; None (or
+    sigma 0) ends it."""
     drawn = draw(model, noise)
     for name, norm in noisy_norms(model):
         norm.noise = drawn[name].to(norm.weight.device) if drawn else None

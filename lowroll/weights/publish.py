@@ -1,10 +1,13 @@
-"""The corridor from master weights to behaviour weights: master -> noise -> quantise -> the engine's buffers, in place.
+"""The corridor from master weights to behaviour weights: master -> noise -> quantise -> the
+engine's buffers, in place.
 
-`rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a storage. Under
-LoRA the base is frozen and, when it is quantised already, shared: the two models hold the same QTensors, norms and
-embeddings, and only the adapter is published. The codes of an aligned learner (`weights.aligned`) are copied as they
-are. `digest` proves what was adopted. Noise (`weights.noise`) lands on the engine's norms and nowhere else.
+`rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a
+storage. Under LoRA the base is frozen and, when it is quantised already, shared: the two models
+hold the same QTensors, norms and embeddings, and only the adapter is published. The codes of an
+aligned learner (`weights.aligned`) are copied as they are. `digest` proves what was adopted. Noise
+(`weights.noise`) lands on the engine's norms and nowhere else.
 """
+
 from __future__ import annotations
 
 import logging
@@ -26,8 +29,10 @@ from lowroll.weights.noise import Noise, draw, noisy_norms
 
 log = logging.getLogger(__name__)
 
+
 def quantize_base(model: Transformer, format: str) -> Transformer:
-    """Replace every linear weight by its QTensor, for good: the frozen base that learner and engine share (LoRA).
+    """Replace every linear weight by its QTensor, for good: the frozen base that learner and engine
+    share (LoRA).
 
     Weights that are in the format already stay the tensors that they are.
     """
@@ -39,28 +44,33 @@ def quantize_base(model: Transformer, format: str) -> Transformer:
 
 @torch.no_grad()
 def dequantize_base(model: Transformer) -> Transformer:
-    """Replace the QTensors of a low-bit model by the matrices that they stand for: masters that can learn."""
+    """Replace the QTensors of a low-bit model by the matrices that they stand for: masters that can
+    learn."""
     for _, linear in model.linears():
         if isinstance(linear.weight, QTensor):
             linear.set_weight(nn.Parameter(linear.weight.dequantize(model.dtype)))
     return model
 
 
-def rollout_load(folder: Path, format: str, device: torch.device | str, dtype: torch.dtype,
-                 noisy: bool = False) -> Transformer:
-    """The engine's model straight from a folder: what `rollout_copy` of the loaded model would be, in the memory of one
-    model. Nobody else has its weights. ValueError as `hf.load` says."""
+def rollout_load(
+    folder: Path, format: str, device: torch.device | str, dtype: torch.dtype, noisy: bool = False
+) -> Transformer:
+    """The engine's model straight from a folder: what `rollout_copy` of the loaded model would be,
+    in the memory of one model. Nobody else has its weights. ValueError as `hf.load` says."""
     return rollout_copy(hf.load(folder, device, dtype, format), format, dtype, noisy, owned=True)
 
 
-def rollout_copy(master: Transformer, format: str, dtype: torch.dtype, noisy: bool = False,
-                 owned: bool = False) -> Transformer:
-    """The engine's model: linear weights in `format`, everything else in `dtype`, ready for `publish`.
+def rollout_copy(
+    master: Transformer, format: str, dtype: torch.dtype, noisy: bool = False, owned: bool = False
+) -> Transformer:
+    """The engine's model: linear weights in `format`, everything else in `dtype`, ready for
+    `publish`.
 
-    Weights that the master holds in that very format are shared; with them its frozen norms and embeddings are, when
-    `dtype` is the master's. Adapters, and whatever learns, are copied. noisy: the norms that `publish` will put noise
-    on are the engine's own and in float32; without noise the model computes the same bit for bit. owned: the master
-    ends here, and what would be shared belongs to the new model.
+    Weights that the master holds in that very format are shared; with them its frozen norms and
+    embeddings are, when `dtype` is the master's. Adapters, and whatever learns, are copied. noisy:
+    the norms that `publish` will put noise on are the engine's own and in float32; without noise
+    the model computes the same bit for bit. owned: the master ends here, and what would be shared
+    belongs to the new model.
     """
     _note_conversion(master, format)
     shares_base = master.dtype == dtype and (owned or master.weight_format == format)
@@ -78,7 +88,7 @@ def rollout_copy(master: Transformer, format: str, dtype: torch.dtype, noisy: bo
         ours.set_weight(_engines(name, theirs, format))
         shared |= {f"{name}.weight"} if ours.weight is theirs.weight else set()
         if owned:
-            theirs.set_weight(ours.weight)      # the old one is given back layer by layer
+            theirs.set_weight(ours.weight)  # the old one is given back layer by layer
         if theirs.adapter is not None:
             ours.adapter = _copy_adapter(theirs.adapter)
     rollout.freqs, rollout.shared = master.freqs, frozenset() if owned else frozenset(shared)
@@ -87,12 +97,15 @@ def rollout_copy(master: Transformer, format: str, dtype: torch.dtype, noisy: bo
 
 
 def beside(master: Transformer, rollout: Transformer, format: str) -> Transformer:
-    """A second model for the engine: the linear weights in another format, all else the very tensors of `rollout`."""
+    """A second model for the engine: the linear weights in another format, all else the very
+    tensors of `rollout`."""
     other = Transformer(rollout.spec, "meta", rollout.dtype)
     for name, p in rollout.named_parameters():
         if ".adapter." not in name:
             _set_parameter(other, name, p.detach())
-    for (name, ours), (_, same), (_, theirs) in zip(other.linears(), rollout.linears(), master.linears(), strict=True):
+    for (name, ours), (_, same), (_, theirs) in zip(
+        other.linears(), rollout.linears(), master.linears(), strict=True
+    ):
         ours.set_weight(_engines(name, theirs, format))
         ours.adapter = same.adapter
     other.freqs, other.shared, other.head = rollout.freqs, rollout.shared, rollout.head
@@ -100,18 +113,29 @@ def beside(master: Transformer, rollout: Transformer, format: str) -> Transforme
 
 
 @torch.no_grad()
-def publish(master: Transformer, rollout: Transformer, noise: Noise | None = None,
-            bulk: Transformer | None = None) -> None:
-    """Refill the engine's model from the master, in place, and the model `beside` it. Shared tensors are left alone,
-    and so is what was made of them.
+def publish(
+    master: Transformer,
+    rollout: Transformer,
+    noise: Noise | None = None,
+    bulk: Transformer | None = None,
+) -> None:
+    """Refill the engine's model from the master, in place, and the model `beside` it. Shared
+    tensors are left alone, and so is what was made of them.
 
-    The result is a function of the master's weights and `noise`; without noise (or at sigma 0) the norms are clean.
-    ValueError, before anything is written, names what does not fit: a master of other sizes, another adapter, another
-    base than the shared one, a linear weight that is not finite, or noise for an engine that was not made for it.
+    The result is a function of the master's weights and `noise`; without noise (or at sigma 0) the
+    norms are clean. ValueError, before anything is written, names what does not fit: a master of
+    other sizes, another adapter, another base than the shared one, a linear weight that is not
+    finite, or noise for an engine that was not made for it.
     """
     linears = dict(master.linears())
-    weights = {name: linear.weight for name, linear in linears.items() if isinstance(linear.weight, nn.Parameter)}
-    amax = dict(zip(weights, sweep.amax(list(weights.values())), strict=True))     # the device reads, the host compares
+    weights = {
+        name: linear.weight
+        for name, linear in linears.items()
+        if isinstance(linear.weight, nn.Parameter)
+    }
+    amax = dict(
+        zip(weights, sweep.amax(list(weights.values())), strict=True)
+    )  # the device reads, the host compares
     mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
     targets = dict(rollout.named_parameters())
     _check_fits(master, rollout, mine, targets)
@@ -142,36 +166,57 @@ def _draw(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
         return {}
     for name, norm in noisy_norms(rollout):
         if norm.weight.dtype != torch.float32 or f"{name}.weight" in rollout.shared:
-            raise ValueError(f"publish: {name}.weight cannot take noise; make the engine with noisy=True")
-    on_device = torch.cat(list(drawn.values())).to(rollout.device)            # in one transfer
+            raise ValueError(
+                f"publish: {name}.weight cannot take noise; make the engine with noisy=True"
+            )
+    on_device = torch.cat(list(drawn.values())).to(rollout.device)  # in one transfer
     return dict(zip(drawn, on_device.split([z.numel() for z in drawn.values()]), strict=True))
 
 
-def _check_fits(master: Transformer, rollout: Transformer, mine: dict[str, nn.Parameter],
-                targets: dict[str, nn.Parameter]) -> None:
+def _check_fits(
+    master: Transformer,
+    rollout: Transformer,
+    mine: dict[str, nn.Parameter],
+    targets: dict[str, nn.Parameter],
+) -> None:
     """ValueError as `publish` says, but for values that are not finite."""
     if master.spec != rollout.spec:
         raise ValueError("publish: the master's sizes are not those of the engine's model")
-    odd = sorted({name for name in mine.keys() | targets.keys()
-                  if name not in mine or name not in targets or mine[name].shape != targets[name].shape})
+    odd = sorted(
+        {
+            name
+            for name in mine.keys() | targets.keys()
+            if name not in mine or name not in targets or mine[name].shape != targets[name].shape
+        }
+    )
     if odd:
-        raise ValueError(f"publish: the master's adapter is not the one that the engine was made with: {odd[0]}")
+        raise ValueError(
+            f"publish: the master's adapter is not the one that the engine was made with: {odd[0]}"
+        )
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
         if ours.adapter and theirs.adapter and ours.adapter.scaling != theirs.adapter.scaling:
-            raise ValueError(f"publish: {name}: the adapter's scaling is {theirs.adapter.scaling}, and the engine was "
-                             f"made with {ours.adapter.scaling}")
+            raise ValueError(
+                f"publish: {name}: the adapter's scaling is {theirs.adapter.scaling}, and the "
+                f"engine was "
+                f"made with {ours.adapter.scaling}"
+            )
         if f"{name}.weight" in rollout.shared and theirs.weight is not ours.weight:
-            raise ValueError(f"publish: {name}.weight belongs to another model, whose base the engine shares")
+            raise ValueError(
+                f"publish: {name}.weight belongs to another model, whose base the engine shares"
+            )
     for name in rollout.shared & mine.keys():
         if targets[name].data_ptr() != mine[name].data_ptr():
-            raise ValueError(f"publish: {name} belongs to another model, whose base the engine shares")
+            raise ValueError(
+                f"publish: {name} belongs to another model, whose base the engine shares"
+            )
 
 
 def digest(model: Transformer) -> str:
-    """32 hex digits over every weight's bytes, name, shape and dtype, computed where the weights live.
+    """32 hex digits over every weight's bytes, name, shape and dtype, computed where the weights
+    live.
 
-    The scaling of an adapter counts as a weight: it changes the policy as one does. Of an aligned learner the codes
-    count and not the masters behind them, because its forward runs on the codes.
+    The scaling of an adapter counts as a weight: it changes the policy as one does. Of an aligned
+    learner the codes count and not the masters behind them, because its forward runs on the codes.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     scalings: dict[str, float] = {}
@@ -183,10 +228,14 @@ def digest(model: Transformer) -> str:
         if linear.adapter is not None:
             scalings[f"{name}.adapter.scaling"] = linear.adapter.scaling
     sums = sweep.checksums(list(tensors.values()))
-    parts = {name: f"{tuple(t.shape)} {t.dtype} {value}"
-             for (name, t), value in zip(tensors.items(), sums, strict=True)}
+    parts = {
+        name: f"{tuple(t.shape)} {t.dtype} {value}"
+        for (name, t), value in zip(tensors.items(), sums, strict=True)
+    }
     parts |= {name: f"() {torch.float64} {_checksum(value)}" for name, value in scalings.items()}
-    return blake2b("\n".join(f"{name} {parts[name]}" for name in sorted(parts)).encode(), digest_size=16).hexdigest()
+    return blake2b(
+        "\n".join(f"{name} {parts[name]}" for name in sorted(parts)).encode(), digest_size=16
+    ).hexdigest()
 
 
 _LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "o", "gate_up", "down"))
@@ -200,18 +249,23 @@ def _quantize(name: str, linear: Linear, format: str) -> QTensor:
 
 
 def _engines(name: str, linear: Linear, format: str) -> QTensor:
-    """`_quantize` for an engine: codes that the learner will refresh are copied, a frozen base is shared."""
+    """`_quantize` for an engine: codes that the learner will refresh are copied, a frozen base is
+    shared."""
     weight = _quantize(name, linear, format)
     if weight is linear.aligned and weight is not linear.weight:
         return weight.clone()
-    if isinstance(linear.weight, QTensor) and linear.aligned is None and weight is not linear.weight:
+    if (
+        isinstance(linear.weight, QTensor)
+        and linear.aligned is None
+        and weight is not linear.weight
+    ):
         _note_source(weight, linear.weight)
     return weight
 
 
 def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
-    """`_quantize` into the storages of `target`. A dense weight is known to be finite; codes that are those of the same
-    codes of another format already stay."""
+    """`_quantize` into the storages of `target`. A dense weight is known to be finite; codes that
+    are those of the same codes of another format already stay."""
     if linear.aligned is not None and linear.aligned.format == target.format:
         target.copy_(linear.aligned)
     elif isinstance(linear.weight, nn.Parameter):
@@ -221,7 +275,8 @@ def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -
         _note_source(target, linear.weight)
 
 
-# whose codes, in another format, a tensor was made of: that tensor, its version then, and the version of what was made
+# whose codes, in another format, a tensor was made of: that tensor, its version then, and the
+# version of what was made
 _SOURCES: WeakKeyDictionary[QTensor, tuple[ref[QTensor], int, int]] = WeakKeyDictionary()
 
 
@@ -233,8 +288,14 @@ def _note_conversion(model: Transformer, format: str) -> None:
     """Say when low-bit weights are about to be quantised a second time."""
     before = model.weight_format
     if before is not None and not get_format(before).dense and layout(before) != layout(format):
-        log.warning("the model's weights are %s: %s is made from their dequantised values; with %s they would be used "
-                    "as they are", before, format, before)
+        log.warning(
+            "the model's weights are %s: %s is made from their dequantised values; with %s they "
+            "would be used "
+            "as they are",
+            before,
+            format,
+            before,
+        )
 
 
 def _set_parameter(model: Transformer, name: str, value: Tensor) -> None:

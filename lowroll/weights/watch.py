@@ -1,18 +1,21 @@
-"""Does an update reach the rollouts at all? The weight's movement beside the format's rounding (QuRL, appendix A).
+"""Does an update reach the rollouts at all? The weight's movement beside the format's rounding
+(QuRL, appendix A).
 
     update        sum |W' - W|^2 / sum |W|^2            Eq. 13, over the step
     quant error   sum |Q(W') - W'|^2 / sum |W'|^2       Eq. 14, after it
     flipped       share of the low-bit codes that differ before and after
 
-over all linear weights; the last one is what the engine can notice. A code counts by itself: where a group's scale
-doubles and its codes halve (MXFP4), all of them have flipped, though the values stayed. The price is one copy of the
-linear weights and of the engine's codes. A format below 8 bits packs its codes in nibbles, which are compared one by
-one.
+over all linear weights; the last one is what the engine can notice. A code counts by itself: where
+a group's scale doubles and its codes halve (MXFP4), all of them have flipped, though the values
+stayed. The price is one copy of the linear weights and of the engine's codes. A format below 8 bits
+packs its codes in nibbles, which are compared one by one.
 
-Under LoRA the engine does not merge: it multiplies with the learner's frozen base and adds the adapter unquantised, so
-every update reaches the rollouts, the rounding between learner and engine is 0 and no code can flip. What is left to
-measure is Eq. 13 on the weights that both multiply with, base + (alpha / r) B A. The price is a copy of the adapter.
+Under LoRA the engine does not merge: it multiplies with the learner's frozen base and adds the
+adapter unquantised, so every update reaches the rollouts, the rounding between learner and engine
+is 0 and no code can flip. What is left to measure is Eq. 13 on the weights that both multiply with,
+base + (alpha / r) B A. The price is a copy of the adapter.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -26,11 +29,15 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class WeightWatch:
-    """Compares a master and what the engine made of it with their state at the last `measure` (or the start)."""
+    """Compares a master and what the engine made of it with their state at the last `measure` (or
+    the start)."""
 
     def __init__(self, master: Transformer, rollout: Transformer) -> None:
         self.master, self.rollout = master, rollout
-        self._before = [(_dense(theirs.weight).clone(), _codes(ours.weight).clone()) for theirs, ours in self._pairs()]
+        self._before = [
+            (_dense(theirs.weight).clone(), _codes(ours.weight).clone())
+            for theirs, ours in self._pairs()
+        ]
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
@@ -47,17 +54,22 @@ class WeightWatch:
             total += now.numel()
             before.copy_(now)
             codes.copy_(_codes(ours.weight))
-        return {"weights/normalized_update": moved / max(size, 1e-30),
-                "weights/normalized_quant_error": error / max(size_after, 1e-30),
-                "weights/codes_flipped_fraction": flipped / total}
+        return {
+            "weights/normalized_update": moved / max(size, 1e-30),
+            "weights/normalized_quant_error": error / max(size_after, 1e-30),
+            "weights/codes_flipped_fraction": flipped / total,
+        }
 
     def _pairs(self) -> Iterator[tuple[Linear, Linear]]:
-        for (_, theirs), (_, ours) in zip(self.master.linears(), self.rollout.linears(), strict=True):
+        for (_, theirs), (_, ours) in zip(
+            self.master.linears(), self.rollout.linears(), strict=True
+        ):
             yield theirs, ours
 
 
 class AdapterWatch:
-    """Compares the adapted weights of a LoRA model with those at the last `measure` (or the start)."""
+    """Compares the adapted weights of a LoRA model with those at the last `measure` (or the
+    start)."""
 
     def __init__(self, master: Transformer) -> None:
         self.master = master
@@ -69,8 +81,10 @@ class AdapterWatch:
         moved, size = 0.0, 0.0
         for i, (_, linear) in enumerate(self.master.linears()):
             before, now = self._before[i], _updates(linear)
-            weight = linear.weight.dequantize() if isinstance(linear.weight, QTensor) else linear.weight
-            base = weight.float().clone()        # a dense format hands out the very weights
+            weight = (
+                linear.weight.dequantize() if isinstance(linear.weight, QTensor) else linear.weight
+            )
+            base = weight.float().clone()  # a dense format hands out the very weights
             for part, (a, b) in before.items():
                 old = b @ a
                 moved += _square(now[part][1] @ now[part][0] - old)
@@ -84,8 +98,13 @@ class AdapterWatch:
 def _updates(linear: Linear) -> dict[str, tuple[Tensor, Tensor]]:
     """Copies of A and (alpha / r) B of every adapted part."""
     adapter = linear.adapter
-    return {} if adapter is None else {part: (adapter.a[part].clone(), adapter.b[part] * adapter.scaling)
-                                       for part in adapter.a}
+    return (
+        {}
+        if adapter is None
+        else {
+            part: (adapter.a[part].clone(), adapter.b[part] * adapter.scaling) for part in adapter.a
+        }
+    )
 
 
 def num_flipped(before: Tensor, after: Tensor, bits: float) -> int:

@@ -1,10 +1,12 @@
-"""A real vLLM on the CPU gives the tokens of our folders the log-probs that our engine gives them: `make test-vllm`.
+"""A real vLLM on the CPU gives the tokens of our folders the log-probs that our engine gives them:
+`make test-vllm`.
 
-vLLM runs in a process and an environment of its own (LOWROLL_VLLM_PYTHON). Bounds are in nats. In float32 the two
-engines agree to rounding, but where a rounded activation falls to the other side: INT8's largest difference has room
-for that, its median has not. vLLM's INT4 product has no float32, so there both compute in bfloat16, whose own spread is
-what is allowed.
+vLLM runs in a process and an environment of its own (LOWROLL_VLLM_PYTHON). Bounds are in nats. In
+float32 the two engines agree to rounding, but where a rounded activation falls to the other side:
+INT8's largest difference has room for that, its median has not. vLLM's INT4 product has no float32,
+so there both compute in bfloat16, whose own spread is what is allowed.
 """
+
 from __future__ import annotations
 
 import json
@@ -26,24 +28,50 @@ from lowroll.model.transformer import Transformer
 from lowroll.weights import awq
 
 PYTHON = os.environ.get("LOWROLL_VLLM_PYTHON", "")
-DEADLINE = 240        # seconds for vLLM to import, load and score: about 20 on an idle machine
+DEADLINE = 240  # seconds for vLLM to import, load and score: about 20 on an idle machine
 SCORES = Path(__file__).with_name("vllm_scores.py")
 RANK = 4
 EXACT, EXACT_BUT_ROUNDINGS, HALF = (1e-5, 1e-4), (1e-5, 0.1), (0.08, 0.3)
-# format: the dtype that both compute in, what our engine runs the folder as, bounds of the median and the largest
+# format: the dtype that both compute in, what our engine runs the folder as, bounds of the median
+# and the largest
 FORMATS = {
-    "int8": ("float32", "int8", EXACT_BUT_ROUNDINGS), "fp8": ("float32", "fp8", EXACT_BUT_ROUNDINGS),
-    "fp8_block": ("float32", "fp8_block", EXACT_BUT_ROUNDINGS), "int4": ("bfloat16", "int4", HALF),
+    "int8": ("float32", "int8", EXACT_BUT_ROUNDINGS),
+    "fp8": ("float32", "fp8", EXACT_BUT_ROUNDINGS),
+    "fp8_block": ("float32", "fp8_block", EXACT_BUT_ROUNDINGS),
+    "int4": ("bfloat16", "int4", HALF),
     "int4_asym": ("bfloat16", "int4_asym", HALF),
-    "w4a8": ("bfloat16", "int4", HALF),       # vLLM's CPU build leaves the activations of these folders as they are
-    "nvfp4": ("float32", "nvfp4", EXACT), "mxfp4": ("float32", "mxfp4", EXACT), "nf4": ("float32", "nf4", EXACT),
-    "nf4_dq": ("float32", "nf4_dq", EXACT)}
-CONFIG = {                                   # head_dim 32: 16 ends vLLM's CPU attention at the first request
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512,
-    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
-    "hidden_act": "silu", "attention_bias": False, "vocab_size": 512, "eos_token_id": 1}
-SEQUENCES = [torch.randint(2, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 40, 97)]
+    "w4a8": (
+        "bfloat16",
+        "int4",
+        HALF,
+    ),  # vLLM's CPU build leaves the activations of these folders as they are
+    "nvfp4": ("float32", "nvfp4", EXACT),
+    "mxfp4": ("float32", "mxfp4", EXACT),
+    "nf4": ("float32", "nf4", EXACT),
+    "nf4_dq": ("float32", "nf4_dq", EXACT),
+}
+CONFIG = {  # head_dim 32: 16 ends vLLM's CPU attention at the first request
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "vocab_size": 512,
+    "eos_token_id": 1,
+}
+SEQUENCES = [
+    torch.randint(2, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (5, 40, 97)
+]
 
 
 @dataclass
@@ -57,8 +85,15 @@ class Table:
         from rich.console import Console
         from rich.table import Table as RichTable
 
-        table = RichTable("folder", "median", "bound", "largest", "bound", "median to the dense model",
-                          title=f"vLLM {self.version} on CPU against lowroll: log-probs of the same tokens, nats")
+        table = RichTable(
+            "folder",
+            "median",
+            "bound",
+            "largest",
+            "bound",
+            "median to the dense model",
+            title=f"vLLM {self.version} on CPU against lowroll: log-probs of the same tokens, nats",
+        )
         for row in self.rows:
             table.add_row(*row)
         Console(width=120).print("\n", table)
@@ -72,7 +107,8 @@ def table() -> Iterator[Table]:
 
 
 def random_model() -> Transformer:
-    """Random weights whose logits spread as a trained model's do: the entropy is about half of a uniform one's."""
+    """Random weights whose logits spread as a trained model's do: the entropy is about half of a
+    uniform one's."""
     model, generator = Transformer(spec_from_config(CONFIG)), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -96,16 +132,37 @@ def with_adapter(folder: Path) -> Transformer:
     return model
 
 
-def by_vllm(table: Table, folder: Path, work: Path, dtype: str = "float32",
-            adapter: Path | None = None) -> list[Tensor]:
-    """vLLM's log-probs of SEQUENCES. Skips, in vLLM's words, when it has no kernel for the folder here."""
+def by_vllm(
+    table: Table, folder: Path, work: Path, dtype: str = "float32", adapter: Path | None = None
+) -> list[Tensor]:
+    """vLLM's log-probs of SEQUENCES. Skips, in vLLM's words, when it has no kernel for the folder
+    here."""
     order, answer = work / "order.json", work / "answer.json"
-    order.write_text(json.dumps({"folder": str(folder), "dtype": dtype, "sequences": SEQUENCES, "rank": 8,
-                                 "adapter": adapter and str(adapter)}))
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    order.write_text(
+        json.dumps(
+            {
+                "folder": str(folder),
+                "dtype": dtype,
+                "sequences": SEQUENCES,
+                "rank": 8,
+                "adapter": adapter and str(adapter),
+            }
+        )
+    )
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     try:
-        done = subprocess.run([PYTHON, str(SCORES), str(order), str(answer)], capture_output=True, text=True,
-                              timeout=DEADLINE, env=environment, cwd=work)
+        done = subprocess.run(
+            [PYTHON, str(SCORES), str(order), str(answer)],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            env=environment,
+            cwd=work,
+        )
     except subprocess.TimeoutExpired:
         pytest.fail(f"vLLM did not score {folder.name} within {DEADLINE} s")
     assert done.returncode == 0, f"vLLM on {folder.name}:\n{done.stderr[-4000:]}"
@@ -128,11 +185,23 @@ def distances(ours: list[Tensor], theirs: list[Tensor]) -> tuple[float, float]:
     return float(apart.median()), float(apart.max())
 
 
-def compare(table: Table, name: str, ours: list[Tensor], theirs: list[Tensor], bounds: tuple[float, float],
-            dense: Path) -> None:
-    """Within the bounds of median and maximum; and far enough from the dense model for that to mean something."""
-    apart, away = distances(ours, theirs), distances(lowroll.score(dense, SEQUENCES, [1] * len(SEQUENCES)), theirs)
-    table.rows.append((name, *(f"{value:.2g}" for value in (apart[0], bounds[0], apart[1], bounds[1], away[0]))))
+def compare(
+    table: Table,
+    name: str,
+    ours: list[Tensor],
+    theirs: list[Tensor],
+    bounds: tuple[float, float],
+    dense: Path,
+) -> None:
+    """Within the bounds of median and maximum; and far enough from the dense model for that to mean
+    something."""
+    apart, away = (
+        distances(ours, theirs),
+        distances(lowroll.score(dense, SEQUENCES, [1] * len(SEQUENCES)), theirs),
+    )
+    table.rows.append(
+        (name, *(f"{value:.2g}" for value in (apart[0], bounds[0], apart[1], bounds[1], away[0])))
+    )
     assert apart <= bounds and apart[1] <= bounds[1]
     assert name == "dense" or away[0] > 3 * bounds[0]
 
@@ -143,7 +212,9 @@ def test_dense(table: Table, dense: Path, tmp_path: Path) -> None:
 
 def test_merged(table: Table, dense: Path, tmp_path: Path) -> None:
     merged = hf.save(lora.merge(with_adapter(dense)), tmp_path / "merged")
-    compare(table, "merged", by_engine(merged, "fp32"), by_vllm(table, merged, tmp_path), EXACT, dense)
+    compare(
+        table, "merged", by_engine(merged, "fp32"), by_vllm(table, merged, tmp_path), EXACT, dense
+    )
 
 
 def test_adapter(table: Table, dense: Path, tmp_path: Path) -> None:
@@ -153,7 +224,8 @@ def test_adapter(table: Table, dense: Path, tmp_path: Path) -> None:
 
 
 def has_amx() -> bool:
-    """Whether the CPU multiplies in tiles: vLLM would choose other kernels for it (`vllm_scores.without_amx`)."""
+    """Whether the CPU multiplies in tiles: vLLM would choose other kernels for it
+    (`vllm_scores.without_amx`)."""
     try:
         return "amx_tile" in Path("/proc/cpuinfo").read_text().split()
     except OSError:
@@ -163,8 +235,11 @@ def has_amx() -> bool:
 @pytest.mark.parametrize("format", FORMATS)
 def test_low_bits(table: Table, dense: Path, tmp_path: Path, format: str) -> None:
     if format == "fp8_block" and has_amx():
-        pytest.skip("vLLM's one CPU kernel for FP8 in blocks (AMX) leaves the activations in bfloat16: another product "
-                    "than the folder says, and in a dtype whose spread hides what is compared")
+        pytest.skip(
+            "vLLM's one CPU kernel for FP8 in blocks (AMX) leaves the activations in bfloat16: "
+            "another product "
+            "than the folder says, and in a dtype whose spread hides what is compared"
+        )
     dtype, weights, bounds = FORMATS[format]
     folder = quantize_folder(dense, tmp_path / format, format).folder
     theirs = by_vllm(table, folder, tmp_path, dtype)
@@ -174,10 +249,22 @@ def test_low_bits(table: Table, dense: Path, tmp_path: Path, format: str) -> Non
 @pytest.mark.parametrize("format", ["int4", "fp8"])
 def test_calibrated(table: Table, dense: Path, tmp_path: Path, format: str) -> None:
     dtype, weights, bounds = FORMATS[format]
-    text = [torch.randint(2, 512, (64,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(4)]
-    folder = quantize_folder(dense, tmp_path / format, format, lambda model: awq.calibrate(model, format, text)).folder
+    text = [
+        torch.randint(2, 512, (64,), generator=torch.Generator().manual_seed(i)).tolist()
+        for i in range(4)
+    ]
+    folder = quantize_folder(
+        dense, tmp_path / format, format, lambda model: awq.calibrate(model, format, text)
+    ).folder
     theirs = by_vllm(table, folder, tmp_path, dtype)
-    compare(table, f"{format}, AWQ", by_engine(folder, weights, getattr(torch, dtype)), theirs, bounds, dense)
+    compare(
+        table,
+        f"{format}, AWQ",
+        by_engine(folder, weights, getattr(torch, dtype)),
+        theirs,
+        bounds,
+        dense,
+    )
 
 
 def test_adapter_on_low_bits(table: Table, dense: Path, tmp_path: Path) -> None:
@@ -185,4 +272,6 @@ def test_adapter_on_low_bits(table: Table, dense: Path, tmp_path: Path) -> None:
     base = quantize_folder(dense, tmp_path / "int4", "int4").folder
     adapter = lora.save(with_adapter(base), tmp_path / "adapter", base=str(base))
     theirs = by_vllm(table, base, tmp_path, "bfloat16", adapter)
-    compare(table, "adapter on int4", by_engine(adapter, "int4", torch.bfloat16), theirs, HALF, dense)
+    compare(
+        table, "adapter on int4", by_engine(adapter, "int4", torch.bfloat16), theirs, HALF, dense
+    )
