@@ -76,9 +76,8 @@ class Exported:
     bytes: int
     bytes_before: int
     step: int | None = None  # of the run
-    gap: Gap | None = (
-        None  # merged: of the written model; adapter: of the adapter on the model that it names
-    )
+    # merged: of the written model; adapter: of the adapter on the model that it names
+    gap: Gap | None = None
     note: str | None = None  # what another tool cannot do with the folder
 
 

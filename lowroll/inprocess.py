@@ -57,9 +57,8 @@ from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
 
-MOST_SILENT = (
-    0.5  # share of tokens, or of sequences, that an objective may silence before any update
-)
+# share of tokens, or of sequences, that an objective may silence before any update
+MOST_SILENT = 0.5
 MAX_WIDENED = 4
 STATE = ("trainer", "orchestrator", "guard", "widened")  # of a checkpoint
 

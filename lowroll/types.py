@@ -139,9 +139,8 @@ class Sample:
     advantage: float = 0.0
     loss_mask: list[int] = field(default_factory=list)
     group: int = 0  # index of the group within the batch
-    reward: float | None = (
-        None  # shaped reward that entered the group's statistics; None after a ScoreError
-    )
+    # shaped reward that entered the group's statistics; None after a ScoreError
+    reward: float | None = None
 
 
 @dataclass

@@ -5,8 +5,7 @@ What the store promises:
 2. `load()` returns the newest one whose every byte is what was written; damaged ones are moved to `damaged/`, loudly,
    and a store in which nothing is left raises: a run never restarts from scratch by accident;
 3. retention removes a checkpoint only after a newer one was synced, read back and verified, so the
-newest verified one
-   stays. What cannot be removed is left, with a warning, for the next save.
+   newest verified one stays. What cannot be removed is left, with a warning, for the next save.
 """
 
 from __future__ import annotations

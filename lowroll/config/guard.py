@@ -21,14 +21,12 @@ class GuardConfig(Section):
     action: Literal["warn", "tighten", "fallback"] = "warn"
     patience: Count = 3  # steps in a row with an alarm before the action
     ess_below: Probability | None = 0.3  # mismatch/ess
-    kl_growth: Annotated[float, Field(gt=1)] | None = (
-        10.0  # moving average of mismatch/kl_k3 over its first steps
-    )
+    # moving average of mismatch/kl_k3 over its first steps
+    kl_growth: Annotated[float, Field(gt=1)] | None = 10.0
     kl_floor: Positive = 2e-3  # nats; growth below this level is no alarm
     rejected_above: Probability | None = 0.5  # correction/rejected_fraction, or of sequences
     ratio_above: Positive | None = 1e3  # mismatch/weight_max
     nonfinite: bool = True  # a mismatch or an update that is not finite
-    factor: Annotated[float, Field(gt=0, lt=1)] = (
-        0.5  # tighten: the power on bounds, on a log scale
-    )
+    # tighten: the power on bounds, on a log scale
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     fallback: Literal["next", "dense"] = "next"  # next: 4 bits -> fp8 -> dense; 8 bits -> dense

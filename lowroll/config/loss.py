@@ -86,9 +86,8 @@ class ReweightConfig(Section):
     weight: Literal["token", "sequence", "none"] = "token"
     icepop: Bounds | None = None  # (low, high): weights outside become 0; replaces the cap
     normalize: bool = False  # divide by the batch's mean weight (one more forward pass)
-    reject: dict[Rule, NotNegative | Bounds] | None = (
-        None  # k1: (low, high) of sampler over learner; others: a bound
-    )
+    # k1: (low, high) of sampler over learner; others: a bound
+    reject: dict[Rule, NotNegative | Bounds] | None = None
     veto: Positive | None = None  # a sequence with any w below is rejected
     bypass: bool = False  # clip against the sampler, without weights
 
@@ -99,9 +98,8 @@ class LossConfig(Section):
 
     eps_low: NotNegative | None = None
     eps_high: NotNegative | None = None
-    cap: Annotated[float, Field(ge=1)] = (
-        2.0  # C of tis, acr, tbpo, reweight: the largest mismatch weight
-    )
+    # C of tis, acr, tbpo, reweight: the largest mismatch weight
+    cap: Annotated[float, Field(ge=1)] = 2.0
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     reduce: (
         Literal["seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum"] | None

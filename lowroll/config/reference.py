@@ -8,19 +8,16 @@ What the files mean here:
    where the file says so (they need the extra `bnb`). The default of rollouts_per_example, 1, is
    refused: one rollout has no group.
 2. The three processes are one process, on policy (async level 0, which every `max_async_level`
-allows): hosts, ports,
-   transports and memory splits have no effect; `notes` names those that were written.
+   allows): hosts, ports, transports and memory splits have no effect; `notes` names those that were
+   written.
 3. The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the
-batch: the same
-   coefficients, token, geometric and sequence masks and denominator. The files have no key for the
-   teacher that a `teacher_tau` needs: it is the override `train.teacher`.
+   batch: the same coefficients, token, geometric and sequence masks and denominator. The files have
+   no key for the teacher that a `teacher_tau` needs: it is the override `train.teacher`.
 4. An enabled `noise_scheduler` is our `noise` section, exponential, in its program's variant and
-with clean norms for
-   the learner; the final norm takes no noise here.
+   with clean norms for the learner; the final norm takes no noise here.
 5. Rollouts use the learner's own weights, as in the document; `rollout.weights=int8` is one
-override away (overrides
-   use the names of `schema.py`).
-A number that several files repeat must be the same in all of them.
+   override away (overrides use the names of `schema.py`). A number that several files repeat must
+   be the same in all of them.
 """
 
 from __future__ import annotations

@@ -94,9 +94,8 @@ class RolloutConfig(Section):
     stop: Annotated[tuple[Text, ...], Strict(False)] = ()  # stop strings
     page_size: Count = 16  # tokens in a page of the KV cache
     max_batch: Count = 256  # sequences decoded together
-    bulk: Literal["int8", "fp8", "bf16"] | None = (
-        None  # a second format, used while many rows decode
-    )
+    # a second format, used while many rows decode
+    bulk: Literal["int8", "fp8", "bf16"] | None = None
     keep_dense: bool = False  # 4 bits on CUDA: dense weights beside, for many rows
     release_cache: bool = False  # give the cache's memory to the learner between rollouts
     cache_tokens: Count | None = None  # tokens that the KV cache holds; null: what the run uses
@@ -109,9 +108,8 @@ class DapoConfig(Section):
 
     dynamic_sampling: bool | None = None  # draw again for groups whose rewards are all equal
     max_rounds: Count = 8
-    no_signal: Literal["end", "go_on"] = (
-        "end"  # no group differs in all rounds: the run ends, or goes on
-    )
+    # no group differs in all rounds: the run ends, or goes on
+    no_signal: Literal["end", "go_on"] = "end"
     overlong_max: Count | None = None  # Lmax: at this length the penalty is -1
     overlong_cache: Count | None = None  # Lc: the penalty starts at Lmax - Lc
 
@@ -133,12 +131,10 @@ class TrainConfig(Section):
     ] = (0.9, 0.999)
     eps: Positive = 1e-8
     max_grad_norm: Positive = 1.0
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = (
-        "adamw"  # 8bit: moments in 8 bits; muon: for hidden matrices
-    )
-    forward: Literal["dense", "aligned"] = (
-        "dense"  # aligned: in the rollout's low-bit arithmetic (QaRL)
-    )
+    # 8bit: moments in 8 bits; muon: for hidden matrices
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    # aligned: in the rollout's low-bit arithmetic (QaRL)
+    forward: Literal["dense", "aligned"] = "dense"
     teacher: Text | None = None  # the frozen model of loss.aipo.teacher_tau: a folder, hub id
     uaq_scale: Positive | None = None  # QuRL's update-aware scaling; it uses 1.5
     weight_metrics: bool = True  # weights/*, at the price of a copy of what is learnt
@@ -162,12 +158,10 @@ class NoiseConfig(Section):
     sigma_end: NotNegative = 1e-4
     num_stages: Count = 10
     schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
-    variant: Literal["code", "paper"] = (
-        "code"  # num_stages counts the silent first stage, or does not
-    )
-    learner: Literal["clean", "shared"] = (
-        "clean"  # shared: the learner's norms carry the same noise
-    )
+    # num_stages counts the silent first stage, or does not
+    variant: Literal["code", "paper"] = "code"
+    # shared: the learner's norms carry the same noise
+    learner: Literal["clean", "shared"] = "clean"
 
 
 class ScoreConfig(Section):
@@ -186,9 +180,8 @@ class FilterConfig(Section):
 
     type: Literal["gibberish", "repetition"]
     enforce: bool = False
-    token_id_threshold: Annotated[int, Field(ge=0)] = (
-        100_000  # gibberish: ids above it are rare tokens
-    )
+    # gibberish: ids above it are rare tokens
+    token_id_threshold: Annotated[int, Field(ge=0)] = 100_000
     logprob_offset: NotNegative = 2.0  # gibberish: nats below the uniform log-prob
     window: Count = 3000  # repetition: consecutive near-certain tokens
     prob_threshold: Probability = 0.99  # repetition: what near-certain means
@@ -201,9 +194,8 @@ class CkptConfig(Section):
     interval: Count = 50
     keep_last: Count | None = 3
     keep_interval: Count | None = None
-    wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
-        3600.0  # seconds that a full disk may last
-    )
+    # seconds that a full disk may last
+    wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
 
 
 class SftConfig(Section):
@@ -227,17 +219,15 @@ class RunConfig(Section):
     output_dir: Text = "outputs/run"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # auto: float32 on the CPU, bfloat16 on a GPU
-    )
+    # auto: float32 on the CPU, bfloat16 on a GPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     env: Environments = (EnvConfig(id="reverse-text"),)
     batch_size: Count = 64  # rollouts a step
     rollouts_per_example: GroupSize = 8  # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
     algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = "grpo"
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted", "gae"] | None = (
-        None  # null: the algorithm's
-    )
+    # null: the algorithm's
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted", "gae"] | None = None
     correction: Literal[
         "auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "ipo", "reweight"
     ] = "auto"

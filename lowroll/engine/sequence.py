@@ -75,9 +75,8 @@ class LiveGroup:
         default_factory=list
     )  # held from admission until the last sample has forked
     num_unforked: int = 0  # samples that have no page table yet and have not ended
-    num_prefilled: int = (
-        0  # prompt positions given to a prefill chunk (or served by the prefix cache)
-    )
+    # prompt positions given to a prefill chunk (or served by the prefix cache)
+    num_prefilled: int = 0
     num_open: int = 0  # samples that have not ended
     tail_writer: Sequence | None = None  # who may append to the partial last prompt page
     salt: bytes = b""  # the prefix cache's salt when the prompt was admitted

@@ -66,9 +66,8 @@ class Environment(ABC):
     bad ones."""
 
     exact = False  # True: there are no partial rewards, so a perturbed answer must score 0
-    overtaxed: Score | None = (
-        None  # of a response that takes longer than the pool's limit; None: that is an error
-    )
+    # of a response that takes longer than the pool's limit; None: that is an error
+    overtaxed: Score | None = None
 
     def __init__(
         self, *, name: str, seed: int = 0, system: str | None = None, template: str = "{text}"

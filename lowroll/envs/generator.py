@@ -163,9 +163,8 @@ class _Server:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        self.starter: ThreadPoolExecutor | None = (
-            None  # the child dies with the thread that started it
-        )
+        # the child dies with the thread that started it
+        self.starter: ThreadPoolExecutor | None = None
 
     def ask(self, *words: Any) -> Any:
         """One request. ValueError with the child's reason; TimeoutError after `CHILD_LIMIT`

@@ -136,9 +136,8 @@ SCALE = re.compile(
 )
 LABEL = r"\\text\{(?![^{}]*\b(?:and|or|not)\b)[^{}\d,]*\}"
 SHORT = "cm|mm|km|dm|nm|kg|mg|ml|mL|ft|yd|mi|lb|oz|hr|am|pm|Hz|sq|cu|kW|eV|Pa"
-COUNTED = (
-    r"(?<=\s)(?:[A-Za-z]{3,}+|[ck]?m/[sh])|[A-Za-z]{5,}+"  # a word that stands apart, or a long one
-)
+# a word that stands apart, or a long one
+COUNTED = r"(?<=\s)(?:[A-Za-z]{3,}+|[ck]?m/[sh])|[A-Za-z]{5,}+"
 WORD = rf"(?<![A-Za-z\\])(?:{SHORT}|(?!(?:{FUNCTIONS}|and|not|but|(?:{'|'.join(SCALES)})s?)\b)(?:{COUNTED}))\b\.?"
 UNIT = re.compile(
     rf"(?:(?<=[\d}}\)%\s])|(?<=\\pi))\s*(?:\^\\circ\s*[CF]?|"

@@ -6,22 +6,19 @@ it start as soon as it runs itself: launch latency, prologues and the first weig
 end of the kernel before. What keeps the order of a stream:
 
 1. `after_others` waits until the kernel before has ended and its writes are seen. Ahead of it a
-kernel reads weights
-   and what the step before left (lengths, page tables), and writes nothing: results, workspaces and
-   counters may still be read by the kernel before. A matrix that is made within the step
-   (dequantised, copied) must not be read ahead.
+   kernel reads weights and what the step before left (lengths, page tables), and writes nothing:
+   results, workspaces and counters may still be read by the kernel before. A matrix that is made
+   within the step (dequantised, copied) must not be read ahead.
 2. Every kernel that starts early also waits, in every one of its blocks that does anything, before
-it ends. So when B
-   has ended, A before it had, and the C that waits for B alone waits for all: of kernels further
-   apart only what rule 1 allows ahead runs at the same time. Memory that the allocator passes on in
-   stream order is safe for that reason.
+   it ends. So when B has ended, A before it had, and the C that waits for B alone waits for all: of
+   kernels further apart only what rule 1 allows ahead runs at the same time. Memory that the
+   allocator passes on in stream order is safe for that reason.
 3. A kernel launched plainly (cuBLAS, torch) starts after the end of the one before it and of
-everything earlier. One
-   of these stands between the last write of what is read ahead and the first kernel that reads it,
-   if only the embedding. `prefetch` fetches to the L2 cache, where a later write is seen: it is
-   right even without that.
+   everything earlier. One of these stands between the last write of what is read ahead and the
+   first kernel that reads it, if only the embedding. `prefetch` fetches to the L2 cache, where a
+   later write is seen: it is right even without that.
 4. No kernel keeps one before it from ending: it starts only when no block of that one waits for
-room any more.
+   room any more.
 
 Kernels are written as `@jit` functions of module level, with `tl` from here. Without Triton both
 are placeholders that are never called. With TRITON_INTERPRET=1 (tests) Triton runs kernels on CPU

@@ -36,7 +36,7 @@ def token_log_probs(
 
     logits_CV: any float dtype, rows contiguous. gradient_CV, any float dtype, is filled with scale
     * d logp / d logits where it is given; scale_C (float32) is 1 where it is not. The logits may be
-    overwritten. Nothing waits for the device.
+      overwritten. Nothing waits for the device.
     """
     if not fused(logits_CV):
         return _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)

@@ -34,9 +34,8 @@ from lowroll.kernels.rows import (
     store_rows,
 )
 
-PROGRAMS = (
-    512  # of the backward pass, at most, for WIDTH features: more than run at once on a large GPU
-)
+# of the backward pass, at most, for WIDTH features: more than run at once on a large GPU
+PROGRAMS = 512
 WIDTH = 4096
 
 

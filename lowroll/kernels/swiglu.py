@@ -30,9 +30,8 @@ from lowroll.kernels.rows import (
 )
 
 BLOCK = 1024  # features of a program
-WHOLE = (
-    96  # rows from which on enough of them run at once for a program to make a whole row of codes
-)
+# rows from which on enough of them run at once for a program to make a whole row of codes
+WHOLE = 96
 LONGEST = 32768  # features of such a row, which stays in registers
 PROCESSORS = 132  # of an H100 or H200
 STAYS = 16 << 20  # bytes of a result that the L2 cache can keep for the next product

@@ -24,9 +24,8 @@ from lowroll.kv.arena import Arena, arena_works
 from lowroll.model.attention import Attend, suffixes, upload, varlen
 from lowroll.model.spec import ModelSpec
 
-MOST_GATHERED = (
-    1 << 17
-)  # tokens of later chunks' sequences whose keys and values are copied out at once
+# tokens of later chunks' sequences whose keys and values are copied out at once
+MOST_GATHERED = 1 << 17
 
 
 class KVCache:

@@ -25,9 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 MOST_STACKS = 4  # lengths of a micro-batch that get a call each on CUDA
-LONG = (
-    1024  # tokens of a sequence from which cuDNN repays the 30 ms that it plans every new shape for
-)
+# tokens of a sequence from which cuDNN repays the 30 ms that it plans every new shape for
+LONG = 1024
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,

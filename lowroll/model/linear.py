@@ -55,9 +55,8 @@ class Linear(nn.Module):
             torch.empty(rows, in_features, device=device, dtype=dtype)
         )
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        self.aligned: QTensor | None = (
-            None  # what the learner's forward multiplies with, see weights.aligned
-        )
+        # what the learner's forward multiplies with, see weights.aligned
+        self.aligned: QTensor | None = None
         self.adapter: Adapter | None = None
 
     def rows(self, part: str) -> slice:

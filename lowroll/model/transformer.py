@@ -173,9 +173,8 @@ class Transformer(nn.Module):
         self.lm_head = (
             None if spec.tie_embeddings else nn.Parameter(torch.empty_like(self.embedding))
         )
-        self.head: QTensor | None = (
-            None  # the engine's view of lm_head_weight: same storage, packed for its kernel
-        )
+        # the engine's view of lm_head_weight: same storage, packed for its kernel
+        self.head: QTensor | None = None
         self.freqs = inverse_frequencies(spec).to(device if str(device) != "meta" else "cpu")
 
     def forward(self, ids_T: Tensor, pos_T: Tensor, attend: Attend) -> Tensor:

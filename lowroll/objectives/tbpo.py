@@ -16,7 +16,7 @@ Notes on the paper, whose equations the sources at hand lost:
    and .0004, negative ones .0003 and .0007, cap 2. Both lower bounds are one option here, as the
    lower bound of a positive response never acts.
 2. "Exceeds the bounds" is read as the ratio r; the mismatch w is truncated, never a reason to
-reject.
+   reject.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """

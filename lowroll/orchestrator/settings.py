@@ -36,9 +36,8 @@ class Settings:
     batch_size: int  # rollouts a step
     rollouts_per_example: int  # n of every request: the group size G
     sampling: Sampling = Sampling()
-    temperature_schedule: TemperatureSchedule | None = (
-        None  # takes the place of sampling.temperature
-    )
+    # takes the place of sampling.temperature
+    temperature_schedule: TemperatureSchedule | None = None
     seed: int = 0
     env_weights: Mapping[str, float] = field(
         default_factory=dict

@@ -25,9 +25,8 @@ from lowroll.types import Prompt, Request
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
-MAX_PASSED_OVER = (
-    1000  # prompts in a row that may be too long before the limit itself must be wrong
-)
+# prompts in a row that may be too long before the limit itself must be wrong
+MAX_PASSED_OVER = 1000
 
 
 def seed_of(*parts: str | int) -> int:

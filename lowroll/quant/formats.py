@@ -215,9 +215,8 @@ class Format(ABC):
     once: tuple[str, ...] = ()  # stored tensors that have one entry for the whole matrix
     stored_as: str | None = None  # another format that has the same stored tensors
     rounds: bool = False  # activations, to what `rounded` says, for a product in float32
-    rows: str | None = (
-        None  # the kind of codes that `product` takes; None: the format has no such product
-    )
+    # the kind of codes that `product` takes; None: the format has no such product
+    rows: str | None = None
 
     @abstractmethod
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@
 
 g spreads the block scales over e4m3's range. An amax of 0, or so small that g overflows, gives g =
 1. Blocks of zeros have scale 1/8 and codes 0. The layout is compressed-tensors'
-`nvfp4-pack-quantized`, two codes a byte from the low half (QeRL, section 2 and Eq. 6; algorithms
-B4).
+   `nvfp4-pack-quantized`, two codes a byte from the low half (QeRL, section 2 and Eq. 6; algorithms
+   B4).
 
 Kernels multiply a fused matrix with one global scale, so q, k and v must share theirs, and gate and
 up too. Here they do by construction: the fused matrix is quantised as one, and the amax over it is

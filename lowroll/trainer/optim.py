@@ -93,8 +93,8 @@ def learning_rate(settings: OptimSettings, step: int) -> float:
 
     Warm-up is linear, (step + 1) / warmup_steps, and reaches the full rate at step warmup_steps -
     1. From step warmup_steps on, p = (step - warmup_steps) / (total_steps - warmup_steps), held at
-    1 past the end, and lr = learning_rate * (min_lr_ratio + (1 - min_lr_ratio) * decay(p)) with
-    decay 1, 1 - p or (1 + cos(pi p)) / 2.
+       1 past the end, and lr = learning_rate * (min_lr_ratio + (1 - min_lr_ratio) * decay(p)) with
+       decay 1, 1 - p or (1 + cos(pi p)) / 2.
     """
     full, warmup = settings.learning_rate, settings.warmup_steps
     if step < warmup:

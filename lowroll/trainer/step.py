@@ -10,21 +10,18 @@ policy that the rollouts recorded, lpref the frozen reference; all at the sampli
 differs from the textbook loop:
 
 1. Micro-batches are packed by tokens and add up to M exactly: denominators are the counts of M,
-never of a
-   micro-batch. The number of sequences counts every sample of M, masked or not.
+   never of a micro-batch. The number of sequences counts every sample of M, masked or not.
 2. With one minibatch the proximal policy *is* the learner: lpo = lpn detached, R = 1 exactly, and
-no extra pass.
-   With more, or with weights that are divided by their mean over the batch, one pass without
-   gradient records lpo for the whole batch before its first update. It packs what the updates will
-   pack (`Minibatch.portions`): a product with another number of rows rounds differently, and in
-   bfloat16 that alone leaves narrow bands. So R = 1 bit for bit until the weights change. Reference
-   and teacher read the same micro-batches.
+   no extra pass. With more, or with weights that are divided by their mean over the batch, one pass
+   without gradient records lpo for the whole batch before its first update. It packs what the
+   updates will pack (`Minibatch.portions`): a product with another number of rows rounds
+   differently, and in bfloat16 that alone leaves narrow bands. So R = 1 bit for bit until the
+   weights change. Reference and teacher read the same micro-batches.
 3. A sequence whose advantage is 0 has no gradient unless there is a KL term (or the objective has
-one of its own), so
-   it is run forward only: the gradient is the same, and the statistics still cover every token.
+   one of its own), so it is run forward only: the gradient is the same, and the statistics still
+   cover every token.
 4. With a critic (PPO) every token has an advantage of its own, made of the critic's values before
-the first update;
-   while the critic warms up, the policy is measured and not updated.
+   the first update; while the critic warms up, the policy is measured and not updated.
 5. Where the objective rejects tokens for their mismatch, the KL term leaves them out too; denominators keep them.
 6. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
    a row raises TrainingDiverged.

@@ -5,9 +5,8 @@ one line a sample, UTF-8, each ended by a newline. The schema is read off the da
 hints, so a new field needs no code here.
 
 1. Floats travel as Python's shortest repr, which parses back to the same double (Steele & White
-1990; David Gay).
-   JSON has no infinities: a float field holds the string "inf", "-inf" or "nan" for those, and no
-   other string.
+   1990; David Gay). JSON has no infinities: a float field holds the string "inf", "-inf" or "nan"
+   for those, and no other string.
 2. A union of dataclasses carries the class name under `type`.
 3. Decoding is strict: an unknown, missing, duplicated or ill-typed field, a wrong count, a torn line or an oversized
    message is a CodecError that names the line and the field. Nothing is ever unpickled.
