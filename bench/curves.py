@@ -37,10 +37,10 @@ from rich.table import Table
 
 from bench.record import RESULTS, machine
 from lowroll.config import RunConfig, from_mapping
-from lowroll.demo import CONFIG as DEMO
-from lowroll.demo import build_model, held_out
-from lowroll.inprocess import run
-from lowroll.supervised import warm_start
+from lowroll.runs.demo import CONFIG as DEMO
+from lowroll.runs.demo import build_model, held_out
+from lowroll.runs.grpo import run
+from lowroll.runs.sft import warm_start
 
 MODEL: dict[str, Any] = {
     **DEMO,

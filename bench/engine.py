@@ -36,12 +36,12 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 from bench.record import BASELINES, Row, interleave, show, speed_row, write
 from lowroll import Engine, Request
-from lowroll.demo import CONFIG as DEMO
 from lowroll.engine.runner import Drawn
 from lowroll.engine.sequence import Plan
 from lowroll.model import hf, initialize
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
+from lowroll.runs.demo import CONFIG as DEMO
 
 STOP = 1  # the id that ends a sample
 CONTEXT = 512

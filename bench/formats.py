@@ -3,8 +3,8 @@ weights.
 
 bits      a weight, with the scales of its group
 error     ||W - Q(W)|| / ||W|| over all linear weights
-KL        of the dense model's next-token distribution to the quantised one's, mean over the tokens of held-out
-          demonstrations, nats; activations are quantised too where the format says so
+KL        of the dense model's next-token distribution to the quantized one's, mean over the tokens of held-out
+          demonstrations, nats; activations are quantized too where the format says so
 tokens/s  of the engine on CPU on the demo's kind of batch, in turns, median of the rounds
 bytes     of the weight files that `lowroll quantize` writes (embeddings and norms stay dense);
           none where a block of the format would reach over two parts of a fused matrix of this
@@ -30,15 +30,15 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.record import RESULTS, machine
-from lowroll import assemble
 from lowroll.config import RunConfig
-from lowroll.demo import CONFIG, build_model, engine_speed, settings
-from lowroll.export import quantize_folder
 from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import formats, get_format, quantize
-from lowroll.supervised import warm_start
+from lowroll.runs import build
+from lowroll.runs.demo import CONFIG, build_model, engine_speed, settings
+from lowroll.runs.export import quantize_folder
+from lowroll.runs.sft import warm_start
 from lowroll.weights.publish import rollout_copy
 
 NUM_TEXTS = 128
@@ -46,7 +46,7 @@ NUM_TEXTS = 128
 
 def texts(cfg: RunConfig, folder: Path) -> list[list[int]]:
     """Token ids of held-out demonstrations: prompt and gold response."""
-    chat, (env,) = assemble.tokenizer(folder), assemble.environments(cfg.env, cfg.seed).values()
+    chat, (env,) = build.tokenizer(folder), build.environments(cfg.env, cfg.seed).values()
     prompts = [env.prompt(i, "test") for i in range(NUM_TEXTS)]
     return [
         chat.encode_chat(prompt.messages) + chat.encode_response(env.gold(prompt))
@@ -72,7 +72,7 @@ def weight_error(model: Transformer, format: str) -> float:
 
 
 def checkpoint_bytes(folder: Path, format: str) -> int | None:
-    """Bytes of the quantised folder's weights; None where the model's sizes do not let the fused
+    """Bytes of the quantized folder's weights; None where the model's sizes do not let the fused
     parts be cut."""
     try:
         return quantize_folder(folder, folder.parent / format, format).bytes

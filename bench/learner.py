@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from bench.record import BASELINES, Row, show, write
-from lowroll.demo import CONFIG as DEMO
 from lowroll.model import initialize
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
+from lowroll.runs.demo import CONFIG as DEMO
 from lowroll.trainer.optim import Optimizer, OptimSettings
 
 LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]

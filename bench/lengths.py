@@ -7,7 +7,7 @@ lengths is forced on both sides: a rollout is a request of its own with that man
 stop; the first of each prompt enters one step before the others, which then find the prompt in the
 cache.
 
-    ours    nvfp4 weights for the tail and fp8 for the bulk, chosen by the number of live rows (Engine(..., bulk="fp8"))
+    ours    nvfp4 weights for the tail and fp8 for the bulk, chosen by the number of live rows
     peer    our own bf16 engine
 """
 
@@ -117,7 +117,7 @@ def rows(model: str, device: torch.device, rounds: int = 2, rollouts: int = 512)
         "cache_tokens": most,
         "max_prefill_tokens": 16384,
     }
-    ours = Engine(master, weights="nvfp4", bulk="fp8", **options)
+    ours = Engine(master, weights="nvfp4", large_batch_weights="fp8", **options)
     peer = Engine(master, weights="bf16", **options)
     del master
     gc.collect()

@@ -5,7 +5,7 @@
     log-prob    forward passes without gradient inside `learn`: only responses of zero advantage, where the batch is on
                 policy and updated once
     update      the rest of `trainer.step.learn`: forward, backward, optimiser (GRPO with TIS, AdamW)
-    publish     Engine.adopt: the new weights in the engine, in place, with their digest
+    publish     Engine.update_weights: the new weights in the engine, in place, with their digest
     idle        the step's wall clock less all of these: batching, advantages, bookkeeping
 
 The device is waited for at each border, so a part's seconds are its own. Numbers are medians over
@@ -151,7 +151,7 @@ class Loop:
         assert not metrics["optim/skipped"], "the update was not finite"
         self.version += 1
         with clock.part("publish"):
-            self.engine.adopt(self.model, self.version)
+            self.engine.update_weights(self.model, self.version)
         clock.seconds["idle"] = time.perf_counter() - began - sum(clock.seconds.values())
         return clock.seconds
 
@@ -225,7 +225,7 @@ def step_rows(case: Case, device: torch.device, steps: int) -> list[Row]:
 
 
 def publish_rows(model: str, weights: str, device: torch.device, rounds: int = 9) -> list[Row]:
-    """Milliseconds of publication alone, and with the digest that `adopt` takes."""
+    """Milliseconds of publication alone, and with the digest that `update_weights` takes."""
     master = random_model(SHAPES[model], device)
     engine = Engine(
         master,
@@ -237,8 +237,8 @@ def publish_rows(model: str, weights: str, device: torch.device, rounds: int = 9
     places = _places(engine.model)
     ways: dict[str, Callable[[int], object]] = {
         publishing(model, weights): lambda version: publish(master, engine.model),
-        f"{model} adopt bf16 to {weights} in place, with its digest": lambda version: engine.adopt(
-            master, version
+        f"{model} adopt bf16 to {weights} in place, with its digest": lambda version: (
+            engine.update_weights(master, version)
         ),
     }
     rows = []

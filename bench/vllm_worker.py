@@ -68,7 +68,7 @@ def config(shape: dict[str, Any], format: str) -> dict[str, Any]:
     if quantized is None:
         return shape
     layout, weights, activations = quantized
-    # A router picks experts and is tiny: no tool quantises it.
+    # A router picks experts and is tiny: no tool quantizes it.
     group = {
         "targets": ["Linear"],
         "weights": weights,

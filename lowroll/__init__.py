@@ -14,12 +14,12 @@ from lowroll.types import BehaviorTag, Group, Request, Rollout
 
 if TYPE_CHECKING:
     from lowroll import objectives as objectives
-    from lowroll.engine.engine import Engine as Engine
-    from lowroll.inprocess import run as run
+    from lowroll.engine.native import Engine as Engine
     from lowroll.model.scoring import score as score
     from lowroll.quant.formats import QTensor as QTensor
     from lowroll.quant.formats import formats as formats
     from lowroll.quant.formats import quantize as quantize
+    from lowroll.runs.grpo import run as run
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,12 +44,12 @@ if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOMES = {
-    "Engine": "engine.engine",
+    "Engine": "engine.native",
     "score": "model.scoring",
     "QTensor": "quant.formats",
     "formats": "quant.formats",
     "quantize": "quant.formats",
-    "run": "inprocess",
+    "run": "runs.grpo",
 }
 
 

@@ -26,7 +26,7 @@ pytest_plugins = ["interpreted"]
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dry runs plan without a look at the model, which is on a hub that tests do not ask, and at
     the data."""
-    from lowroll import preflight
+    from lowroll.runs import preflight
 
     for look in ("look_at_run", "look_at_sft"):
         monkeypatch.setattr(preflight, look, lambda *_: preflight.Findings())
@@ -38,7 +38,8 @@ def built() -> None:
     most of a minute."""
     import torch
 
-    from lowroll.kernels import routed, streamed
+    from lowroll.kernels.matmul import streamed
+    from lowroll.kernels.moe import routed
 
     kinds = [
         (module, kind)

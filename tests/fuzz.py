@@ -45,7 +45,7 @@ from lowroll import Engine, Request
 from lowroll.engine.request import noise_key
 from lowroll.engine.sampler import signed
 from lowroll.engine.sequence import Plan
-from lowroll.kernels.draw import uniform
+from lowroll.kernels.sampling.draw import uniform
 from lowroll.kv.pages import OutOfPages
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
@@ -443,7 +443,7 @@ class Block:
             family.weights,
             dtype=family.dtype,
             device=device,
-            bulk=family.bulk,
+            large_batch_weights=family.bulk,
             tokenizer=Tokenizer(),
             noisy=True,
             **options,
@@ -481,7 +481,7 @@ class Block:
             self.made[chunk.sequence.group.handle] |= dict.fromkeys(
                 range(chunk.start, chunk.stop), now
             )
-        many = decoder.runs_bulk(decoder.size(len(plan.decodes)))
+        many = decoder.runs_large_batch(decoder.size(len(plan.decodes)))
         for row in plan.decodes:
             drawn = self.drawn.setdefault((row.group.handle, row.sample), {})
             drawn |= {
@@ -519,12 +519,12 @@ class Block:
             self.take(*[engine.add(self.request()) for _ in range(rng.choice([1, 1, 2, 5]))])
             for _ in range(rng.randint(0, 6)):
                 verb = rng.choices(
-                    ["step", "abort", "adopt", "score", "generate"], [12, 1, 1, 1, 1]
+                    ["step", "abort", "update_weights", "score", "generate"], [12, 1, 1, 1, 1]
                 )[0]
                 getattr(self, verb)()
         while engine.has_work:
             self.step()
-        if engine.pool.num_used or engine.scheduler.promised or self.asked:
+        if engine.pool.num_used or engine.scheduler.reserved_pages or self.asked:
             self.verdict.differences.append(
                 f"{self.about}: {engine.pool.num_used} pages and {len(self.asked)} "
                 "requests are left in an empty engine"
@@ -543,9 +543,11 @@ class Block:
         if self.asked:
             self.engine.abort(self.rng.choice(list(self.asked)))
 
-    def adopt(self) -> None:
+    def update_weights(self) -> None:
         self.version = self.rng.choice(VERSIONS)
-        self.engine.adopt(master(self.family, self.version), self.version, NOISES.get(self.version))
+        self.engine.update_weights(
+            master(self.family, self.version), self.version, NOISES.get(self.version)
+        )
 
     def generate(self) -> None:
         """Requests that are waited for, while those in flight go on and one of them may be aborted

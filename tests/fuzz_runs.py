@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_run import TINY, copy_stopped_after, fingerprint
 
 import lowroll
-from lowroll import demo
 from lowroll.config import from_mapping
-from lowroll.inprocess import RunResult
 from lowroll.metrics.record import reproducible
+from lowroll.runs import demo
+from lowroll.runs.grpo import RunResult
 
 STEPS = 3
 MODELS: dict[str, dict[str, Any]] = {
@@ -169,7 +169,7 @@ def choices(
                 {"rollout": {"prefill_chunk": rng.choice([3, 8])}},
                 {"rollout": {"max_batch": 5}},
                 {"rollout": {"page_size": 4, "cache_tokens": 256}},
-                {"rollout": {"bulk": "int8"}},
+                {"rollout": {"large_batch_weights": "int8"}},
             ]
         ),
         rng.choice(
@@ -267,7 +267,7 @@ def differences(seed: int, models: Mapping[str, Path], folder: Path) -> list[str
         tree["rollout"]["weights"] == "fp32"
         and tree["dtype"] == "float32"
         and not (
-            {"top_p", "top_k", "repetition_penalty", "bulk"} & tree["rollout"].keys()
+            {"top_p", "top_k", "repetition_penalty", "large_batch_weights"} & tree["rollout"].keys()
             or "noise" in tree
         )
     )

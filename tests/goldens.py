@@ -92,7 +92,13 @@ RUNS: dict[str, list[dict[str, Any]]] = {
         rollout(weights="fp32", prefill_chunk=3, page_size=4, max_batch=5)
     ],
     "large batches": [
-        rollout(weights="int4", bulk="int8", top_p=0.9, temperature=0.7, repetition_penalty=1.1)
+        rollout(
+            weights="int4",
+            large_batch_weights="int8",
+            top_p=0.9,
+            temperature=0.7,
+            repetition_penalty=1.1,
+        )
     ],
     "top-k and least tokens": [
         rollout(weights="fp8", top_k=20, min_tokens=2),

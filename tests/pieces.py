@@ -25,8 +25,8 @@ from test_run import settings
 import lowroll
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import from_mapping
-from lowroll.inprocess import Session
 from lowroll.metrics.record import reproducible
+from lowroll.runs.grpo import Session
 
 Path_ = tuple[str, ...]
 # What matters when further updates fail or more steps alarm (tests/test_optim.py,

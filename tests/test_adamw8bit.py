@@ -12,8 +12,8 @@ import torch
 from test_run import TINY, copy_stopped_after, fingerprint, settings, train
 from torch import Tensor, nn
 
-from lowroll import demo
 from lowroll.checkpoint.store import Store
+from lowroll.runs import demo
 from lowroll.trainer.optim import Optimizer, OptimSettings
 
 RATE = 1e-3

@@ -1,4 +1,4 @@
-"""The aligned forward: the engine's arithmetic, a straight-through gradient, one quantisation an
+"""The aligned forward: the engine's arithmetic, a straight-through gradient, one quantization an
 update, one digest."""
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_in_the_models_own_floating_point_it_is_the_plain_forward(
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_gradient_passes_straight_through(format: str) -> None:
-    """dX = dY What, dW = dY^T X, db = sum dY, with What the dequantised matrix: by hand."""
+    """dX = dY What, dW = dY^T X, db = sum dY, with What the dequantized matrix: by hand."""
     linear = Linear(24, {"a": 10, "b": 6}, bias=True)
     with torch.no_grad():
         linear.weight.copy_(normal(16, 24, seed=1))
@@ -162,7 +162,7 @@ def test_recomputed_activations_change_nothing(folder: Path) -> None:
         assert torch.equal(p.grad, q.grad), name
 
 
-# -- one quantisation an update, and one digest ----------------------------------------------------
+# -- one quantization an update, and one digest ----------------------------------------------------
 
 
 @pytest.mark.parametrize("with_lora", [False, True])
@@ -176,9 +176,9 @@ def test_what_is_published_is_the_learners_own(
     for version in (1, 2):
         nudge(model, version)
         aligned.refresh(model)
-        with monkeypatch.context() as patch:  # publication may not quantise
-            patch.setattr(Format, "quantize", lambda *_: pytest.fail("quantised twice"))
-            tag = engine.adopt(model, version)
+        with monkeypatch.context() as patch:  # publication may not quantize
+            patch.setattr(Format, "quantize", lambda *_: pytest.fail("quantized twice"))
+            tag = engine.update_weights(model, version)
         assert tag.policy[0].digest == digest(model)
         assert torch.equal(logits(model), logits(engine.model))
         own = {
@@ -232,7 +232,7 @@ def test_a_restored_learner_has_the_codes_of_its_weights(folder: Path) -> None:
 
 
 def test_a_dense_folder_comes_out(folder: Path, tmp_path: Path) -> None:
-    """The masters are what is saved, and another format of the engine quantises them."""
+    """The masters are what is saved, and another format of the engine quantizes them."""
     model = nudge(learner(folder, "int8"), 1)
     hf.save(model, tmp_path / "saved")
     assert torch.equal(hf.load(tmp_path / "saved").blocks[0].qkv.weight, model.blocks[0].qkv.weight)

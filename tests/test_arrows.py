@@ -68,24 +68,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
 }
 # no room knows them
-COMPOSITION = {
-    "assemble",
-    "attempt",
-    "budget",
-    "calibration",
-    "inprocess",
-    "identity",
-    "evaluate",
-    "diagnose",
-    "preflight",
-    "run_folder",
-    "stop",
-    "supervised",
-    "demo",
-    "export",
-    "cli",
-    "__main__",
-}
+COMPOSITION = {"runs", "cli", "__main__"}
 TORCH_FREE = (
     "engine/scheduler.py",
     "engine/sequence.py",

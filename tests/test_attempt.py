@@ -21,17 +21,17 @@ from test_run import TINY, copy_stopped_after, fingerprint
 from test_run import settings as grpo_settings
 
 import lowroll
-from lowroll import demo, stop, supervised
-from lowroll.attempt import RunResult
 from lowroll.checkpoint.faults import VARIABLE, observers
 from lowroll.checkpoint.lock import RunLock, RunLockedError
 from lowroll.checkpoint.store import Store
 from lowroll.config import from_mapping, load
-from lowroll.inprocess import Session
 from lowroll.metrics.record import read, reproducible
 from lowroll.metrics.report import write_report
 from lowroll.orchestrator.loop import Orchestrator
-from lowroll.supervised import SftSession, run_sft
+from lowroll.runs import demo, sft, stop
+from lowroll.runs.attempt import RunResult
+from lowroll.runs.grpo import Session
+from lowroll.runs.sft import SftSession, run_sft
 from lowroll.trainer.sft import SftLearner
 
 
@@ -59,7 +59,7 @@ def tree(model: Path, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def sft(tree: dict[str, Any], **options: bool) -> RunResult:
+def run_supervised(tree: dict[str, Any], **options: bool) -> RunResult:
     return run_sft(from_mapping(tree), **options)
 
 
@@ -132,7 +132,10 @@ def test_what_no_run_made_is_refused_at_the_start_and_stays(
     FOREIGN[name](tmp_path / "run")
     before = contents(tmp_path)
     for options in ({}, {"overwrite": True}):
-        for start in (sft, lambda tree, **options: lowroll.run(from_mapping(tree), **options)):
+        for start in (
+            run_supervised,
+            lambda tree, **options: lowroll.run(from_mapping(tree), **options),
+        ):
             with pytest.raises(
                 ValueError,
                 match=rf"^output_dir: \S*{name.split(',')[0].split(' is ')[0].split()[-1]}\b"
@@ -141,7 +144,7 @@ def test_what_no_run_made_is_refused_at_the_start_and_stays(
             ):
                 start(tree, **options)
     with pytest.raises(ValueError, match="holds no run to resume|is not a folder"):
-        sft(tree, resume=True)
+        run_supervised(tree, resume=True)
     assert contents(tmp_path) == before  # not even a lock
 
 
@@ -149,7 +152,7 @@ def test_a_folder_that_cannot_be_written_is_named(tree: dict[str, Any]) -> None:
     with pytest.raises(
         ValueError, match="^output_dir: /proc/nobodys cannot be written: No such file or directory$"
     ):
-        sft({**tree, "output_dir": "/proc/nobodys"})
+        run_supervised({**tree, "output_dir": "/proc/nobodys"})
 
 
 def test_a_run_beside_a_persons_files(
@@ -165,8 +168,8 @@ def test_a_run_beside_a_persons_files(
     ):
         write(tmp_path / name)
     before = contents(tmp_path)
-    assert len(sft({**tree, "output_dir": "."}).records) == 4
-    sft({**tree, "output_dir": ".", "seed": 1}, overwrite=True)
+    assert len(run_supervised({**tree, "output_dir": "."}).records) == 4
+    run_supervised({**tree, "output_dir": ".", "seed": 1}, overwrite=True)
     assert before.items() <= contents(tmp_path).items()
     about = json.loads((tmp_path / "about.json").read_text())
     assert (about["title"], about["command"]) == (tmp_path.name, "sft") and "4 a step" in about[
@@ -181,7 +184,7 @@ def test_a_folder_without_a_step_is_taken_over(
 ) -> None:
     """After a failure before step 1, and when there is only a lock or a log."""
     with pytest.raises(ValueError, match="nowhere"):
-        sft({**tree, "model": str(tmp_path / "nowhere")})
+        run_supervised({**tree, "model": str(tmp_path / "nowhere")})
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "logs"}
     assert "Traceback" in story(tmp_path / "run") and "nowhere" in story(tmp_path / "run")
     with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="in its first step"):
@@ -190,19 +193,19 @@ def test_a_folder_without_a_step_is_taken_over(
             "step",
             lambda self: (_ for _ in ()).throw(RuntimeError("in its first step")),
         )
-        sft(tree)
+        run_supervised(tree)
     assert story(tmp_path / "run", 2).rstrip().endswith("RuntimeError: in its first step")
     for folder in ("again", "resumed"):
         shutil.copytree(tmp_path / "run", tmp_path / folder)
     for name, options in (("again", {}), ("resumed", {"resume": True})):
         changed = {**tree, "seed": 5, "output_dir": str(tmp_path / name)}
         assert (
-            len(sft(changed, **options).records) == 4
+            len(run_supervised(changed, **options).records) == 4
             and load(tmp_path / name / "config.yaml").seed == 5
         )
     for name in (".lock", "logs/attempt_1.log"):
         write(tmp_path / "bare" / name)
-        assert len(sft({**tree, "output_dir": str(tmp_path / "bare")}).records) == 4
+        assert len(run_supervised({**tree, "output_dir": str(tmp_path / "bare")}).records) == 4
         shutil.rmtree(tmp_path / "bare")
 
 
@@ -210,29 +213,29 @@ def test_overwriting_replaces_a_run_and_nothing_else(
     tree: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
-    sft(tree)
+    run_supervised(tree)
     with pytest.raises(
         ValueError,
         match="already holds a run; continue it with --resume, replace it with --overwrite",
     ):
-        sft(tree)
+        run_supervised(tree)
     with pytest.raises(ValueError, match="give one of the two"):
-        sft(tree, resume=True, overwrite=True)
+        run_supervised(tree, resume=True, overwrite=True)
     with pytest.raises(ValueError, match="holds a run of lowroll sft: resume it with that command"):
         lowroll.run(from_mapping(tree), resume=True)
     with pytest.raises(
         ValueError, match=r"the run reads .*final, which a new run in .* would replace"
     ):
-        sft({**tree, "model": str(run / "final")}, overwrite=True)
+        run_supervised({**tree, "model": str(run / "final")}, overwrite=True)
     write(run / "notes.txt")
     write_report(run)
     before = contents(run)
     with RunLock(run), pytest.raises(RunLockedError, match="is in use by"):
-        sft(tree, overwrite=True)
+        run_supervised(tree, overwrite=True)
     with pytest.raises(
         ValueError, match="nowhere"
     ):  # what fails before its beginning replaces nothing
-        sft({**tree, "model": str(tmp_path / "nowhere")}, overwrite=True)
+        run_supervised({**tree, "model": str(tmp_path / "nowhere")}, overwrite=True)
     assert {
         name: before[name] for name in before if "log" not in name and "lock" not in name
     }.items() <= contents(run).items()
@@ -240,10 +243,10 @@ def test_overwriting_replaces_a_run_and_nothing_else(
     with pytest.raises(
         ValueError, match=r"final/mine.txt: it was not published with the folder. A run would write"
     ):
-        sft(tree, overwrite=True)
+        run_supervised(tree, overwrite=True)
     (run / "final" / "mine.txt").unlink()
-    fresh = sft({**tree, "output_dir": str(tmp_path / "fresh"), "seed": 4})
-    again = sft({**tree, "seed": 4}, overwrite=True)
+    fresh = run_supervised({**tree, "output_dir": str(tmp_path / "fresh"), "seed": 4})
+    again = run_supervised({**tree, "seed": 4}, overwrite=True)
     assert learned(again.folder) == learned(fresh.folder)
     assert not (run / "report.html").exists()
     assert (
@@ -257,7 +260,7 @@ def test_overwriting_a_run_whose_folders_lie_elsewhere(
     """Checkpoints on a larger disk, and a place for rollouts in which somebody keeps files of such
     a name."""
     run = tmp_path / "run"
-    fresh = sft(tree)
+    fresh = run_supervised(tree)
     mine = tmp_path / "rollouts" / "step_000001.jsonl"
     write(mine)
     (run / "checkpoints").rename(tmp_path / "checkpoints")
@@ -266,9 +269,9 @@ def test_overwriting_a_run_whose_folders_lie_elsewhere(
     with pytest.raises(
         ValueError, match="step_000001.jsonl does not begin as rollouts do. A run would write there"
     ):
-        sft(tree, overwrite=True)
+        run_supervised(tree, overwrite=True)
     mine.unlink()
-    assert learned(sft(tree, overwrite=True).folder) == learned(fresh.folder)
+    assert learned(run_supervised(tree, overwrite=True).folder) == learned(fresh.folder)
     assert (run / "checkpoints").is_symlink()
 
 
@@ -309,11 +312,11 @@ def test_a_kill_at_any_point_costs_nothing(
     short = {**tree, "sft": {**tree["sft"], "steps": 2}}
 
     def go(folder: str, resume: bool = True) -> None:
-        sft(
+        run_supervised(
             {**short, "output_dir": str(tmp_path / folder)},
             resume=resume and (tmp_path / folder).exists(),
         )
-        sft({**tree, "output_dir": str(tmp_path / folder)}, resume=True)
+        run_supervised({**tree, "output_dir": str(tmp_path / folder)}, resume=True)
 
     go("whole")
     whole = learned(tmp_path / "whole")  # within a publication: test_checkpoint, and `make torture`
@@ -329,11 +332,11 @@ def test_a_kill_at_any_point_costs_nothing(
             or name == "replace.moved"
         )
         if name == "file.written/config.yaml":  # neither a run nor another's
-            sft({**short, "output_dir": str(tmp_path / folder)})
+            run_supervised({**short, "output_dir": str(tmp_path / folder)})
         elif Store(tmp_path / folder / "checkpoints").steps():
             with pytest.raises(ValueError, match="already holds a run"):
-                sft({**short, "output_dir": str(tmp_path / folder)})
-        sft({**tree, "output_dir": str(tmp_path / folder)}, resume=True)
+                run_supervised({**short, "output_dir": str(tmp_path / folder)})
+        run_supervised({**tree, "output_dir": str(tmp_path / folder)}, resume=True)
         assert learned(tmp_path / folder) == whole, name
         shutil.rmtree(tmp_path / folder)
 
@@ -342,7 +345,7 @@ def test_a_kill_while_an_old_run_is_removed(tree: dict[str, Any], tmp_path: Path
     """A folder that is half gone is nobody's: the run that replaces it can begin again. Until the
     last checkpoint has gone, the old run has all that it made."""
     run, folders = tmp_path / "run", [2]
-    sft({**tree, "ckpt": {"interval": 2, "keep_last": None}})
+    run_supervised({**tree, "ckpt": {"interval": 2, "keep_last": None}})
     shutil.copytree(run, tmp_path / "kept")
     whole = learned(run)
 
@@ -357,23 +360,23 @@ def test_a_kill_while_an_old_run_is_removed(tree: dict[str, Any], tmp_path: Path
 
     def replace() -> None:
         shutil.rmtree = die_removing
-        sft({**tree, "seed": 4}, overwrite=True)
+        run_supervised({**tree, "seed": 4}, overwrite=True)
 
     assert in_a_child(replace) == signal.SIGKILL  # two checkpoints are gone, and half of final/
-    assert len(sft({**tree, "seed": 4}, overwrite=True).records) == 4
+    assert len(run_supervised({**tree, "seed": 4}, overwrite=True).records) == 4
     assert not [*run.glob(".tmp*"), *run.glob("final-*")]
     shutil.rmtree(run)
     (tmp_path / "kept").rename(run)
     folders[0] = 1
     assert in_a_child(replace) == signal.SIGKILL  # the older checkpoint is gone
-    sft({**tree, "ckpt": {"interval": 2, "keep_last": None}}, resume=True)
+    run_supervised({**tree, "ckpt": {"interval": 2, "keep_last": None}}, resume=True)
     assert learned(run) == whole
 
 
 def test_damaged_settings_without_a_checkpoint_are_named(
     tree: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = sft(tree).folder
+    run = run_supervised(tree).folder
     shutil.rmtree(run / "checkpoints")
     mark = (run / "config.yaml").read_text().splitlines()[0]
     for text in ("model: [", "a", "\x00"):
@@ -383,7 +386,7 @@ def test_damaged_settings_without_a_checkpoint_are_named(
             match=r"^\S+config.yaml: damaged, and there is no checkpoint to go on with: "
             r"--overwrite begins again",
         ):
-            sft(tree, resume=True)
+            run_supervised(tree, resume=True)
 
 
 @pytest.mark.parametrize("train", [{}, {"lora": True, "lora_rank": 2}, {"optimizer": "muon"}])
@@ -395,30 +398,30 @@ def test_a_supervised_run_resumed_after_any_step_is_bitwise_the_uninterrupted_on
         "ckpt": {"interval": 1, "keep_last": None},
         "sft": {**tree["sft"], "lr_scheduler_type": "cosine", "warmup_steps": 2},
     }
-    whole = sft(tree)
+    whole = run_supervised(tree)
     for step in (1, 2, 3):
         (tmp_path / "run" / "rollouts").mkdir(exist_ok=True)
         copy_stopped_after(whole.folder, step, tmp_path / "cut")
-        sft({**tree, "output_dir": str(tmp_path / "cut")}, resume=True)
+        run_supervised({**tree, "output_dir": str(tmp_path / "cut")}, resume=True)
         assert learned(tmp_path / "cut") == learned(whole.folder)
         shutil.rmtree(tmp_path / "cut")
     for change in ({"seed": 1}, {"sft": {**tree["sft"], "steps": 5}}):
         with pytest.raises(
             ValueError, match="resume: the configuration is not that of the checkpoint: s"
         ):
-            sft({**tree, **change}, resume=True)
+            run_supervised({**tree, **change}, resume=True)
 
 
 def test_a_resumption_elsewhere_says_that_bits_may_differ(
     tree: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree["sft"] |= {"steps": 1}
-    sft(tree)
-    sft(tree, resume=True)
+    run_supervised(tree)
+    run_supervised(tree, resume=True)
     assert "resumed elsewhere" not in caplog.text
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    sft(tree, resume=True)
+    run_supervised(tree, resume=True)
     assert (
         f"device was cpu, float32, {threads} threads and is cpu, float32, {threads + 1} threads"
         in caplog.text
@@ -430,12 +433,12 @@ def test_other_demonstrations_are_refused(tree: dict[str, Any], tmp_path: Path) 
     talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
     rows.write_text(json.dumps({"messages": talk}) + "\n")
     tree["sft"] |= {"data": str(rows), "steps": 1}
-    sft(tree)
+    run_supervised(tree)
     rows.write_text(json.dumps({"messages": talk}) + "\n\n")
     with pytest.raises(
         ValueError, match=r"resume: the run does not read what it began with: sft\.data was sha256"
     ):
-        sft(tree, resume=True)
+        run_supervised(tree, resume=True)
 
 
 # -- signals ---------------------------------------------------------------------------------------
@@ -477,7 +480,7 @@ def test_a_signal_is_a_checkpoint_and_the_run_goes_on(
     number: signal.Signals, tree: dict[str, Any], tmp_path: Path, at_step_two: Callable[..., None]
 ) -> None:
     tree["ckpt"] = {"interval": 50}
-    whole = sft({**tree, "output_dir": str(tmp_path / "whole")})
+    whole = run_supervised({**tree, "output_dir": str(tmp_path / "whole")})
 
     def ask() -> None:
         signal.raise_signal(number)
@@ -485,7 +488,7 @@ def test_a_signal_is_a_checkpoint_and_the_run_goes_on(
 
     at_step_two(ask)
     handlers = [signal.getsignal(each) for each in stop.SIGNALS]
-    result = sft(tree)
+    result = run_supervised(tree)
     assert [signal.getsignal(each) for each in stop.SIGNALS] == handlers
     assert (result.signal, len(result.records), result.interrupted) == (number, 2, True)
     told = story(tmp_path / "run")
@@ -495,7 +498,7 @@ def test_a_signal_is_a_checkpoint_and_the_run_goes_on(
         and "in 600 s" in told
     )
     assert "stopped after step 2 of 4; go on with --resume" in told
-    sft(tree, resume=True)
+    run_supervised(tree, resume=True)
     assert learned(tmp_path / "run") == learned(whole.folder)
 
 
@@ -514,10 +517,10 @@ def test_a_second_signal_of_any_kind_is_at_once(
 
     at_step_two(ask)
     with pytest.raises(KeyboardInterrupt):
-        sft(tree)
+        run_supervised(tree)
     assert "KeyboardInterrupt" in story(tmp_path / "run")
     for second in (signal.SIGTERM, signal.SIGHUP):
-        assert in_a_child(lambda: sft(tree, overwrite=True)) == second
+        assert in_a_child(lambda: run_supervised(tree, overwrite=True)) == second
     assert len(read(tmp_path / "run")) == 1
 
 
@@ -528,7 +531,7 @@ def test_an_ignored_signal_stays_ignored(
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         at_step_two(lambda: signal.raise_signal(signal.SIGHUP))
-        assert sft(tree).signal == 0
+        assert run_supervised(tree).signal == 0
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -546,7 +549,7 @@ def test_the_grace_has_an_end(
         time.sleep(30)
 
     at_step_two(ask)
-    assert os.waitstatus_to_exitcode(in_a_child(lambda: sft(tree))) == 143
+    assert os.waitstatus_to_exitcode(in_a_child(lambda: run_supervised(tree))) == 143
     assert "SIGTERM: not stopped after 0 s; ending without a checkpoint of this step" in story(
         tmp_path / "run"
     )
@@ -570,7 +573,7 @@ def test_a_run_whose_reader_is_gone_gets_to_its_checkpoint(
             os.dup2(writer, descriptor)
             setattr(sys, name, open(descriptor, "w", buffering=1))
         os.close(writer)
-        assert sft(tree).signal == signal.SIGINT
+        assert run_supervised(tree).signal == signal.SIGINT
 
     assert in_a_child(go) == 0
     assert story(tmp_path / "run").splitlines()[-1].partition(": the attempt took ")[1]
@@ -663,9 +666,9 @@ def test_the_log_tells_the_story(
     found = [next(number for number, line in enumerate(told) if words in line) for words in wanted]
     assert "eval/reverse-text/reward" in told[found[5]] and found == sorted(found)
     capsys.readouterr()
-    sft(tree)
+    run_supervised(tree)
     assert capsys.readouterr().err.count("loss ") == 4 == story(tmp_path / "run").count("loss ")
-    with supervised.progress(3) as show:
+    with sft.progress(3) as show:
         assert "loss 0.0000  lr 0.0e+00  grad norm nan" in show(
             {"step": 2, "sft/loss": 0.0, "optim/lr": 0.0, "optim/grad_norm": None}
         )
@@ -685,7 +688,7 @@ def test_a_log_that_cannot_be_written_costs_a_line(
             handler.setStream(os.fdopen(os.dup(full.fileno()), "w"))
 
     at_step_two(fill)
-    assert len(sft(tree).records) == 4
+    assert len(run_supervised(tree).records) == 4
     err = capsys.readouterr().err
     assert (
         err.count("attempt_1.log: No space left on device: lines") == 1 and "Traceback" not in err

@@ -10,10 +10,10 @@ import pytest
 import torch
 from test_run import TINY, settings, train
 
-from lowroll import demo
 from lowroll.config import from_mapping
 from lowroll.config.schema import RolloutConfig
 from lowroll.model import hf
+from lowroll.runs import demo
 
 # every key of `rollout` at a value that is not its default
 CHANGES: dict[str, Any] = {
@@ -29,7 +29,7 @@ CHANGES: dict[str, Any] = {
     "stop": ["a", "e"],
     "page_size": 2,
     "max_batch": 3,
-    "bulk": "int8",
+    "large_batch_weights": "int8",
     "keep_dense": True,
     "release_cache": True,
     "cache_tokens": 64,
@@ -84,7 +84,10 @@ def test_a_second_format_is_not_the_learners_own(model: Path, tmp_path: Path) ->
     for shared, alone, dense in ((lora, "tis", "tis"), ({"forward": "aligned"}, "tbpo", "acr")):
         for bulk, chosen in ((None, alone), ("int8", "acr"), ("fp8", "acr"), ("bf16", dense)):
             correction, gap = run_once(
-                model, tmp_path / f"{alone}{bulk}", {"weights": "nvfp4", "bulk": bulk}, **shared
+                model,
+                tmp_path / f"{alone}{bulk}",
+                {"weights": "nvfp4", "large_batch_weights": bulk},
+                **shared,
             )
             assert correction == chosen and (gap > REACHES) == (bulk is not None), (
                 shared,

@@ -1,4 +1,4 @@
-"""AWQ: the function stays, the quantised blocks lose less and never more, and the search is that of
+"""AWQ: the function stays, the quantized blocks lose less and never more, and the search is that of
 the formula."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from tiny import FAMILIES, hf_folder
 from torch import Tensor
 
 import lowroll
-from lowroll.calibration import calibration_sequences
 from lowroll.cli.main import main
-from lowroll.demo import build_tokenizer
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
 from lowroll.model.rope import rotations
 from lowroll.model.transformer import Transformer, whole
 from lowroll.quant.formats import get_format
+from lowroll.runs.calibration import calibration_sequences
+from lowroll.runs.demo import build_tokenizer
 from lowroll.weights import awq
 from lowroll.weights.publish import quantize_base, rollout_copy
 
@@ -91,7 +91,7 @@ def test_the_dense_model_stays(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("format", LOW_BIT)
-def test_a_quantised_block_is_never_worse(tmp_path: Path, format: str) -> None:
+def test_a_quantized_block_is_never_worse(tmp_path: Path, format: str) -> None:
     """Measured here again, block by block, on the dense model's inputs; and loud channels are worth
     the search."""
     model, plain = (loud(tmp_path / name, "llama-biases") for name in "ab")
@@ -225,7 +225,7 @@ def test_refusals(tmp_path: Path) -> None:
             awq.calibrate(hf.load(folder), format, sequences)
     for odd in (quantize_base(hf.load(folder), "int8"), lora.attach(hf.load(folder), 2, 4.0)):
         with pytest.raises(
-            ValueError, match=r"blocks\.0\.qkv is quantised, aligned or has an adapter"
+            ValueError, match=r"blocks\.0\.qkv is quantized, aligned or has an adapter"
         ):
             awq.calibrate(odd, "int4", TEXT)
 

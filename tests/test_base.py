@@ -24,11 +24,11 @@ from tiny import hf_folder
 from torch import Tensor
 
 import lowroll
-from lowroll import assemble, export
 from lowroll.cli.main import main
-from lowroll.export import export_run, quantize_folder
 from lowroll.model import base, hf, lora
 from lowroll.quant.formats import get_format
+from lowroll.runs import build, export
+from lowroll.runs.export import export_run, quantize_folder
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights import aligned
 from lowroll.weights.publish import digest, quantize_base
@@ -92,7 +92,7 @@ def test_final_is_the_policy_that_learned(case: str, run_model: Path, tmp_path: 
         with aligned.suspended(learner), export.noise.muted(learner):
             wanted = logp(learner)
         fallen = session.engine.behavior.weights != weights
-        session.engine.adopt(learner, 3)  # without noise
+        session.engine.update_weights(learner, 3)  # without noise
         requests = [lowroll.Request([6, 7, 8 + i], n=2, max_tokens=8, seed=i) for i in range(2)]
         drawn = [
             rollout for group in session.engine.generate(requests) for rollout in group.rollouts
@@ -158,7 +158,7 @@ def test_a_resumed_run_ends_with_the_same_policy(run_model: Path, tmp_path: Path
 def test_a_low_bit_model_as_the_base(
     folder: str, weights: str, run_model: Path, tmp_path: Path
 ) -> None:
-    """In its own format, in another that is made from its dequantised values, in one that shares
+    """In its own format, in another that is made from its dequantized values, in one that shares
     its codes."""
     quantize_folder(run_model, tmp_path / "low", folder)
     run, wanted = finished(tmp_path / "low", tmp_path / "run", weights)
@@ -253,11 +253,11 @@ def test_a_card_is_one_of_the_hub(tmp_path: Path) -> None:
         assert front.get("base_model") == ("Qwen/Qwen3-0.6B" if name == "hub" else None)
     for name in ("hub", "local", "nobody"):
         assert (
-            "quantised to int8" in cards[name].text
+            "quantized to int8" in cards[name].text
             and "lowroll export FOLDER OUT --as merged" in cards[name].text
         )
         assert "not measured" in cards[name].text and "another policy" in cards[name].text
-    assert "quantised" not in cards["dense"].text and f"`{folder}`" in cards["dense"].text
+    assert "quantized" not in cards["dense"].text and f"`{folder}`" in cards["dense"].text
     assert cards["dense"].text.strip().endswith("linear weights as they are, float32.")
 
 
@@ -383,7 +383,7 @@ def test_without_a_statement_it_is_the_model_that_is_named(adapter: Path, tmp_pa
     assert hf.low_bit_format(adapter) == hf.load(adapter).weight_format == "nf4"
 
 
-def test_layers_are_quantised_as_they_arrive(
+def test_layers_are_quantized_as_they_arrive(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dense base is never in memory whole: neither where the adapter says the format, nor where
@@ -487,14 +487,14 @@ def test_evaluation_takes_the_format_that_the_model_stands_on(
 ) -> None:
     run, _ = finished(run_model, tmp_path / "run", "nf4")
     asked: list[str] = []
-    engine = assemble.engine
+    engine = build.engine
 
     def watched(*args: Any) -> lowroll.Engine:
         made = engine(*args)
         asked.append(made.behavior.weights)
         return made
 
-    monkeypatch.setattr(assemble, "engine", watched)
+    monkeypatch.setattr(build, "engine", watched)
     few = ["--n", "1", "--k", "1", "--max-tokens", "2"]
     for words in (
         ["--model", str(run / "final"), "--env", "reverse-text"],

@@ -14,7 +14,7 @@ from tiny import hf_folder
 
 import lowroll
 from lowroll import machine
-from lowroll.engine import engine as engine_module
+from lowroll.engine import native as engine_module
 from lowroll.engine.scheduler import Scheduler
 from lowroll.kv.capacity import SHARE, Workload, capacity
 from lowroll.kv.pages import PagePool

@@ -12,9 +12,9 @@ import pytest
 from test_run import TINY, settings
 
 import lowroll
-from lowroll import demo
 from lowroll.envs import make
 from lowroll.envs.cells import as_file
+from lowroll.runs import demo
 
 TOOLS = '''
 import json

@@ -157,8 +157,8 @@ def test_grpo_and_sft_hand_over_the_settings(
             signal=signal.SIGTERM if resume else signal.SIGHUP if overwrite else 0,
         )
 
-    module("lowroll.inprocess", run=run)
-    module("lowroll.supervised", run_sft=run)
+    module("lowroll.runs.grpo", run=run)
+    module("lowroll.runs.sft", run_sft=run)
     for command in ("grpo", "sft"):
         assert main([command, run_yaml, "--resume", "train.max_steps=7"]) == 143
         assert main([command, run_yaml, "--overwrite", "sft.steps=9"]) == 129
@@ -186,7 +186,7 @@ def test_failures_of_a_run(
     def run(cfg: Any, resume: bool, overwrite: bool) -> None:
         raise failure
 
-    module("lowroll.inprocess", run=run)
+    module("lowroll.runs.grpo", run=run)
     assert main(["grpo", run_yaml, "rollout.weights=dense"]) == code
     assert capsys.readouterr().err.endswith(told)
 
@@ -197,7 +197,7 @@ def test_a_bug_keeps_its_traceback(
     def run(cfg: Any, resume: bool, overwrite: bool) -> None:
         raise {"": KeyError("a bug"), "1": ValueError("seen in full")}[wanted]
 
-    module("lowroll.inprocess", run=run)
+    module("lowroll.runs.grpo", run=run)
     wanted = ""
     with pytest.raises(KeyError):
         main(["grpo", run_yaml])
@@ -221,7 +221,7 @@ def test_eval_compares_dense_and_rollout_precision(
             {"env": "reverse-text", "weights": name, "pass@1": 0.25, "avg@4": None} for name in "ab"
         ]
 
-    module("lowroll.evaluate", evaluate=evaluate)
+    module("lowroll.runs.evaluate", evaluate=evaluate)
     assert main(["eval", run_yaml, "--k", "4", "--n", "16", "--temperature", "1e-2"]) == 0
     cfg, weights = seen[-1]
     assert weights == []  # the model decides
@@ -366,7 +366,7 @@ def test_report_and_demo(
     assert main(["report", str(tmp_path / "gone")]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path}/gone: no such run folder\n"
     module(
-        "lowroll.demo",
+        "lowroll.runs.demo",
         main=lambda **options: int(options == {"output_dir": "d", "seed": 4, "device": "cpu"}),
     )
     assert main(["demo", "--output-dir", "d", "--seed", "4", "--device", "cpu"]) == 1
@@ -377,7 +377,7 @@ def test_the_demo_deletes_no_folder_but_its_own(
 ) -> None:
     from types import SimpleNamespace
 
-    from lowroll import demo
+    from lowroll.runs import demo
 
     mine = tmp_path / "demo" / "model" / "weights.bin"
     mine.parent.mkdir(parents=True)
@@ -456,7 +456,7 @@ def test_a_demo_that_only_got_sharper_fails(
     what INT8 buys."""
     from types import SimpleNamespace
 
-    from lowroll import demo
+    from lowroll.runs import demo
 
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
     rewards = iter(

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from test_run import TINY, copy_stopped_after, fingerprint, settings, train
 
 import lowroll
-from lowroll import demo
 from lowroll.checkpoint.store import Store
 from lowroll.metrics.record import reproducible
 from lowroll.model import hf, scaling
 from lowroll.quant.formats import get_format
+from lowroll.runs import demo
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import rollout_copy
@@ -142,15 +142,15 @@ def test_noise_follows_its_schedule_and_the_tags_replay_it(model: Path, tmp_path
         for name, p in master.named_parameters():
             p.copy_(weights[name])
     engine = lowroll.Engine(master, weights="int8", device="cpu", cache_tokens=1024, noisy=True)
-    again = engine.adopt(master, 3, Noise(tag.noise_seed, tag.noise_sigma))
+    again = engine.update_weights(master, 3, Noise(tag.noise_seed, tag.noise_sigma))
     assert again.policy[0].digest == tag.policy[0].digest
-    assert engine.adopt(master, 3).policy[0].digest != tag.policy[0].digest
+    assert engine.update_weights(master, 3).policy[0].digest != tag.policy[0].digest
 
 
 def test_evaluation_is_of_clean_norms_and_leaves_the_run_alone(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluation_of_a_run = importlib.import_module("lowroll.evaluate")
+    evaluation_of_a_run = importlib.import_module("lowroll.runs.evaluate")
     seen, evaluate = [], evaluation_of_a_run.evaluate_env
 
     def spy(env: Any, engine: lowroll.Engine, *args: Any, **more: Any) -> dict[str, float]:
@@ -300,7 +300,7 @@ def test_a_noisy_run_cannot_be_lengthened(model: Path, tmp_path: Path) -> None:
 
 def test_the_warm_start_is_neither_scaled_nor_aligned(model: Path, tmp_path: Path) -> None:
     from lowroll.config import from_mapping
-    from lowroll.supervised import run_sft
+    from lowroll.runs.sft import run_sft
 
     tree = settings(model, tmp_path / "sft", sft={"steps": 2, "num_examples": 8, "batch_size": 4})
     plain = load_file(run_sft(from_mapping(tree)).folder / "final" / "model.safetensors")

@@ -11,11 +11,11 @@ import torch
 from test_run import TINY, settings, train
 
 import lowroll
-from lowroll import demo
 from lowroll.cli.main import main
 from lowroll.config import from_mapping
-from lowroll.diagnose import CAUSES, Diagnosis, attribute, diagnose
 from lowroll.model import hf
+from lowroll.runs import demo
+from lowroll.runs.diagnose import CAUSES, Diagnosis, attribute, diagnose
 
 TASK = {
     "id": "reverse-text",

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import lowroll
-from lowroll import demo
 from lowroll.cli.main import COMMANDS, main
 from lowroll.config import load, load_reference
 from lowroll.metrics.record import read
 from lowroll.model import hf, lora
+from lowroll.runs import demo
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes" / "README.md"]

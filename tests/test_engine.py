@@ -13,7 +13,7 @@ from tiny import COMMON, FAMILIES, hf_folder, hf_model
 import lowroll
 from lowroll import Engine, Request
 from lowroll.engine.decoder import Decoder
-from lowroll.engine.engine import pick_device
+from lowroll.engine.native import pick_device
 from lowroll.engine.sequence import Sequence
 from lowroll.model import hf
 from lowroll.model.attention import varlen
@@ -84,17 +84,17 @@ def test_decode_equals_prefill_equals_learner(folder: Path, weights: str) -> Non
         assert 0.005 < gap.mean() < 0.5
 
 
-def test_int8_logits_are_those_of_the_dequantised_model_nearly(folder: Path) -> None:
-    """P5: only the activations' rounding separates the engine from the model with dequantised
+def test_int8_logits_are_those_of_the_dequantized_model_nearly(folder: Path) -> None:
+    """P5: only the activations' rounding separates the engine from the model with dequantized
     weights."""
     engine = engine_of(folder, weights="int8")
     ids, pos = torch.tensor(prompt(40)), torch.arange(40)
     with torch.no_grad():
         low_bit = engine.model.logits(engine.model(ids, pos, varlen([40])))
         engine.model.run_low_bit(False)
-        dequantised = engine.model.logits(engine.model(ids, pos, varlen([40])))
+        dequantized = engine.model.logits(engine.model(ids, pos, varlen([40])))
         engine.model.run_low_bit(True)
-    assert 0 < (low_bit - dequantised).abs().max() < 0.05 * dequantised.abs().max()
+    assert 0 < (low_bit - dequantized).abs().max() < 0.05 * dequantized.abs().max()
 
 
 @pytest.mark.parametrize("weights", ["fp32", "int8"])
@@ -264,7 +264,7 @@ def test_adoption_is_in_place_versioned_and_never_served_from_an_old_prefix(
         pointers = storages(engine)
         digests = [engine.behavior.policy[0].digest]
         for version in (1, 2, 3):
-            tag = engine.adopt(new if version % 2 else old, version)
+            tag = engine.update_weights(new if version % 2 else old, version)
             digests.append(tag.policy[0].digest)
             assert storages(engine) == pointers
         assert digests[1] == digests[3] != digests[0] == digests[2]
@@ -293,7 +293,7 @@ def test_a_rollout_in_flight_names_both_versions(folder: Path, tmp_path: Path) -
     done: list[tuple[int, Group]] = []
     for _ in range(4):
         done += engine.step()
-    engine.adopt(new, 7)
+    engine.update_weights(new, 7)
     while engine.has_work:
         done += engine.step()
     spans = done[0][1].rollouts[0].behavior.policy
@@ -312,11 +312,11 @@ def test_a_model_without_a_distribution_is_an_error_and_does_not_poison_the_cach
     engine = engine_of(well)
     request = Request(prompt(9), n=3, max_tokens=6, seed=4)
     want = tokens(engine.generate([request])[0])
-    engine.adopt(sick, 1)
+    engine.update_weights(sick, 1)
     with pytest.raises(ValueError, match="no distribution"):
         engine.generate([request])
     assert not engine.has_work and engine.pool.num_used == 0
-    engine.adopt(well, 2)
+    engine.update_weights(well, 2)
     assert tokens(engine.generate([request])[0]) == want
 
 

@@ -215,12 +215,12 @@ def test_the_engine_holds_requests_to_its_own_context_and_cache(folder: Path) ->
 
 
 def test_with_a_second_model_prompts_run_on_it_and_few_rows_on_the_first(folder: Path) -> None:
-    engine = engine_of(folder, weights="int4", bulk="int8")
+    engine = engine_of(folder, weights="int4", large_batch_weights="int8")
     few, many = engine.behavior.policy
     assert (
         few.digest != many.digest
-        and not engine.runner.decoder.runs_bulk(8)
-        and engine.runner.decoder.runs_bulk(9)
+        and not engine.runner.decoder.runs_large_batch(8)
+        and engine.runner.decoder.runs_large_batch(9)
     )
     (group,) = engine.generate([Request(ids(5), n=2, max_tokens=6, ignore_eos=True)])
     for rollout in group.rollouts:
@@ -233,7 +233,7 @@ def test_with_a_second_model_prompts_run_on_it_and_few_rows_on_the_first(folder:
 def test_many_rows_run_on_the_second_model(folder: Path) -> None:
     request = Request(ids(5), n=12, max_tokens=4, seed=2, ignore_eos=True)
     engine, alone = (
-        engine_of(folder, weights="int4", bulk="int8"),
+        engine_of(folder, weights="int4", large_batch_weights="int8"),
         engine_of(folder, weights="int8"),
     )
     both, one = engine.generate([request])[0], alone.generate([request])[0]
@@ -319,7 +319,7 @@ def test_a_row_that_loses_its_distribution_while_it_decodes_is_an_error(folder: 
     engine.add(Request(ids(5), n=2, max_tokens=9, ignore_eos=True))
     engine.step()
     engine.step()
-    engine.adopt(sick, 1)
+    engine.update_weights(sick, 1)
     with pytest.raises(ValueError, match=r"no distribution to draw from .* in rows \[0, 1\]"):
         engine.step()
     assert not engine.scheduler.has_work and engine.pool.num_used == 0
@@ -364,7 +364,7 @@ def test_the_cache_holds_what_bytes_per_token_says(folder: Path) -> None:
         held = sum(buffer.nbytes for buffer in (*cache.keys, *cache.values))
         assert held == 12 * KVCache.bytes_per_token(spec, dtype)
         assert KVCache.bytes_per_token(spec, dtype) == 2 * 2 * 2 * spec.head_dim * dtype.itemsize
-    assert cache.arena_bytes == 0 and cache.released is False
+    assert cache.virtual_memory_bytes == 0 and cache.released is False
 
 
 def test_warming_up_takes_the_memory_back_and_draws_nothing(folder: Path) -> None:
@@ -379,7 +379,7 @@ def test_a_rollout_is_tagged_with_the_noise_that_it_was_drawn_under(folder: Path
     engine, master = engine_of(folder, noisy=True), hf.load(folder)
     noises = [(Noise(5, 1e-2), (5, 1e-2)), (Noise(6, 0.0), (None, 0.0)), (None, (None, 0.0))]
     for version, (noise, want) in enumerate(noises, 1):
-        tag = engine.adopt(master, version, noise)
+        tag = engine.update_weights(master, version, noise)
         rollout = engine.generate([Request(ids(4), max_tokens=2)])[0].rollouts[0]
         for told in (tag, rollout.behavior):
             assert (told.noise_seed, told.noise_sigma) == want and told.policy[0].version == version

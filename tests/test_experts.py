@@ -15,8 +15,8 @@ from torch import Tensor
 
 import lowroll
 from lowroll import Engine, Request
-from lowroll.kernels import grouped
-from lowroll.kernels.route import sort_slots
+from lowroll.kernels.moe import grouped
+from lowroll.kernels.moe.route import sort_slots
 from lowroll.model import hf, lora
 from lowroll.model.experts import Experts, Router
 from lowroll.model.spec import ModelSpec, read_spec, spec_from_config
@@ -288,7 +288,7 @@ def test_publication_is_in_place_and_an_aligned_learner_is_the_engine(
         assert grad is not None and torch.isfinite(grad).all() and grad.abs().max() > 0
 
 
-def test_the_straight_through_gradient_is_that_of_the_dequantised_weights(spec: ModelSpec) -> None:
+def test_the_straight_through_gradient_is_that_of_the_dequantized_weights(spec: ModelSpec) -> None:
     """Rows rounded by nothing (nvfp4): the aligned gradient equals the one of a model that holds
     those weights."""
     plain, x_TD = (

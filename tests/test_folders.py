@@ -1,4 +1,4 @@
-"""Low-bit folders: ours and other tools', read, run, trained on and written without quantising
+"""Low-bit folders: ours and other tools', read, run, trained on and written without quantizing
 twice; exports (P10).
 
 The oracles are transformers with compressed-tensors and bitsandbytes, and the stored bytes
@@ -30,13 +30,13 @@ import lowroll
 from lowroll.checkpoint.publish import verify_folder
 from lowroll.cli.main import main
 from lowroll.config import from_mapping
-from lowroll.export import export_run, quantize_folder
-from lowroll.inprocess import Session
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.quant import int4
 from lowroll.quant.formats import QTensor, get_format
+from lowroll.runs.export import export_run, quantize_folder
+from lowroll.runs.grpo import Session
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
 
@@ -54,7 +54,7 @@ PRESETS = {
 }
 Q = "model.layers.0.self_attn.q_proj"
 IDS = torch.randint(2, 67, (20,), generator=torch.Generator().manual_seed(0))
-# transformers dequantises NVFP4 through bfloat16: 2^-8 a weight, 0.02 of the logits' spread of 3.8
+# transformers dequantizes NVFP4 through bfloat16: 2^-8 a weight, 0.02 of the logits' spread of 3.8
 EXACT = 1e-4
 BOUND = {"nvfp4": 0.2}
 
@@ -83,7 +83,7 @@ def logits(model: Transformer) -> Tensor:
 
 
 def transformers_logits(folder: Path, dequantize: bool) -> Tensor:
-    """What transformers computes from a folder in float32, on the dequantised weights or as its
+    """What transformers computes from a folder in float32, on the dequantized weights or as its
     tools run them."""
     from transformers import CompressedTensorsConfig
 
@@ -254,7 +254,7 @@ def test_a_format_is_chosen_by_the_folder(
     assert lowroll.Engine(hf.load(ours("nf4_dq")), **options).behavior.weights == "nf4_dq"
     assert not caplog.records
     engine = lowroll.Engine(ours("nvfp4"), weights="int8", **options)
-    assert "nvfp4: int8 is made from their dequantised values" in caplog.text
+    assert "nvfp4: int8 is made from their dequantized values" in caplog.text
     read = hf.load(ours("nvfp4")).blocks[0].o.weight
     assert same_tensors(
         engine.model.blocks[0].o.weight, lowroll.quantize(read.dequantize(), "int8")
@@ -591,12 +591,12 @@ def test_lora_keeps_the_tensors_of_the_folder(
         ):
             assert learner.weight is engine.weight and same_tensors(learner.weight, file.weight)
         session.finish(2)
-    assert not [r for r in caplog.records if "dequantised" in r.getMessage()]
+    assert not [r for r in caplog.records if "dequantized" in r.getMessage()]
     engine = lowroll.Engine(tmp_path / "run" / "final", device="cpu", cache_tokens=64)
     assert engine.behavior.weights == "nvfp4"
 
 
-def test_all_weights_of_a_low_bit_folder_learn_as_their_dequantised_values(
+def test_all_weights_of_a_low_bit_folder_learn_as_their_dequantized_values(
     run_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     quantize_folder(run_model, tmp_path / "low", "int8")
@@ -613,7 +613,7 @@ def test_all_weights_of_a_low_bit_folder_learn_as_their_dequantised_values(
             torch.equal(session.model.blocks[0].o.weight, start)
             and session.model.blocks[0].o.weight.requires_grad
         )
-        assert "int8: their dequantised values are the weights that learn" in caplog.text
+        assert "int8: their dequantized values are the weights that learn" in caplog.text
     final = train({**tree, "output_dir": str(tmp_path / "two")}).folder / "final"
     assert hf.load(final).weight_format is None
     assert "quantization_config" not in json.loads((final / "config.json").read_text())

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import lowroll
 from lowroll.config.schema import RolloutConfig
-from lowroll.kernels.rows import quantize_rows
+from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.quant import fp8, groups, int4, mxfp4, nf4
@@ -324,7 +324,7 @@ def test_nf4_vectors() -> None:
     )
 
 
-def test_nf4_double_quantisation_vector() -> None:
+def test_nf4_double_quantization_vector() -> None:
     w = torch.zeros(4, 64)
     w[:, 0] = torch.tensor([1, 0.02, 0.5, 0.25])
     q = lowroll.quantize(w, "nf4_dq")
@@ -507,7 +507,7 @@ def test_codes_depend_on_values_and_not_on_the_dtype(name: str) -> None:
 
 
 def test_fused_parts_share_nvfp4s_global_scale() -> None:
-    """Quantising the fused matrix is quantising its parts with the smallest of their global
+    """Quantizing the fused matrix is quantizing its parts with the smallest of their global
     scales."""
     q_part, k_part, v_part = (
         normal(32, 64) * 3,
@@ -551,7 +551,7 @@ def activations_of(name: str) -> Callable[[Tensor], Tensor]:
 @pytest.mark.parametrize("name", LOW_BIT)
 @pytest.mark.parametrize("shape", [(96, 256), (33, 7), (130, 257)])
 def test_linear_is_the_oracles_product(name: str, shape: tuple[int, int]) -> None:
-    """P5 for one matrix: float64 sums over the rounded activations and the dequantised weights."""
+    """P5 for one matrix: float64 sums over the rounded activations and the dequantized weights."""
     q, bias = lowroll.quantize(normal(*shape), name), normal(shape[0], seed=2)
     for rows in (1, 5, 40):
         x = normal(rows, shape[1], seed=rows) * 3
@@ -608,20 +608,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", LOW_BIT)
-def test_engine_logits_are_those_of_the_dequantised_model(folder: Path, name: str) -> None:
-    """P5: weight-only formats multiply the dequantised matrix itself; the others round activations
+def test_engine_logits_are_those_of_the_dequantized_model(folder: Path, name: str) -> None:
+    """P5: weight-only formats multiply the dequantized matrix itself; the others round activations
     besides."""
     engine = engine_of(folder, weights=name)
     ids, positions = torch.tensor(prompt(40)), torch.arange(40)
-    dequantised = hf.load(folder)
+    dequantized = hf.load(folder)
     with torch.no_grad():
         for (_, mine), (_, theirs) in zip(
-            dequantised.linears(), engine.model.linears(), strict=True
+            dequantized.linears(), engine.model.linears(), strict=True
         ):
             assert isinstance(theirs.weight, QTensor)
             mine.weight.copy_(theirs.weight.dequantize())
         low_bit, wanted = (
-            m.logits(m(ids, positions, varlen([40]))) for m in (engine.model, dequantised)
+            m.logits(m(ids, positions, varlen([40]))) for m in (engine.model, dequantized)
         )
     gap = (low_bit - wanted).abs().max() / wanted.abs().max()
     assert (0 < gap < ROUNDED[name]) if name in ROUNDED else gap < 1e-6
@@ -637,7 +637,7 @@ def test_a_run_of_two_steps(model: Path, tmp_path: Path, name: str) -> None:
         assert 0 < record["mismatch/kl_k3"] < 0.1 and not record["optim/skipped"]
         assert (
             record["correction/truncated_fraction"] is not None
-        )  # acr: the rollouts are quantised
+        )  # acr: the rollouts are quantized
 
 
 def test_large_matrices_stay_codes_up_to_64_rows() -> None:

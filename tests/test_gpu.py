@@ -17,8 +17,8 @@ from torch import Tensor
 
 import lowroll
 from lowroll import Engine, Request
-from lowroll.kernels import w8a8
-from lowroll.kernels.rows import quantize_rows
+from lowroll.kernels.matmul import w8a8
+from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
@@ -286,7 +286,7 @@ def test_lora_shares_its_base_and_adopts_in_place_on_the_device(folder: Path) ->
         for p in learner.trainable_parameters().values():
             p += 0.3 * torch.randn_like(p)
         stamp = engine.behavior.policy[0].digest
-        assert engine.adopt(learner, 1).policy[0].digest != stamp
+        assert engine.update_weights(learner, 1).policy[0].digest != stamp
         assert {name: p.data_ptr() for name, p in engine.model.named_parameters()} == theirs
         assert torch.equal(forward(learner.run_low_bit(True)), forward(engine.model))
     assert not torch.equal(forward(engine.model), before)
@@ -298,7 +298,7 @@ def test_a_full_fine_tuning_step_reaches_the_engine(folder: Path) -> None:
     optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2)
     (-log_likelihood(master)).backward()
     optimizer.step()
-    engine.adopt(master, 1)
+    engine.update_weights(master, 1)
     fresh = Engine(master, weights="int8", dtype=torch.float32, cache_tokens=2048)
     assert digest(engine.model) == digest(fresh.model)
     assert rollouts(engine.generate(requests()))[0] == rollouts(fresh.generate(requests()))[0]

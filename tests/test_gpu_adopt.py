@@ -15,7 +15,7 @@ from torch import Tensor
 import lowroll
 from lowroll import Engine, Request
 from lowroll.engine.decoder import Decoder
-from lowroll.kernels import sweep
+from lowroll.kernels import checksum
 from lowroll.model import hf, lora, shards
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
@@ -107,11 +107,11 @@ def test_three_publications_move_nothing_and_reach_every_step(
     seen = set()
     for version in (1, 2, 3):
         noise = Noise(version, 0.02) if version < 3 else None
-        engine.adopt(nudge(master, seed=version, size=0.05), version, noise)
+        engine.update_weights(nudge(master, seed=version, size=0.05), version, noise)
         assert addresses(engine.model) == held
         got, logprobs = drawn(engine)
         fresh = Engine(master, weights=format, cache_tokens=4096, max_batch=16, noisy=True)
-        fresh.adopt(master, version, noise)
+        fresh.update_weights(master, version, noise)
         assert digest(engine.model) == digest(fresh.model)
         want, theirs = drawn(fresh)
         assert got == want and torch.equal(logprobs, theirs)
@@ -143,7 +143,7 @@ MANY = [
         ("qwen3", {"weights": "bf16"}),
         ("qwen3", {"weights": "nvfp4"}),
         ("qwen3", {"weights": "nvfp4", "keep_dense": True}),
-        ("qwen3", {"weights": "nvfp4", "bulk": "fp8"}),
+        ("qwen3", {"weights": "nvfp4", "large_batch_weights": "fp8"}),
         ("qwen3-moe", {"weights": "bf16"}),
         ("qwen3-moe", {"weights": "fp8"}),
         ("qwen3-moe", {"weights": "nvfp4", "keep_dense": True}),
@@ -158,7 +158,9 @@ def test_publications_reach_dense_copies_the_bulk_and_experts(
     settings = options | {"cache_tokens": 4096, "max_batch": 64}
     engine = Engine(master, **settings)
     models = [
-        model for model in (engine.runner.model, engine.runner.decoder.bulk) if model is not None
+        model
+        for model in (engine.runner.model, engine.runner.decoder.large_batch_model)
+        if model is not None
     ]
 
     def draw(engine: Engine) -> tuple[list[list[int]], Tensor]:
@@ -169,7 +171,7 @@ def test_publications_reach_dense_copies_the_bulk_and_experts(
     draw(engine)
     held = [addresses(model) for model in models]
     for version in (1, 2, 3):
-        engine.adopt(nudge(master, seed=version, size=0.05), version)
+        engine.update_weights(nudge(master, seed=version, size=0.05), version)
         got, logprobs = draw(engine)
         assert [addresses(model) for model in models] == held
         fresh = Engine(master, **settings)
@@ -218,10 +220,10 @@ def test_checksums_and_magnitudes_are_those_of_the_cpu(dtype: torch.dtype) -> No
     here = [torch.randn(n).to(dtype) for n in sizes]
     here += [torch.randn(300, 70).to(dtype).t(), torch.randn(99)[1:].to(dtype)]
     there = [t.cuda() for t in here]
-    assert sweep.checksums(there) == sweep.checksums(here)
-    assert torch.equal(torch.cat(sweep.amax(there)).cpu(), torch.cat(sweep.amax(here)))
+    assert checksum.checksums(there) == checksum.checksums(here)
+    assert torch.equal(torch.cat(checksum.amax(there)).cpu(), torch.cat(checksum.amax(here)))
     there[4][-1], there[6][77] = float("nan"), -float("inf")
-    assert sweep.finite(sweep.amax(there)) == [i not in (4, 6) for i in range(len(there))]
+    assert checksum.finite(checksum.amax(there)) == [i not in (4, 6) for i in range(len(there))]
 
 
 @pytest.mark.parametrize("format", [None, *lowroll.formats()])
@@ -254,12 +256,12 @@ def test_the_cache_goes_back_and_comes_again(folder: Path) -> None:
     size = sum(t.nbytes for t in (*cache.keys, *cache.values))
     assert (
         torch.cuda.mem_get_info()[0] >= free + size * 0.9
-        if cache.arena
+        if cache.virtual_memory
         else torch.cuda.memory_allocated() <= held - size
     )
     got = drawn(engine)
     assert got[0] == want[0] and torch.equal(got[1], want[1])
-    if cache.arena is not None:  # the graphs are those of before
+    if cache.virtual_memory is not None:  # the graphs are those of before
         assert [t.data_ptr() for t in cache.keys] == places
         assert captured and all(
             engine.runner.decoder._graphs[key] is graph for key, graph in captured.items()

@@ -14,9 +14,9 @@ from test_run import model as run_model  # noqa: F401  (a fixture)
 from test_run import settings
 
 import lowroll
-from lowroll import export
-from lowroll.export import export_run
 from lowroll.model import hf
+from lowroll.runs import export
+from lowroll.runs.export import export_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 DEVICE = "cuda"

@@ -10,8 +10,8 @@ import torch
 from test_kernels_decode import Case
 from torch import Tensor
 
-from lowroll.kernels.attention import paged_decode, write_pages
-from lowroll.kernels.draw import TILE, draw, uniform
+from lowroll.kernels.attention.decode import paged_decode, write_pages
+from lowroll.kernels.sampling.draw import TILE, draw, uniform
 
 pytestmark = pytest.mark.gpu
 

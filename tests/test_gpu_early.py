@@ -46,7 +46,7 @@ def test_tokens_and_log_probs_are_those_of_plain_launches(
         return [(r.token_ids, r.logprobs) for group in groups for r in group.rollouts]
 
     monkeypatch.setattr(
-        "lowroll.kernels.norm.early_start",
+        "lowroll.kernels.fused.norm.early_start",
         lambda: seen.append(launch.early()) or launch.early_start(),
     )
     early = {rows: [rollouts(rows) for _ in range(3)] for rows in (1, 2, 16, 32, 64)}

@@ -12,8 +12,8 @@ from test_kernels_grouped import normal, rounded, stack_of
 from tiny import hf_folder
 from torch import Tensor
 
-from lowroll.kernels import grouped, route, routed
-from lowroll.kernels.grouped import Stack
+from lowroll.kernels.moe import grouped, route, routed
+from lowroll.kernels.moe.grouped import Stack
 from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.model.experts import Experts, _low_bit_product

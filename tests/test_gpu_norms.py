@@ -10,10 +10,10 @@ import torch
 from test_kernels_norms import EPS, agree, angles, flat, gradients_agree, plain, product, random
 from torch import Tensor
 
-from lowroll.kernels.norm import add_rms_norm
-from lowroll.kernels.rope import rotate_heads
-from lowroll.kernels.rows import Product, Rows, quantize_rows
-from lowroll.kernels.swiglu import silu_mul
+from lowroll.kernels.fused.norm import add_rms_norm
+from lowroll.kernels.fused.rope import rotate_heads
+from lowroll.kernels.fused.swiglu import silu_mul
+from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels import streamed, w4a16
+from lowroll.kernels.matmul import streamed, w4a16
 from lowroll.quant.formats import QTensor, quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
@@ -56,7 +56,7 @@ def test_products_are_exact_up_to_float32_sums(kind: str, shape: tuple[int, int]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dequantised_bits_are_those_of_plain_torch(kind: str) -> None:
+def test_dequantized_bits_are_those_of_plain_torch(kind: str) -> None:
     for shape in SHAPES:
         q = matrix(kind, shape)
         for dtype in (torch.float32, torch.bfloat16):
@@ -65,7 +65,7 @@ def test_dequantised_bits_are_those_of_plain_torch(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_rows_go_by_the_dequantised_matrix(kind: str) -> None:
+def test_many_rows_go_by_the_dequantized_matrix(kind: str) -> None:
     q, x_MK = matrix(kind, (384, 512)), rows(500, 512)
     assert torch.equal(q.linear(x_MK), F.linear(x_MK, q.dequantize(torch.bfloat16)))
 
@@ -86,13 +86,13 @@ def test_in_a_graph_products_see_new_codes() -> None:
     assert torch.equal(y_MN, -before_MN)
 
 
-def test_gradients_go_through_the_dequantised_matrix() -> None:
+def test_gradients_go_through_the_dequantized_matrix() -> None:
     q, x_MK = matrix("nvfp4", (384, 512)), rows(4, 512).requires_grad_()
     q.linear(x_MK).float().sum().backward()
     assert error(x_MK.grad, q.dequantize().double().sum(0).expand(4, -1)) < 0.04
 
 
 def test_shapes_that_no_kernel_has() -> None:
-    """Rows that no group of 128 divides: the dequantised matrix."""
+    """Rows that no group of 128 divides: the dequantized matrix."""
     q, x_MK = quantize(torch.randn(24, 100, device="cuda"), "nvfp4"), rows(3, 100)
     assert torch.equal(q.linear(x_MK), F.linear(x_MK, q.dequantize(torch.bfloat16)))

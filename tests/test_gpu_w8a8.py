@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels import few, integers, w8a8
-from lowroll.kernels.quantise8 import quantize_rows_into
-from lowroll.kernels.rows import E4M3, Rows
+from lowroll.kernels.matmul import gemv, integers, w8a8
+from lowroll.kernels.quantize.quantize8 import quantize_rows_into
+from lowroll.kernels.quantize.rows import E4M3, Rows
 from lowroll.quant.formats import get_format
 
 pytestmark = pytest.mark.gpu
@@ -102,7 +102,7 @@ def test_few_rows_are_those_of_more() -> None:
     batch = w8a8.multiply(rows, codes, scale, bias).dense()
     for size in (1, 2, 4, 5, 16, 32):
         part = Rows(rows.codes_MK[:size], rows.scale_M1[:size])
-        assert few.takes(part.codes_MK, codes) == (size <= few.MOST[torch.int8])
+        assert gemv.takes(part.codes_MK, codes) == (size <= gemv.MOST[torch.int8])
         assert torch.equal(w8a8.multiply(part, codes, scale, bias).dense(), batch[:size])
 
 

@@ -17,16 +17,16 @@ from rich.console import Console
 from test_run import TINY, copy_stopped_after, fingerprint, settings, train
 
 import lowroll
-from lowroll import assemble, demo
 from lowroll.config import from_mapping
 from lowroll.config.auto import AUTO
 from lowroll.config.guard import GuardConfig
-from lowroll.evaluate import evaluate
 from lowroll.metrics import read, reproducible
 from lowroll.metrics.live import LiveView, guard_words
 from lowroll.metrics.report import write_report
 from lowroll.objectives import select
 from lowroll.quant.formats import get_format
+from lowroll.runs import build, demo
+from lowroll.runs.evaluate import evaluate
 from lowroll.trainer.guard import (
     ALARMS,
     BASELINE,
@@ -429,7 +429,7 @@ def test_a_second_format_goes_with_the_first(model: Path, tmp_path: Path) -> Non
     tree = settings(
         model,
         tmp_path / "run",
-        rollout={"weights": "int4", "bulk": "int8"},
+        rollout={"weights": "int4", "large_batch_weights": "int8"},
         guard={"action": "fallback", **ALWAYS},
         train={"max_steps": 5, **STEADY},
     )
@@ -446,19 +446,19 @@ def test_an_evaluation_compares_formats_and_not_their_bulk(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    engine = assemble.engine
+    engine = build.engine
 
     def watched(*args: Any, **options: Any) -> lowroll.Engine:
         made = engine(*args, **options)
         asked.append(made.behavior.weights)
         return made
 
-    monkeypatch.setattr(assemble, "engine", watched)
+    monkeypatch.setattr(build, "engine", watched)
     cfg = from_mapping(
         settings(
             model,
             tmp_path / "run",
-            rollout={"weights": "int4", "bulk": "int8"},
+            rollout={"weights": "int4", "large_batch_weights": "int8"},
             eval={"num_examples": 1},
         )
     )

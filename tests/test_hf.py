@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from tiny import COMMON, FAMILIES, LLAMA3_ROPE, hf_folder, hf_model
 from torch import Tensor
 
-from lowroll.demo import build_tokenizer
 from lowroll.model import hf, lora, tokenizer
 from lowroll.model.attention import varlen
 from lowroll.model.spec import ARCHITECTURES, spec_from_config
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
+from lowroll.runs.demo import build_tokenizer
 
 IDS = torch.randint(0, COMMON["vocab_size"], (19,), generator=torch.Generator().manual_seed(0))
 
@@ -311,7 +311,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "code": ({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, "auto_map"),
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
     "no architecture": ({"architectures": None}, "architectures"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
     "linear rope": (
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},

@@ -15,15 +15,15 @@ import torch
 import yaml
 from test_run import TINY, copy_stopped_after, settings, train
 
-from lowroll import demo, identity
 from lowroll.checkpoint.publish import encode_manifest
 from lowroll.checkpoint.store import Store
 from lowroll.config import from_mapping
-from lowroll.engine import engine as engine_module
-from lowroll.engine.engine import Engine
-from lowroll.inprocess import RunResult
+from lowroll.engine import native as engine_module
+from lowroll.engine.native import Engine
 from lowroll.metrics.record import read, reproducible
 from lowroll.model import hf
+from lowroll.runs import demo, identity
+from lowroll.runs.grpo import RunResult
 
 STEPS = 4
 # prompts of several pages with a common head, so that pages are found again; three groups of which

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowroll.kernels.advance import advance
+from lowroll.kernels.sampling.advance import advance
 
 
 def check(rows: int, wide: int) -> None:

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from compiled import built
 from torch import Tensor
 
-import lowroll.kernels.draw
-from lowroll.kernels import attention, nvcc, paged
-from lowroll.kernels.attention import paged_decode, write_pages
-from lowroll.kernels.draw import TILE, draw, uniform
+import lowroll.kernels.sampling.draw
+from lowroll.kernels import nvcc
+from lowroll.kernels.attention import decode, paged
+from lowroll.kernels.attention.decode import paged_decode, write_pages
 from lowroll.kernels.launch import fused
+from lowroll.kernels.sampling.draw import TILE, draw, uniform
 
 both = pytest.mark.parametrize(
     "path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"]
@@ -104,7 +105,7 @@ class Case:
     ],
 )
 def test_attention_over_pages(case: tuple, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "PROGRAMS", programs)
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
     Case(*case).check(2e-3 if case[-1] == torch.float16 else 1e-5)
 
 
@@ -244,7 +245,7 @@ def test_a_row_alone_is_the_row_among_others(path: str) -> None:
 @pytest.mark.parametrize("rows", [1, 256])
 def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
     pytest.importorskip("triton")
-    splits, length, stages, warps = attention._launch(rows, 4, 256)
+    splits, length, stages, warps = decode._launch(rows, 4, 256)
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "keys_ptr", "values_ptr"), "*bf16")
     types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
     types |= {
@@ -261,7 +262,7 @@ def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
     constants = dict(
         H=28, G=4, d=128, PAGE=16, D=128, R=16, BLOCK=length, SPLIT=splits > 1, STAGES=stages
     )
-    kernel = built(attention._decode_kernel, types, constants, ("rows", "splits"), num_warps=warps)
+    kernel = built(decode._decode_kernel, types, constants, ("rows", "splits"), num_warps=warps)
     sass = kernel.asm["sass"]
     assert "STL " not in sass and "STL." not in sass, "registers spill"
     assert "LDGSTS.E.BYPASS.128" in sass, "16 bytes a load, past the L1 cache"
@@ -282,7 +283,7 @@ def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
     }
     constants = {"greedy_ptr": None, "BLOCK": TILE}
     sass = built(
-        lowroll.kernels.draw._masses_kernel, types, constants, ("tiles",), num_warps=4
+        lowroll.kernels.sampling.draw._masses_kernel, types, constants, ("tiles",), num_warps=4
     ).asm["sass"]
     assert "STL " not in sass and "STL." not in sass and "LDG.E.128" in sass
 

@@ -13,14 +13,16 @@ import torch
 from compiled import compiled
 from torch import Tensor
 
-from lowroll.kernels import few, grouped, integers, launch
-from lowroll.kernels.advance import advance
-from lowroll.kernels.attention import paged_decode
-from lowroll.kernels.draw import draw
-from lowroll.kernels.norm import add_rms_norm
-from lowroll.kernels.rope import rotate_heads
-from lowroll.kernels.rows import E4M3, Rows, quantize_rows
-from lowroll.kernels.swiglu import WHOLE, silu_mul
+from lowroll.kernels import launch
+from lowroll.kernels.attention.decode import paged_decode
+from lowroll.kernels.fused.norm import add_rms_norm
+from lowroll.kernels.fused.rope import rotate_heads
+from lowroll.kernels.fused.swiglu import WHOLE, silu_mul
+from lowroll.kernels.matmul import gemv, integers
+from lowroll.kernels.moe import grouped
+from lowroll.kernels.quantize.rows import E4M3, Rows, quantize_rows
+from lowroll.kernels.sampling.advance import advance
+from lowroll.kernels.sampling.draw import draw
 
 FP32, INT32, INT64 = torch.float32, torch.int32, torch.int64
 MEMORY = re.compile(r"\b(?:LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UTMALDG|LD\.E|ST\.E)\b")
@@ -79,8 +81,8 @@ CALLS: dict[str, Callable[[], object]] = {
         *(empty(2, dtype=INT64) for _ in range(4)),
         empty(2, dtype=INT32),
     ),
-    "few-int8": lambda: product(few.multiply, 2),
-    "few-fp8": lambda: product(few.multiply, 1, E4M3),
+    "few-int8": lambda: product(gemv.multiply, 2),
+    "few-fp8": lambda: product(gemv.multiply, 1, E4M3),
     "integers": lambda: product(integers.multiply, 64),
     "experts": lambda: grouped.experts(
         empty(8, 512),

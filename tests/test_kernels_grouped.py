@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from compiled import built
 from torch import Tensor
 
-from lowroll.kernels import grouped, nvcc, route, routed, rows, swiglu
-from lowroll.kernels.grouped import Stack, Tiles
-from lowroll.kernels.rows import quantize_rows
+from lowroll.kernels import nvcc
+from lowroll.kernels.fused import swiglu
+from lowroll.kernels.moe import grouped, route, routed
+from lowroll.kernels.moe.grouped import Stack, Tiles
+from lowroll.kernels.quantize import rows
+from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.model import experts
 from lowroll.model.experts import Experts
 from lowroll.model.spec import spec_from_config
@@ -44,7 +47,7 @@ def stack_of(q: QTensor, count: int) -> Stack:
 
 
 def rounded(x_MK: Tensor, format: str) -> Tensor:
-    """What the activations are after their own quantisation."""
+    """What the activations are after their own quantization."""
     if format not in ("int8", "fp8"):
         return x_MK
     rows = quantize_rows(x_MK, format)
@@ -187,7 +190,7 @@ def test_gathering_and_summing_by_place_have_the_gradients_of_plain_torch(
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("format", TENSORS)
-def test_products_are_those_of_the_dequantised_matrices(format: str) -> None:
+def test_products_are_those_of_the_dequantized_matrices(format: str) -> None:
     """Rows, features and places that no tile divides; an expert without rows, and one with more
     than a tile."""
     num_out, num_in, count = 40, 96, 4
@@ -367,7 +370,7 @@ def test_where_a_token_lies_is_counted_in_64_bits() -> None:
     """Half a million tokens of 4,096 features, or shares of 512 experts' logits, are beyond
     2^31."""
     pytest.importorskip("triton")
-    from lowroll.kernels import triton_route
+    from lowroll.kernels.moe import triton_route
 
     types = {
         "x_ptr": "*bf16",
@@ -409,7 +412,7 @@ def test_where_a_token_lies_is_counted_in_64_bits() -> None:
 
 def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
     pytest.importorskip("triton")
-    from lowroll.kernels import triton_grouped
+    from lowroll.kernels.moe import triton_grouped
 
     signature = {
         "x_ptr": "*bf16",

@@ -13,11 +13,11 @@ from compiled import built, compiled
 from test_trainer import tiny_model
 from torch import Tensor
 
-from lowroll.kernels import adamw, logprobs, low_rank
-from lowroll.kernels.adamw import Tensors
-from lowroll.kernels.logprobs import logit_gradient, token_log_probs
-from lowroll.kernels.low_rank import silu_mul_adapted
-from lowroll.kernels.swiglu import silu_mul, silu_mul_backward
+from lowroll.kernels.fused.swiglu import silu_mul, silu_mul_backward
+from lowroll.kernels.training import adamw, logprobs, low_rank
+from lowroll.kernels.training.adamw import Tensors
+from lowroll.kernels.training.logprobs import logit_gradient, token_log_probs
+from lowroll.kernels.training.low_rank import silu_mul_adapted
 from lowroll.model import logprobs as model_logprobs
 from lowroll.model import lora
 from lowroll.model.adapter import Adapter

@@ -12,11 +12,12 @@ import torch
 from compiled import compiled
 from torch import Tensor
 
-from lowroll.kernels import norm, rope, rows, swiglu
-from lowroll.kernels.norm import add_rms_norm
-from lowroll.kernels.rope import rotate_heads
-from lowroll.kernels.rows import Product, Rows, quantize_rows
-from lowroll.kernels.swiglu import silu_mul
+from lowroll.kernels.fused import norm, rope, swiglu
+from lowroll.kernels.fused.norm import add_rms_norm
+from lowroll.kernels.fused.rope import rotate_heads
+from lowroll.kernels.fused.swiglu import silu_mul
+from lowroll.kernels.quantize import rows
+from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 
 EPS = 1e-6
 HEADS = [(5, 2, 12), (3, 1, 16), (9, 4, 6)]  # heads, kv heads, head size

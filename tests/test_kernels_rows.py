@@ -1,4 +1,4 @@
-"""Quantised rows and unscaled products."""
+"""Quantized rows and unscaled products."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels.rows import Product, quantize_rows
+from lowroll.kernels.quantize.rows import Product, quantize_rows
 
 
 def integers(x_MK: Tensor) -> tuple[Tensor, Tensor]:

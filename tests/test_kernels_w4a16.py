@@ -1,4 +1,4 @@
-"""4-bit weights times bf16 activations: the dequantiser in the interpreter, the bit tricks, and
+"""4-bit weights times bf16 activations: the dequantizer in the interpreter, the bit tricks, and
 what nvcc makes of it.
 
 What the compiled kernel computes is tested on a GPU (test_gpu_w4a16.py).
@@ -18,7 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels import nvcc, paged, routed, streamed, w4a16
+from lowroll.kernels import nvcc
+from lowroll.kernels.attention import paged
+from lowroll.kernels.matmul import streamed, w4a16
+from lowroll.kernels.moe import routed
 from lowroll.quant.formats import QTensor, get_format, quantize
 from lowroll.quant.groups import E2M1_LEVELS
 
@@ -40,7 +43,7 @@ def matrix(kind: str, shape: tuple[int, int]) -> QTensor:
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_dequantised_bits_are_those_of_plain_torch(kind: str, dtype: torch.dtype) -> None:
+def test_dequantized_bits_are_those_of_plain_torch(kind: str, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         q = matrix(kind, shape)
         if kind == "nvfp4" and shape[0] % 2:  # parts with global scales of their own
@@ -224,7 +227,7 @@ def test_products_that_the_workspace_has_no_room_for_are_not_taken(
         )
     many_MK = torch.empty(
         1 << 14, 128, dtype=torch.bfloat16
-    )  # are dequantised, without the workspace
+    )  # are dequantized, without the workspace
     assert w4a16.takes("nvfp4", many_MK, (152_064, 128)) and not streamed.takes(
         "nvfp4", many_MK, (152_064, 128)
     )

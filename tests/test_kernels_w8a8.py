@@ -10,8 +10,9 @@ import torch
 from compiled import built
 from torch import Tensor
 
-from lowroll.kernels import few, integers, quantise8, w8a8
-from lowroll.kernels.rows import E4M3, Rows
+from lowroll.kernels.matmul import gemv, integers, w8a8
+from lowroll.kernels.quantize import quantize8
+from lowroll.kernels.quantize.rows import E4M3, Rows
 from lowroll.quant.formats import get_format
 
 SHAPES = [(1, 96, 500), (5, 33, 37), (17, 130, 1300), (40, 70, 96), (70, 64, 256)]
@@ -102,10 +103,11 @@ def test_tiles_are_dealt_in_full_rounds_and_no_part_is_empty(
 @pytest.mark.parametrize("shape", [(1, 9, 48), (2, 37, 528), (1, 5, 2048), (2, 6, 2576)])
 def test_few_rows_are_exact(shape: tuple[int, int, int]) -> None:
     rows, codes, scale, bias, want = problem(*shape)
-    assert few.takes(rows.codes_MK, codes)
+    assert gemv.takes(rows.codes_MK, codes)
     assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
     assert torch.equal(
-        few.multiply(rows, codes, scale.flatten(), None), few.multiply(rows, codes, scale, bias * 0)
+        gemv.multiply(rows, codes, scale.flatten(), None),
+        gemv.multiply(rows, codes, scale, bias * 0),
     )
 
 
@@ -114,8 +116,8 @@ def test_few_e4m3_rows() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 2064, generator=generator).mul(90).to(E4M3) for n in (1, 7))
     row, scale, bias = (torch.rand(shape, generator=generator) for shape in ((1, 1), (7, 1), 7))
-    assert few.takes(x, w)
-    got = few.multiply(Rows(x, row, torch.float32), w, scale, bias)
+    assert gemv.takes(x, w)
+    got = gemv.multiply(Rows(x, row, torch.float32), w, scale, bias)
     want = (x.double() @ w.double().t()) * row * scale.t() + bias
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1)
 
@@ -154,7 +156,7 @@ def test_weights_in_one_launch_are_the_formats_bytes(
     longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of zeros, ties, both ends of float32; whole rows in registers and rows in pieces."""
-    monkeypatch.setattr(quantise8, "LONGEST", longest)
+    monkeypatch.setattr(quantize8, "LONGEST", longest)
     generator = torch.Generator().manual_seed(0)
     for shape in ((5, 7), (3, 256), (1, 1), (17, 33)):
         w = torch.randn(shape, generator=generator)
@@ -162,11 +164,11 @@ def test_weights_in_one_launch_are_the_formats_bytes(
         w[1:2] = torch.randint(-255, 256, w[1:2].shape, generator=generator) / 2
         for case in (w, w.half(), w * 1e-37, w * 1e30):
             codes, scale = torch.full(shape, 77, dtype=torch.int8), torch.full((shape[0], 1), -1.0)
-            quantise8.quantize_rows_into(case, codes, scale, "int8")
+            quantize8.quantize_rows_into(case, codes, scale, "int8")
             want = get_format("int8").encode(case)
             assert torch.equal(codes, want["codes"]) and torch.equal(scale, want["scale"])
     with pytest.raises(ValueError, match="kind: 'int4'"):
-        quantise8.quantize_rows_into(w, codes, scale, "int4")
+        quantize8.quantize_rows_into(w, codes, scale, "int4")
 
 
 @pytest.mark.interpreted
@@ -174,7 +176,7 @@ def test_weights_in_one_launch_are_the_formats_bytes(
 def test_a_row_that_is_not_finite_shows_in_its_scale(bad: float) -> None:
     w, codes, scale = torch.randn(3, 40), torch.empty(3, 40, dtype=torch.int8), torch.empty(3, 1)
     w[1, 3] = bad
-    quantise8.quantize_rows_into(w, codes, scale, "int8")
+    quantize8.quantize_rows_into(w, codes, scale, "int8")
     assert scale.isfinite().flatten().tolist() == [True, False, True]
 
 
@@ -237,18 +239,20 @@ def test_the_product_compiles_for_hopper_and_fits(
 
 
 @pytest.mark.parametrize("integer", [True, False])
-def test_the_quantiser_compiles_for_hopper_without_spills(integer: bool) -> None:
+def test_the_quantizer_compiles_for_hopper_without_spills(integer: bool) -> None:
     pytest.importorskip("triton")
     types = {"w": "*bf16", "codes": "*i8" if integer else "*fp8e4nv", "scales": "*fp32", "K": "i32"}
-    constants = dict(WIDTH=quantise8.LONGEST, WHOLE=False, INTEGER=integer)
-    code = built(quantise8._quantise8, types, constants, num_warps=8).asm
+    constants = dict(WIDTH=quantize8.LONGEST, WHOLE=False, INTEGER=integer)
+    code = built(quantize8._quantize8, types, constants, num_warps=8).asm
     assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"]
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
     pytest.importorskip("triton")
-    codes, rows = ("*i32", few.MOST[torch.int8]) if kind == "int8" else ("*fp8e4nv", few.MOST[E4M3])
+    codes, rows = (
+        ("*i32", gemv.MOST[torch.int8]) if kind == "int8" else ("*fp8e4nv", gemv.MOST[E4M3])
+    )
     types = {
         "x": codes,
         "w": codes,
@@ -259,7 +263,7 @@ def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
         "N": "i32",
         "K": "i32",
     }
-    channels, step, warps = few.schedule(rows, kind == "int8")
+    channels, step, warps = gemv.schedule(rows, kind == "int8")
     constants = dict(
         ROWS=rows,
         COLUMNS=channels,
@@ -267,7 +271,7 @@ def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
         EVEN=False,
         DP4A=True,
     )
-    code = built(few._few, types, constants, num_warps=warps).asm
+    code = built(gemv._few, types, constants, num_warps=warps).asm
     assert (
         "LDG.E.128" in code["sass"]
         and "STL" not in code["sass"]

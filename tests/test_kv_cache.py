@@ -12,10 +12,10 @@ import torch
 from tiny import hf_folder
 
 from lowroll import Engine, Request
-from lowroll.kv import arena as kv_arena
 from lowroll.kv import cache as kv_cache
-from lowroll.kv.arena import Arena
+from lowroll.kv import virtual_memory as kv_arena
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention
+from lowroll.kv.virtual_memory import VirtualMemory
 from lowroll.model.attention import suffixes, varlen
 from lowroll.model.spec import read_spec
 
@@ -163,10 +163,10 @@ def test_device_memory_that_fails_half_way_is_given_back(monkeypatch: pytest.Mon
             return call
 
     monkeypatch.setattr(kv_arena, "_driver", Driver)
-    monkeypatch.setattr(Arena, "tensor", lambda self: torch.ones(1))
+    monkeypatch.setattr(VirtualMemory, "tensor", lambda self: torch.ones(1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    arena = Arena(100, torch.device("cpu", 0))
-    arena.release()
+    virtual_memory = VirtualMemory(100, torch.device("cpu", 0))
+    virtual_memory.release()
     for failing, undone in (
         ("cuMemCreate", []),
         ("cuMemMap", ["cuMemRelease"]),
@@ -174,12 +174,12 @@ def test_device_memory_that_fails_half_way_is_given_back(monkeypatch: pytest.Mon
     ):
         calls.clear()
         with pytest.raises(RuntimeError, match=failing):
-            arena.restore()
+            virtual_memory.restore()
         assert [
             name for name in calls if name in ("cuMemUnmap", "cuMemRelease")
-        ] == undone and not arena.mapped
+        ] == undone and not virtual_memory.mapped
     failing = ""
-    arena.restore()
-    assert arena.mapped
-    arena.release()
-    arena._address = None  # nothing for the real driver to free
+    virtual_memory.restore()
+    assert virtual_memory.mapped
+    virtual_memory.release()
+    virtual_memory._address = None  # nothing for the real driver to free

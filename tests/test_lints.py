@@ -23,7 +23,8 @@ FILES = {
 
 
 class Budget(NamedTuple):
-    """Size is counted in thoughts: statements, and nodes of the syntax tree. Lines are the formatter's."""
+    """Size is counted in thoughts: statements, and nodes of the syntax tree. Lines are the
+    formatter's."""
 
     statements: int
     nodes: int
@@ -86,7 +87,7 @@ BROAD = {  # handlers of every error that do not end in a raise
     ("envs/worker.py", "score_item"): "a scorer's own code: it becomes a ScoreError",
     ("envs/worker.py", "serve"): "reported to the pool, which raises it",
     ("model/template_child.py", "main"): "reported to the parent, which raises it",
-    ("preflight.py", "_ask"): "an environment's own code: it becomes a line of the dry run",
+    ("runs/preflight.py", "_ask"): "an environment's own code: it becomes a line of the dry run",
 }
 ENDLESS = {  # waits without a time, and what looks like one
     ("envs/outcome.py", "judge"): "in a worker, which the pool ends at its deadline",

@@ -266,29 +266,29 @@ def test_gradient_reaches_the_adapters_alone(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "llama-biases"])
-def test_gradients_over_a_quantised_base_are_those_over_the_dequantised_one(
+def test_gradients_over_a_quantized_base_are_those_over_the_dequantized_one(
     folders: dict[str, Path], family: str, checkpointing: bool
 ) -> None:
-    """Autograd through the same model with dequantised Parameters is the oracle."""
-    quantised, dense = (
+    """Autograd through the same model with dequantized Parameters is the oracle."""
+    quantized, dense = (
         adapted(folders[family], format="int8"),
         adapted(folders[family], format="int8"),
     )
     for _, linear in dense.linears():
         assert isinstance(linear.weight, QTensor)
         linear.set_weight(nn.Parameter(linear.weight.dequantize(), requires_grad=False))
-    quantised.activation_checkpointing = checkpointing
-    for model in (quantised, dense):
+    quantized.activation_checkpointing = checkpointing
+    for model in (quantized, dense):
         loss(model).backward()
     want = dense.trainable_parameters()
-    for name, p in quantised.trainable_parameters().items():
+    for name, p in quantized.trainable_parameters().items():
         torch.testing.assert_close(p.grad, want[name].grad, rtol=1e-5, atol=1e-7)
     assert (
         logits(dense) - logits(adapted(folders[family]))
-    ).abs().max() > 1e-3  # quantising did change the model
+    ).abs().max() > 1e-3  # quantizing did change the model
 
 
-def test_bias_gradient_over_a_quantised_weight(folders: dict[str, Path]) -> None:
+def test_bias_gradient_over_a_quantized_weight(folders: dict[str, Path]) -> None:
     linear = quantize_base(hf.load(folders["llama-biases"]), "int8").blocks[0].o
     x = torch.randn(5, 32, requires_grad=True)
     (linear(x) * torch.arange(5.0)[:, None]).sum().backward()

@@ -16,10 +16,10 @@ import pytest
 import yaml
 from test_run import TINY
 
-from lowroll import demo, identity
 from lowroll.cli.main import main
 from lowroll.config import ConfigError, from_mapping, load
 from lowroll.metrics.record import read
+from lowroll.runs import demo, identity
 
 SECRET = "sk-a-key-of-the-judge"
 FILES = {

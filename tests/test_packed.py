@@ -71,7 +71,7 @@ def test_a_gradient_goes_through_the_plain_product() -> None:
 def test_the_engine_adopts_a_packed_head(
     everything_packed: None, tmp_path: object, tied: bool
 ) -> None:
-    """After `adopt`, no layer and no lm_head multiplies with what it packed before."""
+    """After `update_weights`, no layer and no lm_head multiplies with what it packed before."""
     first, second = (
         hf.load(hf_folder(tmp_path / str(seed), seed=seed, tie_word_embeddings=tied))  # type: ignore[operator]
         for seed in (0, 1)
@@ -79,7 +79,7 @@ def test_the_engine_adopts_a_packed_head(
     request = Request(list(range(2, 12)), n=2, max_tokens=12, seed=3)
     engine = Engine(first, "fp32", device="cpu", cache_tokens=256)
     engine.generate([request])
-    engine.adopt(second, 1)
+    engine.update_weights(second, 1)
     rollouts = engine.generate([request])[0].rollouts
     want = lowroll.score(second, [request.prompt_ids + r.token_ids for r in rollouts], [10, 10])
     for rollout, logp in zip(rollouts, want, strict=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pieces
 from test_run import TINY
 
-from lowroll import demo
+from lowroll.runs import demo
 
 
 def test_every_piece_of_a_checkpoint_is_needed_and_missed(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ import huggingface_hub
 import pytest
 import torch
 
-from lowroll import assemble, budget, demo
 from lowroll.cli.main import main
 from lowroll.config import from_mapping, load
-from lowroll.inprocess import Session
 from lowroll.model.spec import read_spec
 from lowroll.model.transformer import Transformer
-from lowroll.preflight import look_at_run
 from lowroll.quant.formats import QTensor
+from lowroll.runs import budget, build, demo
+from lowroll.runs.grpo import Session
+from lowroll.runs.preflight import look_at_run
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
 
@@ -184,8 +184,8 @@ def test_the_memory_plan_is_what_the_run_holds(
     values["rollout"] = {"max_tokens": 6, **changes.get("rollout", {})}
     cfg = from_mapping(values).resolved()
     where, shapes = (
-        assemble.place(cfg),
-        Transformer(read_spec(model), "meta", assemble.place(cfg).dtype),
+        build.place(cfg),
+        Transformer(read_spec(model), "meta", build.place(cfg).dtype),
     )
     with ExitStack() as stack:
         session = Session(cfg, stack)
@@ -205,10 +205,10 @@ def test_the_memory_plan_is_what_the_run_holds(
         own = size({name: t for name, t in tensors(engine).items() if t.data_ptr() not in shared})
         kept = (
             4 * budget.linear_size(shapes) if cfg.rollout.weights == "nf4" else 0
-        )  # dequantised, once used
+        )  # dequantized, once used
         assert planned.parts["rollouts' weights"] == own + kept
         optimizer = Optimizer(
-            learner.trainable_parameters(), assemble.optim_settings(cfg), hidden_matrices(learner)
+            learner.trainable_parameters(), build.optim_settings(cfg), hidden_matrices(learner)
         )
         for master in optimizer.masters.values():
             master.grad = torch.ones_like(master)

@@ -52,7 +52,7 @@ def nudge(model: Transformer, seed: int, size: float = 0.3) -> Transformer:
 
 
 def tensors(model: Transformer) -> dict[str, Tensor]:
-    """Every stored tensor of a model by name, codes and scales of quantised weights among them."""
+    """Every stored tensor of a model by name, codes and scales of quantized weights among them."""
     stored: dict[str, Tensor] = dict(model.named_parameters())
     for name, linear in model.linears():
         if isinstance(linear.weight, QTensor):
@@ -112,7 +112,7 @@ def test_the_engine_rolls_out_the_adapter_that_it_adopted(folder: Path, format: 
     nudge(learner, seed=3)
     again = engine.generate([REQUEST])[0]
     assert token_ids(again) == token_ids(first)  # the learner moved; nothing was adopted yet
-    before, tag = engine.behavior.policy[0].digest, engine.adopt(learner, 1)
+    before, tag = engine.behavior.policy[0].digest, engine.update_weights(learner, 1)
     changed = engine.generate([REQUEST])[0]
     assert token_ids(changed) != token_ids(first) and tag.policy[0].digest != before
     assert token_ids(changed) == token_ids(engine_of(learner, format).generate([REQUEST])[0])
@@ -152,10 +152,10 @@ def test_the_adapter_rides_on_the_low_bit_product(folder: Path) -> None:
         if "moe" not in family or format not in ("fp8_block", "nf4_dq")
     ],
 )
-def test_full_fine_tuning_publishes_a_fresh_quantisation(
+def test_full_fine_tuning_publishes_a_fresh_quantization(
     family: str, format: str, tmp_path: Path
 ) -> None:
-    """Publish of a changed master == quantise it afresh, bitwise, in storages that never moved."""
+    """Publish of a changed master == quantize it afresh, bitwise, in storages that never moved."""
     master = hf.load(hf_folder(tmp_path / "m", family))
     dtype = torch.bfloat16 if format == "bf16" else torch.float32
     rollout = rollout_copy(master, format, dtype)
@@ -186,11 +186,11 @@ def test_a_master_that_learns_does_not_leak_into_the_engine(folder: Path, format
     nudge(master, seed=1)
     assert digest(engine.model) == stamp and torch.equal(logits(engine.model), fixed)
     assert token_ids(engine.generate([REQUEST])[0]) == want
-    engine.adopt(master, 1)
+    engine.update_weights(master, 1)
     assert digest(engine.model) != stamp and not torch.equal(logits(engine.model), fixed)
 
 
-def test_norms_that_learn_over_a_quantised_base_are_not_shared(folder: Path) -> None:
+def test_norms_that_learn_over_a_quantized_base_are_not_shared(folder: Path) -> None:
     master = quantize_base(
         hf.load(folder), "int8"
     )  # not frozen: its norms and embedding would learn
@@ -255,7 +255,7 @@ def test_a_second_format_beside_the_first_is_published_with_it(folder: Path) -> 
     places, stamp = pointers(bulk), digest(bulk)
     aligned.refresh(nudge(master, seed=1))
     assert digest(bulk) == stamp
-    publish(master, rollout, bulk=bulk)
+    publish(master, rollout, large_batch_model=bulk)
     assert (
         pointers(bulk) == places
         and digest(bulk) == digest(rollout_copy(master, "int8", torch.float32)) != stamp
@@ -264,7 +264,7 @@ def test_a_second_format_beside_the_first_is_published_with_it(folder: Path) -> 
     rollout = rollout_copy(learner, "nvfp4", torch.float32)
     bulk = beside(learner, rollout, "int8")
     before = {name: t.clone() for name, t in tensors(bulk).items()}
-    publish(nudge(learner, seed=2), rollout, bulk=bulk)
+    publish(nudge(learner, seed=2), rollout, large_batch_model=bulk)
     assert all(
         torch.equal(t, before[name]) == (".adapter." not in name)
         for name, t in tensors(bulk).items()
@@ -272,7 +272,7 @@ def test_a_second_format_beside_the_first_is_published_with_it(folder: Path) -> 
     assert digest(bulk) == digest(beside(learner, rollout, "int8"))
 
 
-def test_a_frozen_base_of_another_format_is_requantised_when_it_changes_and_not_before(
+def test_a_frozen_base_of_another_format_is_requantized_when_it_changes_and_not_before(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, made = lora_learner(folder, "nvfp4"), []
@@ -380,7 +380,7 @@ def refused(engine: Engine, master: Transformer, words: str) -> None:
         {name: t.clone() for name, t in tensors(engine.model).items()},
     )
     with pytest.raises(ValueError, match=words):
-        engine.adopt(master, 1)
+        engine.update_weights(master, 1)
     assert digest(engine.model) == before == engine.behavior.policy[0].digest
     assert all(torch.equal(t, places[name]) for name, t in tensors(engine.model).items())
     assert engine.behavior.policy[0].version == 0
@@ -410,7 +410,7 @@ def test_masters_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
         refused(full, master, r"blocks\.1\.down\.weight holds a non-finite")
 
 
-def test_quantising_a_base_names_a_bad_weight(folder: Path) -> None:
+def test_quantizing_a_base_names_a_bad_weight(folder: Path) -> None:
     model = hf.load(folder)
     with torch.no_grad():
         model.blocks[1].o.weight[0, 0] = float("inf")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import lowroll
-from lowroll import demo
 from lowroll.config import ConfigError, RunConfig, as_config
 from lowroll.model import hf
+from lowroll.runs import demo
 
 TINY = {
     **demo.CONFIG,

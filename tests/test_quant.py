@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import lowroll
-from lowroll.kernels.rows import quantize_rows
-from lowroll.kernels.w8a8 import multiply
+from lowroll.kernels.matmul.w8a8 import multiply
+from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.quant import int8
 from lowroll.quant.formats import get_format
 

@@ -12,10 +12,10 @@ import torch
 from test_run import TINY
 
 import lowroll
-from lowroll import demo
 from lowroll.cli.main import main
 from lowroll.config import RunConfig, load
 from lowroll.model import hf
+from lowroll.runs import demo
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

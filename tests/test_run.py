@@ -20,15 +20,11 @@ import torch
 from safetensors.torch import load_file
 
 import lowroll
-from lowroll import assemble, demo
 from lowroll.checkpoint.store import Store
 from lowroll.cli.main import main
 from lowroll.config import from_mapping, load
-from lowroll.diagnose import diagnose
-from lowroll.engine import engine as engine_module
+from lowroll.engine import native as engine_module
 from lowroll.envs.rewards import ScorerPool
-from lowroll.evaluate import evaluate
-from lowroll.inprocess import RunResult, Session
 from lowroll.kv.cache import KVCache
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import read, reproducible
@@ -36,6 +32,10 @@ from lowroll.model import hf, initialize, lora
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.loop import Orchestrator
+from lowroll.runs import build, demo
+from lowroll.runs.diagnose import diagnose
+from lowroll.runs.evaluate import evaluate
+from lowroll.runs.grpo import RunResult, Session
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.types import Batch, Score
 from lowroll.weights.publish import dequantize_base
@@ -283,14 +283,14 @@ def test_evaluation_may_score_otherwise_than_training_under_the_same_name(
         eval={"interval": 1, "num_examples": 2, "env": arithmetic(0.5)},
     )
     session_specs: list[Any] = []
-    original = assemble.ScorerPool
+    original = build.ScorerPool
 
     def watched(specs: Any, *args: Any) -> Any:
         session_specs.append({name: spec[1]["format_weight"] for name, spec in specs.items()})
         return original(specs, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "ScorerPool", watched)
+        patch.setattr(build, "ScorerPool", watched)
         train(tree)
     assert session_specs == [{"arithmetic": 0.0}, {"arithmetic": 0.5}]
 

@@ -11,7 +11,7 @@ import torch
 
 from lowroll.engine.sampler import SamplingBatch, distribution, require_finite, sample
 from lowroll.engine.sequence import LiveGroup, Sequence
-from lowroll.kernels.draw import inverse_cdf, philox4x32, uniform
+from lowroll.kernels.sampling.draw import inverse_cdf, philox4x32, uniform
 from lowroll.types import Request
 
 PLAIN = Request(prompt_ids=[1, 2], max_tokens=9)

@@ -86,7 +86,7 @@ def test_refusals(tmp_path: Path) -> None:
             scaling.scale(hf.load(folder), s)
     for odd in (quantize_base(hf.load(folder), "int8"), lora.attach(hf.load(folder), 2, 4.0)):
         before = parameters(odd)
-        with pytest.raises(ValueError, match=r"blocks\.0\.qkv is quantised or has an adapter"):
+        with pytest.raises(ValueError, match=r"blocks\.0\.qkv is quantized or has an adapter"):
             scaling.scale(odd, 1.5)
         assert all(torch.equal(p, before[name]) for name, p in odd.named_parameters())
 
@@ -237,7 +237,7 @@ def test_nibbles_are_counted_one_by_one() -> None:
 
 
 def codes_of(q: QTensor) -> list[int]:
-    """Every code of a quantised matrix as a whole number; below 8 bits the two halves of each
+    """Every code of a quantized matrix as a whole number; below 8 bits the two halves of each
     byte."""
     stored = next(
         q.tensors[name] for name in ("codes", "weight_packed", "weight") if name in q.tensors

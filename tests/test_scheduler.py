@@ -107,15 +107,15 @@ def check_invariants(scheduler: Scheduler) -> None:
         for s in group.sequences:
             holds.update(s.pages)
             assert len(s.pages) == len(set(s.pages))
-            assert not (s.finish_reason and (s.pages or s.promised))
+            assert not (s.finish_reason and (s.pages or s.reserved_pages))
     assert [pool.refcount(p) for p in range(pool.num_pages)] == [
         holds[p] for p in range(pool.num_pages)
     ]
     assert pool.num_free + len(holds) == pool.num_pages
-    assert scheduler.promised == sum(
-        s.promised for g in scheduler._groups.values() for s in g.sequences
+    assert scheduler.reserved_pages == sum(
+        s.reserved_pages for g in scheduler._groups.values() for s in g.sequences
     )
-    assert 0 <= scheduler.promised <= pool.num_free
+    assert 0 <= scheduler.reserved_pages <= pool.num_free
     assert scheduler.num_running <= scheduler.max_batch
 
 
@@ -180,7 +180,7 @@ def test_a_group_by_hand():
     assert plan.copies == [] and plan.decodes == [] and chunk.sequence.pages == [0, 1]
     # 9 positions are stored at most: 3 pages a sample, page 0 shared -> 1 + 3 * 2, of which 2 are
     # given out
-    assert (scheduler.promised, scheduler.pool.num_used) == (5, 2)
+    assert (scheduler.reserved_pages, scheduler.pool.num_used) == (5, 2)
     commit_all(scheduler, runner.run(plan))
     plan = scheduler.plan()
     assert plan.copies == [(1, 2), (1, 3)] and [s.pages for s in plan.decodes] == [
@@ -193,7 +193,7 @@ def test_a_group_by_hand():
         1,
         1,
         1,
-    ] and scheduler.promised == 3
+    ] and scheduler.reserved_pages == 3
     commit_all(scheduler, runner.run(plan))
     commit_all(scheduler, runner.run(scheduler.plan()))  # position 7 still lies on the tail page
     plan = scheduler.plan()
@@ -201,7 +201,7 @@ def test_a_group_by_hand():
         [0, 1, 4],
         [0, 2, 5],
         [0, 3, 6],
-    ] and scheduler.promised == 0
+    ] and scheduler.reserved_pages == 0
     commit_all(scheduler, runner.run(plan))
     assert not scheduler.has_work and scheduler.pool.num_free == 16
     ((_, group),) = scheduler.finished()
@@ -340,9 +340,9 @@ def test_a_promise_lapses_when_a_sample_ends_early():
     scheduler.add(endless)
     scheduler.add(endless)
     plan = scheduler.plan()
-    assert len(plan.prefills) == 1 and scheduler.promised == 3
+    assert len(plan.prefills) == 1 and scheduler.reserved_pages == 3
     commit_all(scheduler, runner.run(plan))
-    assert scheduler.promised == 0 and scheduler.pool.num_free == 4
+    assert scheduler.reserved_pages == 0 and scheduler.pool.num_free == 4
     assert len(scheduler.plan().prefills) == 1
 
 
@@ -384,7 +384,7 @@ def test_prefix_pages_are_reused_by_equal_weights_only():
         None,
     ):
         if isinstance(change, BehaviorTag):
-            scheduler.adopt(change)
+            scheduler.set_behavior(change)
         scheduler.add(replace(request, prompt_ids=change) if isinstance(change, list) else request)
         plan = scheduler.plan()
         starts.append(plan.prefills[0].start)
@@ -401,7 +401,7 @@ def test_a_prompt_that_ran_under_two_behaviours_is_never_served_though_the_first
     )
     scheduler.add(Request(prompt_ids=[1, 2, 3, 4, 5, 6, 7], max_tokens=2))
     for version in (1, 2, 1, 1):  # the second chunk runs under version 2
-        scheduler.adopt(tag(version))
+        scheduler.set_behavior(tag(version))
         plan = scheduler.plan()
     for sequence in plan.prefills[0].samples:
         scheduler.commit(sequence, 3, -1.0)
@@ -416,18 +416,18 @@ def test_weights_adopted_in_flight_make_spans_and_no_prefix():
     request = Request(prompt_ids=[1, 2, 3, 4, 5, 6], max_tokens=3, ignore_eos=True)
     scheduler.add(request)
     runner.run(scheduler.plan())
-    scheduler.adopt(tag(2))  # in the middle of the prompt
+    scheduler.set_behavior(tag(2))  # in the middle of the prompt
     commit_all(scheduler, runner.run(scheduler.plan()))
-    scheduler.adopt(replace(tag(3), noise_sigma=0.1))
+    scheduler.set_behavior(replace(tag(3), noise_sigma=0.1))
     run_all_groups = run_all(scheduler, runner)
-    scheduler.adopt(tag(4))
+    scheduler.set_behavior(tag(4))
     behavior = run_all_groups[0].rollouts[0].behavior
     assert (
         behavior.policy == (PolicySpan(2, "digest2", 0), PolicySpan(3, "digest3", 1))
         and behavior.noise_sigma == 0.1
     )
     for version in (2, 1):  # neither the old nor the mixed pages may be served
-        scheduler.adopt(tag(version))
+        scheduler.set_behavior(tag(version))
         handle = scheduler.add(request)
         assert scheduler.plan().prefills[0].start == 0
         scheduler.abort(handle)
@@ -439,7 +439,7 @@ def test_a_finished_sample_keeps_the_behavior_it_was_drawn_under():
     scheduler.add(next(r for r in pairs if len({len(ids) for ids, _, _ in expected(r)}) == 2))
     while not any(s.finish_reason for s in scheduler._groups[0].sequences):  # at most 6 steps
         commit_all(scheduler, runner.run(scheduler.plan()))
-    scheduler.adopt(replace(tag(2), noise_sigma=0.5))
+    scheduler.set_behavior(replace(tag(2), noise_sigma=0.5))
     rollouts = run_all(scheduler, runner)[0].rollouts
     short, long = sorted(rollouts, key=lambda r: len(r.token_ids))
     assert short.behavior.noise_sigma == 0.0 and [s.version for s in short.behavior.policy] == [1]
@@ -557,12 +557,12 @@ def test_any_interleaving_keeps_pages_exact_and_rollouts_those_of_a_request_alon
         aborted.update([handle] if scheduler.abort(handle) else [])
 
     for version in range(2, num_events + 2):
-        verb = rng.choices(["add", "step", "abort", "torn", "adopt"], [6, 20, 1, 1, 1])[0]
+        verb = rng.choices(["add", "step", "abort", "torn", "update_weights"], [6, 20, 1, 1, 1])[0]
         if verb == "add":
             request = random_request(rng)
             requests[scheduler.add(request)] = request
-        elif verb == "adopt":
-            scheduler.adopt(tag(version))
+        elif verb == "update_weights":
+            scheduler.set_behavior(tag(version))
         elif verb == "abort":
             abort()
         else:
@@ -574,7 +574,7 @@ def test_any_interleaving_keeps_pages_exact_and_rollouts_those_of_a_request_alon
         check_invariants(scheduler)
         done |= scheduler.finished()
     done |= run_all(scheduler, runner)
-    assert scheduler.pool.num_free == num_pages and scheduler.promised == 0
+    assert scheduler.pool.num_free == num_pages and scheduler.reserved_pages == 0
     assert set(done) == set(requests)
     for handle, request in requests.items():
         for rollout, (ids, reason, stop) in zip(

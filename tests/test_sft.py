@@ -15,7 +15,7 @@ from lowroll.config import from_mapping
 from lowroll.envs.base import Environment
 from lowroll.model import hf
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
-from lowroll.supervised import run_sft
+from lowroll.runs.sft import run_sft
 from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.sft import (
     Demonstration,

@@ -81,7 +81,7 @@ def test_a_file_that_shrinks_after_its_header_was_read(tmp_path: Path, small_pie
 
 
 @pytest.mark.parametrize("format", lowroll.formats())
-def test_a_folder_quantised_on_the_way_is_the_copy_of_the_loaded_model(
+def test_a_folder_quantized_on_the_way_is_the_copy_of_the_loaded_model(
     folder: Path, format: str, small_pieces: None
 ) -> None:
     dtype = torch.bfloat16 if format == "bf16" else torch.float32
@@ -109,7 +109,7 @@ def test_an_engine_of_a_folder_owns_its_weights(folder: Path, tmp_path: Path) ->
         engine = Engine(source, weights="int8", device="cpu", cache_tokens=256)
         assert digest(engine.model) == digest(rollout_copy(hf.load(source), "int8", torch.float32))
         places = pointers(engine.model)
-        engine.adopt(nudge(master, seed=3), 1)
+        engine.update_weights(nudge(master, seed=3), 1)
         fresh = Engine(master, weights="int8", device="cpu", cache_tokens=256)
         assert pointers(engine.model) == places and digest(engine.model) == digest(fresh.model)
         assert [r.token_ids for r in engine.generate([request])[0].rollouts] == [
@@ -149,7 +149,7 @@ def test_a_matrix_in_the_models_own_dtype_is_never_copied(
 
 
 @pytest.mark.parametrize("format", [None, "int8", "nvfp4", "nf4_dq", "int4_asym"])
-def test_a_value_that_is_not_finite_is_named_whatever_it_is_quantised_to(
+def test_a_value_that_is_not_finite_is_named_whatever_it_is_quantized_to(
     tmp_path: Path, format: str | None
 ) -> None:
     folder = hf_folder(tmp_path / "m", "qwen2")

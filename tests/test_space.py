@@ -12,14 +12,14 @@ import pytest
 from test_run import TINY, fingerprint, settings
 
 import lowroll
-from lowroll import demo
-from lowroll.attempt import log_file
 from lowroll.checkpoint.faults import VARIABLE, observers
 from lowroll.checkpoint.files import append_line, write_file
 from lowroll.checkpoint.space import Space
 from lowroll.config import from_mapping
-from lowroll.export import newest_batch
 from lowroll.metrics.record import Recorder, read
+from lowroll.runs import demo
+from lowroll.runs.attempt import log_file
+from lowroll.runs.export import newest_batch
 from lowroll.transport import write_rollouts
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, RunFailed, Sample, Score
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from test_run import TINY, copy_stopped_after, fingerprint, settings, train
 
-from lowroll import demo
 from lowroll.cli import eval as eval_command
 from lowroll.cli.main import main
 from lowroll.config import ConfigError, from_mapping, load
-from lowroll.inprocess import RunResult
 from lowroll.metrics import report
+from lowroll.runs import demo
+from lowroll.runs.grpo import RunResult
 from lowroll.transport.rollout_log import read_rollouts
 
 STAGES = [

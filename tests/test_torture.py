@@ -12,10 +12,10 @@ import pytest
 import strike
 from test_run import TINY
 
-from lowroll import demo
 from lowroll.checkpoint.faults import VARIABLE, observers
 from lowroll.checkpoint.publish import verify_folder
-from lowroll.export import quantize_folder
+from lowroll.runs import demo
+from lowroll.runs.export import quantize_folder
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,7 +45,7 @@ def test_a_little_torture() -> None:
     )
 
 
-def test_a_quantised_folder_is_whole_or_absent_at_every_point(
+def test_a_quantized_folder_is_whole_or_absent_at_every_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, out, points = demo.build_model(tmp_path / "model", 0, TINY), tmp_path / "out" / "q", []

@@ -39,11 +39,11 @@ from lowroll.checkpoint.publish import (
 )
 from lowroll.cli.main import main
 from lowroll.config import from_mapping
-from lowroll.demo import build_tokenizer
-from lowroll.export import quantize_folder
 from lowroll.model import claims, hf, lora, template
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
+from lowroll.runs.demo import build_tokenizer
+from lowroll.runs.export import quantize_folder
 from lowroll.types import Request, printable
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -270,12 +270,12 @@ CASES: dict[str, tuple[str, Change]] = {
         config(use_sliding_window=True, sliding_window="x", max_window_layers=0, layer_types=None),
     ),
     "code": ("auto_map", config(auto_map={"AutoModelForCausalLM": "evil.Evil"})),
-    "quantised": ("quantization_config", config(quantization_config=ESCAPE)),
-    "quantised by whom": (
+    "quantized": ("quantization_config", config(quantization_config=ESCAPE)),
+    "quantized by whom": (
         "quantization_config",
         config(quantization_config={"quant_method": [ESCAPE] * 9999}),
     ),
-    "quantised with what": (
+    "quantized with what": (
         "quantization_config",
         config(
             quantization_config={
@@ -581,7 +581,7 @@ def test_a_config_of_the_hub_alone_is_counted_too(good: Path) -> None:
 
 
 def test_a_link_is_not_copied_into_what_is_published(good: Path, tmp_path: Path) -> None:
-    """A stranger's vocab.json -> ~/.ssh/id_rsa would be uploaded with the quantised model."""
+    """A stranger's vocab.json -> ~/.ssh/id_rsa would be uploaded with the quantized model."""
     secret = tmp_path / "secret"
     secret.write_text("secret")
     folder = Path(shutil.copytree(good, tmp_path / "m"))
@@ -806,7 +806,7 @@ LOW_BIT: dict[str, tuple[str, str, Change]] = {
 
 
 @pytest.fixture(scope="module")
-def quantised(good: Path) -> Callable[[str], Path]:
+def quantized(good: Path) -> Callable[[str], Path]:
     def folder(name: str) -> Path:
         out = good.parent / name
         return out if out.exists() else quantize_folder(good, out, name).folder
@@ -816,10 +816,10 @@ def quantised(good: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("case", LOW_BIT)
 def test_a_strangers_low_bit_folder(
-    case: str, quantised: Callable[[str], Path], tmp_path: Path
+    case: str, quantized: Callable[[str], Path], tmp_path: Path
 ) -> None:
     format, names, change = LOW_BIT[case]
-    folder = Path(shutil.copytree(quantised(format), tmp_path / "m"))
+    folder = Path(shutil.copytree(quantized(format), tmp_path / "m"))
     change(folder)
     with pytest.raises(ValueError, match=names) as caught:
         hf.load(folder)

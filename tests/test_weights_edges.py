@@ -46,7 +46,7 @@ def test_a_silent_channels_factor_is_the_floor() -> None:
     torch.testing.assert_close(got, (s / (s.max() * s.min()).sqrt()).float(), rtol=1e-6, atol=0)
 
 
-def test_alignment_ends_over_a_quantised_base_and_in_plain_floating_point(folder: Path) -> None:
+def test_alignment_ends_over_a_quantized_base_and_in_plain_floating_point(folder: Path) -> None:
     full = aligned.align(hf.load(folder), "int8")
     lora_base = aligned.align(quantize_base(hf.load(folder), "int8"), "int8")
     aligned.realign(full, "int4")

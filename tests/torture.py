@@ -43,9 +43,9 @@ import strike
 from strike import attempt
 from test_run import TINY, copy_stopped_after, fingerprint, settings
 
-from lowroll import demo
 from lowroll.checkpoint.publish import MANIFEST, DamagedError, verify_folder
 from lowroll.metrics.record import read, reproducible
+from lowroll.runs import demo
 from lowroll.transport import read_rollouts
 
 STEPS = 4
@@ -418,7 +418,7 @@ def _whole_or_absent(words: list[str], out: Path, before: Callable[[], object]) 
 
 def folders(bench: Bench, rng: random.Random) -> Iterator[str]:
     for number in count():
-        folder, out = _fresh(bench.root / "hostile"), _fresh(bench.root / "quantised")
+        folder, out = _fresh(bench.root / "hostile"), _fresh(bench.root / "quantized")
         shutil.copytree(bench.model, folder)
         how = hostile.mutate(folder, rng)
         words = (

@@ -67,18 +67,18 @@ def whiten(
     """
     if [len(row) for row in advantages] != [len(mask) for mask in masks]:
         raise ValueError("masks: their lengths differ from those of the advantages")
-    heard = [
+    active = [
         a
         for row, mask in zip(advantages, masks, strict=True)
         for a, m in zip(row, mask, strict=True)
         if m
     ]
-    if not all(map(math.isfinite, heard)):
+    if not all(map(math.isfinite, active)):
         raise ValueError("advantages: an unmasked entry is not finite")
     mean, scale = 0.0, 0.0
-    if len(heard) > 1 and min(heard) != max(heard):
-        mean = math.fsum(heard) / len(heard)
-        scale = 1 / math.sqrt(math.fsum((a - mean) ** 2 for a in heard) / (len(heard) - 1) + eps)
+    if len(active) > 1 and min(active) != max(active):
+        mean = math.fsum(active) / len(active)
+        scale = 1 / math.sqrt(math.fsum((a - mean) ** 2 for a in active) / (len(active) - 1) + eps)
     return [
         [(a - mean) * scale if m else 0.0 for a, m in zip(row, mask, strict=True)]
         for row, mask in zip(advantages, masks, strict=True)

@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from lowroll.demo import main
+    from lowroll.runs.demo import main
 
     return int(
         main(output_dir=arguments.output_dir, seed=arguments.seed, device=arguments.device) or 0

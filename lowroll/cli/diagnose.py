@@ -12,7 +12,7 @@ from lowroll.cli.settings import split
 
 if TYPE_CHECKING:
     from lowroll.config import RunConfig
-    from lowroll.diagnose import Diagnosis
+    from lowroll.runs.diagnose import Diagnosis
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("n", "k"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name}: must be at least 1, is {getattr(arguments, name)}")
-    from lowroll.diagnose import diagnose
+    from lowroll.runs.diagnose import diagnose
 
     diagnosis = diagnose(cfg, folder, arguments.prompt, arguments.n, arguments.k)
     if arguments.json:

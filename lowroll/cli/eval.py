@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     cfg = settings(arguments)
-    from lowroll.evaluate import evaluate
+    from lowroll.runs.evaluate import evaluate
 
     rows = evaluate(
         cfg, list(dict.fromkeys(arguments.weights.split(",") if arguments.weights else ()))

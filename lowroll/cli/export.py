@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
             "adapter in PEFT's format, for the base that it states. rollout: the low-bit policy "
             "that the engine samples "
             "from, bit for bit and without noise; of a LoRA run it is the adapter, with its "
-            "quantised base in OUT/base."
+            "quantized base in OUT/base."
         ),
     )
     p.add_argument(
@@ -39,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from lowroll.export import export_run
     from lowroll.quant.formats import get_format
+    from lowroll.runs.export import export_run
 
     done = export_run(arguments.run, arguments.out, arguments.kind, arguments.step)
     of = "an adapter" if done.step is None else f"step {done.step}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lowroll.engine.engine import Engine
+    from lowroll.engine.native import Engine
 
 
 def parser() -> argparse.ArgumentParser:

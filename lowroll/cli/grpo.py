@@ -35,10 +35,10 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     cfg = read_settings(arguments)
     if arguments.dry_run:
-        from lowroll.preflight import look_at_run
+        from lowroll.runs.preflight import look_at_run
 
         return show(cfg, plan(cfg), look_at_run(cfg, arguments.resume, arguments.overwrite))
-    from lowroll.inprocess import run as train
+    from lowroll.runs.grpo import run as train
 
     result = train(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     if result.signal:

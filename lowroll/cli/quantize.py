@@ -15,7 +15,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="lowroll quantize",
         description=(
-            "Quantise the linear weights of a dense model and write them as a folder that lowroll, "
+            "Quantize the linear weights of a dense model and write them as a folder that lowroll, "
             "transformers and vLLM "
             "read: compressed-tensors for int8, fp8, int4, nvfp4 and mxfp4, bitsandbytes for nf4. "
             "Embeddings, norms and "
@@ -33,12 +33,12 @@ def parser() -> argparse.ArgumentParser:
         "--device",
         default="auto",
         choices=("auto", "cpu", "cuda"),
-        help="where to calibrate and quantise",
+        help="where to calibrate and quantize",
     )
     awq = p.add_argument_group(
         "calibration", "AWQ rescales channels that are loud on your text: they round finer"
     )
-    awq.add_argument("--awq", action="store_true", help="calibrate before quantising")
+    awq.add_argument("--awq", action="store_true", help="calibrate before quantizing")
     awq.add_argument(
         "--calibration",
         metavar="FILE",
@@ -63,9 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--awq: needs --calibration FILE, the text to calibrate on")
     if not arguments.awq and any(option is not None for option in options):
         raise ValueError("--calibration: without --awq nothing is calibrated")
-    from lowroll.engine.engine import pick_device
-    from lowroll.export import quantize_folder
+    from lowroll.engine.native import pick_device
     from lowroll.quant.formats import formats
+    from lowroll.runs.export import quantize_folder
 
     transform = _awq(arguments) if arguments.awq else None
     done = quantize_folder(
@@ -82,11 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _awq(arguments: argparse.Namespace) -> Callable[[Transformer], None]:
     """What calibrates the loaded model. The text is read here, before the weights are."""
-    from lowroll.calibration import calibration_sequences
     from lowroll.metrics.progress import phases
     from lowroll.model.hf import resolve
     from lowroll.model.spec import read_spec
     from lowroll.model.tokenizer import load_tokenizer
+    from lowroll.runs.calibration import calibration_sequences
     from lowroll.weights import awq
 
     folder = resolve(arguments.model)
@@ -111,7 +111,7 @@ def _awq(arguments: argparse.Namespace) -> Callable[[Transformer], None]:
         )
         print(
             f"AWQ on {len(sequences)} sequences, {sum(map(len, sequences))} tokens: squared error "
-            f"of the quantised "
+            f"of the quantized "
             f"blocks {before:.3g} before, {after:.3g} now; {sum(b.kept for b in blocks)} of "
             f"{len(blocks)} rescaled"
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowroll.config import RunConfig
-    from lowroll.preflight import Findings
+    from lowroll.runs.preflight import Findings
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]]*\s*=.*", re.DOTALL)
 

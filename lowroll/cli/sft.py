@@ -28,11 +28,11 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     cfg = read_settings(arguments, tell=False)
     if arguments.dry_run:
-        from lowroll.preflight import look_at_sft
+        from lowroll.runs.preflight import look_at_sft
 
         found = look_at_sft(cfg, arguments.resume, arguments.overwrite)
         return show(cfg, [f"warm start of {cfg.model}; run folder {cfg.output_dir}"], found)
-    from lowroll.supervised import run_sft
+    from lowroll.runs.sft import run_sft
 
     result = run_sft(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     if result.signal:

@@ -3,8 +3,8 @@ files."""
 
 from lowroll.config.document import ConfigError
 from lowroll.config.load import as_config, from_mapping, load
-from lowroll.config.reference import load_reference
 from lowroll.config.schema import EnvConfig, RunConfig
+from lowroll.config.surogate.read import load_reference
 
 __all__ = [
     "ConfigError",

@@ -1,7 +1,7 @@
 """What an algorithm's name stands for, and which correction goes with which rollouts.
 
 An *algorithm* says how rewards become advantages and how the token terms are clipped and averaged.
-A *correction* says how the gap between the rollout policy (quantised, maybe truncated) and the
+A *correction* says how the gap between the rollout policy (quantized, maybe truncated) and the
 learner is paid for. They combine freely: `dapo` with `acr` is ACR's token term with DAPO's clip
 range and DAPO's token mean. GSPO's ratio belongs to a whole sequence, so the corrections that bound
 single tokens (`is`, `acr`, `sparse`, `reweight`, `aipo`, `ipo`) have no form under it. TBPO brings

@@ -11,8 +11,8 @@ saw fail; they are refused unless `force: true` asks for them, as a comparison d
     QeRL       LoRA on the rollouts' own low-bit base     trains without a correction; tis costs nothing and is safe
 
 A sampler is truncated by whatever keeps it from the learner's distribution: a penalty reshapes it,
-and `min_tokens` bans the ids that stop until then. A second format (`rollout.bulk`) is low-bit
-rollouts that no learner shares.
+and `min_tokens` bans the ids that stop until then. A second format (`rollout.large_batch_weights`)
+is low-bit rollouts that no learner shares.
 
 GSPO's ratio is a sequence's, so acr and reweight have no form under it; tbpo is its mended form.
 """

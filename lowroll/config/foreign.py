@@ -280,7 +280,7 @@ ABSENT: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("sliding_window", "kv_cache_dtype", "kv_budget"),
-        "a bounded or quantised KV cache; it is dense",
+        "a bounded or quantized KV cache; it is dense",
     ),
     "ref_model": "a reference model of its own; loss.kl_coef pulls to the model as it was at the start",
 }

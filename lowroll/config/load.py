@@ -49,7 +49,7 @@ def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
     """
     document = read(path)
     if {"orch", "infer"} & document.value.keys():
-        from lowroll.config.reference import load_sections
+        from lowroll.config.surogate.read import load_sections
 
         return load_sections(document, overrides)
     return build(document, overrides)

@@ -95,7 +95,7 @@ class RolloutConfig(Section):
     page_size: Count = 16  # tokens in a page of the KV cache
     max_batch: Count = 256  # sequences decoded together
     # a second format, used while many rows decode
-    bulk: Literal["int8", "fp8", "bf16"] | None = None
+    large_batch_weights: Literal["int8", "fp8", "bf16"] | None = None
     keep_dense: bool = False  # 4 bits on CUDA: dense weights beside, for many rows
     release_cache: bool = False  # give the cache's memory to the learner between rollouts
     cache_tokens: Count | None = None  # tokens that the KV cache holds; null: what the run uses
@@ -346,7 +346,7 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
     rollout = cfg.rollout
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
     cut = {name: getattr(rollout, name) for name in off if getattr(rollout, name) != off[name]}
-    second = rollout.bulk if rollout.bulk != rollout.weights else None
+    second = rollout.large_batch_weights if rollout.large_batch_weights != rollout.weights else None
     low_bit = second not in (None, *DENSE)  # a dense second format is that of LoRA's own base
     return Rollouts(
         f"{rollout.weights}+{second}" if low_bit else rollout.weights,

@@ -13,9 +13,9 @@ lacks are dead: they write nothing, and nobody reads them. A row that reaches it
 looks is dead from there on. A row that stops for another reason (a stop id) runs on to the next
 look; what it draws behind its stop is dropped by the scheduler.
 
-With a second model in another format (`bulk`), batches of BULK_FROM rows and more run on that one:
-4-bit weights are the fewest bytes while few rows wait for them, 8-bit ones the cheaper product for
-many (docs/benchmarks.md).
+With a second model in another format (`large_batch_model`), batches of LARGE_BATCH_FROM rows and
+more run on that one: 4-bit weights are the fewest bytes while few rows wait for them, 8-bit ones
+the cheaper product for many (docs/benchmarks.md).
 
 Every tensor that a graph reads is allocated once: new weights are adopted in place, and the graphs
 stay valid.
@@ -36,16 +36,16 @@ from torch import Tensor
 
 from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
 from lowroll.engine.sequence import Sequence
-from lowroll.kernels.advance import advance
-from lowroll.kernels.draw import draw
 from lowroll.kernels.launch import overlapping
+from lowroll.kernels.sampling.advance import advance
+from lowroll.kernels.sampling.draw import draw
 from lowroll.kv.cache import KVCache, PagedDecode
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import all_finite
 
 MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-BULK_FROM = 9  # rows
+LARGE_BATCH_FROM = 9  # rows
 
 
 def bucket(num_rows: int) -> int:
@@ -60,12 +60,12 @@ class Decoder:
     def __init__(
         self,
         model: Transformer,
-        bulk: Transformer | None,
+        large_batch_model: Transformer | None,
         cache: KVCache,
         max_batch: int,
         max_pages: int,
     ) -> None:
-        self.model, self.bulk, self.cache = model, bulk, cache
+        self.model, self.large_batch_model, self.cache = model, large_batch_model, cache
         self.device = model.device
         most = bucket(max_batch) if self.device.type == "cuda" else max_batch
         self._rows: list[Sequence] = []
@@ -138,9 +138,9 @@ class Decoder:
         """Rows, dead ones included, that a step of so many rows runs."""
         return bucket(num_rows) if self.device.type == "cuda" else num_rows
 
-    def runs_bulk(self, num_rows: int) -> bool:
+    def runs_large_batch(self, num_rows: int) -> bool:
         """Whether so many rows run on the second model."""
-        return self.bulk is not None and num_rows >= BULK_FROM
+        return self.large_batch_model is not None and num_rows >= LARGE_BATCH_FROM
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -245,7 +245,11 @@ class Decoder:
         lengths_B = self.lengths_B[:size]
         pages = self.table_BP.shape[1] if self.device.type == "cuda" else max(self._num_pages)
         attend = PagedDecode(self.cache, self.table_BP[:size, :pages], lengths_B)
-        model = self.bulk if self.bulk is not None and self.runs_bulk(size) else self.model
+        model = (
+            self.large_batch_model
+            if self.large_batch_model is not None and self.runs_large_batch(size)
+            else self.model
+        )
         with overlapping(self.device):
             logits_BV = model.logits(model(ids_B, pos_B, attend))
             if not drawing:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowroll.engine.decoder import MOST_STEPS, Decoder, plain
 from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
 from lowroll.engine.sequence import Plan, PrefillChunk, Sequence
-from lowroll.kernels.draw import draw
+from lowroll.kernels.sampling.draw import draw
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
@@ -32,25 +32,25 @@ class Drawn:
     sequence: Sequence
     token_ids: list[int]
     logprobs: list[float]
-    bulk: bool
+    large_batch: bool
 
 
 class Runner:
-    """Owns the KV cache and the device side of a step. bulk: the model for many rows at once
-    (`engine.decoder`)."""
+    """Owns the KV cache and the device side of a step. large_batch_model: the model for many rows
+    at once (`engine.decoder`)."""
 
     def __init__(
         self,
         model: Transformer,
-        bulk: Transformer | None,
+        large_batch_model: Transformer | None,
         num_pages: int,
         page_size: int,
         max_batch: int,
     ) -> None:
-        self.model, self.bulk = model, bulk
+        self.model, self.large_batch_model = model, large_batch_model
         self.cache = KVCache(model.spec, num_pages, page_size, model.dtype, model.device)
         longest = min(num_pages, -(-model.spec.max_position // page_size))
-        self.decoder = Decoder(model, bulk, self.cache, max_batch, longest)
+        self.decoder = Decoder(model, large_batch_model, self.cache, max_batch, longest)
 
     @property
     def lookahead(self) -> int:
@@ -60,7 +60,7 @@ class Runner:
 
     def release(self) -> None:
         """Give the cache's memory away until the next step."""
-        if self.cache.arena is None:
+        if self.cache.virtual_memory is None:
             self.decoder.forget()
         self.cache.release()
 
@@ -75,9 +75,10 @@ class Runner:
         drawn: list[Drawn] = []
         if plan.decodes:
             tokens_BS, logprobs_BS = self.decoder.run(plan.decodes, plan.steps)
-            bulk = self.decoder.runs_bulk(self.decoder.size(len(plan.decodes)))
+            large_batch_model = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
             drawn = [
-                Drawn(*row, bulk) for row in zip(plan.decodes, tokens_BS, logprobs_BS, strict=True)
+                Drawn(*row, large_batch_model)
+                for row in zip(plan.decodes, tokens_BS, logprobs_BS, strict=True)
             ]
         if plan.prefills:
             drawn += self._prefill(plan.prefills)
@@ -105,7 +106,7 @@ class Runner:
         logprobs = logprobs_B.tolist()
         require_finite(logprobs)
         return [
-            Drawn(sequence, [token], [logprob], self.bulk is not None)
+            Drawn(sequence, [token], [logprob], self.large_batch_model is not None)
             for sequence, token, logprob in zip(sequences, tokens_B.tolist(), logprobs, strict=True)
         ]
 
@@ -157,7 +158,7 @@ class Runner:
             positions += range(chunk.start, chunk.stop)
             last_rows[i] = len(ids) - 1
         attend = PagedAttention(self.cache, [chunks[i] for i in fresh], [chunks[i] for i in later])
-        model, device = self.bulk or self.model, self.model.device
+        model, device = self.large_batch_model or self.model, self.model.device
         return model(
             torch.tensor(ids, device=device), torch.tensor(positions, device=device), attend
         ), last_rows

@@ -16,8 +16,8 @@ exponential by inverse CDF.
 Greedy (temperature 0) takes the argmax after 1 and 2, lower id first, and records the log-prob at
 temperature 1 after 1 and 2: the draw itself has log-prob 0, which says nothing.
 
-Noise is that of `kernels.draw`: a row's uniform is u(key, position), key = `request.noise_key`, and
-does not depend on the batch, the device or the past.
+Noise is that of `kernels.sampling.draw`: a row's uniform is u(key, position), key =
+`request.noise_key`, and does not depend on the batch, the device or the past.
 
 Nothing here waits for the device. A row without a distribution (NaN or +inf logits, or nothing but
 -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an error once the numbers are
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from lowroll.engine.sequence import Sequence
-from lowroll.kernels.draw import inverse_cdf, uniform
+from lowroll.kernels.sampling.draw import inverse_cdf, uniform
 from lowroll.model.logprobs import log_probs
 
 

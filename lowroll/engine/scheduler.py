@@ -18,10 +18,10 @@ recomputation): a sample enters when a row is free and when the pages it could e
 
     ceil((prompt + max_tokens - 1) / page_size) - (pages it shares)        (the last sampled token is never stored)
 
-are free and promised to nobody else. They are given out as it grows, and the promise lapses when it
-ends. Only the oldest group can have samples outside; it holds nothing but its prompt, which they
-need anyway. So when all others have ended, one more sample always fits: no deadlock. A group larger
-than the cache or than `max_batch` simply enters in waves.
+are free and reserved_pages to nobody else. They are given out as it grows, and the promise lapses
+when it ends. Only the oldest group can have samples outside; it holds nothing but its prompt, which
+they need anyway. So when all others have ended, one more sample always fits: no deadlock. A group
+larger than the cache or than `max_batch` simply enters in waves.
 
 Concurrency: one thread calls everything. `abort` may come between `plan` and `commit`; the commits
 that follow for an ended sequence are ignored.
@@ -77,14 +77,14 @@ class Scheduler:
         self.lookahead = lookahead
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
-        self.promised = 0  # sum of the sequences' promises; never over pool.num_free
+        self.reserved_pages = 0  # sum of the sequences' promises; never over pool.num_free
         self._groups: dict[int, LiveGroup] = {}  # by handle, in order of arrival
         self._waiting: deque[LiveGroup] = deque()  # groups with samples outside, oldest first
         self._prefilling: deque[LiveGroup] = deque()
         self._running: dict[Sequence, None] = {}  # admitted samples, in order of admission
         self._finished: list[tuple[int, Group]] = []
         self._next_handle = 0
-        self.adopt(behavior)
+        self.set_behavior(behavior)
 
     @property
     def has_work(self) -> bool:
@@ -99,7 +99,7 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def adopt(self, behavior: BehaviorTag) -> None:
+    def set_behavior(self, behavior: BehaviorTag) -> None:
         """From now on tokens are drawn as `behavior` says. Pages of another behaviour are never
         served again."""
         if not behavior.policy:
@@ -125,7 +125,7 @@ class Scheduler:
         stop_ids = set(request.stop_ids) | (set() if request.ignore_eos else self.eos_ids)
         group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)))
         group.sequences = [Sequence(group, i, noise_key(request, i)) for i in range(request.n)]
-        group.outside.extend(group.sequences)
+        group.waiting.extend(group.sequences)
         group.num_open = group.num_unforked = request.n
         self._next_handle += 1
         self._groups[group.handle] = group
@@ -181,7 +181,7 @@ class Scheduler:
             missing = last // self.pool.page_size + 1 - len(sequence.pages)
             if missing > 0:
                 sequence.pages += self.pool.allocate(missing)
-                self._promise(sequence, sequence.promised - missing)
+                self._reserve(sequence, sequence.reserved_pages - missing)
         return Plan(prefills, rows, copies, steps)
 
     def commit(self, sequence: Sequence, token_id: int, logprob: float) -> None:
@@ -234,10 +234,10 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting:
             group = self._waiting[0]
-            if not group.outside:
+            if not group.waiting:
                 self._waiting.popleft()
                 continue
-            sequence = group.outside[0]
+            sequence = group.waiting[0]
             if len(self._running) == self.max_batch:
                 return
             if not (
@@ -246,7 +246,7 @@ class Scheduler:
                 else self._admit_sibling(sequence)
             ):
                 return
-            group.outside.popleft()
+            group.waiting.popleft()
             self._running[sequence] = None
 
     def _admit_leader(self, group: LiveGroup) -> bool:
@@ -269,7 +269,7 @@ class Scheduler:
         group.leader.pages = list(group.prompt_pages)
         group.leader.num_cached = group.num_prefilled
         self.pool.share(group.prompt_pages)
-        self._promise(group.leader, most - len(group.prompt_pages))
+        self._reserve(group.leader, most - len(group.prompt_pages))
         self._forked(group)
         self._prefilling.append(group)
         return True
@@ -282,7 +282,7 @@ class Scheduler:
             return False
         if writes_tail:
             group.tail_writer = sequence
-        self._promise(sequence, self._most_pages(group) - shared)
+        self._reserve(sequence, self._most_pages(group) - shared)
         return True
 
     def _fork(self, sequence: Sequence) -> list[tuple[int, int]]:
@@ -297,7 +297,7 @@ class Scheduler:
         own = self.pool.allocate(len(tail))
         self.pool.share(shared)
         sequence.pages = shared + own
-        self._promise(sequence, self._most_pages(group) - len(sequence.pages))
+        self._reserve(sequence, self._most_pages(group) - len(sequence.pages))
         self._forked(group)
         return list(zip(tail, own, strict=True))
 
@@ -316,12 +316,12 @@ class Scheduler:
         return len(group.request.prompt_ids) // self.pool.page_size
 
     def _available(self) -> int:
-        return self.pool.num_free - self.promised
+        return self.pool.num_free - self.reserved_pages
 
-    def _promise(self, sequence: Sequence, pages: int) -> None:
+    def _reserve(self, sequence: Sequence, pages: int) -> None:
         assert pages >= 0, "a sample needs more pages than its worst case"
-        self.promised += pages - sequence.promised
-        sequence.promised = pages
+        self.reserved_pages += pages - sequence.reserved_pages
+        sequence.reserved_pages = pages
 
     # -- prefill -----------------------------------------------------------------------------------
 
@@ -389,11 +389,11 @@ class Scheduler:
             sequence.pages = []
         else:
             self._forked(group)  # it never will: one sample fewer needs the prompt's pages
-        self._promise(sequence, 0)
+        self._reserve(sequence, 0)
         if sequence in self._running:
             del self._running[sequence]
         else:
-            group.outside.remove(sequence)
+            group.waiting.remove(sequence)
         if group.tail_writer is sequence:
             group.tail_writer = None
         group.num_open -= 1

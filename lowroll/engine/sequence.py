@@ -23,7 +23,7 @@ class Sequence:
         default_factory=list
     )  # its page table; empty until it forks and after it ends
     num_cached: int = 0  # positions whose K/V are stored
-    promised: int = 0  # pages reserved for it and not yet given out
+    reserved_pages: int = 0  # pages reserved for it and not yet given out
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     behavior: BehaviorTag | None = None  # how its last token was drawn
@@ -70,7 +70,7 @@ class LiveGroup:
     request: Request
     stop_ids: tuple[int, ...]
     sequences: list[Sequence] = field(default_factory=list)
-    outside: deque[Sequence] = field(default_factory=deque)  # samples not admitted yet, in order
+    waiting: deque[Sequence] = field(default_factory=deque)  # samples not admitted yet, in order
     prompt_pages: list[int] = field(
         default_factory=list
     )  # held from admission until the last sample has forked

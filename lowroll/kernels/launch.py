@@ -8,7 +8,7 @@ end of the kernel before. What keeps the order of a stream:
 1. `after_others` waits until the kernel before has ended and its writes are seen. Ahead of it a
    kernel reads weights and what the step before left (lengths, page tables), and writes nothing:
    results, workspaces and counters may still be read by the kernel before. A matrix that is made
-   within the step (dequantised, copied) must not be read ahead.
+   within the step (dequantized, copied) must not be read ahead.
 2. Every kernel that starts early also waits, in every one of its blocks that does anything, before
    it ends. So when B has ended, A before it had, and the C that waits for B alone waits for all: of
    kernels further apart only what rule 1 allows ahead runs at the same time. Memory that the

@@ -23,6 +23,8 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+HEADERS = Path(__file__).parent
+
 DEADLINE_S = 300
 
 
@@ -63,17 +65,15 @@ def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]
             f"{source.name}: no nvcc in $CUDA_HOME, on the PATH or in /usr/local/cuda"
         )
     version = _run([str(nvcc), "--version"], source.name)
-    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.cuh")))]
+    texts = [path.read_text() for path in (source, *sorted(HEADERS.glob("*.cuh")))]
     digest = hashlib.sha256("\0".join([*texts, version, *flags]).encode()).hexdigest()[:24]
     path = folder / f"{source.stem}-{digest}.so"
     if not path.exists():
         handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
         os.close(handle)
         try:
-            _run(
-                [str(nvcc), *flags, "--shared", "-Xcompiler", "-fPIC", str(source), "-o", made],
-                source.name,
-            )
+            shared = ["--shared", "-Xcompiler", "-fPIC", f"-I{HEADERS}", str(source), "-o", made]
+            _run([str(nvcc), *flags, *shared], source.name)
             os.replace(made, path)
         finally:
             Path(made).unlink(missing_ok=True)

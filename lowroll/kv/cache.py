@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.kernels.attention import paged_decode, write_pages
-from lowroll.kv.arena import Arena, arena_works
+from lowroll.kernels.attention.decode import paged_decode, write_pages
+from lowroll.kv.virtual_memory import VirtualMemory, virtual_memory_works
 from lowroll.model.attention import Attend, suffixes, upload, varlen
 from lowroll.model.spec import ModelSpec
 
@@ -32,8 +32,8 @@ class KVCache:
     """Storage of `num_pages` pages a layer. Zero-filled: a slot that nobody wrote must not hold a
     NaN.
 
-    `arena` is the memory behind it on CUDA, whose address survives `release`; None where there is
-    no such memory.
+    `virtual_memory` is the memory behind it on CUDA, whose address survives `release`; None where
+    there is no such memory.
     """
 
     def __init__(
@@ -46,7 +46,9 @@ class KVCache:
     ) -> None:
         shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
         self.page_size, self.released = page_size, False
-        buffers, self.arena = _allocate(2 * spec.num_layers, shape, dtype, torch.device(device))
+        buffers, self.virtual_memory = _allocate(
+            2 * spec.num_layers, shape, dtype, torch.device(device)
+        )
         self.keys, self.values = buffers[: spec.num_layers], buffers[spec.num_layers :]
 
     @staticmethod
@@ -54,9 +56,9 @@ class KVCache:
         return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
     @property
-    def arena_bytes(self) -> int:
+    def virtual_memory_bytes(self) -> int:
         """Device memory that torch's own counters do not see."""
-        return 0 if self.arena is None else self.arena.nbytes
+        return 0 if self.virtual_memory is None else self.virtual_memory.nbytes
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole pages (source, target) in every layer."""
@@ -78,11 +80,11 @@ class KVCache:
         """Give the memory back until `restore`, for a learner that runs in between. What the pages
         held is lost.
 
-        The tensors stay the same objects. With an arena they stay where they are, too; without one
-        they move, and whoever holds addresses (a CUDA graph) must let go of them.
+        The tensors stay the same objects. With an virtual_memory they stay where they are, too;
+        without one they move, and whoever holds addresses (a CUDA graph) must let go of them.
         """
-        if self.arena is not None:
-            self.arena.release()
+        if self.virtual_memory is not None:
+            self.virtual_memory.release()
         else:
             for buffer in (*self.keys, *self.values):
                 buffer.untyped_storage().resize_(0)
@@ -97,8 +99,8 @@ class KVCache:
         if not self.released:
             return
         try:
-            if self.arena is not None:
-                self.arena.restore()
+            if self.virtual_memory is not None:
+                self.virtual_memory.restore()
             else:
                 for buffer in (*self.keys, *self.values):
                     buffer.untyped_storage().resize_(buffer.nbytes)
@@ -114,15 +116,15 @@ class KVCache:
 
 def _allocate(
     count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> tuple[list[Tensor], Arena | None]:
-    """Buffers of zeros, in one arena where the device has such memory."""
-    if device.type != "cuda" or not arena_works(device):
+) -> tuple[list[Tensor], VirtualMemory | None]:
+    """Buffers of zeros, in one virtual_memory where the device has such memory."""
+    if device.type != "cuda" or not virtual_memory_works(device):
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)], None
     size = math.prod(shape) * dtype.itemsize
     step = -(-size // 512) * 512
-    arena = Arena(count * step, device)
-    rows = arena.tensor().view(count, step)[:, :size]
-    return [row.view(dtype).view(shape) for row in rows], arena
+    virtual_memory = VirtualMemory(count * step, device)
+    rows = virtual_memory.tensor().view(count, step)[:, :size]
+    return [row.view(dtype).view(shape) for row in rows], virtual_memory
 
 
 @dataclass(frozen=True)

@@ -401,7 +401,7 @@ METRICS: tuple[Metric, ...] = (
         "weights/normalized_update",
         "",
         "squared change of the linear weights in the step over their squared size",
-        "QuRL saw it far below the quantisation error",
+        "QuRL saw it far below the quantization error",
         "QuRL Eq. 13",
     ),
     _M(
@@ -487,7 +487,7 @@ METRICS: tuple[Metric, ...] = (
     _M("time/generate", "s", "generation of the rollouts"),
     _M("time/score", "s", "scoring"),
     _M("time/learn", "s", "forward, backward and update"),
-    _M("time/publish", "s", "handing the new weights to the engine, quantisation included"),
+    _M("time/publish", "s", "handing the new weights to the engine, quantization included"),
     _M("time/checkpoint", "s", "writing and verifying the checkpoint of the step before"),
     _M("time/eval", "s", "evaluation"),
     _M("time/other", "s", "what is left of the step"),

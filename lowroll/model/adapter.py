@@ -5,11 +5,11 @@ it on.
 
 All parts share one product with A = [A_p; ...] and one with the block-diagonal B = diag((alpha / r)
 B_p), and the base product is added into the second in place: y is written once and no part is added
-by itself. A reader that goes over y tile by tile (`kernels.low_rank`) may take the update apart
-from it. A and B are float32; the products use copies in the dtype of x, made once for all uses
-between two updates.
+by itself. A reader that goes over y tile by tile (`kernels.training.low_rank`) may take the update
+apart from it. A and B are float32; the products use copies in the dtype of x, made once for all
+uses between two updates.
 
-Backward, with l = A x and W the matrix that the layer stands for (dequantised where it is codes):
+Backward, with l = A x and W the matrix that the layer stands for (dequantized where it is codes):
 
     dl = dy B      dx = dy W + dl A      dA = dl' x      dB_p = (alpha / r) dy_p' l_p
 
@@ -110,8 +110,8 @@ def product(
     """The layer's product with its adapter on, and the update's factors l and (alpha / r) B.
 
     weight: the base. codes: the QTensor that the forward multiplies with in its own arithmetic;
-    None multiplies with the base, dequantised where it is codes. The gradient with respect to codes
-    passes the quantiser unchanged. whole: whether l B' is in the product. Without, whoever reads it
+    None multiplies with the base, dequantized where it is codes. The gradient with respect to codes
+    passes the quantizer unchanged. whole: whether l B' is in the product. Without, whoever reads it
     adds it, and sends back the gradient of the sum."""
     masters = [
         matrix[part] for matrix in (adapter.a, adapter.b) for part, _, _ in adapter.blocks(parts)

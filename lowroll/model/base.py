@@ -1,12 +1,12 @@
 """The base that an adapter learned on: stated in the adapter's folder, and made again from it.
 
-An adapter learns on the weights that the rollouts multiply with: quantised, and scaled before that
+An adapter learns on the weights that the rollouts multiply with: quantized, and scaled before that
 (`model.scaling`) when the run asked for it. `adapter_base.json`, beside the two files of PEFT, says
 which these were:
 
     weights      the format of the linear weights; null: as the named model holds them
-    dtype        in which the named model was read before it was quantised, and what was not quantised stayed
-    uaq_scale    the s that the model was scaled by before it was quantised; null: not at all
+    dtype        in which the named model was read before it was quantized, and what was not quantized stayed
+    uaq_scale    the s that the model was scaled by before it was quantized; null: not at all
 
 The model's name is in adapter_config.json, where every tool looks for it. PEFT and vLLM do not read
 this file: they put the adapter on that model as it is, which is another policy. A folder without
@@ -96,7 +96,7 @@ def load(
     """The base that a folder's adapter learned on, made again as the run made it, with the adapter
     on top.
 
-    dtype: of what is not quantised, as in `hf.load`. weights: a format to keep dense layers in,
+    dtype: of what is not quantized, as in `hf.load`. weights: a format to keep dense layers in,
     where the base has none of its own. ValueError as `read`, `hf.load` and `lora.load` say.
     """
     base, named = read(folder), lora.base_of(folder)

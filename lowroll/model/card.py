@@ -60,7 +60,7 @@ def _rounded(base: Base, cost: str) -> list[str]:
     )
     return [
         "## What it stands on",
-        f"Not on that model as it is: its linear weights were{scaled} quantised to {base.weights}, "
+        f"Not on that model as it is: its linear weights were{scaled} quantized to {base.weights}, "
         f"and the adapter "
         "learned on what they became, rounding errors and all. `adapter_base.json` says so, and "
         "lowroll makes that "

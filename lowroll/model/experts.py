@@ -11,7 +11,7 @@ whose products add in other orders, then choose alike but for near-ties.
 
 The matrices of all experts are stacked in one `Linear`, whose parts are "experts.7.gate_proj" and
 so on: a format, a publication, a digest or a checkpoint sees one matrix [E N, K]. It is multiplied
-with rows sorted by expert (`kernels.grouped`).
+with rows sorted by expert (`kernels.moe.grouped`).
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size, N out, K in features.
 """
@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowroll.kernels import grouped
-from lowroll.kernels.grouped import Stack
+from lowroll.kernels.fused.swiglu import silu_mul
 from lowroll.kernels.launch import fused
-from lowroll.kernels.route import Groups, choose, combine, gather, sort_slots
-from lowroll.kernels.swiglu import silu_mul
+from lowroll.kernels.moe import grouped
+from lowroll.kernels.moe.grouped import Stack
+from lowroll.kernels.moe.route import Groups, choose, combine, gather, sort_slots
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import QTensor, get_format
@@ -115,7 +115,7 @@ class StackedLinear(Linear):
     def _refuse_gradient(self, x: Tensor) -> None:
         if self.serves and torch.is_grad_enabled() and x.requires_grad:
             raise ValueError(
-                "low_bit: the engine's arithmetic has no gradient; a learner runs the dequantised "
+                "low_bit: the engine's arithmetic has no gradient; a learner runs the dequantized "
                 "weights (run_low_bit(False)) or the aligned forward"
             )
 
@@ -156,7 +156,7 @@ class _GroupedProduct(torch.autograd.Function):
     """Forward with `weight`, in the engine's arithmetic if it is low_bit; backward with what its
     codes stand for.
 
-    The gradient of the matrices reaches the master straight through the quantiser, as in
+    The gradient of the matrices reaches the master straight through the quantizer, as in
     `model.linear`.
     """
 

@@ -4,7 +4,7 @@ inside.
 `load` checks everything it can from the files' headers (names, shapes, dtypes) before it allocates,
 then copies, and refuses non-finite values by tensor name; a model is returned whole or not at all.
 `save` publishes a folder atomically. Save then load is bitwise, for dense and for low-bit linear
-weights (`quant.layouts`): codes and scales go in and out as they are, and nothing is quantised on
+weights (`quant.layouts`): codes and scales go in and out as they are, and nothing is quantized on
 the way.
 """
 
@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lowroll.kernels import sweep
+from lowroll.kernels import checksum
 from lowroll.model import claims, shards
 from lowroll.model.folder import Headers, inside, read_json, some, tensor_headers
 from lowroll.model.linear import Linear
@@ -160,7 +160,7 @@ def load(
 
     The linear layers of a low-bit folder are the QTensors that it holds; such a model is frozen.
     weights: the format in which the layers of a dense folder are kept, frozen too; each is
-    quantised when it arrives, so that no more than a few of them are ever dense. A PEFT adapter
+    quantized when it arrives, so that no more than a few of them are ever dense. A PEFT adapter
     folder gives the base that it states (`lowroll.model.base`), or else the one that its
     adapter_config.json names, with the adapter on top.
 
@@ -194,7 +194,7 @@ def load(
             linear.set_weight(_decode_low_bit(stored, files, layout, shapes[name]))
             continue
         whole = shards.join(list(stored.values()), dtype)
-        extents = sweep.amax(whole.split([len(part) for part in stored.values()]))
+        extents = checksum.amax(whole.split([len(part) for part in stored.values()]))
         amax |= dict(zip(stored, extents, strict=True))
         if weights is not None and linear is not None:
             linear.set_weight(_quantize(weights, whole, torch.cat(extents).amax(0, keepdim=True)))
@@ -202,7 +202,7 @@ def load(
             setattr(
                 owner, leaf, nn.Parameter(whole, requires_grad=layout is None and weights is None)
             )
-    for part, finite in zip(amax, sweep.finite(list(amax.values())), strict=True):
+    for part, finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
         if not finite:
             raise ValueError(
                 f"{files[part]}: tensor {part} holds a value that is not finite in "
@@ -266,7 +266,7 @@ def read_folder_layout(folder: Path) -> Layout | None:
 
 
 def _is_linear(hf_name: str) -> bool:
-    """Is this the weight of a layer that formats quantise?"""
+    """Is this the weight of a layer that formats quantize?"""
     return hf_name.endswith(tuple(f".{part}.weight" for part in _LINEARS))
 
 
@@ -413,13 +413,13 @@ def _wanted_headers(spec: ModelSpec, layout: Layout | None) -> dict[str, Header]
 
 
 def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) -> None:
-    """Are exactly the decoder's linear layers quantised, in the order of their columns?"""
+    """Are exactly the decoder's linear layers quantized, in the order of their columns?"""
     dense = [name for name in found if _is_linear(name) and found[name][1] in FLOATS]
     if dense:
         raise ValueError(
             f"{folder}: quantization_config leaves {some(dense)} dense; one format for all linear "
             f"layers "
-            "is supported. Quantise the dense model with `lowroll quantize`"
+            "is supported. Quantize the dense model with `lowroll quantize`"
         )
     odd = [
         name
@@ -429,7 +429,7 @@ def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) ->
     if odd:
         raise ValueError(
             f"{folder}: quantization_config includes lm_head ({some(odd)}), which must stay dense. "
-            "Quantise the dense model with `lowroll quantize`"
+            "Quantize the dense model with `lowroll quantize`"
         )
     for suffix, what in (
         ("g_idx", "reordered columns (actorder)"),
@@ -439,7 +439,7 @@ def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) ->
         odd = [name for name in found if name.endswith(suffix) and name not in wanted]
         if odd:
             raise ValueError(
-                f"{folder}: {some(odd)}: {what} are not supported. Quantise the dense model with "
+                f"{folder}: {some(odd)}: {what} are not supported. Quantize the dense model with "
                 "`lowroll quantize`"
             )
 

@@ -6,14 +6,14 @@ Fused matrices (qkv, gate-up) know their parts, because checkpoints and adapters
     y = W x + b,   and with an adapter on a part p:   y_p += (alpha / r) B_p A_p x   (`lowroll.model.adapter`)
 
 A QTensor weight is multiplied in the format's own arithmetic when `low_bit` is set (the engine),
-and as the dequantised matrix otherwise (the learner: differentiable in x, the dequantised copy
+and as the dequantized matrix otherwise (the learner: differentiable in x, the dequantized copy
 lives for one product only).
 
 A learner that is `aligned` (QaRL) multiplies in the engine's arithmetic too, with the QTensor Q(W)
-of its weight W; the gradient passes the quantiser unchanged (straight-through), scales are
+of its weight W; the gradient passes the quantizer unchanged (straight-through), scales are
 constants:
 
-    Y = lowbit(X, Q(W)) + b        dX = dY dequantise(Q(W))        dW = dY^T X        db = sum dY
+    Y = lowbit(X, Q(W)) + b        dX = dY dequantize(Q(W))        dW = dY^T X        db = sum dY
 
 Legend: T tokens, K in features, N out features.
 """
@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowroll.kernels.fused.swiglu import silu_mul, silu_mul_backward
 from lowroll.kernels.launch import fused
-from lowroll.kernels.low_rank import holds
-from lowroll.kernels.rows import Product, Rows, quantize_rows
-from lowroll.kernels.swiglu import silu_mul, silu_mul_backward
+from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
+from lowroll.kernels.training.low_rank import holds
 from lowroll.model import adapter as adapters
 from lowroll.model.adapter import Adapter
 from lowroll.model.recompute import remake
@@ -89,7 +89,7 @@ class Linear(nn.Module):
 
     @property
     def reads(self) -> str | None:
-        """The codes that the layer wants its input in, where whoever makes it can quantise it:
+        """The codes that the layer wants its input in, where whoever makes it can quantize it:
         CUDA, low-bit."""
         if not self.low_bit or not isinstance(self.weight, QTensor) or self.adapter is not None:
             return None
@@ -111,7 +111,7 @@ class Linear(nn.Module):
             and (x_TK.requires_grad or (self.bias is not None and self.bias.requires_grad))
         ):
             raise ValueError(
-                "low_bit: the engine's arithmetic has no gradient; a learner runs the dequantised "
+                "low_bit: the engine's arithmetic has no gradient; a learner runs the dequantized "
                 "weights (run_low_bit(False)) or the aligned forward"
             )
         if self.adapter is not None and self.adapter.enabled:
@@ -196,7 +196,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """x times the dequantised matrix, which is made again in the backward pass instead of being
+    """x times the dequantized matrix, which is made again in the backward pass instead of being
     kept."""
 
     @staticmethod
@@ -213,7 +213,7 @@ class _DequantizedLinear(torch.autograd.Function):
 
 
 class _AlignedLinear(torch.autograd.Function):
-    """The engine's product forward, straight through the quantiser backward; the gradient reaches
+    """The engine's product forward, straight through the quantizer backward; the gradient reaches
     the master weight."""
 
     @staticmethod

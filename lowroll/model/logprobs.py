@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.kernels import logprobs as kernels
+from lowroll.kernels.training import logprobs as kernels
 
 
 def log_probs(logits_TV: Tensor, temperature: float = 1.0) -> Tensor:

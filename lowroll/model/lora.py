@@ -130,7 +130,7 @@ def disabled(model: Transformer) -> Iterator[Transformer]:
 
 def merge(model: Transformer) -> Transformer:
     """Add the adapters into dense weights, rounding each sum once, and drop them. ValueError when
-    the base is quantised."""
+    the base is quantized."""
     for name, linear in model.linears():
         if linear.adapter is None:
             continue

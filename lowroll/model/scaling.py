@@ -41,7 +41,7 @@ def scale(model: Transformer, s: float) -> Transformer:
     """Scale a dense model in place. s = 1 is the identity, bit for bit.
 
     ValueError, before anything changes, for an s that is not finite and positive, a model that was
-    scaled before, one with quantised weights, or one with an adapter (which learnt to read the
+    scaled before, one with quantized weights, or one with an adapter (which learnt to read the
     norms as they were).
     """
     if not (math.isfinite(s) and s > 0):
@@ -54,7 +54,7 @@ def scale(model: Transformer, s: float) -> Transformer:
     for name, linear in model.linears():
         if isinstance(linear.weight, QTensor) or linear.adapter is not None:
             raise ValueError(
-                f"uaq_scale: {name} is quantised or has an adapter; scale the dense model before"
+                f"uaq_scale: {name} is quantized or has an adapter; scale the dense model before"
             )
     for block in model.blocks:
         assert isinstance(block, Block)

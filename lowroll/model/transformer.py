@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowroll.kernels.low_rank import silu_mul_adapted
-from lowroll.kernels.norm import add_rms_norm
-from lowroll.kernels.rope import rotate_heads
-from lowroll.kernels.rows import Product, Rows
+from lowroll.kernels.fused.norm import add_rms_norm
+from lowroll.kernels.fused.rope import rotate_heads
+from lowroll.kernels.quantize.rows import Product, Rows
+from lowroll.kernels.training.low_rank import silu_mul_adapted
 from lowroll.model.attention import Attend
 from lowroll.model.experts import Experts
 from lowroll.model.linear import Linear
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
     def add(
         self, x_TD: Tensor, update_TD: Tensor | Product | None, rows: str | None = None
     ) -> tuple[Tensor, Tensor | Rows]:
-        """(x + update, its norm): one pass over both. The norm is quantised to `rows` where its
+        """(x + update, its norm): one pass over both. The norm is quantized to `rows` where its
         reader wants that."""
         return add_rms_norm(x_TD, update_TD, self.gain, self.eps, rows)
 
@@ -224,19 +224,19 @@ class Transformer(nn.Module):
         )
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Every linear layer that a format may quantise, by name (lm_head and embedding are not
+        """Every linear layer that a format may quantize, by name (lm_head and embedding are not
         among them)."""
         return (
             (name, module) for name, module in self.named_modules() if isinstance(module, Linear)
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Transformer:
-        """Let every parameter learn, or none. ValueError for quantised weights, which would be left
+        """Let every parameter learn, or none. ValueError for quantized weights, which would be left
         out silently."""
         if requires_grad and self.weight_format is not None:
             raise ValueError(
                 f"the linear weights are {self.weight_format} codes, which have no gradient; "
-                f"dequantise "
+                f"dequantize "
                 "them (weights.publish.dequantize_base), or train an adapter on them "
                 "(model.lora.attach)"
             )
@@ -248,7 +248,7 @@ class Transformer(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def run_low_bit(self, enabled: bool) -> Transformer:
-        """Multiply quantised weights in their format's arithmetic (True, the engine) or dequantised
+        """Multiply quantized weights in their format's arithmetic (True, the engine) or dequantized
         (False)."""
         for _, linear in self.linears():
             linear.low_bit = enabled
@@ -264,7 +264,7 @@ class Transformer(nn.Module):
 
     @property
     def weight_format(self) -> str | None:
-        """The format of the quantised linear weights, or None when they are plain parameters."""
+        """The format of the quantized linear weights, or None when they are plain parameters."""
         weight = next(self.linears())[1].weight
         return weight.format if isinstance(weight, QTensor) else None
 

@@ -2,8 +2,8 @@
 
     J = 1/G sum_i 1/|o_i| sum_t min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   R = exp(learner - proximal)
 
-The mismatch between sampler and learner does not appear. On rollouts of a quantised or sparse
-sampler this is therefore the naive "no correction" (the RL baseline of QuRL, eq. 1 on quantised
+The mismatch between sampler and learner does not appear. On rollouts of a quantized or sparse
+sampler this is therefore the naive "no correction" (the RL baseline of QuRL, eq. 1 on quantized
 samples). The advantages say whether it is GRPO with or without the division by the group's std; the
 KL term is `kl.penalty`, subtracted by the caller.
 """

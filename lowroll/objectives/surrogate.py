@@ -3,7 +3,7 @@
 Log-probs of one token under three policies give
 
     R   = exp(learner - proximal)     how far the learner moved since the parameters that made the rollouts
-    w   = exp(proximal - behavior)    how far the sampler (quantised, sparse) is from those parameters; detached
+    w   = exp(proximal - behavior)    how far the sampler (quantized, sparse) is from those parameters; detached
     rho = exp(learner - behavior)     = R w
 
 and the clipped surrogate of PPO (arXiv 1707.06347 eq. 7) with separate bounds below and above

@@ -9,7 +9,7 @@ Scales are computed and kept in the dtype that is stored (float32 unless the for
 whatever the dtype of the matrix: the codes depend on the weights' values alone. Tensors carry the
 names and layouts of the checkpoints that other tools read (`weight_packed`, `weight_scale`, ...). A
 fused matrix (qkv, gate-up) is one QTensor, so what a format keeps once a matrix, such as NVFP4's
-global scale, its parts share when it is quantised here.
+global scale, its parts share when it is quantized here.
 
 Checkpoints hold the parts. `cut` and `stack` take a fused matrix apart and together without
 changing a code: stored tensors are cut along their first dimension, which has `pitch` entries for a
@@ -33,8 +33,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels import sweep, w4a16
-from lowroll.kernels.rows import Product, Rows
+from lowroll.kernels import checksum
+from lowroll.kernels.matmul import w4a16
+from lowroll.kernels.quantize.rows import Product, Rows
 
 LARGE = (
     1 << 26
@@ -44,7 +45,7 @@ EPS = torch.finfo(torch.float32).eps  # the scale of an all-zero channel or grou
 
 @dataclass(eq=False)
 class QTensor:
-    """A quantised matrix: named storages (codes, scales) that never move once made.
+    """A quantized matrix: named storages (codes, scales) that never move once made.
 
     `tensors` are the published bytes: digests, checkpoints and `copy_` see them. `packed` is what a
     kernel derived from them for its own use (oneDNN's blocked layout); it is made on first use
@@ -68,7 +69,7 @@ class QTensor:
 
     @torch.no_grad()
     def keep_dense(self, dtype: torch.dtype) -> None:
-        """Keep the dequantised matrix beside the codes: memory for the time that many rows would
+        """Keep the dequantized matrix beside the codes: memory for the time that many rows would
         unpack them in."""
         self.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
@@ -120,9 +121,9 @@ class QTensor:
 
     @torch.no_grad()
     def quantize_(self, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
-        """Quantise `w_NK` into this tensor's own storages.
+        """Quantize `w_NK` into this tensor's own storages.
 
-        amax_1: its largest magnitude (`kernels.sweep.amax`) from a caller who knows that it is
+        amax_1: its largest magnitude (`kernels.checksum.amax`) from a caller who knows that it is
         finite: then nobody waits for the device. ValueError, before anything is written, for
         another shape or a non-finite value.
         """
@@ -131,8 +132,8 @@ class QTensor:
                 f"cannot adopt a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}"
             )
         if amax_1 is None:
-            (amax_1,) = sweep.amax([w_NK])
-            if not sweep.finite([amax_1])[0]:
+            (amax_1,) = checksum.amax([w_NK])
+            if not checksum.finite([amax_1])[0]:
                 raise ValueError(f"{self.format}: the weight holds a non-finite value")
         get_format(self.format).encode_into(w_NK.detach(), amax_1, self.tensors)
         self.renew()
@@ -170,8 +171,9 @@ class QTensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """No NaN and no infinity? Waits for the device; of many tensors ask `kernels.sweep` at once."""
-    return sweep.finite(sweep.amax([tensor]))[0]
+    """No NaN and no infinity? Waits for the device; of many tensors ask `kernels.checksum` at
+    once."""
+    return checksum.finite(checksum.amax([tensor]))[0]
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
@@ -187,7 +189,7 @@ def nonzero(scale: Tensor) -> Tensor:
 
 
 def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
-    """The dequantised matrix [N, K] as a product needs it in every step: on CPU it is kept until
+    """The dequantized matrix [N, K] as a product needs it in every step: on CPU it is kept until
     the codes change.
 
     That costs a dense copy of the weight; without it, unpacking would take longer than a decode
@@ -234,17 +236,17 @@ class Format(ABC):
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor: ...
 
     def rounded(self, x_MK: Tensor) -> Tensor:
-        """Activations as `linear` multiplies them with the dequantised matrix: float32. For formats
+        """Activations as `linear` multiplies them with the dequantized matrix: float32. For formats
         that `rounds`."""
         raise NotImplementedError(f"{self.name} does not round activations")
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
-        """`linear` of activations that are quantised already; its scales may be left to the kernel
+        """`linear` of activations that are quantized already; its scales may be left to the kernel
         that comes next."""
-        raise NotImplementedError(f"{self.name} has no product of quantised rows")
+        raise NotImplementedError(f"{self.name} has no product of quantized rows")
 
     def quantize(self, w_NK: Tensor) -> QTensor:
-        """Quantise [N, K]. ValueError for a tensor that is no matrix, is empty, or holds a
+        """Quantize [N, K]. ValueError for a tensor that is no matrix, is empty, or holds a
         non-finite value."""
         if w_NK.ndim != 2 or w_NK.numel() == 0:
             raise ValueError(
@@ -318,7 +320,7 @@ def dense_from(shape: tuple[int, int]) -> int:
 
 
 class WeightOnly(Format):
-    """Low-bit storage only: the product is that of the dequantised matrix, in the activations'
+    """Low-bit storage only: the product is that of the dequantized matrix, in the activations'
     dtype.
 
     On CUDA few rows are multiplied with the exact one, whose bits are decoded as they arrive
@@ -381,5 +383,5 @@ def formats() -> dict[str, str]:
 
 
 def quantize(w_NK: Tensor, format: str = "int8") -> QTensor:
-    """Quantise a matrix [out, in] into `format`."""
+    """Quantize a matrix [out, in] into `format`."""
     return get_format(format).quantize(w_NK)

@@ -7,12 +7,12 @@ in blocks.
     product     y[m, n] = (sum_k q_x q_w) s_x s_w + bias[n]
 
 The product of two codes is exact in float32; sums are float32's. Per channel, CUDA multiplies the
-codes themselves (`kernels.w8a8`); for bfloat16 activations the sums are rounded to bfloat16 before
-the scales are applied. They differ from the CPU's by their order and by the bits that tensor cores
-keep (on an H200 at most 5e-5 of the product of the norms; docs/LOG.md). Elsewhere, and for blocks,
-the codes are multiplied as float32 values. Values are clamped before the cast, because e4m3 has no
-infinity to saturate to. The floor of the activation scale is that of vLLM's dynamic kernel, the
-weight scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv
+codes themselves (`kernels.matmul.w8a8`); for bfloat16 activations the sums are rounded to bfloat16
+before the scales are applied. They differ from the CPU's by their order and by the bits that tensor
+cores keep (on an H200 at most 5e-5 of the product of the norms; docs/LOG.md). Elsewhere, and for
+blocks, the codes are multiplied as float32 values. Values are clamped before the cast, because e4m3
+has no infinity to saturate to. The floor of the activation scale is that of vLLM's dynamic kernel,
+the weight scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv
 2412.19437, section 3.3.2; algorithms B2). Tiles run over a fused matrix as a whole: one part of it
 is in whole tiles only when the parts before it have a multiple of 128 rows.
 
@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import fused
-from lowroll.kernels.quantise8 import quantize_rows_into
-from lowroll.kernels.rows import Product, Rows, quantize_rows
-from lowroll.kernels.w8a8 import multiply
+from lowroll.kernels.matmul.w8a8 import multiply
+from lowroll.kernels.quantize.quantize8 import quantize_rows_into
+from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 from lowroll.quant.formats import Format, QTensor, divide, multiplicand, nonzero
 from lowroll.quant.groups import join, split
 

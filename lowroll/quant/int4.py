@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels import w4a16
 from lowroll.kernels.launch import fused
-from lowroll.kernels.quantise4 import quantise4
-from lowroll.kernels.rows import quantize_rows
+from lowroll.kernels.matmul import w4a16
+from lowroll.kernels.quantize.quantize4 import quantize4
+from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.quant.formats import Format, QTensor, WeightOnly, divide, multiplicand, nonzero
 from lowroll.quant.groups import join, pack, split, unpack
 
@@ -60,7 +60,7 @@ class Symmetric(Format):
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
-        quantise4(w_NK, "int4", GROUP, tensors["weight_packed"], tensors["weight_scale"])
+        quantize4(w_NK, "int4", GROUP, tensors["weight_packed"], tensors["weight_scale"])
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         if w4a16.expands("int4", q.tensors, q.shape, dtype):
@@ -96,7 +96,7 @@ class Int4Asymmetric(WeightOnly):
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
-        zero_NG = quantise4(
+        zero_NG = quantize4(
             w_NK, self.name, GROUP, tensors["weight_packed"], tensors["weight_scale"]
         )
         assert zero_NG is not None

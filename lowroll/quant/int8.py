@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import fused
-from lowroll.kernels.quantise8 import quantize_rows_into
-from lowroll.kernels.rows import Product, Rows, quantize_rows
-from lowroll.kernels.w8a8 import multiply
+from lowroll.kernels.matmul.w8a8 import multiply
+from lowroll.kernels.quantize.quantize8 import quantize_rows_into
+from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 from lowroll.quant.formats import Format, QTensor, divide, nonzero
 
 

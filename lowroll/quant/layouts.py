@@ -20,7 +20,7 @@ tensors of one matrix W [N, K] by the suffix behind the module's name:
 DeepSeek's and Qwen's `quant_method: fp8` is `fp8_block` with weight_scale_inv for weight_scale, and
 is read only. Scales are written in float32 and read in any float dtype (algorithms B1-B6;
 compressed-tensors 0.20, bitsandbytes 0.50). What changes the computation and is not one of these is
-refused: static activation scales, sparsity, transforms, a quantised KV cache, reordered columns,
+refused: static activation scales, sparsity, transforms, a quantized KV cache, reordered columns,
 several formats in one folder.
 """
 
@@ -44,7 +44,7 @@ FLOATS = ("F32", "BF16", "F16")
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}
 _NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 _MOST_STATE = 1 << 14  # bytes of JSON
-_ADVICE = "; quantise the dense model with `lowroll quantize`, or load the dense one"
+_ADVICE = "; quantize the dense model with `lowroll quantize`, or load the dense one"
 
 
 def _args(num_bits: int, type: str, strategy: str, **more: Any) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Layout:
 
     def encode(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """What a file holds for a matrix, by suffix. dtype: the model's, which bitsandbytes
-        dequantises to."""
+        dequantizes to."""
         stored = {
             suffix: t.contiguous()
             for name, t in q.tensors.items()
@@ -198,7 +198,7 @@ class Layout:
             offset = float(state.get("nested_offset", 0.0))
         except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{_NF4_STATE}: not the JSON of a quantisation state ({error})"
+                f"{_NF4_STATE}: not the JSON of a quantization state ({error})"
             ) from None
         if odd:
             raise ValueError(
@@ -289,7 +289,7 @@ _WHOLE_BLOCKS = {"int4": 128, "int4_asym": 128, "w4a8": 128, "mxfp4": 32, "nf4":
 
 def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str | None:
     """Why transformers cannot load a folder of ours, if it cannot: 5.23, with compressed-tensors
-    0.20 and bitsandbytes 0.50. lowroll reads all of them. columns: those of the quantised matrices;
+    0.20 and bitsandbytes 0.50. lowroll reads all of them. columns: those of the quantized matrices;
     experts: whether the model has any."""
     block = _WHOLE_BLOCKS.get(_described_as(format), 1)
     odd = sorted(count for count in columns if count % block)
@@ -315,7 +315,7 @@ def _described_as(format: str) -> str:
 
 
 def _read_compressed_tensors(config: dict[str, Any]) -> Layout:
-    """The layout. Which modules are quantised is read from the files and not from targets and
+    """The layout. Which modules are quantized is read from the files and not from targets and
     ignore."""
     for key in ("kv_cache_scheme", "transform_config"):
         if config.get(key):

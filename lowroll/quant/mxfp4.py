@@ -19,9 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels import w4a16
 from lowroll.kernels.launch import fused
-from lowroll.kernels.quantise4 import quantise4
+from lowroll.kernels.matmul import w4a16
+from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.quant.formats import QTensor, WeightOnly
 from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
 
@@ -49,7 +49,7 @@ class MXFloat4(WeightOnly):
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
-        quantise4(w_NK, self.name, BLOCK, tensors["weight_packed"], tensors["weight_scale"])
+        quantize4(w_NK, self.name, BLOCK, tensors["weight_packed"], tensors["weight_scale"])
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         if w4a16.expands("mxfp4", q.tensors, q.shape, dtype):

@@ -1,5 +1,5 @@
 """NF4 W4A16: 16 levels at the quantiles of a normal distribution, one absmax for 64 weights; with
-double quantisation.
+double quantization.
 
     c = absmax of 64 consecutive weights of the flattened matrix,   q = nearest level to w / c,   w^ = level[q] c
 
@@ -85,7 +85,7 @@ class NormalFloat4(WeightOnly):
 
 
 class NormalFloat4Double(NormalFloat4):
-    name, bits, summary = "nf4_dq", 4.127, "nf4 with its absmax in 8 bits (double quantisation)"
+    name, bits, summary = "nf4_dq", 4.127, "nf4 with its absmax in 8 bits (double quantization)"
     once = ("nested_offset",)
 
     def encode_absmax(self, absmax_B: Tensor) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ def midpoints(levels: tuple[float, ...]) -> Tensor:
 
 @cache
 def dynamic_levels() -> tuple[float, ...]:
-    """The 256 levels of a quantised absmax, ascending. Level 127 is 0."""
+    """The 256 levels of a quantized absmax, ascending. Level 127 is 0."""
     magnitudes: list[float] = []
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2**i + 1)

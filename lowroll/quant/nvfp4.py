@@ -10,7 +10,7 @@ g spreads the block scales over e4m3's range. An amax of 0, or so small that g o
    B4).
 
 Kernels multiply a fused matrix with one global scale, so q, k and v must share theirs, and gate and
-up too. Here they do by construction: the fused matrix is quantised as one, and the amax over it is
+up too. Here they do by construction: the fused matrix is quantized as one, and the amax over it is
 the largest of its parts'. Parts that a file holds with different g keep them, one a row:
 `weight_global_scale` [N].
 
@@ -22,9 +22,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels import w4a16
 from lowroll.kernels.launch import fused
-from lowroll.kernels.quantise4 import quantise4
+from lowroll.kernels.matmul import w4a16
+from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.quant.formats import QTensor, WeightOnly, divide
 from lowroll.quant.fp8 import MAX, to_e4m3
 from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
@@ -57,7 +57,7 @@ class NVFloat4(WeightOnly):
         if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         global_1 = _global(amax_1)
-        quantise4(w_NK, "nvfp4", BLOCK, tensors["weight_packed"], tensors["weight_scale"], global_1)
+        quantize4(w_NK, "nvfp4", BLOCK, tensors["weight_packed"], tensors["weight_scale"], global_1)
         tensors["weight_global_scale"].copy_(global_1)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:

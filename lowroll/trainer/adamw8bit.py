@@ -2,8 +2,8 @@
 bitsandbytes.
 
 Each block of 256 entries of a moment keeps its largest magnitude in float32 and 256 levels of a
-dynamic tree code: 2 bytes a parameter (and 1/32) in the place of 8. An update dequantises, is
-AdamW's in float32, and quantises again. Tensors of fewer than 4096 entries (norms, biases, small
+dynamic tree code: 2 bytes a parameter (and 1/32) in the place of 8. An update dequantizes, is
+AdamW's in float32, and quantizes again. Tensors of fewer than 4096 entries (norms, biases, small
 adapters) keep float32 moments, as the library has it.
 
 The library is the extra `bnb`; its CPU path needs 0.50.

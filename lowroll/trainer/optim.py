@@ -9,7 +9,7 @@ Only matrices decay; norms and biases do not. With `optimizer: muon` the hidden 
 (`trainer.adamw8bit`). Clipping scales all gradients by min(1, max_norm / norm), with norm the
 2-norm over every parameter (Pascanu et al. 2013).
 
-On CUDA an update of AdamW is one launch (`kernels.adamw`): clip, moments, weights and the
+On CUDA an update of AdamW is one launch (`kernels.training.adamw`): clip, moments, weights and the
 parameters' rounding in one pass. Elsewhere it is torch's.
 
 A bfloat16 parameter keeps 8 bits of mantissa, so an update of 1e-5 of its size would round away:
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from lowroll.checkpoint.store import check_pieces
-from lowroll.kernels.adamw import Addresses, Tensors
+from lowroll.kernels.training.adamw import Addresses, Tensors
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import Muon
 

@@ -25,7 +25,7 @@ differs from the textbook loop:
 5. Where the objective rejects tokens for their mismatch, the KL term leaves them out too; denominators keep them.
 6. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
    a row raises TrainingDiverged.
-7. An aligned learner quantises its weights once an update, right after it.
+7. An aligned learner quantizes its weights once an update, right after it.
 8. Log-probs and entropies come to the host in copies that nothing waits for until all backward passes are launched;
    the statistics are made of them there, while the device is busy with the gradient.
 
@@ -190,15 +190,15 @@ class Minibatch:
     """The samples of one update, by index in the batch."""
 
     samples: list[int]
-    heard: list[int]  # those with a token that is learnt from
+    active: list[int]  # those with a token that is learnt from
     moving: set[int]  # those of them that have a gradient
 
     @property
     def portions(self) -> tuple[list[int], list[int]]:
         """What is packed by itself: the samples with a gradient, and those that are only
         measured."""
-        return [i for i in self.heard if i in self.moving], [
-            i for i in self.heard if i not in self.moving
+        return [i for i in self.active if i in self.moving], [
+            i for i in self.active if i not in self.moving
         ]
 
 
@@ -263,8 +263,8 @@ def learn(
         model, samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature
     )
     minibatches = split_groups([s.group for s in samples], settings.minibatches)
-    heard = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
-    judged = None if critic is None else critic.judge(samples, heard)
+    active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
+    judged = None if critic is None else critic.judge(samples, active)
     advantages = None if judged is None else judged.advantages
     learning = None if critic is not None and critic.warming_up else optimizer
     plan = [
@@ -273,7 +273,7 @@ def learn(
             mine,
             set() if learning is None else _moving(samples, mine, settings, advantages),
         )
-        for minibatch, mine in zip(minibatches, heard, strict=True)
+        for minibatch, mine in zip(minibatches, active, strict=True)
     ]
     anchors = _anchors(forward, plan, settings, reference, teacher)
 
@@ -286,7 +286,7 @@ def learn(
         record, trace = _accumulate(forward, minibatch, settings, anchors, advantages)
         if not records:  # of the policy before its first update, while the device is busy
             learner = trace.log_probs if anchors.proximal is None else anchors.proximal
-            distances = _distances(samples, [i for mine in heard for i in mine], learner)
+            distances = _distances(samples, [i for mine in active for i in mine], learner)
         record |= (
             STILL
             if learning is None
@@ -310,16 +310,16 @@ def learn(
 
 def _moving(
     samples: Sequence[Sample],
-    heard: Sequence[int],
+    active: Sequence[int],
     settings: LearnSettings,
     advantages: PerToken | None,
 ) -> set[int]:
     """The samples with a gradient: an advantage, or a term that needs none."""
     if settings.kl_coef or not settings.objective.needs_advantage(**settings.options):
-        return set(heard)
+        return set(active)
     return {
         i
-        for i in heard
+        for i in active
         if (samples[i].advantage != 0 if advantages is None else advantages[i].any())
     }
 
@@ -348,12 +348,12 @@ def _anchors(
 
 
 def _distances(
-    samples: Sequence[Sample], heard: Sequence[int], learner: PerToken
+    samples: Sequence[Sample], active: Sequence[int], learner: PerToken
 ) -> dict[str, float]:
     """How far the sampler's policy is from the learner's; nothing of no samples."""
-    if not heard:
+    if not active:
         return {}
-    packed = collate(samples, heard)
+    packed = collate(samples, active)
     policies = {
         "learner": gather(learner, packed),
         "behavior": packed.behavior_N,
@@ -394,17 +394,18 @@ def _accumulate(
 ) -> tuple[dict[str, float], Trace]:
     """The gradient of a minibatch; returns its statistics and what the learner said.
     `advantages` of the tokens take the place of those of the samples."""
-    samples, heard = forward.samples, minibatch.heard
+    samples, active = forward.samples, minibatch.active
     proximal, reference, teacher = anchors.proximal, anchors.reference, anchors.teacher
 
     @functools.cache
     def counts() -> Counts:
         total = Counts(
-            sum(_num_learned(samples[i], settings.objective) for i in heard), len(minibatch.samples)
+            sum(_num_learned(samples[i], settings.objective) for i in active),
+            len(minibatch.samples),
         )
-        if not (settings.normalizes and heard and proximal is not None):
+        if not (settings.normalizes and active and proximal is not None):
             return total
-        packed = collate(samples, heard)
+        packed = collate(samples, active)
         weights = settings.objective.count(
             mask=packed.mask_N,
             segments=packed.segments_N,
@@ -455,8 +456,8 @@ def _accumulate(
     trace = forward.run([moving], lambda packed, learner_N: objective(packed, learner_N)[0])
     trace |= forward.run([still])
     record: dict[str, float] = {"policy/objective": 0.0}
-    if heard:
-        whole = collate(samples, heard)
+    if active:
+        whole = collate(samples, active)
         J, record = objective(whole, gather(trace.log_probs, whole))
         record["policy/objective"] = J.item()
         record["policy/entropy"] = masked_mean(gather(trace.entropy, whole), whole.mask_N).item()

@@ -5,8 +5,8 @@ with.
     refresh    after every optimiser update, and after a restore: Q(W) is made again, in place
 
 Between two updates the codes are fixed, so all micro-batches, the old log-probs and the publication
-see one and the same Q(W): `weights.publish` copies these tensors and quantises nothing itself, and
-`digest` of learner and engine are equal. Over a quantised base (LoRA) Q(W) is the base itself, and
+see one and the same Q(W): `weights.publish` copies these tensors and quantizes nothing itself, and
+`digest` of learner and engine are equal. Over a quantized base (LoRA) Q(W) is the base itself, and
 no update changes it. Embeddings, norms and lm_head stay dense. In a format of the model's own
 floating point the aligned forward is the plain one, up to the order of sums where the engine
 multiplies a large matrix from a packed copy (`quant.dense`).
@@ -20,14 +20,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from lowroll.kernels import sweep
+from lowroll.kernels import checksum
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 
 
 def align(model: Transformer, format: str) -> Transformer:
-    """Run the forward of every linear layer in the arithmetic of `format`. A quantised base must be
+    """Run the forward of every linear layer in the arithmetic of `format`. A quantized base must be
     in that format."""
     for name, linear in model.linears():
         if isinstance(linear.weight, QTensor) and linear.weight.format != format:
@@ -42,7 +42,7 @@ def align(model: Transformer, format: str) -> Transformer:
 
 
 def realign(model: Transformer, format: str) -> Transformer:
-    """Align with another format from now on. Over a quantised base (LoRA), and for a format of
+    """Align with another format from now on. Over a quantized base (LoRA), and for a format of
     plain floating point, that is the dense forward."""
     dense = get_format(format).dense
     for name, linear in model.linears():
@@ -54,7 +54,7 @@ def realign(model: Transformer, format: str) -> Transformer:
 
 @torch.no_grad()
 def refresh(model: Transformer) -> None:
-    """Quantise the master weights of an aligned model again, in place; any other model is left
+    """Quantize the master weights of an aligned model again, in place; any other model is left
     alone.
 
     ValueError, before anything is written, names a weight that is not finite.
@@ -64,8 +64,8 @@ def refresh(model: Transformer) -> None:
         for name, linear in model.linears()
         if linear.aligned is not None and isinstance(linear.weight, nn.Parameter)
     ]
-    amax = sweep.amax([master for *_, master in pairs])
-    for (name, codes, _), finite in zip(pairs, sweep.finite(amax), strict=True):
+    amax = checksum.amax([master for *_, master in pairs])
+    for (name, codes, _), finite in zip(pairs, checksum.finite(amax), strict=True):
         if not finite:
             raise ValueError(f"{name}.weight: {codes.format}: the weight holds a non-finite value")
     for (_, codes, master), amax_1 in zip(pairs, amax, strict=True):

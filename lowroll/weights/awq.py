@@ -1,4 +1,4 @@
-"""AWQ: scale the input channels of a weight before it is quantised, so that the loud channels round
+"""AWQ: scale the input channels of a weight before it is quantized, so that the loud channels round
 finer.
 
     Q(W s) (x / s) ~ W x        s a channel; the producer of x is divided by s once, so the function stays
@@ -8,7 +8,7 @@ The factors of a ratio r = 0, 1/20, ..., 19/20, from the mean |x| of a channel o
 
     s = max(xm^r / (wm^(1-r) + 1e-4), 1e-4),    s <- s / sqrt(max(s) min(s))
 
-Of the twenty, and of s = 1, the one is taken whose output after the quantised weight is nearest to
+Of the twenty, and of s = 1, the one is taken whose output after the quantized weight is nearest to
 the dense one in the squared mean: after attention for q, k, v, after the MLP for gate and up, after
 themselves for o and down. Producers are the norms, the rows of v for o (only where every query head
 has a v of its own), and the rows of up for down (AWQ, arXiv 2306.00978, section 3; the ratio and
@@ -16,7 +16,7 @@ both means as in llm-compressor; algorithms B9). Deviations:
 
 1. s = 1 is a candidate. Ratio 0 is not it: there s = 1 / wm.
 2. A producer's own rounding changes when its rows are divided, which no search of one mapping sees. So the whole
-   quantised block is measured at the end, and stays as it was when the scales did not make it
+   quantized block is measured at the end, and stays as it was when the scales did not make it
    better.
 3. Q(W s) meets x / s in the format's own arithmetic: for W8A8 the rounding of the activations counts too.
 4. The optional search for clipped ranges is left out.
@@ -49,7 +49,7 @@ CHUNK_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What AWQ did to a block: the mean squared error of its quantised output before and after,
+    """What AWQ did to a block: the mean squared error of its quantized output before and after,
     against the dense one, and the ratio of each mapping (None: s = 1). `kept` is False when the
     block was left as it was."""
 
@@ -91,12 +91,12 @@ def calibrate(
     sequences: Sequence[Sequence[int]],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Calibrated]:
-    """Rescale a dense model in place, so that its linears lose less when they are quantised to
+    """Rescale a dense model in place, so that its linears lose less when they are quantized to
     `format`.
 
     The logits stay up to rounding. sequences: token ids of the calibration text. on_progress(done,
     total) counts blocks. Returns one record a block. ValueError, before anything changes, for a
-    dense format, a model with quantised weights, experts or an adapter (which learnt to read the
+    dense format, a model with quantized weights, experts or an adapter (which learnt to read the
     channels as they were), and sequences that are empty or outside the vocabulary or context.
     """
     chosen = get_format(format)
@@ -161,7 +161,7 @@ def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) ->
 def _errors(
     mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]
 ) -> list[float]:
-    """Squared error of the mapping's output, summed over the tokens, with the reader quantised
+    """Squared error of the mapping's output, summed over the tokens, with the reader quantized
     under each s."""
     weight, errors = mapping.reader.weight, [0.0] * len(candidates)
     assert isinstance(weight, nn.Parameter)
@@ -181,7 +181,7 @@ def _errors(
 def _block_error(
     block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
 ) -> float:
-    """Mean squared error of the block's output y with all its linears quantised."""
+    """Mean squared error of the block's output y with all its linears quantized."""
     linears = [module for module in block.modules() if isinstance(module, Linear)]
     pairs = [
         (linear, format.quantize(linear.weight))
@@ -264,7 +264,7 @@ def _divide(weight: Tensor, s: Tensor) -> None:
 
 
 def _scaled(w_NK: Tensor, s_K: Tensor) -> Tensor:
-    """W s in the dtype that it is stored in: the search sees the bytes that will be quantised."""
+    """W s in the dtype that it is stored in: the search sees the bytes that will be quantized."""
     return (w_NK.float() * s_K).to(w_NK.dtype)
 
 
@@ -282,7 +282,7 @@ def _relative_size(w_NK: Tensor, group: int | None) -> Tensor:
 
 @contextmanager
 def _multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
-    """The linears multiply in the arithmetic of the quantised weights inside the block."""
+    """The linears multiply in the arithmetic of the quantized weights inside the block."""
     before = [(linear, linear.weight, linear.low_bit) for linear, _ in pairs]
     for linear, q in pairs:
         linear.set_weight(q)
@@ -334,7 +334,7 @@ def _check(model: Transformer, format: Format, sequences: Sequence[Sequence[int]
             or linear.aligned is not None
         ):
             raise ValueError(
-                f"awq: {name} is quantised, aligned or has an adapter; calibrate the dense model "
+                f"awq: {name} is quantized, aligned or has an adapter; calibrate the dense model "
                 f"before"
             )
     if model.spec.num_experts:

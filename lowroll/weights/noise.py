@@ -1,4 +1,4 @@
-"""Adaptive quantisation noise (QeRL, section 3.3): exploration by seeded Gaussian noise on the
+"""Adaptive quantization noise (QeRL, section 3.3): exploration by seeded Gaussian noise on the
 engine's norm weights.
 
     w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication, on the clean weights of that version

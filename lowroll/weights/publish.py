@@ -1,8 +1,8 @@
-"""The corridor from master weights to behaviour weights: master -> noise -> quantise -> the
+"""The corridor from master weights to behaviour weights: master -> noise -> quantize -> the
 engine's buffers, in place.
 
 `rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a
-storage. Under LoRA the base is frozen and, when it is quantised already, shared: the two models
+storage. Under LoRA the base is frozen and, when it is quantized already, shared: the two models
 hold the same QTensors, norms and embeddings, and only the adapter is published. The codes of an
 aligned learner (`weights.aligned`) are copied as they are. `digest` proves what was adopted. Noise
 (`weights.noise`) lands on the engine's norms and nowhere else.
@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from lowroll.kernels import sweep
+from lowroll.kernels import checksum
 from lowroll.model import hf
 from lowroll.model.linear import Adapter, Linear
 from lowroll.model.transformer import Transformer
@@ -117,7 +117,7 @@ def publish(
     master: Transformer,
     rollout: Transformer,
     noise: Noise | None = None,
-    bulk: Transformer | None = None,
+    large_batch_model: Transformer | None = None,
 ) -> None:
     """Refill the engine's model from the master, in place, and the model `beside` it. Shared
     tensors are left alone, and so is what was made of them.
@@ -134,16 +134,16 @@ def publish(
         if isinstance(linear.weight, nn.Parameter)
     }
     amax = dict(
-        zip(weights, sweep.amax(list(weights.values())), strict=True)
+        zip(weights, checksum.amax(list(weights.values())), strict=True)
     )  # the device reads, the host compares
     mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
     targets = dict(rollout.named_parameters())
     _check_fits(master, rollout, mine, targets)
-    for name, finite in zip(amax, sweep.finite(list(amax.values())), strict=True):
+    for name, finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
         if not finite:
             raise ValueError(f"publish: {name}.weight holds a non-finite value")
     drawn = _draw(noise, rollout)
-    for model in (rollout,) if bulk is None else (rollout, bulk):
+    for model in (rollout,) if large_batch_model is None else (rollout, large_batch_model):
         for name, ours in model.linears():
             assert isinstance(ours.weight, QTensor)
             if f"{name}.weight" not in rollout.shared and ours.weight is not linears[name].weight:
@@ -227,7 +227,7 @@ def digest(model: Transformer) -> str:
             tensors.update({f"{name}.weight.{part}": t for part, t in weight.tensors.items()})
         if linear.adapter is not None:
             scalings[f"{name}.adapter.scaling"] = linear.adapter.scaling
-    sums = sweep.checksums(list(tensors.values()))
+    sums = checksum.checksums(list(tensors.values()))
     parts = {
         name: f"{tuple(t.shape)} {t.dtype} {value}"
         for (name, t), value in zip(tensors.items(), sums, strict=True)
@@ -285,11 +285,11 @@ def _note_source(made: QTensor, source: QTensor) -> None:
 
 
 def _note_conversion(model: Transformer, format: str) -> None:
-    """Say when low-bit weights are about to be quantised a second time."""
+    """Say when low-bit weights are about to be quantized a second time."""
     before = model.weight_format
     if before is not None and not get_format(before).dense and layout(before) != layout(format):
         log.warning(
-            "the model's weights are %s: %s is made from their dequantised values; with %s they "
+            "the model's weights are %s: %s is made from their dequantized values; with %s they "
             "would be used "
             "as they are",
             before,
@@ -314,4 +314,4 @@ def _copy_adapter(adapter: Adapter) -> Adapter:
 @cache
 def _checksum(value: float) -> int:
     """That of a float64 scalar."""
-    return sweep.checksums([torch.tensor(value, dtype=torch.float64)])[0]
+    return checksum.checksums([torch.tensor(value, dtype=torch.float64)])[0]

@@ -11,7 +11,7 @@ stayed. The price is one copy of the linear weights and of the engine's codes. A
 packs its codes in nibbles, which are compared one by one.
 
 Under LoRA the engine does not merge: it multiplies with the learner's frozen base and adds the
-adapter unquantised, so every update reaches the rollouts, the rounding between learner and engine
+adapter unquantized, so every update reaches the rollouts, the rounding between learner and engine
 is 0 and no code can flip. What is left to measure is Eq. 13 on the weights that both multiply with,
 base + (alpha / r) B A. The price is a copy of the adapter.
 """

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 import lowroll
-from lowroll.export import quantize_folder
 from lowroll.model import hf, lora
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
+from lowroll.runs.export import quantize_folder
 from lowroll.weights import awq
 
 PYTHON = os.environ.get("LOWROLL_VLLM_PYTHON", "")

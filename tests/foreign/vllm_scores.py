@@ -4,7 +4,7 @@
 
 ORDER holds `folder`, `dtype`, `sequences` and, for an adapter, `adapter` (a folder) and `rank`.
 ANSWER holds `version` and `logprobs`, one list a sequence from its second token on; or `missing`,
-the reason in vLLM's own words, when it does not know the folder's quantisation method or chooses no
+the reason in vLLM's own words, when it does not know the folder's quantization method or chooses no
 kernel for it on this machine. Any other error is an error.
 """
 
@@ -63,7 +63,7 @@ def answer_to(order: dict[str, Any]) -> dict[str, Any]:
     config = json.loads(Path(order["folder"], "config.json").read_text()).get("quantization_config")
     if config and config["quant_method"] not in QUANTIZATION_METHODS:
         return {
-            "missing": f"quantisation method {config['quant_method']}; it knows "
+            "missing": f"quantization method {config['quant_method']}; it knows "
             f"{', '.join(QUANTIZATION_METHODS)}"
         }
     options: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def answer_to(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def chose_no_kernel(error: BaseException) -> bool:
-    """Was the error raised where vLLM chooses a kernel for a quantised linear?"""
+    """Was the error raised where vLLM chooses a kernel for a quantized linear?"""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     return last.endswith("model_executor/kernels/linear/__init__.py")
 

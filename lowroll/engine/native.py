@@ -1,0 +1,469 @@
+"""The rollout engine: requests in, rollouts with their own log-probs out.
+
+    engine = Engine("path/to/model", weights="int8")
+    groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
+    groups = engine.generate(["Name a prime."], n=8, max_tokens=64, seed=7)      # text, in the model's chat template
+    print(engine.text(groups[0].rollouts[0]))
+
+`add`, `step` and `abort` are the continuous-batching interface under `generate`; `update_weights`
+takes new weights in place. One thread calls everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowroll import machine
+from lowroll.engine.request import validate
+from lowroll.engine.runner import Runner
+from lowroll.engine.scheduler import Scheduler
+from lowroll.kv.cache import KVCache
+from lowroll.kv.capacity import UNKNOWN_FREE, NoRoom, Workload, capacity
+from lowroll.kv.pages import PagePool
+from lowroll.model import hf
+from lowroll.model.experts import StackedLinear
+from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import QTensor, get_format
+from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
+from lowroll.weights.noise import Noise
+from lowroll.weights.publish import beside, digest, publish, rollout_copy, rollout_load
+
+_DENSE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def pick_device(device: str | torch.device = "auto") -> torch.device:
+    """`auto` is CUDA when there is one; a CUDA device always has its index, as a tensor's has, and
+    becomes the current one, on which kernels are launched: before a model is loaded or quantized
+    there.
+
+    ValueError when CUDA is asked for and missing.
+    """
+    if str(device) == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {device} was asked for, and torch sees no CUDA device")
+    if place.type == "cuda":
+        place = torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
+        torch.cuda.set_device(place)
+    return place
+
+
+class Engine:
+    """Continuous batching over a paged KV cache, with linear weights in any format.
+
+    model: folder, hub id, or a loaded Transformer (which keeps its weights; the engine makes its
+    own copy, or shares what is in the format already). weights: a name of `lowroll.formats()`;
+    default the model's own low-bit format, or int8 for a dense model. kv: the KV policy; None is
+    the dense cache. dtype: of activations, norms and KV cache; default float32 on CPU, bfloat16 on
+    CUDA, and what a dense format says. cache_tokens: size of the KV cache; default what
+    `workloads`, the requests that will be in it together, can use, and no more than a quarter of
+    the free memory. Without any: `max_batch` samples of 4,096 tokens, one whole context at least
+    and 16 GiB at most (`kv.capacity`). max_batch: samples decoded at once. max_prefill_tokens:
+    prompt tokens a step. prefill_chunk: longest piece of a prompt in one step, None for whole
+    prompts. noisy: `update_weights` may put noise on the norms. large_batch_weights: a second
+    format, kept beside the first and used while many rows decode and for prompts
+    (`engine.decoder`); each token's policy span has the digest of the weights that drew it.
+    keep_dense: hold the dequantized matrices of a 4-bit format beside its codes (2 bytes a weight
+    in bfloat16) for prompts and many rows; the weights are the same, and only time is saved (CUDA).
+    ValueError names the argument that is wrong.
+    """
+
+    def __init__(
+        self,
+        model: Transformer | str | Path,
+        weights: str | None = None,
+        kv: None = None,
+        device: str | torch.device = "auto",
+        dtype: torch.dtype | None = None,
+        *,
+        tokenizer: Any = None,
+        page_size: int = 16,
+        cache_tokens: int | None = None,
+        workloads: Sequence[Workload] = (),
+        max_batch: int = 256,
+        max_prefill_tokens: int = 8192,
+        prefill_chunk: int | None = None,
+        noisy: bool = False,
+        large_batch_weights: str | None = None,
+        keep_dense: bool = False,
+    ) -> None:
+        if kv is not None:
+            raise ValueError(f"kv: {kv!r} is not available yet; None is the dense cache")
+        self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
+        weights = weights or self._own_format(model)
+        self.format = get_format(weights)
+        place = pick_device(
+            model.device if isinstance(model, Transformer) and str(device) == "auto" else device
+        )
+        dtype = self._pick_dtype(weights, dtype, place)
+        if isinstance(model, Transformer) and model.device != place:
+            raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
+        self.large_batch_model: Transformer | None = None
+        if large_batch_weights is not None:
+            master = model if isinstance(model, Transformer) else hf.load(model, place, dtype)
+            self.model = rollout_copy(master, weights, dtype, noisy)
+            self.large_batch_model = beside(
+                master, self.model, get_format(large_batch_weights).name
+            )
+        elif isinstance(model, Transformer):
+            self.model = rollout_copy(model, weights, dtype, noisy)
+        else:
+            assert self.folder is not None
+            self.model = rollout_load(self.folder, weights, place, dtype, noisy)
+        self.spec = self.model.spec
+        if keep_dense:
+            self.keep_dense()
+        num_tokens = self._cache_tokens(cache_tokens, workloads, page_size, max_batch)
+        num_pages = num_tokens // page_size
+        if num_pages < 1:
+            why = ", which is all that the free memory allows" if cache_tokens is None else ""
+            raise ValueError(
+                f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{why}"
+            )
+        self.runner = Runner(self.model, self.large_batch_model, num_pages, page_size, max_batch)
+        self.pool = PagePool(num_pages, page_size)
+        self.behavior = BehaviorTag(
+            self._policy(0),
+            weights=weights if large_batch_weights is None else f"{weights}+{large_batch_weights}",
+        )
+        self._tokenizer = tokenizer
+        decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
+        self.scheduler = Scheduler(
+            self.pool,
+            behavior=self.behavior,
+            max_batch=max_batch,
+            max_prefill_tokens=max_prefill_tokens,
+            prefill_chunk=prefill_chunk,
+            lookahead=self.runner.lookahead,
+            eos_ids=self._eos_ids(),
+            decode=decode,
+        )
+
+    # -- the door ----------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        requests: str | Request | Sequence[Request | str],
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        chat: bool = True,
+        **sampling: Any,
+    ) -> list[Group]:
+        """The groups of all requests, in their order. Checks every request before it starts any.
+
+        A text is a request too: what the user says, in the model's chat template, or with
+        chat=False the beginning of a text to go on with; `sampling` are its fields of `Request` (n,
+        max_tokens, temperature, seed, ...).
+
+        Requests that `add` queued go on meanwhile; their groups wait for `step`. on_progress(done,
+        total) counts the finished ones of this call, after every turn; what it raises ends the
+        call. ValueError names the request and the field, or says that there is no tokenizer.
+        """
+        requests = self._as_requests(requests, chat, sampling)
+        for i, request in enumerate(requests):
+            self._validate(request, f"requests[{i}].")
+        handles = [self.scheduler.add(request) for request in requests]
+        mine, done = frozenset(handles), dict[int, Group]()
+        try:
+            while len(done) < len(handles):
+                self._advance()
+                done |= self.scheduler.finished(mine)
+                if on_progress is not None:
+                    on_progress(len(done), len(handles))
+        except BaseException:
+            for handle in handles:
+                self.abort(handle)
+            self.scheduler.finished(mine)
+            raise
+        return [done[handle] for handle in handles]
+
+    def text(self, rollout: Rollout) -> str:
+        """What a rollout says, without special tokens. ValueError when the engine has no
+        tokenizer."""
+        return str(
+            self.tokenizer.decode(
+                rollout.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _as_requests(
+        self, given: str | Request | Sequence[Request | str], chat: bool, sampling: dict[str, Any]
+    ) -> list[Request]:
+        given = [given] if isinstance(given, str | Request) else given
+        if not isinstance(given, list | tuple):
+            raise ValueError(
+                f"requests: expected a text, a Request or a list of them, got "
+                f"{type(given).__name__}"
+            )
+        for i, one in enumerate(given):
+            if not isinstance(one, str | Request):
+                raise ValueError(
+                    f"requests[{i}]: expected a text or a Request (token ids: "
+                    f"Request(prompt_ids=...)), "
+                    f"got {type(one).__name__}"
+                )
+        if sampling and not any(isinstance(one, str) for one in given):
+            raise ValueError(
+                f"{', '.join(sampling)}: a Request says this itself; it is for prompts that are "
+                f"texts"
+            )
+        known = [field.name for field in fields(Request) if field.name != "prompt_ids"]
+        for name in sampling:
+            if name not in known:
+                raise ValueError(f"{name}: a request has no such field; it has {', '.join(known)}")
+        return [
+            Request(prompt_ids=self._encode(one, chat), **sampling) if isinstance(one, str) else one
+            for one in given
+        ]
+
+    def _encode(self, text: str, chat: bool) -> list[int]:
+        if chat:
+            return ChatTokenizer(self.tokenizer).encode_chat([{"role": "user", "content": text}])
+        return [int(token) for token in self.tokenizer.encode(text)]
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns its handle. ValueError names the wrong field, and the others in
+        flight go on."""
+        self._validate(request, "")
+        return self.scheduler.add(request)
+
+    def step(self) -> list[tuple[int, Group]]:
+        """One step for everything in flight: plan, run, commit. Returns the requests that ended, by
+        handle."""
+        self._advance()
+        return self.scheduler.finished()
+
+    def _advance(self) -> None:
+        plan = self.scheduler.plan()
+        try:
+            drawn = self.runner.run(plan)
+        except BaseException:
+            self._give_up()
+            raise
+        for row in drawn:
+            self.scheduler.policy = self.behavior.policy[-1 if row.large_batch else 0]
+            self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs)
+
+    def score(
+        self,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        temperature: float = 1.0,
+    ) -> list[Tensor]:
+        """Log-probs of each sequence's response under the engine's weights and kernels, prefilled;
+        as `lowroll.score`. With `large_batch_weights` the weights are those of few rows.
+
+        Rollouts in flight are not disturbed. ValueError names a sequence that does not fit,
+        OutOfPages says that the cache is full of others.
+        """
+        scores = []
+        for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
+            if not 1 <= prompt_len < len(ids) or len(ids) > self.spec.max_position:
+                raise ValueError(
+                    f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be "
+                    f"scored in "
+                    f"a context of {self.spec.max_position}"
+                )
+            if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
+                raise ValueError(
+                    f"sequences[{i}]: an id is outside the vocabulary of {self.spec.vocab_size}"
+                )
+            pages = self.pool.allocate(-(-len(ids) // self.pool.page_size))
+            try:
+                scores.append(self.runner.score(ids, prompt_len, pages, temperature).cpu())
+            finally:
+                self.pool.free(pages)
+        return scores
+
+    def keep_dense(self) -> None:
+        """What `keep_dense=True` does, for an engine that has not decoded yet. Stacked experts are
+        left as they are: their product reads the codes."""
+        for _, linear in self.model.linears() if self.model.device.type == "cuda" else ():
+            if (
+                isinstance(linear.weight, QTensor)
+                and not isinstance(linear, StackedLinear)
+                and self.format.bits < 8
+            ):
+                linear.weight.keep_dense(self.model.dtype)
+
+    def warm_up(self) -> None:
+        """Compile and capture now what a decode step of any size of batch needs (seconds, on CUDA),
+        not on the way."""
+        self.runner.cache.restore()
+        self.runner.decoder.warm_up()
+
+    def abort(self, handle: int) -> bool:
+        """End a request now; its group comes back with finish reason "abort". False if it had
+        ended."""
+        return self.scheduler.abort(handle)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.pool.num_pages * self.pool.page_size
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to return."""
+        return self.scheduler.has_work or self.scheduler.has_finished
+
+    def release(self) -> None:
+        """Give the memory of the KV cache away, for a learner that runs before the next rollouts.
+
+        It comes back with the next step or `score`, at its old address where the device can do that
+        (`kv.virtual_memory`); elsewhere the graphs of decoding are captured again. The pages of
+        shared prompts are forgotten. RuntimeError while requests are in flight.
+        """
+        if self.scheduler.has_work:
+            raise RuntimeError("release: requests are in flight; finish or abort them first")
+        self.reset_prefix_cache()
+        self.runner.release()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the pages of shared prompts. A prompt behind such pages runs in other pieces,
+        which round otherwise: what comes next has the same bits as in a fresh engine."""
+        self.pool.clear_prefixes()
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def update_weights(
+        self, master: Transformer, version: int, noise: Noise | None = None
+    ) -> BehaviorTag:
+        """Take the master's weights as policy `version`, in place. Rollouts in flight go on under
+        the new weights.
+
+        noise: for the norms, as `weights.noise` says; None rolls out clean ones. Returns the tag
+        with the new version, the noise, and the digest of what the engine now samples from. Pages
+        of the prefix cache that were made under other weights are never served again.
+        """
+        publish(master, self.model, noise, self.large_batch_model)
+        seed, sigma = (
+            (None, 0.0) if noise is None or noise.sigma == 0 else (noise.seed, noise.sigma)
+        )
+        self.behavior = replace(
+            self.behavior, policy=self._policy(version), noise_seed=seed, noise_sigma=sigma
+        )
+        self.scheduler.set_behavior(self.behavior)
+        return self.behavior
+
+    def _policy(self, version: int) -> tuple[PolicySpan, ...]:
+        """A span for the weights of few rows, and one for those of many when there are such."""
+        models = (
+            (self.model,)
+            if self.large_batch_model is None
+            else (self.model, self.large_batch_model)
+        )
+        return tuple(PolicySpan(version, digest(model)) for model in models)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer of the model's folder, or the one given. ValueError when there
+        is none."""
+        if self._tokenizer is not None:
+            return self._tokenizer
+        if self.folder is None:
+            raise ValueError(
+                "tokenizer: the engine was made from a loaded model; pass Engine(..., "
+                "tokenizer=...)"
+            )
+        return load_tokenizer(self.folder)
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        return self._tokenizer is not None or (
+            self.folder is not None and (self.folder / "tokenizer.json").is_file()
+        )
+
+    def _own_format(self, model: Transformer | str | Path) -> str:
+        if isinstance(model, Transformer):
+            return model.weight_format or "int8"
+        assert self.folder is not None
+        return hf.low_bit_format(self.folder) or "int8"
+
+    def _give_up(self) -> None:
+        """After a step that failed: nothing in flight can go on, and no K/V may be trusted."""
+        self.scheduler.abort_all()
+        self.pool.clear_prefixes()
+        self.runner.cache.clear()
+
+    def _validate(self, request: Request, where: str) -> None:
+        try:
+            validate(
+                request,
+                vocab_size=self.spec.vocab_size,
+                context_length=self.spec.max_position,
+                cache_tokens=self.pool.num_pages * self.pool.page_size,
+                has_tokenizer=self._has_tokenizer,
+            )
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
+
+    def _eos_ids(self) -> set[int]:
+        ids = set(self.spec.eos_ids)
+        if self._has_tokenizer:
+            known = (
+                eos_id(self.folder)
+                if self._tokenizer is None and self.folder
+                else self.tokenizer.eos_token_id
+            )
+            ids |= set() if known is None else {known}
+        return ids
+
+    def _pick_dtype(
+        self, weights: str, dtype: torch.dtype | None, device: torch.device
+    ) -> torch.dtype:
+        fixed = _DENSE_DTYPES.get(weights)
+        if fixed is not None and dtype not in (None, fixed):
+            raise ValueError(f"dtype: weights={weights!r} computes in {fixed}, not in {dtype}")
+        if fixed is not None:
+            return fixed
+        return dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def _cache_tokens(
+        self,
+        cache_tokens: int | None,
+        workloads: Sequence[Workload],
+        page_size: int,
+        max_batch: int,
+    ) -> int:
+        each, free = (
+            KVCache.bytes_per_token(self.spec, self.model.dtype),
+            free_memory(self.model.device),
+        )
+        if cache_tokens is None:
+            return capacity(
+                workloads,
+                page_size=page_size,
+                max_batch=max_batch,
+                context=self.spec.max_position,
+                bytes_per_token=each,
+                free=UNKNOWN_FREE if free is None else free,
+            )
+        if free is not None and cache_tokens * each > free:
+            raise NoRoom(
+                f"cache_tokens: a KV cache of {cache_tokens:,} tokens takes "
+                f"{cache_tokens * each / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
+            )
+        return cache_tokens
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that the device (the machine, for a CPU) could give now; None where the system does not
+    say."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device
+        )  # by torch, for later
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    return machine.free_memory()

@@ -1,0 +1,445 @@
+"""Decode attention over the paged cache, and the writes of a prompt's keys and values.
+
+One query a row attends over its page table. The H / G query heads of a key-value head are the rows
+of one product (padded to 16, the least that a tensor core takes), so every key is read once. With
+few rows the cached tokens of a row are cut into `splits` equal shares of whole blocks, each with
+its own softmax, and joined by their log-sum-exps (flash-decoding; the online softmax is that of
+Milakov and Gimelshein 2018, arXiv:1805.02867):
+
+    o = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
+
+The new token never passes through the cache: the first split starts its softmax with it and writes
+it to its slot, while every split reads only what stood there before. The number of splits depends
+on the rows and the key-value heads alone: a captured graph is right for every length, and a batch
+size always gives the same bits. Sibling rows, whose prompts share pages, run next to each other,
+and the second finds those pages in the L2 cache. Many rows of 16-bit numbers on Hopper go to
+`kernels.attention.paged`, which reads the shared pages once for eight rows.
+
+On the CPU it is torch: index writes, gathered pages, scaled_dot_product_attention under a mask.
+
+Legend: B rows, T tokens, H query heads, G key-value heads, d head size, p pages of the cache, P
+tokens of a page, N pages of a table row, L = N * P.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.kernels.attention import paged
+from lowroll.kernels.launch import (
+    after_others,
+    block,
+    early_start,
+    fused,
+    jit,
+    let_others_start,
+    prefetch,
+    tl,
+)
+
+PROGRAMS = (
+    132 * 3
+)  # an H200's SMs, three programs each: 64 rows of 4 key-value heads are faster unsplit
+MAX_SPLITS = 64
+
+
+def paged_decode(
+    q_BHd: Tensor,
+    k_BGd: Tensor,
+    v_BGd: Tensor,
+    keys_pPGd: Tensor,
+    values_pPGd: Tensor,
+    table_BN: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+) -> Tensor:
+    """Write the new key and value of each row to its slot, and attend over the row. Returns o [B,
+    H, d] in q's dtype.
+
+    table_BN, lengths_B: int32; a length counts the new token. A row of length 0 is dead: nothing of
+    it is written and its output is 0. Heads of q, k and v lie contiguous within a row; rows may be
+    strided. The cache is contiguous.
+    """
+    if not fused(q_BHd):
+        return _plain(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
+    rows, heads, d = q_BHd.shape
+    page, kv_heads = keys_pPGd.shape[1:3]
+    q_BHd, k_BGd, v_BGd = (_packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
+    if paged.takes(q_BHd, k_BGd, v_BGd, keys_pPGd):
+        return paged.decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
+    padded = max(16, block(d))
+    splits, length, stages, warps = _launch(rows, kv_heads, padded * keys_pPGd.element_size())
+    out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=q_BHd.device)
+    part, lse = out_BHd, out_BHd
+    if splits > 1:
+        part = torch.empty((splits, rows, heads, d), dtype=torch.float32, device=q_BHd.device)
+        lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=q_BHd.device)
+    _decode_kernel[(kv_heads * rows * splits,)](
+        q_BHd,
+        k_BGd,
+        v_BGd,
+        keys_pPGd,
+        values_pPGd,
+        table_BN,
+        lengths_B,
+        part,
+        lse,
+        rows,
+        splits,
+        q_BHd.stride(0),
+        k_BGd.stride(0),
+        v_BGd.stride(0),
+        table_BN.stride(0),
+        scale * math.log2(math.e),
+        H=heads,
+        G=kv_heads,
+        d=d,
+        PAGE=page,
+        D=padded,
+        R=max(16, block(heads // kv_heads)),
+        BLOCK=length,
+        SPLIT=splits > 1,
+        STAGES=stages,
+        num_warps=warps,
+        **early_start(),
+    )
+    if splits > 1:
+        width = min(padded, 64)
+        _combine_kernel[(rows * heads, -(-d // width))](
+            part,
+            lse,
+            lengths_B,
+            out_BHd,
+            rows,
+            splits,
+            H=heads,
+            d=d,
+            D=width,
+            S=block(splits),
+            BLOCK=length,
+            num_warps=4,
+            **early_start(),
+        )
+    return out_BHd
+
+
+def write_pages(
+    keys_pPGd: Tensor, values_pPGd: Tensor, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor
+) -> None:
+    """Write keys and values of T tokens to their slots, page * P + offset (int32 or int64);
+    negative is none."""
+    if not fused(k_TGd):
+        live_T = slots_T >= 0
+        if not live_T.all():
+            slots_T, k_TGd, v_TGd = slots_T[live_T], k_TGd[live_T], v_TGd[live_T]
+        keys_pPGd.flatten(0, 1).index_copy_(0, slots_T.long(), k_TGd)
+        values_pPGd.flatten(0, 1).index_copy_(0, slots_T.long(), v_TGd)
+        return
+    k_TGd, v_TGd = _packed_heads(k_TGd), _packed_heads(v_TGd)
+    tokens, numbers = k_TGd.shape[0], k_TGd.shape[1] * k_TGd.shape[2]
+    width = min(512, block(numbers))
+    together = 2048 // width
+    if tokens:
+        _write_kernel[(-(-tokens // together), -(-numbers // width))](
+            keys_pPGd,
+            values_pPGd,
+            slots_T,
+            k_TGd,
+            v_TGd,
+            tokens,
+            k_TGd.stride(0),
+            v_TGd.stride(0),
+            N=numbers,
+            WIDTH=width,
+            BLOCK=together,
+            num_warps=4,
+        )
+
+
+def gather_pages(buffer_pPGd: Tensor, table_BN: Tensor) -> Tensor:
+    """What each row's pages hold: [B, G, L, d], a view of a copy [B, L, G, d]."""
+    flat = buffer_pPGd.view(buffer_pPGd.shape[0], -1).index_select(0, table_BN.flatten())
+    return flat.view(table_BN.shape[0], -1, *buffer_pPGd.shape[2:]).transpose(1, 2)
+
+
+def _plain(
+    q_BHd: Tensor,
+    k_BGd: Tensor,
+    v_BGd: Tensor,
+    keys_pPGd: Tensor,
+    values_pPGd: Tensor,
+    table_BN: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+) -> Tensor:
+    page = keys_pPGd.shape[1]
+    live_B = lengths_B > 0
+    table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))]
+    last_B = (lengths_B - 1).clamp(min=0)
+    slots_B = (
+        table_BN.gather(1, (last_B // page)[:, None].long())[:, 0].long() * page + last_B % page
+    )
+    write_pages(keys_pPGd, values_pPGd, torch.where(live_B, slots_B, -1), k_BGd, v_BGd)
+
+    # a dead row attends to whatever its first slot holds, and is zeroed: without any key it would
+    # be NaN
+    allowed_BL = (
+        torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
+        < lengths_B.clamp(min=1)[:, None]
+    )
+    q_BGRd = q_BHd.reshape(q_BHd.shape[0], k_BGd.shape[1], -1, q_BHd.shape[-1])
+    o_BGRd = F.scaled_dot_product_attention(
+        q_BGRd,
+        gather_pages(keys_pPGd, table_BN),
+        gather_pages(values_pPGd, table_BN),
+        attn_mask=allowed_BL[:, None, None],
+        scale=scale,
+    )
+    o_BHd = o_BGRd.reshape(q_BHd.shape)
+    return o_BHd if live_B.all() else o_BHd.masked_fill(~live_B[:, None, None], 0.0)
+
+
+def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, int]:
+    """(splits, tokens of a block, stages, warps). Page numbers take every other stage; what is left
+    holds keys and values, in at most 80 KiB together."""
+    splits = max(1, min(MAX_SPLITS, PROGRAMS // (rows * kv_heads)))
+    stages = 5
+    most = (80 * 1024) // ((stages - 1) // 2 * 2 * row_bytes)
+    return splits, max(16, min(64 if splits <= 4 else 32, 1 << (most.bit_length() - 1))), stages, 4
+
+
+def _packed_heads(x_THd: Tensor) -> Tensor:
+    return x_THd if x_THd.stride()[1:] == (x_THd.shape[2], 1) else x_THd.contiguous()
+
+
+# -- Triton: softmax in base 2, so `scale` arrives times log2(e), and a log-sum-exp is a log2 ------
+
+
+@jit
+def _share(cached, splits, BLOCK: tl.constexpr):
+    """Blocks of a split, and the splits that have any (the first always counts: it holds the new
+    token)."""
+    blocks = tl.cdiv(cached, BLOCK)
+    share = tl.maximum(tl.cdiv(blocks, splits), 1)
+    return share, tl.maximum(tl.cdiv(blocks, share), 1)
+
+
+@jit
+def _fetch_ahead(
+    keys_ptr,
+    values_ptr,
+    pages_ptr,
+    first,
+    cached,
+    head,
+    G: tl.constexpr,
+    d: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Bring the first block of a share into the L2 cache."""
+    LINES: tl.constexpr = D // 64 if D > 64 else 1  # of 128 bytes
+    offs_n = first + tl.arange(0, BLOCK)
+    page_n = tl.load(pages_ptr + offs_n // PAGE, mask=offs_n < cached, other=0).to(tl.int64)
+    base_n = (page_n * PAGE + offs_n % PAGE) * (G * d) + head * d
+    at_nl = base_n[:, None] + tl.minimum(tl.arange(0, LINES) * 64, d - 1)[None, :]
+    prefetch(keys_ptr + at_nl, True)
+    prefetch(values_ptr + at_nl, True)
+
+
+@jit
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    lengths_ptr,
+    out_ptr,
+    lse_ptr,
+    rows,
+    splits,
+    q_stride,
+    k_stride,
+    v_stride,
+    table_stride,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    d: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One key-value head of one row, over one share of its cached tokens; G fastest, then rows,
+    then splits."""
+    let_others_start(EARLY)
+    pid = tl.program_id(0)
+    head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
+    length = tl.load(lengths_ptr + row)  # it, the pages and what they hold are from steps before
+    cached = length - 1
+    share, active = _share(cached, splits, BLOCK)
+    if EARLY:
+        _fetch_ahead(
+            keys_ptr,
+            values_ptr,
+            table_ptr + row.to(tl.int64) * table_stride,
+            split * share * BLOCK,
+            cached,
+            head,
+            G,
+            d,
+            PAGE,
+            D,
+            BLOCK,
+        )
+    after_others(EARLY)
+    if split >= active:
+        return
+    PER: tl.constexpr = H // G
+    offs_r = tl.arange(0, R)
+    offs_d = tl.arange(0, D)
+    in_d = offs_d < d
+    in_rd = (offs_r < PER)[:, None] & in_d[None, :]
+    q_rd = tl.load(
+        q_ptr + row.to(tl.int64) * q_stride + (head * PER + offs_r[:, None]) * d + offs_d[None, :],
+        mask=in_rd,
+        other=0.0,
+    )
+    m_r = tl.full([R], float("-inf"), tl.float32)
+    l_r = tl.zeros([R], tl.float32)
+    acc_rd = tl.zeros([R, D], tl.float32)
+    if split == 0:
+        if length > 0:
+            k_d = tl.load(
+                k_ptr + row.to(tl.int64) * k_stride + head * d + offs_d, mask=in_d, other=0.0
+            )
+            v_d = tl.load(
+                v_ptr + row.to(tl.int64) * v_stride + head * d + offs_d, mask=in_d, other=0.0
+            )
+            page = tl.load(table_ptr + row.to(tl.int64) * table_stride + cached // PAGE).to(
+                tl.int64
+            )
+            slot = (page * PAGE + cached % PAGE) * (G * d) + head * d + offs_d
+            tl.store(keys_ptr + slot, k_d.to(keys_ptr.dtype.element_ty), mask=in_d)
+            tl.store(values_ptr + slot, v_d.to(values_ptr.dtype.element_ty), mask=in_d)
+            m_r = tl.sum(q_rd.to(tl.float32) * k_d.to(tl.float32)[None, :], 1) * scale
+            l_r += 1.0
+            acc_rd += v_d.to(tl.float32)[None, :]
+    for start in tl.range(
+        split * share * BLOCK,
+        tl.minimum((split + 1) * share * BLOCK, cached),
+        BLOCK,
+        num_stages=STAGES,
+    ):
+        offs_n = start + tl.arange(0, BLOCK)
+        in_n = offs_n < cached
+        page_n = tl.load(
+            table_ptr + row.to(tl.int64) * table_stride + offs_n // PAGE, mask=in_n, other=0
+        )
+        base_n = (page_n.to(tl.int64) * PAGE + offs_n % PAGE) * (G * d) + head * d
+        if D == d:
+            in_nd = in_n[:, None]
+        else:
+            in_nd = in_n[:, None] & in_d[None, :]
+        k_nd = tl.load(keys_ptr + base_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
+        v_nd = tl.load(values_ptr + base_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
+        s_rn = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee") * scale
+        s_rn = tl.where(in_n[None, :], s_rn, float("-inf"))
+        new_r = tl.maximum(m_r, tl.max(s_rn, 1))
+        p_rn = tl.exp2(s_rn - new_r[:, None])
+        old_r = tl.exp2(m_r - new_r)
+        l_r = l_r * old_r + tl.sum(p_rn, 1)
+        acc_rd *= old_r[:, None]
+        acc_rd = tl.dot(p_rn.to(v_nd.dtype), v_nd, acc_rd, input_precision="ieee")
+        m_r = new_r
+    dead = length <= 0
+    o_rd = tl.where(dead, 0.0, acc_rd / tl.where(dead, 1.0, l_r)[:, None])
+    out_r = (split * rows + row).to(tl.int64) * H + head * PER + offs_r
+    tl.store(
+        out_ptr + out_r[:, None] * d + offs_d[None, :],
+        o_rd.to(out_ptr.dtype.element_ty),
+        mask=in_rd,
+    )
+    if SPLIT:
+        tl.store(lse_ptr + out_r, m_r + tl.log2(l_r), mask=offs_r < PER)
+
+
+@jit
+def _combine_kernel(
+    part_ptr,
+    lse_ptr,
+    lengths_ptr,
+    out_ptr,
+    rows,
+    splits,
+    H: tl.constexpr,
+    d: tl.constexpr,
+    D: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Splits of one head of one row, D of its d numbers: o = sum_s 2^(lse_s - max) o_s / sum_s
+    2^(lse_s - max)."""
+    after_others(EARLY)
+    pid = tl.program_id(0)
+    row, head = pid // H, pid % H
+    length = tl.load(lengths_ptr + row)
+    _, active = _share(length - 1, splits, BLOCK)
+    offs_s = tl.arange(0, S)
+    offs_d = tl.program_id(1) * D + tl.arange(0, D)
+    in_s = offs_s < active
+    from_s = (offs_s * rows + row).to(tl.int64) * H + head
+    lse_s = tl.load(lse_ptr + from_s, mask=in_s, other=float("-inf"))
+    part_sd = tl.load(
+        part_ptr + from_s[:, None] * d + offs_d[None, :],
+        mask=in_s[:, None] & (offs_d < d)[None, :],
+        other=0.0,
+    )
+    largest = tl.max(lse_s, 0)
+    weight_s = tl.where(length > 0, tl.exp2(lse_s - largest), 0.0)
+    total = tl.where(length > 0, tl.sum(weight_s, 0), 1.0)
+    o_d = tl.where(length > 0, tl.sum(part_sd * weight_s[:, None], 0) / total, 0.0)
+    tl.store(
+        out_ptr + (row.to(tl.int64) * H + head) * d + offs_d,
+        o_d.to(out_ptr.dtype.element_ty),
+        mask=offs_d < d,
+    )
+
+
+@jit
+def _write_kernel(
+    keys_ptr,
+    values_ptr,
+    slots_ptr,
+    k_ptr,
+    v_ptr,
+    tokens,
+    k_stride,
+    v_stride,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK tokens of N = G * d numbers, keys and values, to their slots; a negative slot is
+    skipped."""
+    offs_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offs_n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    slot_t = tl.load(slots_ptr + offs_t, mask=offs_t < tokens, other=-1).to(tl.int64)
+    live_tn = (slot_t >= 0)[:, None] & (offs_n < N)[None, :]
+    at_tn = slot_t[:, None] * N + offs_n[None, :]
+    k_tn = tl.load(k_ptr + offs_t.to(tl.int64)[:, None] * k_stride + offs_n[None, :], mask=live_tn)
+    v_tn = tl.load(v_ptr + offs_t.to(tl.int64)[:, None] * v_stride + offs_n[None, :], mask=live_tn)
+    tl.store(keys_ptr + at_tn, k_tn.to(keys_ptr.dtype.element_ty), mask=live_tn)
+    tl.store(values_ptr + at_tn, v_tn.to(values_ptr.dtype.element_ty), mask=live_tn)

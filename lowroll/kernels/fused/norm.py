@@ -1,0 +1,273 @@
+"""RMSNorm with the residual added before it, and the codes of the next product made after it, in
+one pass.
+
+    sum = x + update                                     in the dtype of x
+    normed = sum / sqrt(mean(sum^2) + eps) * weight      statistics in float32, rounded once to the dtype of x
+
+(Zhang and Sennrich 2019.) Backward, with r = 1 / sqrt(mean(sum^2) + eps), h = sum * r and g the
+gradient of normed:
+
+    d sum = r (g w - h mean(g w h)) + gradient of sum,      d x = d update = d sum,      d w = sum over tokens of g h
+
+d w is summed in float32, by a fixed number of programs over their own tokens and then over the
+programs, so that it repeats bit for bit.
+
+Legend: T tokens, D features, P programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.kernels.launch import after_others, block, early_start, fused, jit, prefetch, tl, warps
+from lowroll.kernels.quantize.rows import (
+    Product,
+    Rows,
+    empty_rows,
+    load_dense,
+    parts,
+    quantize_rows,
+    store_rows,
+)
+
+# of the backward pass, at most, for WIDTH features: more than run at once on a large GPU
+PROGRAMS = 512
+WIDTH = 4096
+
+
+def add_rms_norm(
+    x_TD: Tensor,
+    update: Tensor | Product | None,
+    weight_D: Tensor,
+    eps: float,
+    rows: str | None = None,
+) -> tuple[Tensor, Tensor | Rows]:
+    """(x + update, its norm): the first in the dtype of x (x itself without update), the second
+    dense or as codes.
+
+    `rows` is "int8" or "fp8" for codes. Differentiable in x, update and weight when update is a
+    tensor and rows None.
+    """
+    if not fused(x_TD) or x_TD.numel() == 0:
+        if update is not None:
+            x_TD = x_TD + (update.dense(x_TD.dtype) if isinstance(update, Product) else update)
+        normed_TD = rms_norm(x_TD, weight_D, eps)
+        return x_TD, normed_TD if rows is None else quantize_rows(normed_TD, rows)
+    if torch.is_grad_enabled() and (
+        x_TD.requires_grad
+        or weight_D.requires_grad
+        or isinstance(update, Tensor)
+        and update.requires_grad
+    ):
+        if isinstance(update, Product) or rows is not None:
+            raise ValueError(
+                "add_rms_norm: products and codes have no gradient; pass and take tensors to learn"
+            )
+        if update is None:
+            return x_TD, _Norm.apply(x_TD, weight_D, eps)
+        return _AddNorm.apply(x_TD, update, weight_D, eps)
+    sum_TD, normed, _ = _forward(x_TD, update, weight_D, eps, rows, keep=False)
+    return sum_TD, normed
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """The norm over the last dimension in plain torch."""
+    if x.dtype == weight_D.dtype == torch.float32:
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
+    return (F.rms_norm(x.float(), weight_D.shape, None, eps) * weight_D.float()).to(x.dtype)
+
+
+def _forward(
+    x_TD: Tensor,
+    update: Tensor | Product | None,
+    weight_D: Tensor,
+    eps: float,
+    rows: str | None,
+    keep: bool,
+) -> tuple[Tensor, Any, Tensor | None]:
+    """(sum, normed, 1 / rms [T] float32 when it is to be kept)."""
+    num_tokens, size = x_TD.shape
+    x_TD = x_TD.contiguous()
+    sum_TD = x_TD if update is None else torch.empty_like(x_TD)
+    inverse_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TD.device) if keep else None
+    sums, row, column, bias = (None,) * 4 if update is None else parts(update)
+    normed: Tensor | Rows = (
+        torch.empty_like(x_TD) if rows is None else empty_rows(x_TD, (num_tokens, size), rows)
+    )
+    out, scale = (normed.codes_MK, normed.scale_M1) if isinstance(normed, Rows) else (normed, None)
+    _norm[(num_tokens,)](
+        x_TD,
+        sums,
+        row,
+        column,
+        bias,
+        weight_D,
+        sum_TD,
+        out,
+        scale,
+        inverse_T,
+        0 if sums is None else sums.stride(0),
+        size,
+        eps,
+        KIND=rows or "",
+        BLOCK=block(size),
+        num_warps=warps(block(size)),
+        enable_fp_fusion=False,
+        **early_start(),
+    )
+    return sum_TD, normed, inverse_T
+
+
+def _backward(
+    sum_TD: Tensor,
+    weight_D: Tensor,
+    inverse_T: Tensor,
+    normed_grad_TD: Tensor,
+    sum_grad_TD: Tensor | None,
+    weight_learns: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(d sum, d weight)."""
+    num_tokens, size = sum_TD.shape
+    grad_TD = torch.empty_like(sum_TD)
+    programs = min(num_tokens, PROGRAMS * max(1, WIDTH // block(size)))
+    sum_grad_TD = None if sum_grad_TD is None else sum_grad_TD.contiguous()
+    partial_PD = (
+        torch.empty(programs, size, dtype=torch.float32, device=sum_TD.device)
+        if weight_learns
+        else None
+    )
+    _norm_backward[(programs,)](
+        sum_TD,
+        weight_D,
+        inverse_T,
+        normed_grad_TD.contiguous(),
+        sum_grad_TD,
+        grad_TD,
+        partial_PD,
+        num_tokens,
+        size,
+        BLOCK=block(size),
+        num_warps=warps(block(size)),
+    )
+    return grad_TD, None if partial_PD is None else partial_PD.sum(0).to(weight_D.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        sum_TD, normed_TD, inverse_T = _forward(x_TD, None, weight_D, eps, None, keep=True)
+        ctx.save_for_backward(sum_TD, weight_D, inverse_T)
+        return normed_TD
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        sum_TD, weight_D, inverse_T = ctx.saved_tensors
+        return *_backward(sum_TD, weight_D, inverse_T, grad_TD, None, ctx.needs_input_grad[1]), None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        sum_TD, normed_TD, inverse_T = _forward(x_TD, update_TD, weight_D, eps, None, keep=True)
+        ctx.save_for_backward(sum_TD, weight_D, inverse_T)
+        ctx.update_dtype = update_TD.dtype
+        ctx.set_materialize_grads(False)
+        return sum_TD, normed_TD
+
+    @staticmethod
+    def backward(
+        ctx: Any, sum_grad_TD: Tensor | None, normed_grad_TD: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        sum_TD, weight_D, inverse_T = ctx.saved_tensors
+        if normed_grad_TD is None:
+            grad_TD, weight_grad_D = sum_grad_TD, None
+        else:
+            grad_TD, weight_grad_D = _backward(
+                sum_TD, weight_D, inverse_T, normed_grad_TD, sum_grad_TD, ctx.needs_input_grad[2]
+            )
+        return (
+            grad_TD,
+            None if grad_TD is None else grad_TD.to(ctx.update_dtype),
+            weight_grad_D,
+            None,
+        )
+
+
+@jit
+def _norm(
+    x,
+    update,
+    row,
+    column,
+    bias,
+    weight,
+    sum_out,
+    normed,
+    scale,
+    inverse_out,
+    stride,
+    size,
+    eps,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    t, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    live = n < size
+    LINES: tl.constexpr = BLOCK // 32 if BLOCK > 32 else 1
+    prefetch(weight + tl.minimum(tl.arange(0, LINES) * 32, size - 1), EARLY)
+    after_others(EARLY)
+    dtype = x.dtype.element_ty
+    y = tl.load(x + t * size + n, mask=live, other=0.0).to(tl.float32)
+    w = tl.load(weight + n, mask=live, other=0.0).to(tl.float32)
+    if update is not None:
+        added = load_dense(update, row, column, bias, t, stride, n, live).to(dtype).to(tl.float32)
+        rounded = (y + added).to(dtype)
+        tl.store(sum_out + t * size + n, rounded, mask=live)
+        y = rounded.to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(y * y, axis=0) / size + eps)
+    if inverse_out is not None:
+        tl.store(inverse_out + t, inverse)
+    out = (y * inverse * w).to(dtype)
+    if KIND == "":
+        tl.store(normed + t * size + n, out, mask=live)
+    else:
+        store_rows(out.to(tl.float32), normed, scale, t, size, n, live, KIND)
+
+
+@jit
+def _norm_backward(
+    sums,
+    weight,
+    inverse,
+    normed_grad,
+    sum_grad,
+    grad,
+    partial,
+    num_tokens,
+    size,
+    BLOCK: tl.constexpr,
+):
+    p, n = tl.program_id(0), tl.arange(0, BLOCK)
+    live = n < size
+    w = tl.load(weight + n, mask=live, other=0.0).to(tl.float32)
+    weight_grad = tl.zeros((BLOCK,), tl.float32)
+    for token in range(p, num_tokens, tl.num_programs(0)):
+        at = tl.cast(token, tl.int64) * size + n
+        r = tl.load(inverse + token)
+        h = tl.load(sums + at, mask=live, other=0.0).to(tl.float32) * r
+        g = tl.load(normed_grad + at, mask=live, other=0.0).to(tl.float32)
+        weight_grad += g * h
+        g = g * w
+        g = r * (g - h * (tl.sum(g * h, axis=0) / size))
+        if sum_grad is not None:
+            g += tl.load(sum_grad + at, mask=live, other=0.0).to(tl.float32)
+        tl.store(grad + at, g.to(grad.dtype.element_ty), mask=live)
+    if partial is not None:
+        tl.store(partial + p.to(tl.int64) * size + n, weight_grad, mask=live)

@@ -1,0 +1,233 @@
+"""SwiGLU's gate, silu(gate) * up, from the fused gate-up product (Shazeer 2020), and the next
+product's codes.
+
+    y = silu(g) * u,      silu(g) = g s,  s = 1 / (1 + exp(-g))      silu and y each rounded to the dtype of gate_up
+    d u = d y silu(g),    d g = d y u s (1 + g (1 - s))
+
+Legend: T tokens, F intermediate size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl, warps
+from lowroll.kernels.quantize.rows import (
+    Product,
+    Rows,
+    empty_rows,
+    encode_rows,
+    load_dense,
+    magnitude,
+    parts,
+    quantize_rows,
+    step_of,
+    store_codes,
+)
+
+BLOCK = 1024  # features of a program
+# rows from which on enough of them run at once for a program to make a whole row of codes
+WHOLE = 96
+LONGEST = 32768  # features of such a row, which stays in registers
+PROCESSORS = 132  # of an H100 or H200
+STAYS = 16 << 20  # bytes of a result that the L2 cache can keep for the next product
+
+
+def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Rows:
+    """silu(gate) * up [T, F] of gate_up [T, 2F], dense or as codes ("int8" or "fp8").
+
+    Differentiable when gate_up is a tensor and rows None.
+    """
+    sums = gate_up.sums_MN if isinstance(gate_up, Product) else gate_up
+    if not fused(sums) or sums.numel() == 0:
+        gate_TF, up_TF = (gate_up.dense() if isinstance(gate_up, Product) else gate_up).chunk(
+            2, dim=-1
+        )
+        y_TF = F.silu(gate_TF) * up_TF
+        return y_TF if rows is None else quantize_rows(y_TF, rows)
+    if isinstance(gate_up, Tensor) and gate_up.requires_grad and torch.is_grad_enabled():
+        if rows is not None:
+            raise ValueError("silu_mul: codes have no gradient; take a tensor to learn")
+        return _SiluMul.apply(gate_up)
+    return _forward(gate_up, rows)
+
+
+def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
+    sums, row, column, bias = parts(gate_up)
+    num_tokens, size = sums.shape[0], sums.shape[1] // 2
+    dense = row is None and column is None and bias is None and sums.dtype == gate_up.dtype
+    if rows is not None and dense and num_tokens >= WHOLE and size <= LONGEST:
+        return _whole_rows(sums, rows)
+    y_TF = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=sums.device)
+    width = min(BLOCK, block(size))
+    grid = (num_tokens, -(-size // width))
+    amaxes = torch.empty(grid, dtype=torch.int32, device=sums.device) if rows else None
+    _silu_mul[grid](
+        sums,
+        row,
+        column,
+        bias,
+        y_TF,
+        amaxes,
+        sums.stride(0),
+        size,
+        BLOCK=width,
+        STAYS=y_TF.nbytes <= STAYS,
+        num_warps=warps(width, 256),
+        enable_fp_fusion=False,
+        **early_start(),
+    )
+    if rows is None:
+        return y_TF
+    codes = empty_rows(
+        y_TF, (num_tokens, size), rows
+    )  # a row's scale waits for all of it, so in a second launch
+    encode_rows[grid](
+        y_TF,
+        amaxes,
+        codes.codes_MK,
+        codes.scale_M1,
+        size,
+        NUM=block(grid[1]),
+        KIND=rows,
+        BLOCK=width,
+        num_warps=warps(width, 256),
+        enable_fp_fusion=False,
+        **early_start(),
+    )
+    return codes
+
+
+def _whole_rows(gate_up: Tensor, rows: str) -> Rows:
+    """Codes in one launch, a program a row. Scales of a Product would not leave the registers that
+    this takes."""
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    codes = empty_rows(gate_up, (num_tokens, size), rows)
+    width = min(
+        8192 if num_tokens <= PROCESSORS else 4096, block(size)
+    )  # one or two rows at once a processor
+    _silu_mul_codes[(num_tokens,)](
+        gate_up,
+        codes.codes_MK,
+        codes.scale_M1,
+        gate_up.stride(0),
+        size,
+        PIECES=-(-size // width),
+        KIND=rows,
+        BLOCK=width,
+        num_warps=warps(width, 256),
+        enable_fp_fusion=False,
+        **early_start(),
+    )
+    return codes
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _forward(gate_up, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> Tensor:
+        return silu_mul_backward(ctx.saved_tensors[0], grad_TF)
+
+
+def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = None) -> Tensor:
+    """The gradient of gate_up, on a device. `y_TF`, where it is given, is filled with silu(gate) *
+    up again."""
+    gate_up = parts(gate_up)[0]
+    (num_tokens, size), grad = (
+        y_grad_TF.shape,
+        torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device),
+    )
+    width = min(BLOCK, block(size))
+    _silu_mul_backward[(num_tokens, -(-size // width))](
+        gate_up,
+        y_grad_TF.contiguous(),
+        grad,
+        y_TF,
+        gate_up.stride(0),
+        size,
+        BLOCK=width,
+        num_warps=warps(width, 256),
+    )
+    return grad
+
+
+@jit
+def _gated(gate_up, row, column, bias, t, n, stride, size, DTYPE: tl.constexpr):
+    live = n < size
+    gate = load_dense(gate_up, row, column, bias, t, stride, n, live).to(DTYPE).to(tl.float32)
+    up = load_dense(gate_up, row, column, bias, t, stride, n + size, live).to(DTYPE).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    return (gate * up).to(DTYPE)
+
+
+@jit
+def _silu_mul(
+    gate_up,
+    row,
+    column,
+    bias,
+    out,
+    amaxes,
+    stride,
+    size,
+    BLOCK: tl.constexpr,
+    STAYS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    after_others(EARLY)
+    t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = _gated(gate_up, row, column, bias, t, n, stride, size, out.dtype.element_ty)
+    tl.store(out + t * size + n, y, mask=n < size, eviction_policy="evict_last" if STAYS else "")
+    if amaxes is not None:
+        tl.store(amaxes + t * tl.num_programs(1) + tl.program_id(1), tl.max(magnitude(y), axis=0))
+
+
+@jit
+def _silu_mul_codes(
+    gate_up,
+    codes,
+    scale,
+    stride,
+    size,
+    PIECES: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """A row, whose pieces stay in registers until its largest magnitude is known."""
+    after_others(EARLY)
+    t = tl.program_id(0).to(tl.int64)
+    whole, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)
+    for piece in tl.static_range(PIECES):
+        n = piece * BLOCK + tl.arange(0, BLOCK)
+        y = _gated(gate_up, None, None, None, t, n, stride, size, gate_up.dtype.element_ty)
+        whole, bits = whole + tl.tuple([y]), tl.maximum(bits, magnitude(y))
+    amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    tl.store(scale + t, step_of(amax, KIND))
+    for piece in tl.static_range(PIECES):
+        n = piece * BLOCK + tl.arange(0, BLOCK)
+        store_codes(whole[piece].to(tl.float32), amax, codes + t * size + n, n < size, KIND)
+
+
+@jit
+def _silu_mul_backward(gate_up, y_grad, grad, y, stride, size, BLOCK: tl.constexpr):
+    t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = n < size
+    gate = tl.load(gate_up + t * stride + n, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + t * stride + n + size, mask=live, other=0.0).to(tl.float32)
+    g = tl.load(y_grad + t * size + n, mask=live, other=0.0).to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp(-gate))
+    dtype = grad.dtype.element_ty
+    tl.store(grad + t * 2 * size + n, (g * up * s * (1.0 + gate * (1.0 - s))).to(dtype), mask=live)
+    tl.store(grad + t * 2 * size + n + size, (g * gate * s).to(dtype), mask=live)
+    if y is not None:
+        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        tl.store(y + t * size + n, (gate * up).to(dtype), mask=live)

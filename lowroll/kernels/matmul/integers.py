@@ -1,0 +1,279 @@
+"""int8 rows times int8 weights with int32 sums, in Triton.
+
+    y[m, n] = (sum_k x[m, k] w[n, k]) * column[n] * row[m] + bias[n]
+
+Sums of integers are exact in every order, so neither tiles nor splits along K nor a row's
+batch-mates show in the result. Weights are the left operand of the product, because Hopper's matrix
+instruction takes 64 of the left operand's rows at least and as few as 8 of the right one's. Tiles
+of the result come in rounds of as many as the device holds at once; those of the last round that
+would leave it idle are split along K, and the last program of such a tile to come adds the parts.
+The scales and the bias are applied before y is written.
+
+Hopper's copy engine fetches the tiles where addresses and rows are multiples of 16 bytes, else the
+threads do.
+
+Legend: M rows (tokens), N out features, K in features.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.launch import INTERPRETED, after_others, block, early_start, jit, tl
+from lowroll.kernels.quantize.rows import Rows
+
+MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for them, whatever the device
+MOST_TURNS = 1 << 12  # counters: tiles that are split along K
+CAPTURED = -1
+
+
+def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Tensor:
+    """y [M, N] in the dtype of `rows`, on CUDA or in Triton's interpreter.
+
+    RuntimeError when the first product of a device is within the capture of a CUDA graph.
+    """
+    x_MK, w_NK = rows.codes_MK.contiguous(), codes_NK.contiguous()
+    (num_rows, num_in), num_out = x_MK.shape, w_NK.shape[0]
+    y_MN = torch.empty(num_rows, num_out, dtype=rows.dtype, device=w_NK.device)
+    if y_MN.numel() == 0:
+        return y_MN
+    tile = choose(num_rows, num_out, num_in)
+    tiles = -(-num_rows // tile.rows) * -(-num_out // tile.columns)
+    whole, splits = deal(
+        tiles, -(-num_in // tile.depth), tile.blocks * MULTIPROCESSORS, tile.depth // 32
+    )
+    parts = turns = None
+    if splits > 1:
+        parts = y_MN.new_empty(
+            (tiles - whole) * splits * tile.rows * tile.columns, dtype=torch.int32
+        )
+        turns = _turns(y_MN.device)
+    boxes = _boxes(x_MK, w_NK, tile)
+    _kernel[(whole + (tiles - whole) * splits,)](
+        x_MK,
+        w_NK,
+        *boxes,
+        rows.scale_M1,
+        scale_N,
+        bias_N,
+        y_MN,
+        parts,
+        turns,
+        num_rows,
+        num_out,
+        num_in,
+        whole,
+        splits,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        EVEN=num_in % tile.depth == 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        maxnreg=registers(tile),
+        enable_fp_fusion=False,
+        **early_start(),
+    )
+    return y_MN
+
+
+def _boxes(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
+    """What tells the copy engine of both matrices, where it can fetch them."""
+    aligned = x_MK.shape[1] % 16 == x_MK.data_ptr() % 16 == w_NK.data_ptr() % 16 == 0
+    if not tile.engine or not aligned or not _has_copy_engine(x_MK.device):
+        return None, None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return (
+        TensorDescriptor.from_tensor(x_MK, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(w_NK, [tile.columns, tile.depth]),
+    )
+
+
+@cache
+def _has_copy_engine(device: torch.device) -> bool:
+    return INTERPRETED or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+_TURNS: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _turns(device: torch.device) -> Tensor:
+    """Zeros that count the blocks which have finished a tile; the last one puts its zero back.
+
+    Streams have their own, and captured graphs share one set, which cannot be made while capturing.
+    """
+    stream = 0
+    if device.type == "cuda":
+        stream = (
+            CAPTURED
+            if torch.cuda.is_current_stream_capturing()
+            else torch.cuda.current_stream(device).cuda_stream
+        )
+    if (device, stream) not in _TURNS:
+        if stream == CAPTURED:
+            raise RuntimeError("int8: multiply once outside a CUDA graph before capturing it")
+        for key in (CAPTURED, stream):
+            _TURNS.setdefault(
+                (device, key), torch.zeros(MOST_TURNS, dtype=torch.int32, device=device)
+            )
+    return _TURNS[device, stream]
+
+
+class Tile(NamedTuple):
+    """How the kernel is launched: a tile of the result and a step along K, loads in flight, warps,
+    how many such programs a multiprocessor runs at once, and whether its copy engine fetches for
+    them."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+    blocks: int
+    engine: bool
+
+
+def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
+    """The tile for a product of these sizes, and of nothing else: what an H200 liked best
+    (docs/LOG.md).
+
+    Small tiles as long as all of them run at once; along a long K larger ones, which are split. The
+    engine is slow at filling in rows that are not there, so a large matrix whose last tile of rows
+    is not full goes without.
+    """
+
+    def tiles(rows: int, columns: int) -> int:
+        return -(-num_rows // rows) * -(-num_out // columns)
+
+    two, three = 2 * MULTIPROCESSORS, 3 * MULTIPROCESSORS
+    if num_rows <= 64:
+        rows, engine = max(16, block(num_rows)), num_rows > 16
+        if -(-num_out // 64) > three:
+            return Tile(rows, 128, 128, 3, 4, 3, engine)
+        return Tile(min(rows, 32), 64, 256, 4, 4, 2, engine)
+    if num_rows >= 1024:
+        return Tile(256, 128, 128, 3, 8, 1, False)
+    if num_in <= 8192 and tiles(64, 64) <= three:
+        return (
+            Tile(64, 64, 256, 3, 4, 2, True)
+            if tiles(64, 64) <= two
+            else Tile(64, 64, 128, 4, 4, 3, True)
+        )
+    wide = tiles(64, 128)
+    if wide <= two and not (num_in > 8192 and MULTIPROCESSORS < wide <= three // 2):
+        return Tile(64, 128, 128, 4, 4, 2, True)
+    if wide <= three or num_rows % 128 == 64 and num_rows < 512:
+        return Tile(64, 128, 128, 3, 4, 3, True)
+    if num_rows <= 256:
+        return Tile(128, 64, 128, 3, 4, 3, num_rows % 128 == 0)
+    return Tile(128, 128, 128, 3, 8, 2, num_rows % 128 == 0)
+
+
+def registers(tile: Tile) -> int:
+    """What a thread may use for the blocks to run at once."""
+    return min(255, 65536 // (32 * tile.warps * tile.blocks) // 8 * 8)
+
+
+def deal(tiles: int, steps: int, at_once: int, least: int) -> tuple[int, int]:
+    """(tiles that a program makes whole, parts of each of the others) for tiles of so many steps
+    along K.
+
+    A part has about `least` steps or more, where there are any parts; none is empty.
+    """
+    rest = tiles % at_once
+    splits = min(16, at_once // rest, steps // least) if rest else 1
+    if splits <= 1:
+        return tiles, 1
+    return tiles - rest, -(-steps // -(-steps // splits))
+
+
+@jit
+def _kernel(
+    x,
+    w,
+    x_box,
+    w_box,
+    row,
+    column,
+    bias,
+    y,
+    parts,
+    turns,
+    M,
+    N,
+    K,
+    whole,
+    splits,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One tile of y, or one part of K of it, a program. Tiles of the same weights are
+    neighbours."""
+    tile, part, count = tl.program_id(0), 0, 1
+    if parts is not None:
+        if tile >= whole:
+            tile, part, count = whole + (tile - whole) // splits, (tile - whole) % splits, splits
+    tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
+    first = tile // (8 * tiles_n) * 8  # bands of 8 tiles of rows
+    high = tl.minimum(tiles_m - first, 8)
+    m_first = (first + tile % (8 * tiles_n) % high) * ROWS
+    n_first = tile % (8 * tiles_n) // high * COLUMNS
+    m, n, depth = m_first + tl.arange(0, ROWS), n_first + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    x_at = (
+        x + (m % M).to(tl.int64)[:, None] * K + depth[None, :]
+    )  # what lies outside is never written, and read
+    w_at = (
+        w + (n % N).to(tl.int64)[:, None] * K + depth[None, :]
+    )  # elsewhere: one row for all would be a queue
+    steps = tl.cdiv(K, DEPTH)
+    each = tl.cdiv(steps, count)
+    after_others(EARLY)
+    sums = tl.zeros((COLUMNS, ROWS), dtype=tl.int32)
+    for step in range(part * each, tl.minimum(part * each + each, steps)):
+        k = step * DEPTH
+        if x_box is not None:
+            x_tile, w_tile = x_box.load([m_first, k]), w_box.load([n_first, k])
+        elif EVEN:
+            x_tile, w_tile = tl.load(x_at + k), tl.load(w_at + k)
+        else:
+            x_tile = tl.load(x_at + k, mask=depth[None, :] < K - k, other=0)
+            w_tile = tl.load(w_at + k, mask=depth[None, :] < K - k, other=0)
+        sums = tl.dot(w_tile, x_tile.T, sums, out_dtype=tl.int32)
+    if parts is not None:
+        if count > 1:
+            inside = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+            part_at = parts + (tile - whole).to(tl.int64) * splits * ROWS * COLUMNS + inside
+            tl.store(part_at + part * ROWS * COLUMNS, sums)
+            tl.debug_barrier()  # every thread's part is written before it is counted
+            if tl.atomic_add(turns + tile - whole, 1, sem="acq_rel") == splits - 1:
+                tl.store(turns + tile - whole, 0)
+                sums = tl.zeros_like(sums)
+                for other in range(splits):
+                    sums += tl.load(part_at + other * ROWS * COLUMNS, cache_modifier=".cg")
+                _finish(sums, row, column, bias, y, m, n, M, N)
+        else:
+            _finish(sums, row, column, bias, y, m, n, M, N)
+    else:
+        _finish(sums, row, column, bias, y, m, n, M, N)
+
+
+@jit
+def _finish(sums, row, column, bias, y, m, n, M, N):
+    """Scale the sums of channels n and rows m, and write them."""
+    out = tl.trans(sums).to(tl.float32) * tl.load(column + n, mask=n < N, other=0.0)[None, :]
+    out = out * tl.load(row + m, mask=m < M, other=0.0)[:, None]
+    if bias is not None:
+        out = out + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        y + m.to(tl.int64)[:, None] * N + n[None, :],
+        out.to(y.dtype.element_ty),
+        mask=(m[:, None] < M) & (n[None, :] < N),
+    )

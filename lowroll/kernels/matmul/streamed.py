@@ -1,0 +1,185 @@
+"""y = x W^T for few rows of x: `streamed.cu` for torch, over the storages of a QTensor as they are.
+
+One library a weight format, with kernels for up to 8, 16, 32 and 64 rows; more rows take several
+passes. The choice depends on shapes alone, so a product is the same in every run and for every
+neighbour in the bucket.
+
+Within `launch.overlapping` the weights arrive while the kernel before ends; x is read after its
+end.
+
+A workspace a device (17 MiB on an H200), made by the first product, holds what two blocks share.
+Products of one device therefore belong on one stream at a time, and the first one does not belong
+in a CUDA graph's capture.
+
+Legend: M rows of activations, N out features, K in features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels import nvcc
+from lowroll.kernels.launch import early
+
+SOURCE = Path(__file__).with_name("streamed.cu")
+FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3, "bf16": 4}
+MULTIPLE = {"bf16": 32}  # of K; 128 for the others
+TUNING = 0  # the kernel's own choice; others to measure
+PARTIAL, TILES = (
+    2 * 256 * 64,
+    1 << 16,
+)  # floats of a workspace, a multiprocessor: two tiles; and counters
+
+
+class Problem(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in ("weight", "scale", "zero", "global_", "bias", "x", "y", "partial", "arrived")
+    ] + [
+        (name, ctypes.c_int)
+        for name in ("M", "N", "K", "global_per_row", "bias_fp32", "y_fp32", "early", "tuning")
+    ]
+
+
+@cache
+def available(kind: str, device: torch.device) -> bool:
+    """Is it a CUDA device of capability 9.0 or later, on a machine with an nvcc that builds the
+    kernel?"""
+    if device.type != "cuda":
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (9, 0) and nvcc.builds(
+        lambda: _library(kind, capability), f"{kind} weights are dequantized for every product"
+    )
+
+
+def takes(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> bool:
+    """Is there a kernel for these activations and a matrix of that shape, and room for it? It has
+    no gradient."""
+    return (
+        x_MK.is_cuda
+        and x_MK.dtype == torch.bfloat16
+        and x_MK.ndim == 2
+        and x_MK.shape[0] > 0
+        and shape[1] % MULTIPLE.get(kind, 128) == 0
+        and fits(x_MK.shape[0], shape[0])
+        and available(kind, x_MK.device)
+        and not (torch.is_grad_enabled() and x_MK.requires_grad)
+    )
+
+
+def fits(num_rows: int, num_out: int) -> bool:
+    """Is the workspace large enough for a product of these sizes?
+
+    Its tiles have 128 or more rows of weights and up to 64 of x (no more than 64 of x are one
+    tile), with a counter each, or two where they have 256 rows. Its sums depend on the device
+    alone, for which they are allocated.
+    """
+    return -(-num_rows // 64) * 2 * -(-num_out // 256) <= TILES
+
+
+def linear(
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    x_MK: Tensor,
+    num_out: int,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """bf16 activations times a weight in the format `kind`, with fp32 sums: y_MN in bf16 or
+    float32.
+
+    tensors: the format's own names and layouts (bf16: `weight`). RuntimeError when the kernel
+    cannot be built or launched, or when the first product on a device is within the capture of a
+    CUDA graph.
+    """
+    device = x_MK.device
+    library = _library(kind, torch.cuda.get_device_capability(device))
+    partial, arrived, processors = _workspace(device)
+    x_MK = x_MK.contiguous()
+    if x_MK.data_ptr() % 16:
+        x_MK = x_MK.clone()
+    y_MN = torch.empty(x_MK.shape[0], num_out, dtype=out_dtype, device=device)
+    weight = tensors["weight" if kind == "bf16" else "weight_packed"]
+    scale, zero, global_ = (
+        tensors.get(name) for name in ("weight_scale", "weight_zero_point", "weight_global_scale")
+    )
+    if weight.data_ptr() % 16 or not all(
+        t is None or t.is_contiguous() for t in (weight, scale, zero, global_)
+    ):
+        raise ValueError(f"{kind}: expected contiguous tensors that begin at multiples of 16 bytes")
+    if bias_N is not None and bias_N.dtype not in (torch.bfloat16, torch.float32):
+        bias_N = bias_N.float()
+    problem = Problem(
+        weight.data_ptr(),
+        _pointer(scale),
+        _pointer(zero),
+        _pointer(global_),
+        _pointer(bias_N),
+        x_MK.data_ptr(),
+        y_MN.data_ptr(),
+        partial.data_ptr(),
+        arrived.data_ptr(),
+        x_MK.shape[0],
+        num_out,
+        x_MK.shape[1],
+        global_ is not None and global_.numel() > 1,
+        bias_N is not None and bias_N.dtype == torch.float32,
+        out_dtype == torch.float32,
+        early(),
+        TUNING,
+    )
+    needed = (ctypes.c_longlong * 2)()
+    library.streamed_linear(ctypes.byref(problem), processors, needed, None)
+    if needed[0] > len(partial) or needed[1] > TILES:
+        raise RuntimeError(
+            f"{kind}: a product of {x_MK.shape[0]} x {num_out} needs a larger workspace"
+        )
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        if error := library.streamed_linear(
+            ctypes.byref(problem), processors, None, ctypes.c_void_p(stream)
+        ):
+            raise RuntimeError(
+                f"{kind}: streamed_linear failed: {library.streamed_error(error).decode()}"
+            )
+    return y_MN
+
+
+def _pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+@cache
+def _library(kind: str, capability: tuple[int, int]) -> ctypes.CDLL:
+    library = nvcc.library(SOURCE, capability, {"FORMAT": str(FORMATS[kind])})
+    library.streamed_linear.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ]
+    library.streamed_linear.restype = ctypes.c_int
+    library.streamed_error.argtypes, library.streamed_error.restype = (
+        [ctypes.c_int],
+        ctypes.c_char_p,
+    )
+    return library
+
+
+@cache
+def _workspace(device: torch.device) -> tuple[Tensor, Tensor, int]:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the first low-bit product on a device would allocate its workspace: run a step once "
+            "before a CUDA graph captures it"
+        )
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    partial = torch.empty(processors * PARTIAL, dtype=torch.float32, device=device)
+    return partial, torch.zeros(TILES, dtype=torch.int32, device=device), processors

@@ -1,0 +1,137 @@
+"""4-bit weights times bf16 activations: streamed past few rows, dequantized for many.
+
+Up to `STREAM_ROWS` rows the weights are decoded in registers as they arrive (`streamed.cu`). From
+there on the product is bound by arithmetic: the matrix is dequantized to bf16 in one pass, and
+cuBLAS multiplies. `dequantize` is that pass, and what a learner with a frozen 4-bit base needs
+twice a layer. Its numbers are those of the formats' own torch code, bit for bit: value times
+multiplier in float32, rounded once.
+
+    nvfp4      e2m1 (scale / global scale)      blocks of 16
+    mxfp4      e2m1 2^(E - 127)                 blocks of 32
+    int4       q scale                          groups of 128; int4_asym (q - z) scale
+
+Legend: M rows of activations, N out features, K in features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.kernels.launch import fused, jit, tl, triton
+from lowroll.kernels.matmul import streamed
+
+BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128, "int4_asym": 128}
+WORDS = 1024  # of 8 codes, a program of the dequantizer
+STREAM_ROWS = 128  # beyond these rows, dequantizing and cuBLAS take less time
+
+
+def takes(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> bool:
+    """Does `linear` multiply these activations with a matrix of that shape? bf16 on CUDA, without
+    gradients."""
+    return kind in BLOCK and streamed.takes(kind, x_MK[:STREAM_ROWS], shape)
+
+
+def linear(
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    x_MK: Tensor,
+    shape: tuple[int, int],
+    bias_N: Tensor | None = None,
+) -> Tensor:
+    """bf16 activations times a 4-bit matrix [N, K]: y_MN in bf16, fp32 sums. Errors are those of
+    `streamed.linear`."""
+    if x_MK.shape[0] <= STREAM_ROWS:
+        return streamed.linear(kind, tensors, x_MK, shape[0], bias_N)
+    bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
+    return F.linear(x_MK, dequantize(kind, tensors, shape, x_MK.dtype), bias_N)
+
+
+def expands(
+    kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> bool:
+    """Does `dequantize` make this matrix? It needs Triton and whole blocks; its interpreter rounds
+    bf16 another way."""
+    packed = tensors["weight_packed"]
+    return (
+        fused(packed)
+        and shape[1] % BLOCK[kind] == 0
+        and (packed.is_cuda or dtype != torch.bfloat16)
+    )
+
+
+def dequantize(
+    kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    """The matrix [N, K] that the codes stand for, in one pass over them."""
+    words = tensors["weight_packed"].view(torch.int32)
+    w_NK = torch.empty(shape, dtype=dtype, device=words.device)
+    global_, zero = tensors.get("weight_global_scale"), tensors.get("weight_zero_point")
+    scale = tensors["weight_scale"]
+    scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+    _expand[(triton.cdiv(words.numel(), WORDS),)](
+        words,
+        scale,
+        scale if global_ is None else global_,
+        scale if zero is None else zero,
+        w_NK,
+        words.numel(),
+        shape[1] // BLOCK[kind],
+        KIND=streamed.FORMATS[kind],
+        BLOCK=BLOCK[kind] // 8,
+        WORDS=WORDS,
+        GLOBALS=0 if global_ is None else 1 if global_.numel() == 1 else 2,
+    )
+    return w_NK
+
+
+@jit
+def _expand(
+    words,
+    scale,
+    global_,
+    zero,
+    w,
+    count,
+    row_blocks,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+    GLOBALS: tl.constexpr,
+):
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    inside = word < count
+    block = word // BLOCK
+    row = block // row_blocks
+    step = tl.load(scale + block, mask=inside, other=0)
+    if KIND == 0:  # e4m3; its subnormals are multiples of 2^-9
+        bits = step.to(tl.int32)
+        exponent, mantissa = bits >> 3 & 15, bits & 7
+        normal = ((exponent + 120) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
+        step = tl.where(exponent > 0, normal, mantissa.to(tl.float32) * 0.001953125)
+        step = tl.where(bits >= 128, -step, step)
+        step = tl.div_rn(
+            step, tl.load(global_ + (row if GLOBALS == 2 else row * 0), mask=inside, other=1.0)
+        )
+    elif KIND == 1:
+        bits = step.to(tl.int32) << 23
+        step = tl.where(bits > 0, bits, 1 << 22).to(tl.float32, bitcast=True)
+    code = (
+        tl.load(words + word, mask=inside, other=0)[:, None] >> (4 * tl.arange(0, 8))[None, :] & 15
+    )
+    if KIND <= 1:  # e2m1: 0 and 0.5 below its normal numbers
+        low = code & 7
+        normal = ((low << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(low < 2, low.to(tl.float32) * 0.5, normal)
+        value = tl.where(code >= 8, -value, value)
+    else:
+        middle = tl.full((WORDS,), 8, tl.int32)
+        if KIND == 3:
+            zeros = tl.load(zero + row // 8 * row_blocks + block % row_blocks, mask=inside, other=0)
+            middle = zeros >> (row % 8 * 4).to(tl.int32) & 15
+        value = (code - middle[:, None]).to(tl.float32)
+    at = word[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(w + at, (value * step[:, None]).to(w.dtype.element_ty), mask=inside[:, None])

@@ -1,0 +1,104 @@
+"""Quantized rows times 8-bit weights: int8 with int32 sums, e4m3 with float32 sums.
+
+    y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
+
+On CUDA a product of few rows streams the weights past CUDA cores (`kernels.matmul.gemv`), and int8
+has its own matrix product for more (`kernels.matmul.integers`); both apply scales and bias before
+they write.
+
+e4m3 is `torch._scaled_mm`. Up to `WIDE` rows its scales are 1, because with scales of its own it is
+up to twice slower for few rows (docs/LOG.md): the kernel that comes next applies them, and the sums
+are rounded to the activations' dtype once more. Accumulation is the slow, exact kind
+(`use_fast_accum=False`) in the engine and in the learner.
+
+Elsewhere the sums are plain torch's.
+
+Legend: M rows (tokens), N out features, K in features.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.kernels.launch import fused
+from lowroll.kernels.matmul import gemv, integers
+from lowroll.kernels.quantize.rows import E4M3, Product, Rows
+
+WIDE = 1024  # rows from which on `_scaled_mm` applies the scales of bfloat16 results itself
+
+
+def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Product:
+    """Rows times the transposed codes, both int8 or both float8_e4m3fn. scale_N: float32, [N] or
+    [N, 1].
+
+    Which scales the Product has still to apply depends on kind, device and number of rows. On one
+    device, graphs that captured products must not run at the same time.
+    """
+    codes_MK = rows.codes_MK
+    if gemv.takes(codes_MK, codes_NK):
+        return Product(gemv.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
+    if codes_NK.dtype == torch.int8:
+        if fused(codes_NK):
+            return Product(integers.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
+        sums_MN = torch._int_mm(codes_MK, codes_NK.t())
+        return Product(sums_MN.float() * scale_N.flatten(), rows.scale_M1, None, bias_N, rows.dtype)
+    if not codes_NK.is_cuda or not has_e4m3(codes_NK.device):
+        sums_MN = F.linear(codes_MK.float(), codes_NK.float())
+    elif rows.dtype != torch.bfloat16:  # float16 could overflow
+        sums_MN = e4m3_sums(codes_MK, codes_NK, torch.float32)
+    elif len(codes_MK) < WIDE or codes_NK.shape[0] % 16 or codes_NK.shape[1] % 16:
+        sums_MN = e4m3_sums(codes_MK, codes_NK, torch.bfloat16)
+    else:
+        bias_N = None if bias_N is None else bias_N.to(torch.bfloat16)
+        y_MN = torch._scaled_mm(
+            codes_MK,
+            codes_NK.t(),
+            rows.scale_M1,
+            scale_N.view(1, -1),
+            bias=bias_N,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=False,
+        )
+        return Product(y_MN, dtype=rows.dtype)
+    return Product(sums_MN, rows.scale_M1, scale_N, bias_N, rows.dtype)
+
+
+def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_k x w by the device's e4m3 product, which wants N and K in multiples of 16."""
+    num_out, num_in = codes_NK.shape
+    pad_k, pad_n = -num_in % 16, -num_out % 16
+    if pad_k or pad_n:
+        codes_MK, codes_NK = _pad(codes_MK, pad_k, 0), _pad(codes_NK, pad_k, pad_n)
+    one = _one(codes_MK.device)
+    sums_MN = torch._scaled_mm(
+        codes_MK, codes_NK.t(), one, one, out_dtype=dtype, use_fast_accum=False
+    )
+    return sums_MN[:, :num_out].contiguous() if pad_n else sums_MN
+
+
+@cache
+def has_e4m3(device: torch.device) -> bool:
+    """Does this device multiply e4m3 matrices, into float32 sums?"""
+    x_MK, w_NK = (
+        torch.arange(-160, 160, device=device).remainder(23).view(-1, 32).to(E4M3) for _ in range(2)
+    )
+    try:
+        got_MN = e4m3_sums(x_MK, w_NK, torch.float32)
+    except (RuntimeError, AttributeError, NotImplementedError, ValueError):
+        return False
+    return torch.allclose(got_MN.double(), x_MK.double() @ w_NK.double().t(), rtol=1e-4)
+
+
+def _pad(codes: Tensor, columns: int, rows: int) -> Tensor:
+    return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(
+        E4M3
+    )  # the byte 0 is the number 0
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)

@@ -1,0 +1,170 @@
+"""Rows sorted by their experts times 4-bit matrices, few rows an expert: `routed.cu` for torch.
+
+One library a weight format, built by nvcc on first use. The rows are read and the results written
+where the two products of a mixture want them (`grouped.experts`); tiles depend on shapes alone.
+
+Legend: P slots, E experts, N out features of an expert, K in features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels import nvcc
+from lowroll.kernels.launch import early
+from lowroll.kernels.matmul.streamed import FORMATS
+
+if TYPE_CHECKING:
+    from lowroll.kernels.moe.grouped import Stack
+    from lowroll.kernels.moe.route import Groups
+
+SOURCE = Path(__file__).with_name("routed.cu")
+MOST = {"int4": 16}  # slots an expert has on average; beyond, Triton's tiles take over. Others: 32
+MEMORY = 226 * 1024  # bytes of a block's shared memory beside its book of places
+
+
+class Tiles(NamedTuple):
+    """Places of a tile in eights, stages of a warp's ring, warps of a block, and warps that share
+    rows."""
+
+    eights: int
+    stages: int
+    warps: int
+    split: int
+
+
+def tiles(slots: int, stack: Stack) -> Tiles:
+    """By the slots that an expert has on average: 1/16, 1/2, 4, 16 and 32 were measured
+    (docs/LOG.md)."""
+    count = stack.num_experts
+    if slots <= count:
+        return Tiles(1, 4, 4, 4 if 16 * slots <= count else 2 if 8 * slots <= count else 1)
+    if slots <= 6 * count:
+        return Tiles(1, 3, 8, 1)
+    return Tiles(2, 4, 4, 1) if slots <= 10 * count or stack.kind == "int4" else Tiles(4, 3, 8, 1)
+
+
+def fits(size: Tiles, stack: Stack) -> bool:
+    """Do the rows of a tile and the warps' rings fit into shared memory?"""
+    ring = size.stages * 2048 + (2048 if stack.kind == "nvfp4" else 1024)
+    return stack.features * 16 * size.eights + size.warps * ring <= MEMORY
+
+
+class Problem(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("weight", "scale", "global_", "x", "y", "slot", "ends")
+    ] + [
+        (name, ctypes.c_int)
+        for name in (
+            "slots",
+            "experts",
+            "rows",
+            "K",
+            "choices",
+            "swiglu",
+            "to_slots",
+            "global_per_row",
+            "early",
+            "split",
+        )
+    ]
+
+
+def takes(stack: Stack, x: Tensor, slots: int) -> bool:
+    """Is there a kernel for these matrices, and are the rows of an expert few? It has no
+    gradient."""
+    return (
+        stack.packed
+        and x.is_cuda
+        and x.dtype == torch.bfloat16
+        and stack.features % 128 == 0
+        and slots <= MOST.get(stack.kind, 32) * stack.num_experts
+        and fits(tiles(slots, stack), stack)
+        and available(stack.kind, x.device)
+    )
+
+
+@cache
+def available(kind: str, device: torch.device) -> bool:
+    """Is it a CUDA device of capability 9.0 or later, on a machine with an nvcc that builds the
+    kernel?"""
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (9, 0) and nvcc.builds(
+        lambda: _library(kind, capability), f"experts in {kind} are multiplied by Triton"
+    )
+
+
+def multiply(
+    x: Tensor,
+    stack: Stack,
+    groups: Groups,
+    *,
+    choices: int = 0,
+    swiglu: bool = False,
+    to_slots: bool = False,
+    chosen: Tiles | None = None,
+) -> Tensor:
+    """[P, N] in bfloat16. x lies at the place's token, its slot / choices, or at the place itself
+    if choices is 0.
+
+    swiglu: a matrix has N rows of gates and then as many of ups, and y = silu(gate) * up. to_slots:
+    y lies at the slot instead of the place. RuntimeError when the kernel cannot be launched.
+    """
+    library = _library(stack.kind, torch.cuda.get_device_capability(x.device))
+    slots, rows = len(groups.slot_P), stack.rows // 2 if swiglu else stack.rows
+    size, x = chosen or tiles(slots, stack), x.contiguous()
+    if x.data_ptr() % 16:
+        x = x.clone()
+    y = torch.empty((slots, rows), dtype=x.dtype, device=x.device)
+    scale, global_ = stack.scale_N1, stack.global_scale
+    assert scale is not None
+    if stack.codes_NK.data_ptr() % 16 or not all(
+        t.is_contiguous() for t in (stack.codes_NK, scale)
+    ):
+        raise ValueError(
+            f"{stack.kind}: expected contiguous tensors that begin at multiples of 16 bytes"
+        )
+    problem = Problem(
+        stack.codes_NK.data_ptr(),
+        scale.data_ptr(),
+        None if global_ is None else global_.data_ptr(),
+        x.data_ptr(),
+        y.data_ptr(),
+        groups.slot_P.data_ptr(),
+        groups.ends_E.data_ptr(),
+        slots,
+        stack.num_experts,
+        rows,
+        stack.features,
+        choices,
+        swiglu,
+        to_slots,
+        global_ is not None and global_.numel() > 1,
+        early(),
+        size.split,
+    )
+    with torch.cuda.device(x.device):
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        variant = 1000 * size.eights + 100 * size.stages + size.warps
+        if error := library.routed_multiply(
+            ctypes.byref(problem), variant, ctypes.c_void_p(stream)
+        ):
+            raise RuntimeError(
+                f"{stack.kind}: routed_multiply failed: {library.routed_error(error).decode()}"
+            )
+    return y
+
+
+@cache
+def _library(kind: str, capability: tuple[int, int]) -> ctypes.CDLL:
+    library = nvcc.library(SOURCE, capability, {"FORMAT": str(FORMATS[kind])})
+    library.routed_multiply.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    library.routed_multiply.restype = ctypes.c_int
+    library.routed_error.argtypes, library.routed_error.restype = [ctypes.c_int], ctypes.c_char_p
+    return library

@@ -1,0 +1,216 @@
+"""What kernels hand each other instead of dense activations: quantized rows going in, unscaled sums
+coming out.
+
+    Rows       x[m, k] = codes[m, k] * scale[m]                    before a low-bit product, one scale a token
+    Product    y[m, n] = sums[m, n] * row[m] * column[n] + bias[n]      after it, scales and bias not yet applied
+
+A matrix product with unit scales is faster than one that scales (on Hopper, `torch._scaled_mm`
+row-wise against tensor-wise, docs/LOG.md), and the kernel after it reads its result anyway: so it
+applies the scales. `dtype` is the dtype of the activations that they stand for, to which y is
+rounded once.
+
+The codes are those of `quant.int8` and `quant.fp8`, bit for bit:
+
+    int8    scale = amax / 127,                           codes = round(x * (127 / max(amax, 1e-30))), half to even
+    fp8     scale = max(amax / 448, 1 / (448 * 512)),     codes = e4m3(clamp(x / scale, -448, 448))
+
+Legend: M rows (tokens), K in features, N out features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl, warps
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+SMALLEST_E4M3_SCALE = 1 / (E4M3_MAX * 512)
+KINDS = {"int8": torch.int8, "fp8": E4M3}  # of quantized rows, and the dtype of their codes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Activations quantized a token. Pass `dtype` on to the Product that is made of them."""
+
+    codes_MK: Tensor  # int8 or float8_e4m3fn
+    scale_M1: Tensor  # float32
+    dtype: torch.dtype = torch.bfloat16  # of the activations
+
+
+@dataclass(frozen=True)
+class Product:
+    """y = sums * row * column + bias, in float32 and in this order, not yet applied."""
+
+    sums_MN: Tensor  # bfloat16, float32 or int32
+    row_M1: Tensor | None = None  # float32
+    column_N: Tensor | None = None  # float32, [N] or [N, 1]
+    bias_N: Tensor | None = None  # float32 or the dtype of the model
+    dtype: torch.dtype = torch.bfloat16  # of y
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """y [M, N] in `dtype` (its own unless given)."""
+        y_MN = self.sums_MN.float()
+        if self.row_M1 is not None:
+            y_MN = y_MN * self.row_M1
+        if self.column_N is not None:
+            y_MN = y_MN * self.column_N.flatten()
+        if self.bias_N is not None:
+            y_MN = y_MN + self.bias_N
+        return y_MN.to(dtype or self.dtype)
+
+
+def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
+    """Dynamic codes of activations, one scale a row. `kind` is "int8" or "fp8"; ValueError for
+    another."""
+    require(kind)
+    if not fused(x_MK) or x_MK.numel() == 0:
+        return _plain(x_MK, kind)
+    x_MK, (num_rows, size) = x_MK.contiguous(), x_MK.shape
+    rows = empty_rows(x_MK, (num_rows, size), kind)
+    _quantize[(num_rows,)](
+        x_MK,
+        rows.codes_MK,
+        rows.scale_M1,
+        size,
+        KIND=kind,
+        BLOCK=block(size),
+        num_warps=warps(block(size)),
+        enable_fp_fusion=False,
+        **early_start(),
+    )
+    return rows
+
+
+def require(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"rows: {kind!r} is none of {', '.join(KINDS)}")
+
+
+def empty_rows(
+    like: Tensor, shape: tuple[int, int], kind: str, dtype: torch.dtype | None = None
+) -> Rows:
+    """Rows for a kernel to fill, on the device of `like`, standing for activations of its dtype
+    unless given."""
+    require(kind)
+    scale_M1 = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)
+    return Rows(
+        torch.empty(shape, dtype=KINDS[kind], device=like.device), scale_M1, dtype or like.dtype
+    )
+
+
+def parts(x: Tensor | Product) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(sums, row, column, bias) as kernels take them: features side by side; a tensor is its own
+    sums."""
+    if isinstance(x, Tensor):
+        return (x if x.stride(-1) == 1 else x.contiguous()), None, None, None
+    sums_MN = x.sums_MN if x.sums_MN.stride(-1) == 1 else x.sums_MN.contiguous()
+    row, column, bias = (
+        None if t is None else t.contiguous() for t in (x.row_M1, x.column_N, x.bias_N)
+    )
+    return sums_MN, row, column, bias
+
+
+def _plain(x_MK: Tensor, kind: str) -> Rows:
+    dtype, x_MK = x_MK.dtype, x_MK.float()
+    amax_M1 = x_MK.abs().amax(dim=-1, keepdim=True)
+    if kind == "int8":
+        codes_MK = (x_MK * (127.0 / amax_M1.clamp_min(1e-30))).round_().to(torch.int8)
+        return Rows(codes_MK, amax_M1 / torch.full_like(amax_M1, 127.0), dtype)
+    scale_M1 = (amax_M1 / torch.full_like(amax_M1, E4M3_MAX)).clamp_min(SMALLEST_E4M3_SCALE)
+    return Rows((x_MK / scale_M1).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale_M1, dtype)
+
+
+# -- Triton: pieces of this and the other kernels. Launch with enable_fp_fusion=False: a fused multiply-add rounds once
+#    where the definition rounds twice, and codes would differ --------------------------------------------------------
+
+
+@jit
+def load_dense(sums, row, column, bias, m, stride, n, live):
+    """y[m, n] of a Product in float32, 0 where not live. Missing factors are None."""
+    y = tl.load(sums + m * stride + n, mask=live, other=0).to(tl.float32)
+    if row is not None:
+        y = y * tl.load(row + m)
+    if column is not None:
+        y = y * tl.load(column + n, mask=live, other=0.0)
+    if bias is not None:
+        y = y + tl.load(bias + n, mask=live, other=0.0).to(tl.float32)
+    return y
+
+
+@jit
+def magnitude(y):
+    """The bits of |y|: ordered as |y| is, and NaN above every number, so that it outlives a
+    maximum."""
+    return y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def step_of(amax, KIND: tl.constexpr):
+    """The scale of a row."""
+    if KIND == "int8":
+        return tl.div_rn(amax, 127.0)
+    else:
+        step = tl.div_rn(amax, 448.0)
+        return tl.where(step < 1 / 229376, 1 / 229376, step)  # keeps NaN
+
+
+@jit
+def store_codes(y, amax, at, live, KIND: tl.constexpr):
+    """Store the codes of float32 values of a row whose largest magnitude is amax."""
+    if KIND == "int8":
+        scaled = y * (
+            tl.div_rn(1.0, tl.maximum(amax, 1e-30)) * 127.0
+        )  # torch divides a number so, too
+        rounded = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23 leaves no fraction: half to even
+        tl.store(at, rounded.to(tl.int8), mask=live)
+    else:
+        step = step_of(amax, KIND)
+        reciprocal = tl.div_rn(1.0, step)
+        quotient = y * reciprocal  # with the remainder's share: y / step, rounded once
+        quotient = tl.fma(tl.fma(-quotient, step, y), reciprocal, quotient)
+        tl.store(at, tl.minimum(tl.maximum(quotient, -448.0), 448.0).to(tl.float8e4nv), mask=live)
+
+
+@jit
+def store_rows(y, codes, scale, m, size, n, live, KIND: tl.constexpr):
+    """Quantize the float32 row y (0 where not live) and store codes[m, :] and scale[m]."""
+    amax = tl.max(magnitude(y), axis=0).to(tl.float32, bitcast=True)
+    tl.store(scale + m, step_of(amax, KIND))
+    store_codes(y, amax, codes + m * size + n, live, KIND)
+
+
+@jit
+def encode_rows(
+    y,
+    amaxes,
+    codes,
+    scale,
+    size,
+    NUM: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The second half of a row that many programs made: y [M, K] and the largest magnitude of each
+    block of a row."""
+    after_others(EARLY)
+    m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks, num = tl.arange(0, NUM), tl.num_programs(1)
+    values = tl.load(y + m * size + n, mask=n < size, other=0.0).to(tl.float32)
+    bits = tl.load(amaxes + m * num + blocks, mask=blocks < num, other=0)
+    amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    if tl.program_id(1) == 0:
+        tl.store(scale + m, step_of(amax, KIND))
+    store_codes(values, amax, codes + m * size + n, n < size, KIND)
+
+
+@jit
+def _quantize(x, codes, scale, size, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    after_others(EARLY)
+    m, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    y = tl.load(x + m * size + n, mask=n < size, other=0.0).to(tl.float32)
+    store_rows(y, codes, scale, m, size, n, n < size, KIND)

@@ -1,0 +1,168 @@
+"""Device memory at an address that never changes, whose pages can leave and come back.
+
+CUDA's driver tells addresses from memory: a range is reserved once, physical memory is mapped into
+it, and can be unmapped and given back while the range stays. A learner then has the memory of the
+KV cache between two rollouts, and the CUDA graphs that hold the cache's addresses stay valid,
+because what returns is mapped where it was. (CUDA driver API, "Virtual Memory Management"; the idea
+for rollouts is that of vLLM's sleep mode.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp: pinned memory (1) on a device (1); nothing else is asked for."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handles", ctypes.c_int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+class VirtualMemory:
+    """`nbytes` of memory on a CUDA device, filled with zeros. RuntimeError names the driver's call
+    that failed."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        torch.zeros(1, device=device)  # the device's context exists from here on
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device, self._memory = torch.device("cuda", index), ctypes.c_ulonglong()
+        self._properties = _Properties(1, 0, _Location(1, index))
+        unit = ctypes.c_size_t()
+        _call(
+            "cuMemGetAllocationGranularity",
+            ctypes.byref(unit),
+            ctypes.byref(self._properties),
+            ctypes.c_int(0),
+        )
+        self._size = ctypes.c_size_t(-(-nbytes // unit.value) * unit.value)
+        self._address, zero = ctypes.c_ulonglong(), ctypes.c_ulonglong(0)
+        _call(
+            "cuMemAddressReserve",
+            ctypes.byref(self._address),
+            self._size,
+            ctypes.c_size_t(0),
+            zero,
+            zero,
+        )
+        self.nbytes, self.mapped = nbytes, False
+        self.restore()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self._address.value, False),
+            "version": 3,
+        }
+
+    def release(self) -> None:
+        """Give the memory back. Nothing may read or write the tensors until `restore`."""
+        if self.mapped:
+            torch.cuda.synchronize(self.device)
+            _call("cuMemUnmap", self._address, self._size)
+            _call("cuMemRelease", self._memory)
+            self.mapped = False
+
+    def restore(self) -> None:
+        """Memory, filled with zeros, at the old address. RuntimeError when the device has too
+        little."""
+        if self.mapped:
+            return
+        wanted = (
+            ctypes.byref(self._memory),
+            self._size,
+            ctypes.byref(self._properties),
+            ctypes.c_ulonglong(0),
+        )
+        if _driver().cuMemCreate(*wanted):
+            torch.cuda.empty_cache()  # what torch keeps for later
+            try:
+                _call("cuMemCreate", *wanted)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{self.nbytes / 2**30:.1f} GiB for the KV cache: {error}"
+                ) from None
+        access = _Access(self._properties.location, 3)  # to read and to write
+        try:
+            _call(
+                "cuMemMap",
+                self._address,
+                self._size,
+                ctypes.c_size_t(0),
+                self._memory,
+                ctypes.c_ulonglong(0),
+            )
+            self.mapped = True
+            _call(
+                "cuMemSetAccess",
+                self._address,
+                self._size,
+                ctypes.byref(access),
+                ctypes.c_size_t(1),
+            )
+        except RuntimeError:
+            if self.mapped:
+                _call("cuMemUnmap", self._address, self._size)
+            self.mapped = False
+            _call("cuMemRelease", self._memory)
+            raise
+        self.tensor().zero_()
+
+    def tensor(self) -> Tensor:
+        """The memory as uint8 [nbytes]. Tensors over it keep it alive."""
+        return torch.as_tensor(self, device=self.device)
+
+    def __del__(self) -> None:
+        if getattr(self, "mapped", False):
+            _driver().cuCtxSynchronize()  # at the end of the process the driver may be gone: no checks
+            _driver().cuMemUnmap(self._address, self._size)
+            _driver().cuMemRelease(self._memory)
+        if getattr(self, "_address", None):
+            _driver().cuMemAddressFree(self._address, self._size)
+
+
+@cache
+def virtual_memory_works(device: torch.device) -> bool:
+    """Has this device, with its driver and this torch, memory that can leave and come back to its
+    address?"""
+    try:
+        virtual_memory = VirtualMemory(1 << 20, device)
+        tensor = virtual_memory.tensor().fill_(1)
+        virtual_memory.release()
+        virtual_memory.restore()
+        return not tensor.any() and bool(tensor.fill_(3).eq(3).all())
+    except (OSError, RuntimeError, AttributeError, TypeError):
+        return False
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *args: Any) -> None:
+    code = getattr(_driver(), name)(*args)
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(text))
+        raise RuntimeError(f"{name}: {(text.value or b'').decode() or code}")

@@ -1,0 +1,212 @@
+"""What surrounds an attempt at a run, of whatever kind: the folder that it owns, its log, and its
+steps.
+
+with attempt(cfg, "grpo", resume) as folder: lock and check output_dir; logs/attempt_N.log tells the
+story
+    with polite_stop() as stop:
+        drive(steps, first, last, every, show, stop)   step after step, until the last one or a signal
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+import lowroll
+from lowroll.checkpoint.lock import LOCK, RunLock
+from lowroll.config import RunConfig
+from lowroll.metrics.live import duration
+from lowroll.metrics.record import Record
+from lowroll.runs.folder import LOGS, RunFolder
+from lowroll.runs.stop import StepDropped, Stop, leave_lost_outputs
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished (or politely interrupted) run. `ended`: why it finished before its last step.
+    `signal`: the number of the one that interrupted it, else 0."""
+
+    folder: Path
+    records: list[Record]
+    ended: str = ""
+    signal: int = 0
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended it before its last step."""
+        return bool(self.signal)
+
+
+class Steps(Protocol):
+    """What an attempt drives."""
+
+    def step(self, step: int) -> Record: ...
+
+    def drop(self, step: int) -> None: ...
+
+    def checkpoint(self, step: int) -> None: ...
+
+    def finish(self, step: int) -> None: ...
+
+
+@contextmanager
+def attempt(
+    cfg: RunConfig, command: str, resume: bool = False, overwrite: bool = False
+) -> Iterator[RunFolder]:
+    """Own `output_dir` for one launch of a command. Everything that is logged in the block goes to
+    its log file.
+
+    ValueError, before anything is changed, when the folder cannot be used so; RunLockedError when
+    another process has it. With `resume`, a run goes on there; with `overwrite`, what it made is
+    replaced when the new one begins.
+    """
+    if resume and overwrite:
+        raise ValueError(
+            "--overwrite: it replaces the run that --resume goes on with; give one of the two"
+        )
+    folder = RunFolder(cfg, command)
+    if not (folder.path / LOCK).exists():
+        folder.check(resume, overwrite)  # a folder that no run has touched is not even given a lock
+    with _lock(folder.path) as lock:
+        folder.check(resume, overwrite)
+        folder.settle()
+        with log_file(folder.path, lock.attempt), _told(cfg, command, lock.attempt):
+            yield folder
+
+
+def drive(
+    steps: Steps, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop
+) -> int:
+    """Make the steps `first` to `last`, with a checkpoint `every` so many, and finish; or stop when
+    asked to, with a checkpoint. `show` puts a record into words. Returns the signal that ended it
+    early, else 0.
+
+    The record of a step comes first: a process that dies before its checkpoint makes it again, and
+    none is left out.
+    """
+    for step in range(first, last + 1):
+        try:
+            record = steps.step(step)
+        except StepDropped:
+            steps.drop(step)
+            leave_lost_outputs()
+            log.warning("step %d was dropped, and is made again by --resume", step)
+            return stop.signal
+        if stop:
+            leave_lost_outputs()
+        log.info(show(record))
+        if step % every == 0 or stop:
+            steps.checkpoint(step)
+        if stop:
+            leave_lost_outputs()
+            log.warning("stopped after step %d of %d; go on with --resume", step, last)
+            return stop.signal
+    steps.finish(last)
+    log.info("finished after step %d", last)
+    return 0
+
+
+def _lock(folder: Path) -> RunLock:
+    try:
+        return RunLock(folder)
+    except OSError as error:
+        raise ValueError(f"output_dir: {folder} cannot be written: {error.strerror}") from None
+
+
+class LogFile(logging.FileHandler):
+    """A log that cannot be written costs one line, and no run. What is held back is written when
+    that works again."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._tell(error)
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        """Give the file back."""
+        try:
+            super().close()
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            print(
+                f"warning: {self.baseFilename}: {error.strerror}: lines of the log may be lost",
+                file=sys.stderr,
+            )
+
+
+@contextmanager
+def log_file(folder: Path, attempt: int) -> Iterator[None]:
+    """Everything that is logged in the block goes to logs/attempt_N.log, and warnings to the
+    terminal too."""
+    (folder / LOGS).mkdir(exist_ok=True)
+    file, terminal = (
+        LogFile(folder / LOGS / f"attempt_{attempt}.log", encoding="utf-8"),
+        logging.StreamHandler(),
+    )
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    terminal.setLevel(logging.WARNING)
+    terminal.addFilter(lambda record: not record.exc_info)  # the one that catches an error shows it
+    root = logging.getLogger("lowroll")
+    before = root.level
+    root.setLevel(logging.INFO)
+    for handler in (file, terminal):
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.setLevel(before)
+        for handler in (file, terminal):
+            root.removeHandler(handler)
+            handler.close()
+
+
+@contextmanager
+def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
+    """The beginning of an attempt and its end, in the log; an error with its traceback."""
+    began = time.monotonic()
+    log.info(
+        "lowroll %s (version %s), attempt %d in %s: process %d on %s, Python %s, torch %s",
+        command,
+        lowroll.__version__,
+        attempt,
+        Path(cfg.output_dir).resolve(),
+        os.getpid(),
+        socket.gethostname(),
+        platform.python_version(),
+        torch.__version__,
+    )
+    for note in cfg.notes if command == "grpo" else ():  # of rollouts and what pays for them
+        log.info("%s", note)
+    try:
+        yield
+    except BaseException as error:
+        log.error(
+            "the attempt failed after %s: %s: %s",
+            duration(time.monotonic() - began),
+            type(error).__name__,
+            error,
+            exc_info=True,
+        )
+        raise
+    log.info("the attempt took %s", duration(time.monotonic() - began))

@@ -1,0 +1,294 @@
+"""`lowroll diagnose`: where the gap between the rollouts and the learner comes from, on one batch
+of tokens.
+
+Tokens are drawn once. Their log-probs are then taken at points on the way from the engine that drew
+them to the learner that would learn from them:
+
+    decode    recorded by the engine while it drew them, a token at a time
+    prefill   the engine again, its own weights and pages, a whole sequence at a time
+    aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned`)
+    dense     the learner's forward on its own weights
+
+and every step of the way has one cause:
+
+    decode -> prefill    kernels; under a KV policy, what the cache has thrown away
+    prefill -> aligned   kernels
+    aligned -> dense     weights
+
+A run is synchronous: it draws every batch from the version that learns from it, so `staleness` is
+0, and the newest checkpoint is what engine and learner both hold.
+
+In kl_k1, mean(from - to), the causes add up to the whole exactly, with signs; a cause's share is
+its mean |from - to| over the sum of all, which has no signs to cancel. The tokens are those of
+`decode`, so k3 estimates a KL divergence for the whole alone, and is a size for the parts. Rollouts
+are drawn without a truncated sampler and from clean norms: both are known distributions and not
+what is looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from lowroll.checkpoint.store import Checkpoint, Store
+from lowroll.config import RunConfig
+from lowroll.kv.capacity import Workload
+from lowroll.model.scoring import score
+from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.model.transformer import Transformer
+from lowroll.objectives.mismatch import mismatch
+from lowroll.orchestrator.source import draw_at
+from lowroll.runs import build
+from lowroll.trainer.state import restore_weights
+from lowroll.types import Request
+from lowroll.weights import aligned
+
+POINTS = ("decode", "prefill", "aligned", "dense")
+CAUSES = ("weights", "kernels", "kv", "staleness")
+ADVICE = {
+    "weights": "correction auto pays for it (acr, or tis for LoRA on its base); train.forward "
+    "aligned makes it vanish",
+    "kernels": "the arithmetic of engine and learner differs (dtype, order of sums); correction "
+    "tis is enough",
+    "kv": "the cache forgets what the learner sees; correction sparse pays for it",
+}
+NEGLIGIBLE = 1e-4  # nats: below it, for the worst token, there is nothing to look for
+_NUMBERS = ("kl_k1", "kl_k3", "logp_diff_mean", "logp_diff_max", "ess")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One step of the way: its cause, its ends, and how far they are apart (names as in
+    `objectives.mismatch`)."""
+
+    cause: str
+    start: str
+    stop: str
+    kl_k1: float = 0.0
+    kl_k3: float = 0.0
+    logp_diff_mean: float = 0.0
+    logp_diff_max: float = 0.0
+    ess: float = 1.0
+    share: float = 0.0
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The parts, the whole, and what they say in a line."""
+
+    model: str
+    format: str
+    num_tokens: int
+    parts: tuple[Part, ...]
+    whole: Part
+    notes: tuple[str, ...] = field(default=())
+
+    def share(self, cause: str) -> float:
+        """A cause's share of the summed mean |dlogp|."""
+        return sum(part.share for part in self.parts if part.cause == cause)
+
+    @property
+    def reading(self) -> str:
+        """The largest cause, and what to do about it."""
+        if max(part.logp_diff_max for part in (*self.parts, self.whole)) < NEGLIGIBLE:
+            return (
+                f"engine and learner agree: no token differs by {NEGLIGIBLE:g} nats or more, so "
+                f"there is nothing "
+                "to correct"
+            )
+        cause = max(CAUSES, key=self.share)
+        return f"{self.share(cause):.0%} of the gap comes from {cause}: {ADVICE[cause]}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data: everything above, the causes' shares and the reading."""
+        return asdict(self) | {
+            "shares": {cause: self.share(cause) for cause in CAUSES},
+            "reading": self.reading,
+        }
+
+
+def attribute(
+    log_probs: Mapping[str, Tensor], segments: Tensor, kv_policy: str = "dense"
+) -> tuple[tuple[Part, ...], Part]:
+    """The parts and the whole from the log-probs [N] at every point of POINTS.
+
+    segments: the sequence of every token. kv_policy: the engine's; `dense` forgets nothing, so its
+    part is 0.
+    """
+    first = "kernels" if kv_policy == "dense" else "kv"
+    legs = [
+        ("weights", "aligned", "dense"),
+        ("kernels", "prefill", "aligned"),
+        (first, "decode", "prefill"),
+    ]
+    values = [_compare(log_probs[start], log_probs[stop], segments) for _, start, stop in legs]
+    total = sum(value["logp_diff_mean"] for value in values)
+    parts = [
+        Part(cause, start, stop, share=value["logp_diff_mean"] / total if total else 0.0, **value)
+        for (cause, start, stop), value in zip(legs, values, strict=True)
+    ]
+    if kv_policy == "dense":
+        parts.append(Part("kv", "", "", remark="the cache is dense and forgets nothing"))
+    parts.append(Part("staleness", "", "", remark="engine and learner hold the same version"))
+    whole = Part(
+        "all",
+        "decode",
+        "dense",
+        share=float(total > 0),
+        **_compare(log_probs["decode"], log_probs["dense"], segments),
+    )
+    return tuple(sorted(parts, key=lambda part: CAUSES.index(part.cause))), whole
+
+
+def _compare(start: Tensor, stop: Tensor, segments: Tensor) -> dict[str, Any]:
+    found = mismatch(
+        learner=stop, behavior=start, mask=torch.ones_like(segments), segments=segments
+    )
+    return {name: found[f"mismatch/{name}"] for name in _NUMBERS}
+
+
+def diagnose(
+    cfg: RunConfig,
+    run: Path | None = None,
+    prompts: Sequence[str] = (),
+    num_prompts: int = 16,
+    n: int = 4,
+) -> Diagnosis:
+    """Draw one batch and score it at every point.
+
+    cfg: of the run, or of a model with rollout.weights. run: a run folder, whose newest checkpoint
+    is taken. prompts: what the user says; none takes `num_prompts` of the environments. n:
+    responses a prompt. ValueError when nothing was drawn or the run cannot be read.
+    """
+    cfg = cfg.resolved()
+    where, chat = build.place(cfg), build.tokenizer(cfg.model)
+    model, notes = build.learner(cfg, where), list(_notes(cfg))
+    held = _checkpoint(run)
+    fallen_to = None if held is None else _fallen_to(held, cfg)
+    if held is not None:
+        restore_weights(model, held.tensors["model"], held.state["trainer"])
+        notes.append(f"weights of step {held.step}")
+    elif run is not None:
+        notes.append("the run has no checkpoint yet: these are the weights that it starts from")
+    requests = _requests(cfg, model, chat, prompts, num_prompts, n)
+    longest = max((len(request.prompt_ids) for request in requests), default=1)
+    work = Workload(len(requests), n, longest, cfg.rollout.max_tokens)
+    format = build.rollout_format(cfg, where, fallen_to)
+    engine = build.engine(cfg, where, model, chat, fallen_to, [work])
+    rows = [
+        (group.request.prompt_ids, rollout)
+        for group in engine.generate(requests)
+        for rollout in group.rollouts
+        if rollout.token_ids
+    ]
+    if not rows:
+        raise ValueError("diagnose: no token was drawn")
+    sequences, lengths = (
+        [ids + rollout.token_ids for ids, rollout in rows],
+        [len(ids) for ids, _ in rows],
+    )
+    temperature = cfg.rollout.temperature
+
+    def learner() -> Tensor:
+        return torch.cat(score(model, sequences, lengths, temperature)).cpu()
+
+    points = {
+        "decode": torch.tensor([p for _, rollout in rows for p in rollout.logprobs]),
+        "prefill": torch.cat(engine.score(sequences, lengths, temperature)),
+    }
+    aligned.align(model, format)
+    points["aligned"] = learner()
+    with aligned.suspended(model):
+        points["dense"] = learner()
+    sizes = torch.tensor([len(rollout.token_ids) for _, rollout in rows])
+    parts, whole = attribute(
+        points, torch.arange(len(rows)).repeat_interleave(sizes), engine.behavior.kv_policy
+    )
+    return Diagnosis(str(run or cfg.model), format, int(sizes.sum()), parts, whole, tuple(notes))
+
+
+def _checkpoint(run: Path | None) -> Checkpoint | None:
+    """The newest checkpoint of a run; None when it has none yet."""
+    store = Store((run or Path()) / "checkpoints")
+    steps = store.steps() if run is not None else []
+    return store.load(steps[-1], only=("model",)) if steps else None
+
+
+def _fallen_to(held: Checkpoint, cfg: RunConfig) -> str | None:
+    """The format that the run's guard fell back to, unless another than the run's own is asked
+    for."""
+    guard, own = (
+        held.state.get("guard") or {},
+        yaml.safe_load(held.meta["config"])["rollout"]["weights"],
+    )
+    return guard["weights"] if guard.get("fallbacks") and cfg.rollout.weights == own else None
+
+
+def _requests(
+    cfg: RunConfig,
+    model: Transformer,
+    chat: ChatTokenizer,
+    prompts: Sequence[str],
+    num_prompts: int,
+    n: int,
+) -> list[Request]:
+    sampling = replace(
+        build.sampling(cfg), top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0
+    )
+    if prompts:
+        return [
+            Request(
+                chat.encode_chat([{"role": "user", "content": text}]),
+                n=n,
+                seed=cfg.seed,
+                id=f"prompt/{i}",
+                **vars(sampling),
+            )
+            for i, text in enumerate(prompts)
+        ]
+    envs, longest = (
+        list(build.environments(cfg.env, cfg.seed).values()),
+        build.longest_prompt(cfg, model),
+    )
+    chosen = [(envs[i % len(envs)], i // len(envs)) for i in range(num_prompts)]
+    draws = [
+        draw_at(env, env.name, position, "train", chat, sampling, n, cfg.seed)
+        for env, position in chosen
+    ]
+    return [draw.request for draw in draws if len(draw.request.prompt_ids) <= longest]
+
+
+def _notes(cfg: RunConfig) -> list[str]:
+    """What the run does and this batch does not."""
+    rollout, notes = cfg.rollout, []
+    if (
+        rollout.top_k,
+        rollout.top_p,
+        rollout.min_p,
+        rollout.repetition_penalty,
+        rollout.min_tokens,
+    ) != (0, 1.0, 0.0, 1.0, 0):
+        notes.append(
+            "drawn without the run's top_k, top_p, min_p, repetition_penalty and min_tokens; their "
+            "part is "
+            "not shown"
+        )
+    if cfg.noise is not None:
+        notes.append("drawn from clean norms; the part of the run's noise is not shown")
+    if cfg.train.forward == "aligned":
+        notes.append(
+            "train.forward is aligned: the run learns from `aligned`, and does not pay for weights"
+        )
+    if cfg.train.lora:
+        notes.append(
+            "LoRA: the learner's base is the engine's, so weights is the arithmetic of the product "
+            "alone"
+        )
+    return notes

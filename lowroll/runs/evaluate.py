@@ -1,0 +1,140 @@
+"""Evaluation on held-out prompts: of a run's policy, and by `lowroll eval` of one model in several
+weight formats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lowroll.config import RunConfig
+from lowroll.engine.native import Engine
+from lowroll.envs import Environment
+from lowroll.envs.rewards import ScorerPool
+from lowroll.metrics.progress import phases
+from lowroll.model import hf
+from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.orchestrator.client import PhaseProgress
+from lowroll.orchestrator.evaluate import evaluate as evaluate_env
+from lowroll.runs import build
+
+COMPARED = (
+    "reward",
+    "pass_at_1",
+)  # what is kept of the second sampler, and of the model before the first update
+
+
+def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """One row an environment and format: reward, pass@1, avg@k, pass@k, mean length, tokens a
+    second.
+
+    `weights` are formats; "dense" is the run's own dtype. Without any they are dense and
+    rollout.weights or, where that is not set, the low-bit format that the model holds. The formats
+    see the same prompts and the same seeds. A run with stages is evaluated at the lengths of its
+    last one.
+    """
+    weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
+    cfg = cfg.resolved().at(cfg.train.max_steps)
+    where, chat = build.place(cfg), build.tokenizer(cfg.model)
+    model = hf.load(cfg.model, where.device, where.dtype)
+    chosen = cfg.eval.env or cfg.env
+    envs = build.environments(chosen, cfg.seed)
+    rows, work = [], [build.eval_workload(cfg, model, chat, envs)]
+    with build.scorer(cfg, chosen) as scorer, phases() as on_phase:
+        for name in weights:
+            engine = build.engine(cfg, where, model, chat, name, work)
+            cfg = build.with_cache(cfg, engine.cache_tokens)  # the same for all formats
+            most = build.longest_prompt(cfg, model)
+            build.check_prompts(cfg, model, chat, envs, "test")
+            for env in envs.values():
+                began = time.monotonic()
+                metrics = evaluate_env(
+                    env,
+                    engine,
+                    scorer,
+                    chat,
+                    num_examples=cfg.eval.num_examples,
+                    rollouts_per_example=cfg.eval.rollouts_per_example,
+                    sampling=build.eval_sampling(cfg),
+                    seed=cfg.seed,
+                    max_prompt_tokens=most,
+                    on_phase=on_phase,
+                )
+                short = {key.rsplit("/", 1)[1]: value for key, value in metrics.items()}
+                rows.append(
+                    {
+                        "env": env.name,
+                        "weights": build.rollout_format(cfg, where, name),
+                        **short,
+                        "seconds": time.monotonic() - began,
+                    }
+                )
+    return rows
+
+
+def held_out(
+    cfg: RunConfig,
+    envs: Mapping[str, Environment],
+    engine: Engine,
+    scorer: ScorerPool,
+    chat: ChatTokenizer,
+    *,
+    max_prompt_tokens: int | None,
+    sampled: bool = False,
+    on_phase: PhaseProgress | None = None,
+) -> dict[str, float]:
+    """`eval/*` of the engine's policy on the test splits, drawn as `cfg.eval` says.
+
+    With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn as the rollouts of `cfg`
+    are.
+    """
+    chosen, drawn = build.eval_sampling(cfg), build.sampling(cfg)
+    metrics = {"eval/temperature": chosen.temperature}
+    for env in envs.values():
+        found = {}
+        for sampling in dict.fromkeys([chosen, drawn] if sampled else [chosen]):
+            found[sampling] = evaluate_env(
+                env,
+                engine,
+                scorer,
+                chat,
+                num_examples=cfg.eval.num_examples,
+                rollouts_per_example=cfg.eval.rollouts_per_example,
+                sampling=sampling,
+                seed=cfg.seed,
+                max_prompt_tokens=max_prompt_tokens,
+                on_phase=on_phase and partial(_within_evaluation, on_phase),
+            )
+        metrics |= found[chosen]
+        if sampled:
+            metrics |= {
+                f"eval/{env.name}/sampled_{name}": found[drawn][f"eval/{env.name}/{name}"]
+                for name in COMPARED
+            }
+    return metrics
+
+
+def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
+    """The evaluations of a step: `then`, after it, and `first`, before it, under names of their
+    own. Either may be empty."""
+    compared = tuple(f"{joint}{name}" for joint in "/_" for name in COMPARED)
+    early = {f"{name}_before": value for name, value in first.items() if name.endswith(compared)}
+    if first:
+        early["eval/temperature"] = first["eval/temperature"]
+    seconds = [found["time/eval"] for found in (first, then) if found]
+    return {**early, **then, **({"time/eval": sum(seconds)} if seconds else {})}
+
+
+def _within_evaluation(on_phase: PhaseProgress, phase: str, done: int, total: int) -> None:
+    on_phase(f"evaluate: {phase}", done, total)
+
+
+def _rollouts(cfg: RunConfig) -> str:
+    """The format of the rollouts."""
+    own = (
+        None
+        if "weights" in cfg.rollout.model_fields_set
+        else hf.low_bit_format(hf.resolve(cfg.model))
+    )
+    return own or cfg.rollout.weights

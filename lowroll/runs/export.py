@@ -1,0 +1,347 @@
+"""Models out of the house: a dense model quantized into a folder, and a run's checkpoint as a
+folder.
+
+    quantize_folder    dense folder -> low-bit folder in a rollout format
+    export_run         run folder -> merged   one dense model with the learner's logits
+                                     adapter  the LoRA adapter, in PEFT's format
+                                     rollout  what the engine samples from, bit for bit (rung P10)
+
+`rollout` holds the very codes that the engine multiplied with after that step, without noise. Of a
+LoRA run it is the adapter, with the quantized base that it rides on in the folder `base` inside.
+`merged` adds the adapter to the base that it was trained on, which are the dequantized weights:
+adding it to the dense model of before gives another policy. How far such a policy is from the
+learner (`Gap`) is measured on the rollouts that the run has logged.
+
+An adapter folder may take the place of the run: it states its base (`model.base`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowroll.checkpoint.publish import publish_folder
+from lowroll.checkpoint.store import Checkpoint, Store
+from lowroll.config import RunConfig, load
+from lowroll.engine.native import free_memory
+from lowroll.model import base, card, hf, lora
+from lowroll.model.scoring import score
+from lowroll.model.spec import read_config
+from lowroll.model.transformer import Transformer
+from lowroll.objectives.mismatch import mismatch
+from lowroll.quant.formats import get_format, layout
+from lowroll.quant.layouts import unread_by_transformers
+from lowroll.runs import build
+from lowroll.trainer.state import restore_weights
+from lowroll.transport.codec import CodecError
+from lowroll.transport.rollout_log import read_rollouts, rollout_files
+from lowroll.types import Batch, Sample
+from lowroll.weights import aligned, noise
+from lowroll.weights.publish import dequantize_base, digest, quantize_base, rollout_copy
+
+log = logging.getLogger(__name__)
+
+KINDS = ("merged", "adapter", "rollout")
+_STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a policy is from the learner, in nats a token, on `tokens` tokens that the run has
+    drawn."""
+
+    tokens: int
+    logp_diff: float  # mean |difference of log-probs|
+    kl: float  # of the learner to the policy, estimated by k3
+
+    def __str__(self) -> str:
+        return (
+            f"{self.logp_diff:.3g} nats a token (mean |difference of log-probs|; KL {self.kl:.3g}) "
+            f"over "
+            f"{self.tokens} tokens of the run's rollouts"
+        )
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder that was written. Bytes are those of the weight files."""
+
+    folder: Path
+    format: str  # of the linear weights
+    bytes: int
+    bytes_before: int
+    step: int | None = None  # of the run
+    # merged: of the written model; adapter: of the adapter on the model that it names
+    gap: Gap | None = None
+    note: str | None = None  # what another tool cannot do with the folder
+
+
+def quantize_folder(
+    model: str | Path,
+    out: str | Path,
+    format: str,
+    transform: Callable[[Transformer], object] | None = None,
+    device: torch.device | str = "cpu",
+) -> Exported:
+    """Quantize the linear weights of a dense model (a folder or hub id) into the new folder `out`.
+
+    transform: changes the loaded dense model in place before it is quantized (calibration).
+    Everything else keeps the dtype of the folder. ValueError, before anything is written, for an
+    unknown or dense format, a model that is quantized or an adapter already, and sizes that the
+    format's blocks do not fit; FileExistsError for `out`.
+    """
+    if get_format(format).dense:
+        raise ValueError(f"format: {format} is dense; choose a low-bit format")
+    out = _absent(out)
+    folder = hf.resolve(model)
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(f"model: {model} is an adapter folder; merge it into its base first")
+    layout = hf.read_folder_layout(folder)
+    if layout is not None:
+        raise ValueError(
+            f"model: {model} holds {layout.format} weights already; quantize the dense model"
+        )
+    dense = hf.load(folder, device, _stored_dtype(folder))
+    if transform is not None:
+        transform(dense)
+    hf.save(quantize_base(dense, format), out, tokenizer_from=folder)
+    return Exported(out, format, _weight_bytes(out), _weight_bytes(folder), note=_note(dense))
+
+
+def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = None) -> Exported:
+    """Write the newest checkpoint of a run folder (or that of `step`) as the new folder `out`;
+    `kind` is one of KINDS.
+
+    ValueError, before anything is written, for a folder that holds no run, another kind, an adapter
+    of a run that trains all weights, or a model that is not the one that the run began with.
+    FileNotFoundError when there is no such checkpoint, FileExistsError for `out`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"--as: {kind!r} is not one of {', '.join(KINDS)}")
+    out, run = _absent(out), Path(run)
+    if (run / "adapter_config.json").is_file():
+        return _export_adapter(run, out, kind, step)
+    if not (run / "config.yaml").is_file():
+        raise ValueError(
+            f"{run}: not a run folder (no config.yaml), nor an adapter's (no adapter_config.json)"
+        )
+    cfg = load(run / "config.yaml").resolved()
+    if kind == "adapter" and not cfg.train.lora:
+        raise ValueError(
+            f"--as: {run} trains all weights and has no adapter; export it as merged or rollout"
+        )
+    saved = Store(run / "checkpoints").load(step)
+    model, where = _learner(cfg, saved)
+    source, gap, note = hf.resolve(cfg.model), None, None
+    if kind == "adapter":
+        gap = publish_adapter(cfg, model, out, newest_batch(run, saved.step), saved.step)
+        form = _format_of(model)
+    elif kind == "merged":
+        gap = _save_merged(
+            model, out, source, newest_batch(run, saved.step) if cfg.train.lora else None
+        )
+        form = _format_of(model)
+    else:
+        fallen_to = (saved.state.get("guard") or {}).get(
+            "weights"
+        )  # by the guard, else the run's own format
+        form = build.rollout_format(cfg, where, fallen_to)
+        dtype = getattr(get_format(form), "dtype", where.dtype)
+        note = _save_rollout(rollout_copy(model, form, dtype), out, source)
+    return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step, gap, note)
+
+
+def publish_adapter(
+    cfg: RunConfig, model: Transformer, out: Path, batch: Batch | None, step: int
+) -> Gap | None:
+    """Publish a learner's adapter after `step` as the new folder `out`, with its gap on the model
+    that it names in the card.
+
+    batch: what the gap is measured on. None when there is nothing to measure: no batch, a base that
+    is the model as it is, or no room on the device for a second model.
+    """
+    scale, source, gap = cfg.train.uaq_scale or 1.0, hf.resolve(cfg.model), None
+    stands_on, holds = base.of(model, scale), hf.low_bit_format(source)
+    revision = source.name if source.parent.name == "snapshots" else None  # of the hub's cache
+
+    def write(target: Path) -> None:
+        nonlocal gap
+        lora.write(model, target, cfg.model, source, scale, revision)
+        if batch and stands_on.rounds and layout(str(stands_on.weights)) != holds:
+            gap = _gap_on(source, target, model, batch)
+        card.write(target, cfg.model, stands_on, holds, "" if gap is None else f"Measured: {gap}.")
+
+    publish_folder(out, write, {"kind": "adapter", "step": step})
+    return gap
+
+
+def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> Gap | None:
+    """The gap of an adapter folder on a model folder, from the learner. A measurement may not cost
+    the folder: None, with a line in the log, when there is no memory for a second model."""
+    needs, free = (
+        1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30),
+        free_memory(model.device),
+    )
+    try:
+        if free is None or free > needs:
+            plain = lora.load(hf.load(source, model.device, model.dtype), adapter)
+            return _gap(_scores(model, batch), _scores(plain, batch))
+    except (torch.OutOfMemoryError, MemoryError):
+        pass
+    log.warning(
+        "how far the adapter is from the learner on %s was not measured: too little memory is free "
+        "for a "
+        "second model",
+        source,
+    )
+    return None
+
+
+def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exported:
+    """What an adapter folder stands on, merged or beside it."""
+    if kind == "adapter" or step is not None:
+        raise ValueError(
+            f"{folder} is an adapter folder: it has no checkpoints, and is exported as merged or "
+            f"rollout"
+        )
+    stated, source = base.read(folder), hf.resolve(lora.base_of(folder))
+    model = hf.load(
+        folder, dtype=_stored_dtype(source) if stated is None else _STORED[stated.dtype]
+    )
+    note = None
+    if kind == "merged":
+        _save_merged(model, out, folder)
+    else:
+        note = _save_rollout(rollout_copy(model, _format_of(model), model.dtype), out, folder)
+    return Exported(out, _format_of(model), _weight_bytes(out), _weight_bytes(source), note=note)
+
+
+def _learner(cfg: RunConfig, saved: Checkpoint) -> tuple[Transformer, build.Place]:
+    """The learner as it was after the checkpoint's step, on the CPU in the dtype that the run
+    had."""
+    cfg = cfg.model_copy(update={"device": "cpu"})
+    first = build.place(cfg)
+    dtypes = [first.dtype] if cfg.dtype != "auto" else [torch.float32, torch.bfloat16]
+    for where in (replace(first, dtype=dtype) for dtype in dtypes):
+        model = build.learner(cfg, where)
+        if digest(model) == saved.meta["base"]:
+            restore_weights(model, saved.tensors["model"], saved.state["trainer"])
+            return model, where
+    raise ValueError(f"model: the weights of {cfg.model} are not those that the run began with")
+
+
+def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
+    """The newest rollouts that a run has logged up to a step, of each group in turn, as many of
+    them as hold `most` tokens; None when there are none. A file that cannot be read is told, and
+    the one before is taken."""
+    batch, left = None, most
+    for _, path in reversed(
+        [found for found in rollout_files(run / "rollouts") if found[0] <= step]
+    ):
+        try:
+            batch = read_rollouts(path)
+            break
+        except (CodecError, OSError) as error:
+            log.warning("%s; older rollouts take its place in the measurement", error)
+    if batch is None:
+        return None
+    kept: list[Sample] = []
+    for sample in sorted(batch.samples, key=lambda sample: sample.rollout.behavior.sample):
+        tokens = len(sample.prompt_ids) + len(sample.rollout.token_ids)
+        if sample.rollout.token_ids and tokens <= left:
+            kept.append(sample)
+            left -= tokens
+    return replace(batch, samples=kept) if kept else None
+
+
+def _scores(model: Transformer, batch: Batch) -> Tensor:
+    """Log-probs of the responses under a model's dense forward, without noise."""
+    sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
+    with aligned.suspended(model), noise.muted(model):
+        return torch.cat(
+            score(
+                model,
+                sequences,
+                [len(sample.prompt_ids) for sample in batch.samples],
+                batch.temperature,
+            )
+        ).cpu()
+
+
+def _gap(learner: Tensor, policy: Tensor) -> Gap:
+    found = mismatch(
+        learner=policy[None], behavior=learner[None], mask=torch.ones_like(learner[None])
+    )
+    return Gap(len(learner), found["mismatch/logp_diff_mean"], found["mismatch/kl_k3"])
+
+
+def _save_merged(
+    model: Transformer, out: Path, source: Path, batch: Batch | None = None
+) -> Gap | None:
+    """The learner as one dense model; how far it is from the learner, whose sums are rounded to the
+    model's dtype."""
+    before = None if batch is None else _scores(model, batch)
+    hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
+    return None if batch is None or before is None else _gap(before, _scores(model, batch))
+
+
+def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
+    """The engine's model; an adapter lies outside and its base in the folder `base` inside. What
+    another tool cannot do with it."""
+    adapters = {name: linear.adapter for name, linear in rollout.linears()}
+    if all(adapter is None for adapter in adapters.values()):
+        hf.save(rollout, out, tokenizer_from=source)
+        return _note(rollout)
+    for _, linear in rollout.linears():
+        linear.adapter = None
+    files = hf.contents(rollout)
+    for name, linear in rollout.linears():
+        linear.adapter = adapters[name]
+
+    def write(target: Path) -> None:
+        (target / "base").mkdir()
+        hf.write(files, target / "base", source)
+        lora.write(rollout, target, base=str(out.absolute() / "base"), tokenizer_from=source)
+
+    publish_folder(out, write, {"kind": "adapter"})
+    return _note(rollout)
+
+
+def _note(model: Transformer) -> str | None:
+    if model.weight_format is None or get_format(model.weight_format).dense:
+        return None
+    return unread_by_transformers(
+        model.weight_format,
+        {linear.in_features for _, linear in model.linears()},
+        bool(model.spec.num_experts),
+    )
+
+
+def _format_of(model: Transformer) -> str:
+    return model.weight_format or {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(
+        model.dtype, str(model.dtype)
+    )
+
+
+def _absent(out: str | Path) -> Path:
+    out = Path(out)
+    if out.is_symlink() or out.exists():
+        raise FileExistsError(f"{out}: exists already; name a new folder")
+    return out
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype that a folder's config.json names, else float32."""
+    config = read_config(folder)
+    return _STORED.get(
+        str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), torch.float32
+    )
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))

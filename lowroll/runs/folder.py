@@ -1,0 +1,341 @@
+"""The folder of a run: what a run makes there, what is somebody else's, and how a run begins, goes
+on and is saved.
+
+    config.yaml     the settings; its first line says which command's run the folder holds
+    about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, environments/, .lock, report.html
+
+Nothing that a run did not make is removed or written over. Files are a run's by their names, in a
+folder whose config.yaml a run wrote; checkpoints and final/ by their manifests. What is in the way
+is refused at the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lowroll.checkpoint.files import write_file
+from lowroll.checkpoint.lock import LOCK
+from lowroll.checkpoint.publish import read_meta
+from lowroll.checkpoint.replacement import (
+    foreign_in,
+    remove_published,
+    replace_folder,
+    settle_folder,
+)
+from lowroll.checkpoint.space import Space
+from lowroll.checkpoint.store import DAMAGED, Checkpoint, Store, check_pieces
+from lowroll.config import RunConfig
+from lowroll.metrics.record import (
+    ABOUT_FILE,
+    METRICS_FILE,
+    Recorder,
+    computed_otherwise,
+    write_about,
+)
+from lowroll.metrics.report import REPORT_FILE, is_report
+from lowroll.runs import identity
+from lowroll.transport.rollout_log import is_rollouts, rollout_files, truncate_rollouts
+
+log = logging.getLogger(__name__)
+
+CONFIG, FINAL, LOGS, ENVIRONMENTS = "config.yaml", "final", "logs", "environments"
+BATCHES = ("rollouts", "offending")
+META = ("command", "config", "base", "read", "step", "tensors")  # beside the state of a checkpoint
+_MARK = re.compile(r"# lowroll (\w+): the settings of the run in this folder\n")
+_STEP = re.compile(r"step_[0-9]{6,}")
+
+
+class RunFolder:
+    """`output_dir` of a configuration, for the runs of a command: grpo or sft."""
+
+    def __init__(self, cfg: RunConfig, command: str) -> None:
+        self.cfg, self.command = cfg, command
+        self.path = Path(cfg.output_dir)
+        self.final = self.path / FINAL
+        self.store = Store(self.path / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
+        self.space = Space(cfg.ckpt.wait_for_space)
+        self.meta = META if command == "sft" else (*META, "cache_tokens")
+        self.length = (
+            ("train.max_steps", cfg.train.max_steps)
+            if command == "grpo"
+            else ("sft.steps", cfg.sft.steps)
+        )
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """What the run reads beside its settings and weights (`identity.read_by`)."""
+        return identity.read_by(self.cfg, self.command)
+
+    # -- whose it is -------------------------------------------------------------------------------
+
+    def made_by(self) -> str | None:
+        """The command whose run is here; None when none has begun."""
+        written = self.path / CONFIG
+        if written.is_file():
+            with written.open(encoding="utf-8", errors="replace") as file:
+                if mark := _MARK.fullmatch(file.readline(200)):
+                    return mark[1]
+        metas = (
+            read_meta(self.store.folder / f"step_{step:06d}") or {} for step in self.store.steps()
+        )
+        return next((str(meta.get("command", "grpo")) for meta in metas if "config" in meta), None)
+
+    def has_steps(self) -> bool:
+        """Whether the run that is here has made a step, or has ended."""
+        metrics = self.path / METRICS_FILE
+        return (
+            bool(self.store.steps())
+            or (self.store.folder / DAMAGED).is_dir()
+            or read_meta(self.final) is not None
+            or (metrics.is_file() and b"\n" in metrics.read_bytes())
+            or any(step > 1 for name in BATCHES for step, _ in rollout_files(self.path / name))
+        )
+
+    def check(self, resume: bool = False, overwrite: bool = False) -> None:
+        """ValueError when the folder cannot be used so, naming what is in the way. Changes
+        nothing."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"output_dir: {self.path} is not a folder")
+        there = next(
+            path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists()
+        )
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"output_dir: {self.path} cannot be written: {there} is "
+                f"{'write-protected' if there.is_dir() else 'not a folder'}"
+            )
+        made = self.made_by()
+        if resume and made is None and not (self.path / LOCK).exists():
+            raise ValueError(f"output_dir: {self.path} holds no run to resume")
+        if resume and made not in (None, self.command):
+            raise ValueError(
+                f"output_dir: {self.path} holds a run of lowroll {made}: resume it with that "
+                f"command"
+            )
+        if made is not None and not (resume or overwrite) and self.has_steps():
+            raise ValueError(
+                f"output_dir: {self.path} already holds a run; continue it with --resume, replace "
+                f"it with "
+                "--overwrite, or name another folder"
+            )
+        for found in self._in_the_way(made, overwrite):
+            raise ValueError(
+                f"output_dir: {found}. A run would write there: move it, or name another folder"
+            )
+        if not resume:
+            self._refuse_own_inputs()
+
+    def _in_the_way(self, made: str | None, overwrite: bool) -> Iterator[str]:
+        folders = [
+            self.path / name for name in (self.store.folder.name, LOGS, ENVIRONMENTS, *BATCHES)
+        ]
+        yield from (
+            f"{path} is not a folder"
+            for path in folders
+            if os.path.lexists(path) and not path.is_dir()
+        )
+        if made is None:
+            names = (CONFIG, ABOUT_FILE, METRICS_FILE, FINAL)
+            paths = [self.path / name for name in names if os.path.lexists(self.path / name)]
+            paths += [path for name in BATCHES for _, path in rollout_files(self.path / name)]
+            yield from (f"{path} is not of a run of this folder" for path in paths)
+        elif os.path.lexists(self.final) and (foreign := foreign_in(self.final)):
+            yield foreign
+        if made is not None and overwrite:
+            paths = [path for name in BATCHES for _, path in rollout_files(self.path / name)]
+            yield from (
+                f"{path} does not begin as rollouts do" for path in paths if not is_rollouts(path)
+            )
+        for path in sorted(self.store.folder.glob("step_*")):
+            if not _STEP.fullmatch(path.name):
+                continue
+            if made is None or not path.is_dir() or path.is_symlink():
+                yield f"{path} is not a checkpoint of a run of this folder"
+            elif overwrite and (foreign := foreign_in(path, contents=False)):
+                yield foreign
+
+    def _refuse_own_inputs(self) -> None:
+        """A run may not begin with the removal of what it reads."""
+        goes = [
+            path.resolve()
+            for path in (self.store.folder, self.final, *(self.path / name for name in BATCHES))
+        ]
+        settings = {
+            key: value
+            for key, value in yaml.safe_load(self.cfg.dump()).items()
+            if key != "output_dir"
+        }
+        for text in identity.texts(settings):
+            if os.path.exists(text) and any(
+                Path(text).resolve().is_relative_to(path) for path in goes
+            ):
+                raise ValueError(
+                    f"output_dir: the run reads {text}, which a new run in {self.path} would "
+                    f"replace: "
+                    "name another folder"
+                )
+
+    # -- beginning and going on --------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Finish what an attempt that died was putting in place or removing."""
+        settle_folder(self.final)
+        self.store.clean()
+
+    def keep(self, texts: Mapping[Path, str]) -> None:
+        """Write the files of environments that a notebook or script named, unless they are here."""
+        for path, text in texts.items():
+            if not path.exists():
+                path.parent.mkdir(exist_ok=True)
+                self.space.write(path, partial(write_file, path, text.encode()))
+
+    def begin(self, about: Mapping[str, str]) -> Recorder:
+        """Begin a run: what an earlier one made goes, then what describes this one is written."""
+        self._clear()
+        self._write_config()
+        self.space.write(
+            self.path / ABOUT_FILE,
+            lambda: write_about(self.path, {"command": self.command, **about}),
+        )
+        for name, words in about.items():
+            log.info("%s: %s", name, words)
+        return Recorder(self.path)
+
+    def find(self) -> Checkpoint | None:
+        """The newest checkpoint; None when there is none, and the run begins again.
+
+        ValueError when the run, or what it read, is not that of the configuration.
+        """
+        key, steps = self.length
+        try:
+            saved = self.store.load()
+        except FileNotFoundError:
+            if self.has_steps():
+                identity.refuse_other_settings(self._written(), self.cfg, of="the run")
+            return None
+        check_pieces(
+            "checkpoint",
+            {"read": None, "cache_tokens": None, **saved.meta},
+            {*self.meta, "cache_tokens"},
+        )
+        before = yaml.safe_load(saved.meta["config"])
+        identity.refuse_other_settings(before, self.cfg, self._may_change(saved, before))
+        read = saved.meta.get("read")
+        identity.refuse_other_files(
+            read and {name: read[name] for name in read if name != identity.TEACHER}, self.inputs
+        )
+        check_pieces("checkpoint", saved.meta, self.meta)
+        if steps < saved.step:
+            raise ValueError(f"{key}: {steps}, and the run has made {saved.step} steps")
+        return saved
+
+    def _written(self) -> dict[str, Any]:
+        """The settings in config.yaml. ValueError when they cannot be read."""
+        path = self.path / CONFIG
+        try:
+            written = yaml.safe_load(path.read_bytes())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(
+                f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins "
+                f"again "
+                f"({' '.join(str(error).split())})"
+            ) from error
+        if not isinstance(written, dict):
+            raise ValueError(
+                f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins "
+                f"again"
+            )
+        return written
+
+    def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
+        ended = (
+            (read_meta(self.final) or {}).get("step") == saved.step < before["train"]["max_steps"]
+        )
+        return identity.FOR_SIGNAL if ended else ()
+
+    def check_base(self, saved: Checkpoint, base: str) -> None:
+        """ValueError unless the digest of the model's weights is that of the run's beginning."""
+        if saved.meta["base"] != base:
+            raise ValueError(
+                f"model: the weights of {self.cfg.model} are not those that the run began with"
+            )
+
+    def resume(self, step: int, about: Mapping[str, str]) -> Recorder:
+        """Go on after the checkpoint of a step: what came after it goes, and the settings are those
+        of now."""
+        for words in computed_otherwise(self.path, about):
+            log.warning(
+                "resumed elsewhere, so not bit for bit as the run would have gone on: %s", words
+            )
+        recorder = Recorder(self.path)
+        for later_gone in (
+            recorder.truncate,
+            partial(truncate_rollouts, self.path / "rollouts"),
+            self.store.truncate,
+        ):
+            self.space.write(self.path, partial(later_gone, step))
+        self._write_config()
+        return recorder
+
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, dict[str, Any]],
+        state: dict[str, Any],
+        meta: dict[str, Any],
+    ) -> None:
+        """Keep a checkpoint, with the settings and the command beside `meta`."""
+        meta = {"config": self.cfg.dump(), "command": self.command, **meta}
+        self.space.write(self.store.path(step), lambda: self.store.save(step, tensors, state, meta))
+
+    def publish(self, write: Callable[[Path], object]) -> None:
+        """Put the folder that `write(path)` publishes in the place of final/."""
+        self.space.write(self.final, lambda: replace_folder(self.final, write))
+
+    def _write_config(self) -> None:
+        mark = f"# lowroll {self.command}: the settings of the run in this folder\n"
+        assert _MARK.fullmatch(mark)
+        self.path.mkdir(parents=True, exist_ok=True)
+        path = self.path / CONFIG
+        self.space.write(path, lambda: write_file(path, (mark + self.cfg.dump()).encode()))
+
+    def _clear(self) -> None:
+        """Remove what a run made, but for its logs and environments, and the settings: they go
+        last, when others take their place."""
+        if self.made_by() is None:
+            return
+        self.store.truncate(
+            -1
+        )  # first: a run with a checkpoint has all that it made, until the last one goes
+        damaged = self.store.folder / DAMAGED
+        for path in [*(damaged.iterdir() if damaged.is_dir() else ()), self.final]:
+            if path.exists() and not foreign_in(path, contents=False):
+                remove_published(path, self.path if path == self.final else self.store.folder)
+        for name in BATCHES:
+            truncate_rollouts(self.path / name, -1)
+        for name in (
+            METRICS_FILE,
+            ABOUT_FILE,
+            *([REPORT_FILE] if is_report(self.path / REPORT_FILE) else []),
+        ):
+            (self.path / name).unlink(missing_ok=True)
+        for folder in (damaged, self.store.folder, *(self.path / name for name in BATCHES)):
+            if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+                folder.rmdir()
+        stays = sorted(
+            path.name
+            for path in self.path.iterdir()
+            if path.name not in (LOCK, CONFIG, LOGS, ENVIRONMENTS)
+        )
+        if stays:
+            log.warning(
+                "%s: left as they are, for no run made them: %s", self.path, ", ".join(stays)
+            )

@@ -1,0 +1,283 @@
+"""What `--dry-run` looks at: all that would end a run before its first step, found in seconds, with
+nothing written.
+
+Environments are made and their data read; a few of their own answers go through a real scoring
+worker. Of models the configuration, the tokenizer and the headers of the weights are read, never
+the weights; of a hub id that is not here yet, the small files are fetched and the headers are left
+out. What does not fit is collected, so that one look shows it all. Values that only a load can see
+(a weight that is not finite) remain for the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from lowroll.config import EnvConfig, RunConfig
+from lowroll.envs import Environment, child
+from lowroll.kv.capacity import Workload
+from lowroll.model import claims, hf, lora
+from lowroll.model.spec import read_spec
+from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.model.transformer import Transformer
+from lowroll.runs import budget, build, sft
+from lowroll.runs.build import Place
+from lowroll.runs.folder import RunFolder
+from lowroll.trainer import adamw8bit
+from lowroll.trainer.sft import encode_all
+from lowroll.types import Prompt, Score, ScoreError
+
+T = TypeVar("T")
+ANSWERS = 8  # of an environment's own that are scored
+
+
+@dataclass
+class Findings:
+    """`lines` are the plan's, `notes` what deserves a second look, `problems` what would end the
+    run."""
+
+    lines: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def attempt(self, look: Callable[[], T]) -> T | None:
+        """The result of a look; None when it found a problem, which is kept."""
+        try:
+            return look()
+        except (ValueError, OSError) as error:
+            new = (line for line in str(error).splitlines() if line not in self.problems)
+            self.problems.extend(new)
+            return None
+
+
+def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
+    """What `lowroll grpo` would meet. cfg as loaded."""
+    cfg, found = cfg.resolved(), Findings()
+    found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
+    where = found.attempt(lambda: build.place(cfg))
+    model = found.attempt(lambda: _learner(cfg, where, found)) if where else None
+    chat = found.attempt(lambda: build.tokenizer(cfg.model)) if model else None
+    found.attempt(lambda: child.check_count(cfg.score.workers))
+    envs = _environments(cfg, cfg.env, found)
+    held_out = _environments(cfg, cfg.eval.env, found) if cfg.eval.env else envs
+    found.attempt(lambda: _settings(cfg))
+    if model is not None:
+        found.attempt(lambda: build.longest_prompt(cfg, model))
+        found.attempt(lambda: build.check_stages(cfg, model))
+    for env in envs.values():
+        _ask(env, cfg, cfg.env, found)
+    if cfg.eval.interval:
+        for env in held_out.values():
+            found.attempt(lambda env=env: _has_tests(env))  # type: ignore[misc]
+    if where is None or model is None or chat is None or found.problems:
+        return found
+    beside = found.attempt(lambda: _beside(cfg, where, model, chat))
+    works = found.attempt(lambda: _workloads(cfg, model, chat, envs, held_out))
+    if beside is not None and works is not None:
+        _budget(found, found.attempt(lambda: budget.plan(cfg, where, model, works, beside)))
+    return found
+
+
+def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
+    """What `lowroll sft` would meet."""
+    cfg, found = sft.plain(cfg.resolved()), Findings()
+    found.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
+    where = found.attempt(lambda: build.place(cfg))
+    model = found.attempt(lambda: _learner(cfg, where, found)) if where else None
+    chat = found.attempt(lambda: build.tokenizer(cfg.model)) if model else None
+    found.attempt(lambda: _settings(cfg))
+    examples = found.attempt(lambda: sft.examples(cfg))
+    if where is None or model is None or chat is None or examples is None:
+        return found
+    samples = found.attempt(
+        lambda: encode_all(chat.tokenizer, examples, model.spec.vocab_size, model.spec.max_position)
+    )
+    if samples is not None:
+        lengths = [len(sample.prompt_ids) + len(sample.rollout.token_ids) for sample in samples]
+        found.lines.append(
+            f"{len(samples):,} demonstrations of {sum(lengths) / len(lengths):,.0f} tokens on "
+            f"average, "
+            f"{max(lengths):,} at most; {cfg.sft.steps} steps of {cfg.sft.batch_size} at learning "
+            f"rate "
+            f"{cfg.sft.learning_rate:g}"
+        )
+        _budget(found, budget.plan_sft(cfg, where, model, max(lengths) * cfg.sft.batch_size))
+    return found
+
+
+def _learner(cfg: RunConfig, where: Place, found: Findings) -> Transformer:
+    """The shapes of the model that will learn."""
+    build.refuse_adapter("model", cfg.model)
+    model = _outline("model", cfg.model, where, found)
+    if cfg.train.lora:
+        lora.check(
+            model.spec, cfg.train.lora_rank, cfg.train.lora_alpha, cfg.train.lora_target_modules
+        )
+    return model
+
+
+def _outline(key: str, source: str, where: Place, found: Findings) -> Transformer:
+    """The shapes of a model, on the meta device, its headers checked where its weights are here."""
+    folder = hf.resolve(source, weights=False)
+    if Path(source).expanduser().is_dir():
+        spec, _, _ = hf.read_headers(folder)
+    else:
+        spec = read_spec(folder)
+        claims.check_memory(folder / "config.json", spec, claims.LEAST_BITS, where.device)
+        found.notes.append(f"{key}: {source} is a hub id; its weights are not looked at")
+    return Transformer(spec, "meta", where.dtype)
+
+
+def _environments(
+    cfg: RunConfig, wanted: tuple[EnvConfig, ...], found: Findings
+) -> dict[str, Environment]:
+    """Those that can be made, by name."""
+    made: dict[str, Environment] = {}
+    for env in wanted:
+        made |= found.attempt(lambda env=env: build.environments((env,), cfg.seed)) or {}  # type: ignore[misc]
+    return made
+
+
+def _ask(env: Environment, cfg: RunConfig, envs: tuple[EnvConfig, ...], found: Findings) -> None:
+    """A few tasks of an environment: prompts, its own answers, and what a real worker's scorer says
+    to them."""
+    try:
+        size = env.size("train")
+        prompts = [
+            env.prompt(index) for index in range(ANSWERS if size is None else min(ANSWERS, size))
+        ]
+    except (
+        Exception
+    ) as error:  # an environment's own code may raise anything; the look goes on to the next
+        found.problems.append(
+            f"env {env.name!r}: no prompt could be drawn ({type(error).__name__}: {error})"
+        )
+        return
+    if not prompts:
+        found.problems.append(f"env {env.name!r}: its train split has no task")
+        return
+    try:
+        golds = [(prompt, env.gold(prompt)) for prompt in prompts]
+    except Exception as error:  # the run never asks for an answer, so this is no more than a note
+        why = f"{type(error).__name__}: {error}".removesuffix(": ")
+        found.notes.append(
+            f"env {env.name!r}: it gives no answer of its own, so its scorer was tried on the "
+            f"prompts "
+            f"alone ({why})"
+        )
+        _score_prompts(env, cfg, envs, prompts, found)
+        return
+    results = _score(env, cfg, envs, golds, found)
+    errors = [result for result in results if isinstance(result, ScoreError)]
+    if len(errors) > cfg.score.max_error_rate * len(results):
+        found.problems.append(
+            f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} of its own "
+            f"answers ({errors[0].kind}: {errors[0].message})"
+        )
+    rejected = sum(not isinstance(result, ScoreError) and result.reward < 1 for result in results)
+    if rejected:
+        found.notes.append(
+            f"env {env.name!r}: {rejected} of {len(results)} of its own answers score below 1 "
+            "(lowroll.envs.make(...).validate() shows them)"
+        )
+
+
+def _score_prompts(
+    env: Environment,
+    cfg: RunConfig,
+    envs: tuple[EnvConfig, ...],
+    prompts: list[Prompt],
+    found: Findings,
+) -> None:
+    """What a scorer makes of responses that need not be good ones: a score of a wrong type is a
+    problem, an exception is worth a look."""
+    results = _score(env, cfg, envs, [(prompt, "some text") for prompt in prompts], found)
+    errors = [result for result in results if isinstance(result, ScoreError)]
+    if errors:
+        said = found.problems if any(error.kind == "invalid" for error in errors) else found.notes
+        said.append(
+            f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} responses "
+            f"({errors[0].kind}: {errors[0].message})"
+        )
+
+
+def _score(
+    env: Environment,
+    cfg: RunConfig,
+    envs: tuple[EnvConfig, ...],
+    responses: list[tuple[Prompt, str]],
+    found: Findings,
+) -> list[Score | ScoreError]:
+    """What one real worker says to these responses; [] when there is none, which is a problem."""
+    own = tuple(one for one in envs if one.name == env.name)
+    alone = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
+    try:
+        with build.scorer(alone, own) as pool:
+            return list(pool.score(responses))
+    except RuntimeError as error:  # no worker could build the environment
+        found.problems.append(f"env {env.name!r}: {error}")
+        return []
+
+
+def _has_tests(env: Environment) -> None:
+    if env.size("test") == 0:
+        raise ValueError(
+            f"eval: environment {env.name!r} has no test split; set its test_path, or "
+            f"eval.interval: null"
+        )
+
+
+def _settings(cfg: RunConfig) -> None:
+    """What the learner's parts refuse by themselves."""
+    for make in (
+        build.learn_settings,
+        build.optim_settings,
+        build.guard,
+        build.noise_schedule,
+    ):
+        make(cfg)
+    if cfg.train.optimizer == "adamw8bit":
+        adamw8bit.find()
+
+
+def _beside(
+    cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer
+) -> dict[str, Transformer]:
+    """The shapes of the models that a run holds beside the learner."""
+    beside, scratch = {}, Findings()
+    if cfg.loss.kl_coef and not cfg.train.lora:
+        beside["reference"] = model
+    if build.asks_teacher(cfg):
+        assert cfg.train.teacher is not None
+        build.refuse_other_vocabulary("train.teacher", cfg.train.teacher, cfg, chat)
+        beside["teacher"] = _outline("train.teacher", cfg.train.teacher, where, scratch)
+    if cfg.algorithm == "ppo":
+        source = cfg.critic.model
+        if source is not None:
+            build.refuse_adapter("critic.model", source)
+            build.refuse_other_vocabulary("critic.model", source, cfg, chat)
+        beside["critic"] = (
+            model if source is None else _outline("critic.model", source, where, scratch)
+        )
+    return beside
+
+
+def _workloads(
+    cfg: RunConfig,
+    model: Transformer,
+    chat: ChatTokenizer,
+    envs: Mapping[str, Environment],
+    held_out: Mapping[str, Environment],
+) -> list[Workload]:
+    """What will be in the engine together. ValueError when no prompt of an environment leaves room
+    for a response."""
+    build.check_prompts(cfg, model, chat, envs)
+    return build.workloads(build.with_cache(cfg, None), model, chat, envs, held_out)
+
+
+def _budget(found: Findings, planned: budget.Budget | None) -> None:
+    if planned is not None:
+        found.lines += planned.lines()
+        found.problems += [planned.problem()] if planned.problem() else []

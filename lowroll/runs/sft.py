@@ -1,0 +1,222 @@
+"""`lowroll sft`: a supervised warm start from the configuration, published as a Hugging Face
+folder.
+
+A run of it has what any run has (`attempt`): its folder and lock, checkpoints and exact resume, a
+polite stop, its log. `warm_start` is the training alone, for what is part of something larger.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from lowroll.config import RunConfig
+from lowroll.metrics.live import duration
+from lowroll.metrics.progress import phases
+from lowroll.metrics.record import Record, Recorder, read
+from lowroll.model import hf, lora
+from lowroll.runs import build
+from lowroll.runs.attempt import RunResult, attempt, drive
+from lowroll.runs.folder import RunFolder
+from lowroll.runs.stop import polite_stop
+from lowroll.trainer.optim import OptimSettings
+from lowroll.trainer.sft import (
+    Demonstration,
+    SftLearner,
+    SftSettings,
+    demonstrations,
+    read_demonstrations,
+)
+from lowroll.weights.publish import digest
+
+log = logging.getLogger(__name__)
+
+LINES = 20  # of progress in all
+
+
+def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
+    """Train as `cfg.sft` (and `cfg.train` for what both stages share) says; returns the run folder
+    and its records.
+
+    The trained model, or the adapter, is `output_dir/final`. The folder is treated as by
+    `lowroll.run`, `resume`, `overwrite` and signals included.
+    """
+    cfg = cfg.resolved()
+    with attempt(cfg, "sft", resume, overwrite) as folder:
+        session = SftSession(cfg, folder, resume)
+        first = session.resume() if resume else session.begin()
+        with progress(cfg.sft.steps) as show, polite_stop() as stop:
+            signal = drive(session, first, cfg.sft.steps, cfg.ckpt.interval, show, stop)
+    return RunResult(folder.path, read(folder.path), signal=signal)
+
+
+def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
+    """Train the model of folder `source` on demonstrations, publish it as folder `target`; the last
+    step's metrics."""
+    cfg = cfg.model_copy(update={"model": str(source)})
+    learner, metrics = _learner(cfg, build.place(cfg)), dict[str, float]()
+    with progress(cfg.sft.steps) as show:
+        for step in range(1, cfg.sft.steps + 1):
+            metrics = learner.step()
+            show({"step": step, **metrics})
+    publish(cfg, learner, cfg.sft.steps, target)
+    return metrics
+
+
+class SftSession:
+    """The parts of one supervised run. With `resume`, ValueError when the newest checkpoint is
+    another run's."""
+
+    def __init__(self, cfg: RunConfig, home: RunFolder, resume: bool = False) -> None:
+        self.cfg, self.home = cfg, home
+        self.saved = home.find() if resume else None
+        self.where = build.place(cfg)
+        self.learner = _learner(cfg, self.where)
+        self.base_digest = digest(self.learner.model)
+        self.inputs = home.inputs
+        self.recorder: Recorder
+        self._saved_at: int | None = None
+
+    def begin(self) -> int:
+        """Start a new run: write what describes it. Returns the first step."""
+        self.recorder = self.home.begin(_about(self.cfg, self.where, self.learner))
+        return 1
+
+    def resume(self) -> int:
+        """Continue from the newest undamaged checkpoint, or begin again when there is none. Returns
+        the next step."""
+        saved, self.saved = self.saved, None
+        if saved is None:
+            log.warning("the run ended before its first checkpoint; it begins again with step 1")
+            return self.begin()
+        self.home.check_base(saved, self.base_digest)
+        self.learner.restore(saved.tensors, saved.state)
+        self.recorder = self.home.resume(saved.step, _about(self.cfg, self.where, self.learner))
+        self._saved_at = saved.step
+        log.info("resumed after step %d", saved.step)
+        return saved.step + 1
+
+    def step(self, step: int) -> Record:
+        """One update and its record."""
+        began = time.monotonic()
+        metrics = self.learner.step()
+        metrics |= {"time/step": time.monotonic() - began}
+        return self.home.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
+
+    def drop(self, step: int) -> None:
+        """A step is short, and never dropped."""
+        raise AssertionError(f"step {step} was dropped")
+
+    def checkpoint(self, step: int) -> None:
+        """Model, optimizer and place after `step`, in one atomic folder."""
+        if self._saved_at == step:
+            return
+        tensors, state = self.learner.state()
+        self.home.save(step, tensors, state, {"base": self.base_digest, "read": self.inputs})
+        self._saved_at = step
+        log.info("checkpoint of step %d", step)
+
+    def finish(self, step: int) -> None:
+        """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face
+        folder."""
+        self.checkpoint(step)
+        self.home.publish(partial(publish, self.cfg, self.learner, step))
+
+
+def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> None:
+    """The model (or adapter) after `step` as the new folder `target`."""
+    source = hf.resolve(cfg.model)
+    if cfg.train.lora:
+        lora.save(learner.model, target, base=str(source), tokenizer_from=source)
+    else:
+        hf.save(learner.model, target, source, step)
+
+
+@contextmanager
+def progress(steps: int) -> Iterator[Callable[[Record], str]]:
+    """`show(record)` puts a step into words: a line now and then, and a bar at a terminal."""
+    began, first = time.monotonic(), 0
+    with phases() as on_phase:
+
+        def show(record: Record) -> str:
+            nonlocal first
+            step = int(record["step"])
+            first = first or step
+            left = (time.monotonic() - began) / (step - first + 1) * (steps - step)
+            line = (
+                f"step {step:>4}/{steps}  loss {_shown(record['sft/loss'], '.4f')}  "
+                f"lr {record['optim/lr']:.1e}  grad norm "
+                f"{_shown(record['optim/grad_norm'], '.3g')}  "
+                f"eta {duration(left)}"
+            )
+            on_phase("sft", step, steps)
+            if step in (1, steps) or step % max(1, steps // LINES) == 0:
+                print(line, file=sys.stderr)
+            return line
+
+        yield show
+
+
+def _shown(value: float | None, spec: str) -> str:
+    return "nan" if value is None else format(value, spec)
+
+
+def _learner(cfg: RunConfig, where: build.Place) -> SftLearner:
+    cfg = plain(cfg)
+    sft, train = cfg.sft, cfg.train
+    optim = OptimSettings(
+        sft.learning_rate,
+        sft.lr_scheduler_type,
+        sft.warmup_steps,
+        sft.steps,
+        sft.min_lr_ratio,
+        train.weight_decay,
+        train.betas,
+        train.eps,
+        train.max_grad_norm,
+        train.optimizer,
+    )
+    settings = SftSettings(
+        sft.steps, sft.batch_size, optim, train.tokens_per_microbatch, train.logprob_chunk, cfg.seed
+    )
+    model = build.learner(cfg, where)
+    return SftLearner(model, build.tokenizer(cfg.model).tokenizer, examples(cfg), settings)
+
+
+def _about(cfg: RunConfig, where: build.Place, learner: SftLearner) -> Mapping[str, str]:
+    """The run in words, for the report's header."""
+    shared = build.about(cfg, where, learner.model)
+    learned = f"LoRA rank {cfg.train.lora_rank}" if cfg.train.lora else "full fine-tuning"
+    source = cfg.sft.data or ", ".join(env.name or env.id for env in cfg.env)
+    return {
+        "title": shared["title"],
+        "model": shared["model"],
+        "learning": f"supervised, {learned}, {cfg.train.optimizer}, learning rate "
+        f"{cfg.sft.learning_rate:g}",
+        "data": f"{len(learner.samples):,} demonstrations of {source}, {cfg.sft.batch_size} a step",
+        "device": shared["device"],
+    }
+
+
+def plain(cfg: RunConfig) -> RunConfig:
+    """The settings without update-aware scaling and the aligned forward, which belong to the run
+    that follows."""
+    return cfg.model_copy(
+        update={"train": cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})}
+    )
+
+
+def examples(cfg: RunConfig) -> list[Demonstration]:
+    """What is demonstrated. ValueError names the file and line, or the environment."""
+    if cfg.sft.data is not None:
+        return read_demonstrations(Path(cfg.sft.data))
+    envs = build.environments(cfg.env, cfg.seed)
+    weights = [env.weight for env in cfg.env]
+    return demonstrations(
+        list(zip(envs.values(), weights, strict=True)), cfg.sft.num_examples, cfg.seed
+    )
