@@ -46,6 +46,7 @@ from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import Forward, LearnSettings, learn
 from lowroll.types import Batch, Group, Prompt, Sample, Score
 from lowroll.weights.publish import publish, quantize_base
+from lowroll.weights.update import WeightUpdate
 
 PARTS = ("generate", "score", "log-prob", "update", "publish", "idle")
 
@@ -151,7 +152,7 @@ class Loop:
         assert not metrics["optim/skipped"], "the update was not finite"
         self.version += 1
         with clock.part("publish"):
-            self.engine.update_weights(self.model, self.version)
+            self.engine.update_weights(WeightUpdate.local(self.model, self.version))
         clock.seconds["idle"] = time.perf_counter() - began - sum(clock.seconds.values())
         return clock.seconds
 
@@ -238,7 +239,7 @@ def publish_rows(model: str, weights: str, device: torch.device, rounds: int = 9
     ways: dict[str, Callable[[int], object]] = {
         publishing(model, weights): lambda version: publish(master, engine.model),
         f"{model} adopt bf16 to {weights} in place, with its digest": lambda version: (
-            engine.update_weights(master, version)
+            engine.update_weights(WeightUpdate.local(master, version))
         ),
     }
     rows = []

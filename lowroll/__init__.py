@@ -14,12 +14,13 @@ from lowroll.types import BehaviorTag, Group, Request, Rollout
 
 if TYPE_CHECKING:
     from lowroll import objectives as objectives
-    from lowroll.engine.native import Engine as Engine
+    from lowroll.engine.native import NativeEngine as Engine
     from lowroll.model.scoring import score as score
     from lowroll.quant.formats import QTensor as QTensor
     from lowroll.quant.formats import formats as formats
     from lowroll.quant.formats import quantize as quantize
     from lowroll.runs.grpo import run as run
+    from lowroll.weights.update import WeightUpdate as WeightUpdate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "QTensor",
     "Request",
     "Rollout",
+    "WeightUpdate",
     "formats",
     "objectives",
     "quantize",
@@ -44,12 +46,13 @@ if "OMP_WAIT_POLICY" not in os.environ and "torch" not in sys.modules:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOMES = {
-    "Engine": "engine.native",
-    "score": "model.scoring",
-    "QTensor": "quant.formats",
-    "formats": "quant.formats",
-    "quantize": "quant.formats",
-    "run": "runs.grpo",
+    "Engine": "engine.native.NativeEngine",
+    "score": "model.scoring.score",
+    "QTensor": "quant.formats.QTensor",
+    "WeightUpdate": "weights.update.WeightUpdate",
+    "formats": "quant.formats.formats",
+    "quantize": "quant.formats.quantize",
+    "run": "runs.grpo.run",
 }
 
 
@@ -57,5 +60,6 @@ def __getattr__(name: str) -> Any:
     if name == "objectives":
         return importlib.import_module("lowroll.objectives")
     if name in _HOMES:
-        return getattr(importlib.import_module(f"lowroll.{_HOMES[name]}"), name)
+        home, _, there = _HOMES[name].rpartition(".")
+        return getattr(importlib.import_module(f"lowroll.{home}"), there)
     raise AttributeError(f"module 'lowroll' has no attribute {name!r}")

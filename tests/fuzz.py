@@ -52,6 +52,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.types import Group, Rollout
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import publish, rollout_copy
+from lowroll.weights.update import WeightUpdate
 
 MIXES = 20  # of a block
 LONGEST = 34  # prompt and response of a request
@@ -546,7 +547,9 @@ class Block:
     def update_weights(self) -> None:
         self.version = self.rng.choice(VERSIONS)
         self.engine.update_weights(
-            master(self.family, self.version), self.version, NOISES.get(self.version)
+            WeightUpdate.local(
+                master(self.family, self.version), self.version, NOISES.get(self.version)
+            )
         )
 
     def generate(self) -> None:

@@ -22,6 +22,7 @@ from lowroll.trainer import state as states
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.weights import aligned
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
+from lowroll.weights.update import WeightUpdate
 
 IDS = torch.randint(0, 67, (31,), generator=torch.Generator().manual_seed(0))
 FORMATS = tuple(lowroll.formats())
@@ -178,7 +179,7 @@ def test_what_is_published_is_the_learners_own(
         aligned.refresh(model)
         with monkeypatch.context() as patch:  # publication may not quantize
             patch.setattr(Format, "quantize", lambda *_: pytest.fail("quantized twice"))
-            tag = engine.update_weights(model, version)
+            tag = engine.update_weights(WeightUpdate.local(model, version))
         assert tag.policy[0].digest == digest(model)
         assert torch.equal(logits(model), logits(engine.model))
         own = {

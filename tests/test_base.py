@@ -32,6 +32,7 @@ from lowroll.runs.export import export_run, quantize_folder
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights import aligned
 from lowroll.weights.publish import digest, quantize_base
+from lowroll.weights.update import WeightUpdate
 
 SEQUENCES = [
     torch.randint(2, 60, (n,), generator=torch.Generator().manual_seed(n)).tolist()
@@ -92,7 +93,7 @@ def test_final_is_the_policy_that_learned(case: str, run_model: Path, tmp_path: 
         with aligned.suspended(learner), export.noise.muted(learner):
             wanted = logp(learner)
         fallen = session.engine.behavior.weights != weights
-        session.engine.update_weights(learner, 3)  # without noise
+        session.engine.update_weights(WeightUpdate.local(learner, 3))  # without noise
         requests = [lowroll.Request([6, 7, 8 + i], n=2, max_tokens=8, seed=i) for i in range(2)]
         drawn = [
             rollout for group in session.engine.generate(requests) for rollout in group.rollouts

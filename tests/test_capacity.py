@@ -101,7 +101,7 @@ def test_an_engine_takes_what_its_loads_can_use(
 
     def cache_tokens(free: int | None, **options: Any) -> int:
         monkeypatch.setattr(engine_module, "free_memory", lambda device: free)
-        return lowroll.Engine(folder, weights="fp32", device="cpu", **options).cache_tokens
+        return lowroll.Engine(folder, weights="fp32", device="cpu", **options).stats().cache_tokens
 
     load = Workload(4, 8, 30, 10)
     assert (

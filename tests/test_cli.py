@@ -19,7 +19,6 @@ import lowroll
 from lowroll.cli.eval import show
 from lowroll.cli.main import COMMANDS, main
 from lowroll.config import load
-from lowroll.quant.formats import get_format
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout, RunFailed
 
 ROOT = Path(__file__).parent.parent
@@ -278,8 +277,7 @@ class FakeEngine:
     def __init__(self, model: str, *, weights: str, device: str, max_batch: int) -> None:
         self.tokenizer = self
         self.loaded = (model, weights, device, max_batch)
-        self.format = get_format("int8")
-        self.spec = types.SimpleNamespace(max_position=300)
+        self.capabilities = types.SimpleNamespace(context_length=300)
 
     chat_template = "{% for m in messages %}{{ m.content | length }}{% endfor %}"
     special_tokens_map: dict[str, str] = {}
@@ -292,6 +290,9 @@ class FakeEngine:
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return f"text\x1b of {ids}"
+
+    def stats(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(weights="int8")
 
     def generate(self, requests: list[Request]) -> list[Group]:
         self.requests.extend(requests)

@@ -22,6 +22,7 @@ from lowroll.runs import demo
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import rollout_copy
+from lowroll.weights.update import WeightUpdate
 
 FORMATS = ("int8", "bf16", "fp32")
 QUANTISED = tuple(name for name in lowroll.formats() if not get_format(name).dense)
@@ -142,9 +143,14 @@ def test_noise_follows_its_schedule_and_the_tags_replay_it(model: Path, tmp_path
         for name, p in master.named_parameters():
             p.copy_(weights[name])
     engine = lowroll.Engine(master, weights="int8", device="cpu", cache_tokens=1024, noisy=True)
-    again = engine.update_weights(master, 3, Noise(tag.noise_seed, tag.noise_sigma))
+    again = engine.update_weights(
+        WeightUpdate.local(master, 3, Noise(tag.noise_seed, tag.noise_sigma))
+    )
     assert again.policy[0].digest == tag.policy[0].digest
-    assert engine.update_weights(master, 3).policy[0].digest != tag.policy[0].digest
+    assert (
+        engine.update_weights(WeightUpdate.local(master, 3)).policy[0].digest
+        != tag.policy[0].digest
+    )
 
 
 def test_evaluation_is_of_clean_norms_and_leaves_the_run_alone(

@@ -19,6 +19,7 @@ from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import log_probs
 from lowroll.types import Group
+from lowroll.weights.update import WeightUpdate
 
 V = COMMON["vocab_size"]
 
@@ -264,7 +265,7 @@ def test_adoption_is_in_place_versioned_and_never_served_from_an_old_prefix(
         pointers = storages(engine)
         digests = [engine.behavior.policy[0].digest]
         for version in (1, 2, 3):
-            tag = engine.update_weights(new if version % 2 else old, version)
+            tag = engine.update_weights(WeightUpdate.local(new if version % 2 else old, version))
             digests.append(tag.policy[0].digest)
             assert storages(engine) == pointers
         assert digests[1] == digests[3] != digests[0] == digests[2]
@@ -293,7 +294,7 @@ def test_a_rollout_in_flight_names_both_versions(folder: Path, tmp_path: Path) -
     done: list[tuple[int, Group]] = []
     for _ in range(4):
         done += engine.step()
-    engine.update_weights(new, 7)
+    engine.update_weights(WeightUpdate.local(new, 7))
     while engine.has_work:
         done += engine.step()
     spans = done[0][1].rollouts[0].behavior.policy
@@ -312,11 +313,11 @@ def test_a_model_without_a_distribution_is_an_error_and_does_not_poison_the_cach
     engine = engine_of(well)
     request = Request(prompt(9), n=3, max_tokens=6, seed=4)
     want = tokens(engine.generate([request])[0])
-    engine.update_weights(sick, 1)
+    engine.update_weights(WeightUpdate.local(sick, 1))
     with pytest.raises(ValueError, match="no distribution"):
         engine.generate([request])
     assert not engine.has_work and engine.pool.num_used == 0
-    engine.update_weights(well, 2)
+    engine.update_weights(WeightUpdate.local(well, 2))
     assert tokens(engine.generate([request])[0]) == want
 
 

@@ -23,6 +23,7 @@ from lowroll.kv.pages import OutOfPages
 from lowroll.model import hf
 from lowroll.model.spec import read_spec
 from lowroll.weights.noise import Noise
+from lowroll.weights.update import WeightUpdate
 
 V, CONTEXT = COMMON["vocab_size"], COMMON["max_position_embeddings"]
 
@@ -319,7 +320,7 @@ def test_a_row_that_loses_its_distribution_while_it_decodes_is_an_error(folder: 
     engine.add(Request(ids(5), n=2, max_tokens=9, ignore_eos=True))
     engine.step()
     engine.step()
-    engine.update_weights(sick, 1)
+    engine.update_weights(WeightUpdate.local(sick, 1))
     with pytest.raises(ValueError, match=r"no distribution to draw from .* in rows \[0, 1\]"):
         engine.step()
     assert not engine.scheduler.has_work and engine.pool.num_used == 0
@@ -379,7 +380,7 @@ def test_a_rollout_is_tagged_with_the_noise_that_it_was_drawn_under(folder: Path
     engine, master = engine_of(folder, noisy=True), hf.load(folder)
     noises = [(Noise(5, 1e-2), (5, 1e-2)), (Noise(6, 0.0), (None, 0.0)), (None, (None, 0.0))]
     for version, (noise, want) in enumerate(noises, 1):
-        tag = engine.update_weights(master, version, noise)
+        tag = engine.update_weights(WeightUpdate.local(master, version, noise))
         rollout = engine.generate([Request(ids(4), max_tokens=2)])[0].rollouts[0]
         for told in (tag, rollout.behavior):
             assert (told.noise_seed, told.noise_sigma) == want and told.policy[0].version == version

@@ -27,6 +27,7 @@ from lowroll.quant import fp8
 from lowroll.quant.formats import get_format
 from lowroll.types import Group
 from lowroll.weights.publish import digest, quantize_base
+from lowroll.weights.update import WeightUpdate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 
@@ -286,7 +287,7 @@ def test_lora_shares_its_base_and_adopts_in_place_on_the_device(folder: Path) ->
         for p in learner.trainable_parameters().values():
             p += 0.3 * torch.randn_like(p)
         stamp = engine.behavior.policy[0].digest
-        assert engine.update_weights(learner, 1).policy[0].digest != stamp
+        assert engine.update_weights(WeightUpdate.local(learner, 1)).policy[0].digest != stamp
         assert {name: p.data_ptr() for name, p in engine.model.named_parameters()} == theirs
         assert torch.equal(forward(learner.run_low_bit(True)), forward(engine.model))
     assert not torch.equal(forward(engine.model), before)
@@ -298,7 +299,7 @@ def test_a_full_fine_tuning_step_reaches_the_engine(folder: Path) -> None:
     optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2)
     (-log_likelihood(master)).backward()
     optimizer.step()
-    engine.update_weights(master, 1)
+    engine.update_weights(WeightUpdate.local(master, 1))
     fresh = Engine(master, weights="int8", dtype=torch.float32, cache_tokens=2048)
     assert digest(engine.model) == digest(fresh.model)
     assert rollouts(engine.generate(requests()))[0] == rollouts(fresh.generate(requests()))[0]

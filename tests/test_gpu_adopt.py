@@ -21,6 +21,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy, rollout_load
+from lowroll.weights.update import WeightUpdate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 
@@ -107,11 +108,13 @@ def test_three_publications_move_nothing_and_reach_every_step(
     seen = set()
     for version in (1, 2, 3):
         noise = Noise(version, 0.02) if version < 3 else None
-        engine.update_weights(nudge(master, seed=version, size=0.05), version, noise)
+        engine.update_weights(
+            WeightUpdate.local(nudge(master, seed=version, size=0.05), version, noise)
+        )
         assert addresses(engine.model) == held
         got, logprobs = drawn(engine)
         fresh = Engine(master, weights=format, cache_tokens=4096, max_batch=16, noisy=True)
-        fresh.update_weights(master, version, noise)
+        fresh.update_weights(WeightUpdate.local(master, version, noise))
         assert digest(engine.model) == digest(fresh.model)
         want, theirs = drawn(fresh)
         assert got == want and torch.equal(logprobs, theirs)
@@ -171,7 +174,7 @@ def test_publications_reach_dense_copies_the_bulk_and_experts(
     draw(engine)
     held = [addresses(model) for model in models]
     for version in (1, 2, 3):
-        engine.update_weights(nudge(master, seed=version, size=0.05), version)
+        engine.update_weights(WeightUpdate.local(nudge(master, seed=version, size=0.05), version))
         got, logprobs = draw(engine)
         assert [addresses(model) for model in models] == held
         fresh = Engine(master, **settings)

@@ -19,7 +19,7 @@ from lowroll.checkpoint.publish import encode_manifest
 from lowroll.checkpoint.store import Store
 from lowroll.config import from_mapping
 from lowroll.engine import native as engine_module
-from lowroll.engine.native import Engine
+from lowroll.engine.native import NativeEngine
 from lowroll.metrics.record import read, reproducible
 from lowroll.model import hf
 from lowroll.runs import demo, identity
@@ -190,12 +190,12 @@ def test_a_resumed_run_has_the_cache_that_it_began_with(
     """The default follows the free memory; the number that came of it belongs to the checkpoint."""
     free, made = [10**9], []
 
-    def watched(engine: Engine, *args: Any, **options: Any) -> None:
+    def watched(engine: NativeEngine, *args: Any, **options: Any) -> None:
         build(engine, *args, **options)
-        made.append(engine.cache_tokens)
+        made.append(engine.stats().cache_tokens)
 
-    build = Engine.__init__
-    monkeypatch.setattr(Engine, "__init__", watched)
+    build = NativeEngine.__init__
+    monkeypatch.setattr(NativeEngine, "__init__", watched)
     monkeypatch.setattr(engine_module, "free_memory", lambda device: free[0])
     each = 2 * 2 * 1 * 16 * 4
     for memory, expected in (

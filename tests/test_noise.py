@@ -21,6 +21,7 @@ from lowroll.model.scaling import scale
 from lowroll.model.transformer import Transformer
 from lowroll.weights.noise import Noise, NoiseSchedule, muted, noisy_norms, share
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
+from lowroll.weights.update import WeightUpdate
 
 IDS = torch.randint(0, 67, (31,), generator=torch.Generator().manual_seed(0))
 REQUEST = Request(IDS[:9].tolist(), n=3, max_tokens=12, seed=5, ignore_eos=True)
@@ -277,7 +278,7 @@ def test_noise_has_the_same_effect_at_every_scale(folder: Path, format: str, ada
             noisy=True,
         )
         clean = logits(engine.model)
-        engine.update_weights(learner, 1, NOISE)
+        engine.update_weights(WeightUpdate.local(learner, 1, NOISE))
         share(learner, NOISE)
         policies[s] = logits(engine.model), logits(learner)
         moved[s] = float(
@@ -321,7 +322,7 @@ def test_a_lora_learner_keeps_its_clean_norms(folder: Path, format: str) -> None
     learner = lora.attach(quantize_base(hf.load(folder), format), 3, 6.0, seed=1)
     before = weights_of(learner)
     engine = Engine(learner, weights=format, device="cpu", cache_tokens=1024, noisy=True)
-    engine.update_weights(learner, 1, NOISE)
+    engine.update_weights(WeightUpdate.local(learner, 1, NOISE))
     assert all(torch.equal(p, before[name]) for name, p in learner.named_parameters())
     shared = {
         name
@@ -341,20 +342,22 @@ def test_the_tag_names_the_noise_and_replays_it(folder: Path, format: str) -> No
         master, weights=format, device="cpu", cache_tokens=1024, page_size=4, noisy=True
     )
     clean = engine.generate([REQUEST])[0].rollouts
-    engine.update_weights(master, 1, NOISE)
+    engine.update_weights(WeightUpdate.local(master, 1, NOISE))
     noisy = engine.generate([REQUEST])[0].rollouts  # the prefix cache holds clean pages
     tag = noisy[0].behavior
     assert (tag.noise_seed, tag.noise_sigma) == (11, 0.1)
     assert (clean[0].behavior.noise_seed, clean[0].behavior.noise_sigma) == (None, 0.0)
     assert [r.logprobs for r in noisy] != [r.logprobs for r in clean]
-    engine.update_weights(master, 2)
+    engine.update_weights(WeightUpdate.local(master, 2))
     again = engine.generate([REQUEST])[0].rollouts
     assert [r.token_ids for r in again] == [r.token_ids for r in clean]
     assert (again[0].behavior.noise_seed, again[0].behavior.noise_sigma) == (None, 0.0)
     fresh = Engine(
         hf.load(folder), weights=format, device="cpu", cache_tokens=1024, page_size=4, noisy=True
     )
-    replayed = fresh.update_weights(hf.load(folder), 1, Noise(tag.noise_seed, tag.noise_sigma))
+    replayed = fresh.update_weights(
+        WeightUpdate.local(hf.load(folder), 1, Noise(tag.noise_seed, tag.noise_sigma))
+    )
     assert replayed.policy[0].digest == tag.policy[0].digest
     assert [r.token_ids for r in fresh.generate([REQUEST])[0].rollouts] == [
         r.token_ids for r in noisy
@@ -399,7 +402,7 @@ def test_gradients_flow_through_the_noise_and_saving_does_not_see_it(
 def test_the_learner_scores_the_rollouts_of_a_shared_noise_as_the_engine_did(folder: Path) -> None:
     master = hf.load(folder)
     engine = Engine(master, weights="fp32", device="cpu", cache_tokens=1024, noisy=True)
-    engine.update_weights(master, 1, NOISE)
+    engine.update_weights(WeightUpdate.local(master, 1, NOISE))
     rollouts = engine.generate([REQUEST])[0].rollouts
     sequences = [REQUEST.prompt_ids + r.token_ids for r in rollouts]
     clean = lowroll.score(master, sequences, [9] * 3)

@@ -14,6 +14,7 @@ import lowroll
 from lowroll import Engine, Request
 from lowroll.model import hf
 from lowroll.quant import dense
+from lowroll.weights.update import WeightUpdate
 
 SHAPE = (640, 512)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -79,7 +80,7 @@ def test_the_engine_adopts_a_packed_head(
     request = Request(list(range(2, 12)), n=2, max_tokens=12, seed=3)
     engine = Engine(first, "fp32", device="cpu", cache_tokens=256)
     engine.generate([request])
-    engine.update_weights(second, 1)
+    engine.update_weights(WeightUpdate.local(second, 1))
     rollouts = engine.generate([request])[0].rollouts
     want = lowroll.score(second, [request.prompt_ids + r.token_ids for r in rollouts], [10, 10])
     for rollout, logp in zip(rollouts, want, strict=True):

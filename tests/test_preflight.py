@@ -192,7 +192,7 @@ def test_the_memory_plan_is_what_the_run_holds(
         assert look_at_run(cfg).problems == []
         planned = budget.plan(cfg, where, shapes, session._workloads(), {})
         learner, engine = session.model, session.engine.model
-        assert planned.cache_tokens == session.engine.cache_tokens
+        assert planned.cache_tokens == session.engine.stats().cache_tokens
         assert planned.parts["KV cache"] == planned.cache_tokens * 2 * 2 * 16 * where.dtype.itemsize
         mine = tensors(learner) | {
             f"{name}.aligned.{key}": t

@@ -23,6 +23,7 @@ from lowroll.types import Group
 from lowroll.weights import aligned
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import beside, digest, publish, quantize_base, rollout_copy
+from lowroll.weights.update import WeightUpdate
 
 IDS = torch.randint(0, COMMON["vocab_size"], (31,), generator=torch.Generator().manual_seed(0))
 REQUEST = Request(IDS[:9].tolist(), n=3, max_tokens=12, seed=5, ignore_eos=True)
@@ -112,7 +113,8 @@ def test_the_engine_rolls_out_the_adapter_that_it_adopted(folder: Path, format: 
     nudge(learner, seed=3)
     again = engine.generate([REQUEST])[0]
     assert token_ids(again) == token_ids(first)  # the learner moved; nothing was adopted yet
-    before, tag = engine.behavior.policy[0].digest, engine.update_weights(learner, 1)
+    before = engine.behavior.policy[0].digest
+    tag = engine.update_weights(WeightUpdate.local(learner, 1))
     changed = engine.generate([REQUEST])[0]
     assert token_ids(changed) != token_ids(first) and tag.policy[0].digest != before
     assert token_ids(changed) == token_ids(engine_of(learner, format).generate([REQUEST])[0])
@@ -186,7 +188,7 @@ def test_a_master_that_learns_does_not_leak_into_the_engine(folder: Path, format
     nudge(master, seed=1)
     assert digest(engine.model) == stamp and torch.equal(logits(engine.model), fixed)
     assert token_ids(engine.generate([REQUEST])[0]) == want
-    engine.update_weights(master, 1)
+    engine.update_weights(WeightUpdate.local(master, 1))
     assert digest(engine.model) != stamp and not torch.equal(logits(engine.model), fixed)
 
 
@@ -380,7 +382,7 @@ def refused(engine: Engine, master: Transformer, words: str) -> None:
         {name: t.clone() for name, t in tensors(engine.model).items()},
     )
     with pytest.raises(ValueError, match=words):
-        engine.update_weights(master, 1)
+        engine.update_weights(WeightUpdate.local(master, 1))
     assert digest(engine.model) == before == engine.behavior.policy[0].digest
     assert all(torch.equal(t, places[name]) for name, t in tensors(engine.model).items())
     assert engine.behavior.policy[0].version == 0

@@ -180,7 +180,7 @@ def test_of_all_codes_fewer_flip_than_s_times_as_many(
         model = scaling.scale(hf.load(folder), s)
         engine = rollout_copy(model, format, torch.float32)
         before = {name: _codes(linear.weight).clone() for name, linear in engine.linears()}
-        watch, generator = WeightWatch(model, engine), torch.Generator().manual_seed(0)
+        watch, generator = WeightWatch(model, multiplied(engine)), torch.Generator().manual_seed(0)
         with torch.no_grad():
             for _, linear in model.linears():
                 linear.weight.sub_(
@@ -236,6 +236,11 @@ def test_nibbles_are_counted_one_by_one() -> None:
     assert num_flipped(before, after, 8) == 3
 
 
+def multiplied(rollout: Transformer) -> dict[str, QTensor]:
+    """The linear weights of an engine's model by name."""
+    return {name: linear.weight for name, linear in rollout.linears()}
+
+
 def codes_of(q: QTensor) -> list[int]:
     """Every code of a quantized matrix as a whole number; below 8 bits the two halves of each
     byte."""
@@ -258,7 +263,7 @@ def test_the_watch_measures_by_hand(tmp_path: Path, format: str) -> None:
 
     master = hf.load(hf_folder(tmp_path / "m", "llama-biases"))
     rollout = rollout_copy(master, format, torch.bfloat16 if format == "bf16" else torch.float32)
-    watch = WeightWatch(master, rollout)
+    watch = WeightWatch(master, multiplied(rollout))
     before = [linear.weight.detach().double().clone() for _, linear in master.linears()]
     old = [linear.weight.clone() for _, linear in rollout.linears()]
     with torch.no_grad():

@@ -16,6 +16,7 @@ from lowroll import Engine, Request
 from lowroll.model import hf, lora, shards
 from lowroll.quant.formats import QTensor
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy, rollout_load
+from lowroll.weights.update import WeightUpdate
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_an_engine_of_a_folder_owns_its_weights(folder: Path, tmp_path: Path) ->
         engine = Engine(source, weights="int8", device="cpu", cache_tokens=256)
         assert digest(engine.model) == digest(rollout_copy(hf.load(source), "int8", torch.float32))
         places = pointers(engine.model)
-        engine.update_weights(nudge(master, seed=3), 1)
+        engine.update_weights(WeightUpdate.local(nudge(master, seed=3), 1))
         fresh = Engine(master, weights="int8", device="cpu", cache_tokens=256)
         assert pointers(engine.model) == places and digest(engine.model) == digest(fresh.model)
         assert [r.token_ids for r in engine.generate([request])[0].rollouts] == [

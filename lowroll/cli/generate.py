@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lowroll.engine.native import Engine
+    from lowroll.engine.native import NativeEngine
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def answer(engine: Engine, arguments: argparse.Namespace, prompt: str) -> None:
+def answer(engine: NativeEngine, arguments: argparse.Namespace, prompt: str) -> None:
     """Print the responses to one prompt, with speed and mean log-prob."""
     import lowroll
     from lowroll.model.tokenizer import ChatTokenizer
@@ -70,7 +70,7 @@ def answer(engine: Engine, arguments: argparse.Namespace, prompt: str) -> None:
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages.append({"role": "user", "content": prompt})
     ids = ChatTokenizer(engine.tokenizer).encode_chat(messages)
-    room = max(1, min(256, engine.spec.max_position - len(ids)))
+    room = max(1, min(256, engine.capabilities.context_length - len(ids)))
     request = lowroll.Request(
         prompt_ids=list(ids),
         n=arguments.n,
@@ -92,7 +92,7 @@ def answer(engine: Engine, arguments: argparse.Namespace, prompt: str) -> None:
         )
     total = sum(len(rollout.token_ids) for rollout in rollouts)
     print(
-        f"  [{total / max(seconds, 1e-9):.1f} tokens/s, {engine.format.name} weights]",
+        f"  [{total / max(seconds, 1e-9):.1f} tokens/s, {engine.stats().weights} weights]",
         file=sys.stderr,
     )
 

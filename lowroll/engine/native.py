@@ -1,4 +1,5 @@
-"""The rollout engine: requests in, rollouts with their own log-probs out.
+"""The rollout engine of this process (`lowroll.Engine`): requests in, rollouts with their own
+log-probs out.
 
     engine = Engine("path/to/model", weights="int8")
     groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
@@ -11,7 +12,7 @@ takes new weights in place. One thread calls everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lowroll import machine
+from lowroll.engine.base import Capabilities, EngineStats
 from lowroll.engine.request import validate
 from lowroll.engine.runner import Runner
 from lowroll.engine.scheduler import Scheduler
@@ -33,8 +35,9 @@ from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
-from lowroll.weights.noise import Noise
-from lowroll.weights.publish import beside, digest, publish, rollout_copy, rollout_load
+from lowroll.weights.publish import beside, digest, rollout_copy, rollout_load
+from lowroll.weights.receive import Receiver
+from lowroll.weights.update import WeightUpdate
 
 _DENSE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -57,7 +60,7 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     return place
 
 
-class Engine:
+class NativeEngine:
     """Continuous batching over a paged KV cache, with linear weights in any format.
 
     model: folder, hub id, or a loaded Transformer (which keeps its weights; the engine makes its
@@ -119,7 +122,8 @@ class Engine:
         else:
             assert self.folder is not None
             self.model = rollout_load(self.folder, weights, place, dtype, noisy)
-        self.spec = self.model.spec
+        self.spec, self.noisy = self.model.spec, noisy
+        self.receiver = Receiver(self.model, self.large_batch_model)
         if keep_dense:
             self.keep_dense()
         num_tokens = self._cache_tokens(cache_tokens, workloads, page_size, max_batch)
@@ -135,7 +139,7 @@ class Engine:
             self._policy(0),
             weights=weights if large_batch_weights is None else f"{weights}+{large_batch_weights}",
         )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._tokens = tokenizer, 0
         decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
         self.scheduler = Scheduler(
             self.pool,
@@ -252,6 +256,7 @@ class Engine:
         for row in drawn:
             self.scheduler.policy = self.behavior.policy[-1 if row.large_batch else 0]
             self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs)
+            self._tokens += len(row.token_ids)
 
     def score(
         self,
@@ -307,9 +312,34 @@ class Engine:
         return self.scheduler.abort(handle)
 
     @property
-    def cache_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.pool.num_pages * self.pool.page_size
+    def capabilities(self) -> Capabilities:
+        """What a caller may ask."""
+        return Capabilities(
+            context_length=self.spec.max_position,
+            updates=frozenset({self.receiver.kind}),
+            updates_in_flight=True,
+            noise=self.noisy,
+            scores=True,
+            exact_logprobs=True,
+            sampler=frozenset(field.name for field in fields(Request)),
+            kv_policy=self.behavior.kv_policy,
+        )
+
+    def stats(self) -> EngineStats:
+        """What a report shows."""
+        cache_tokens = self.pool.num_pages * self.pool.page_size
+        return EngineStats(
+            weights=self.format.name,
+            weight_bits=float(self.format.bits),
+            cache_tokens=cache_tokens,
+            cache_bytes=cache_tokens * KVCache.bytes_per_token(self.spec, self.model.dtype),
+            virtual_memory_bytes=self.runner.cache.virtual_memory_bytes,
+            pages_peak=self.pool.peak_used,
+            prefix_hits=self.pool.hits,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            tokens=self._tokens,
+        )
 
     @property
     def has_work(self) -> bool:
@@ -335,25 +365,36 @@ class Engine:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def update_weights(
-        self, master: Transformer, version: int, noise: Noise | None = None
-    ) -> BehaviorTag:
-        """Take the master's weights as policy `version`, in place. Rollouts in flight go on under
-        the new weights.
+    def update_weights(self, update: WeightUpdate) -> BehaviorTag:
+        """Take new weights as policy `update.version`, in place. Rollouts in flight go on under the
+        new weights.
 
-        noise: for the norms, as `weights.noise` says; None rolls out clean ones. Returns the tag
-        with the new version, the noise, and the digest of what the engine now samples from. Pages
-        of the prefix cache that were made under other weights are never served again.
+        A local update is quantized from the learner's model into the engine's storages, a stream
+        is gathered and checked first (`weights.receive`). Returns the tag with the new version, the
+        noise, and the digest of what the engine now samples from. Pages of the prefix cache that
+        were made under other weights are never served again. ValueError, before anything is
+        written, names what does not fit.
         """
-        publish(master, self.model, noise, self.large_batch_model)
-        seed, sigma = (
-            (None, 0.0) if noise is None or noise.sigma == 0 else (noise.seed, noise.sigma)
-        )
+        self.receiver.take(update)
+        noise = update.noise
+        if noise is None or noise.sigma == 0:
+            seed, sigma = None, 0.0
+        else:
+            seed, sigma = noise.seed, noise.sigma
         self.behavior = replace(
-            self.behavior, policy=self._policy(version), noise_seed=seed, noise_sigma=sigma
+            self.behavior, policy=self._policy(update.version), noise_seed=seed, noise_sigma=sigma
         )
         self.scheduler.set_behavior(self.behavior)
         return self.behavior
+
+    def linear_weights(self) -> Mapping[str, QTensor]:
+        """The linear weights that it multiplies with (of few rows), by name, to be read: every
+        update refills their storages."""
+        return {
+            name: linear.weight
+            for name, linear in self.model.linears()
+            if isinstance(linear.weight, QTensor)
+        }
 
     def _policy(self, version: int) -> tuple[PolicySpan, ...]:
         """A span for the weights of few rows, and one for those of many when there are such."""

@@ -99,6 +99,11 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_waiting(self) -> int:
+        """Samples that are not admitted yet."""
+        return sum(len(group.waiting) for group in self._waiting)
+
     def set_behavior(self, behavior: BehaviorTag) -> None:
         """From now on tokens are drawn as `behavior` says. Pages of another behaviour are never
         served again."""

@@ -15,7 +15,8 @@ import torch
 
 from lowroll import objectives
 from lowroll.config import EnvConfig, RunConfig, as_config
-from lowroll.engine.native import Engine, pick_device
+from lowroll.engine.base import Capabilities, Engine
+from lowroll.engine.native import NativeEngine, pick_device
 from lowroll.envs import Environment, cells, child, make
 from lowroll.envs.output import readable
 from lowroll.envs.rewards import ScorerPool
@@ -158,7 +159,7 @@ def engine(
     large_batch_weights = (
         rollout.large_batch_weights if name == rollout_format(cfg, where) else None
     )
-    return Engine(
+    made = NativeEngine(
         model,
         weights=name,
         dtype=None if get_format(name).dense else where.dtype,
@@ -172,6 +173,23 @@ def engine(
         large_batch_weights=large_batch_weights,
         keep_dense=rollout.keep_dense,
     )
+    check_capabilities(cfg, made.capabilities)
+    return made
+
+
+def check_capabilities(cfg: RunConfig, able: Capabilities) -> None:
+    """ValueError names the settings of a run that an engine cannot follow."""
+    drawn, plain = vars(sampling(cfg)), vars(Sampling())
+    asked = [name for name, value in drawn.items() if value != plain[name]]
+    unheeded = [name for name in asked if name not in able.sampler]
+    if unheeded:
+        raise ValueError(f"rollout: this engine does not heed {', '.join(unheeded)}")
+    if not able.exact_logprobs:
+        raise ValueError(
+            "rollout: this engine's log-probs are not those of the distribution that it draws from"
+        )
+    if cfg.noise is not None and not able.noise:
+        raise ValueError("noise: this engine puts none on its norms")
 
 
 def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:

@@ -30,7 +30,8 @@ from rich.table import Table
 
 from lowroll.checkpoint.replacement import foreign_in, remove_published
 from lowroll.config import RunConfig, from_mapping
-from lowroll.engine.native import Engine
+from lowroll.engine.base import Engine
+from lowroll.engine.native import NativeEngine
 from lowroll.metrics.progress import phases
 from lowroll.metrics.report import write_report
 from lowroll.model import hf, initialize
@@ -233,7 +234,7 @@ def larger_speed(
     where, prompts, length, new = build.place(cfg), 8, 16, 8
     master = initialize(Transformer(spec_from_config(LARGER)), cfg.seed).to(where.device)
     engines = {
-        name: Engine(
+        name: NativeEngine(
             master, name, device=where.device, cache_tokens=prompts * 8 * (length + new + 16)
         )
         for name in formats

@@ -182,6 +182,8 @@ def diagnose(
     work = Workload(len(requests), n, longest, cfg.rollout.max_tokens)
     format = build.rollout_format(cfg, where, fallen_to)
     engine = build.engine(cfg, where, model, chat, fallen_to, [work])
+    if not engine.capabilities.scores:
+        raise ValueError("diagnose: this engine cannot score given tokens")
     rows = [
         (group.request.prompt_ids, rollout)
         for group in engine.generate(requests)
@@ -209,7 +211,7 @@ def diagnose(
         points["dense"] = learner()
     sizes = torch.tensor([len(rollout.token_ids) for _, rollout in rows])
     parts, whole = attribute(
-        points, torch.arange(len(rows)).repeat_interleave(sizes), engine.behavior.kv_policy
+        points, torch.arange(len(rows)).repeat_interleave(sizes), engine.capabilities.kv_policy
     )
     return Diagnosis(str(run or cfg.model), format, int(sizes.sum()), parts, whole, tuple(notes))
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lowroll.config import RunConfig
-from lowroll.engine.native import Engine
+from lowroll.engine.base import Engine
 from lowroll.envs import Environment
 from lowroll.envs.rewards import ScorerPool
 from lowroll.metrics.progress import phases
@@ -44,7 +44,7 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
     with build.scorer(cfg, chosen) as scorer, phases() as on_phase:
         for name in weights:
             engine = build.engine(cfg, where, model, chat, name, work)
-            cfg = build.with_cache(cfg, engine.cache_tokens)  # the same for all formats
+            cfg = build.with_cache(cfg, engine.stats().cache_tokens)  # the same for all formats
             most = build.longest_prompt(cfg, model)
             build.check_prompts(cfg, model, chat, envs, "test")
             for env in envs.values():

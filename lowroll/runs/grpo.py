@@ -28,7 +28,7 @@ import torch
 
 from lowroll.checkpoint.store import check_pieces
 from lowroll.config import RunConfig
-from lowroll.engine.native import Engine
+from lowroll.engine.base import Engine
 from lowroll.kv.capacity import NoRoom, Workload
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, Recorder, read
@@ -53,6 +53,7 @@ from lowroll.types import Batch
 from lowroll.weights.aligned import realign
 from lowroll.weights.noise import share
 from lowroll.weights.publish import digest
+from lowroll.weights.update import WeightUpdate
 from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class Session:
         self.envs = build.environments(cfg.env, cfg.seed)
         self.eval_envs = build.environments(cfg.eval.env, cfg.seed) if cfg.eval.env else self.envs
         self.engine = self._first_engine()
-        self.cfg = cfg = build.with_cache(cfg, self.engine.cache_tokens)
+        self.cfg = cfg = build.with_cache(cfg, self.engine.stats().cache_tokens)
         build.check_stages(cfg, self.model)
         build.check_prompts(cfg, self.model, self.chat, self.envs)
         self.stage = cfg  # the settings of the current step
@@ -251,7 +252,7 @@ class Session:
             batch = self.orchestrator.step(step, self.trainer.version)
         if self.cfg.rollout.release_cache:
             self.engine.release()
-        price = {"rollout/weight_bits": float(self.engine.format.bits)}
+        price = {"rollout/weight_bits": self.engine.stats().weight_bits}
         sigma = (
             {}
             if self.noise is None
@@ -286,7 +287,7 @@ class Session:
         began = time.monotonic()
         noisy = self.engine.behavior.noise_sigma > 0
         if noisy:
-            self.engine.update_weights(self.model, self.trainer.version)
+            self.engine.update_weights(WeightUpdate.local(self.model, self.trainer.version))
         metrics = held_out(
             self.stage,
             self.eval_envs,
@@ -321,7 +322,7 @@ class Session:
             {
                 "base": self.base_digest,
                 "read": self.inputs,
-                "cache_tokens": self.engine.cache_tokens,
+                "cache_tokens": self.engine.stats().cache_tokens,
             },
         )
         self._saved_at, self._saving_s = step, {"time/checkpoint": time.monotonic() - began}
@@ -384,7 +385,7 @@ class Session:
         """Weights and noise of `version` for the engine; the noise for the learner too, when they
         share it."""
         noise = None if self.noise is None else self.noise.at(version)
-        self.engine.update_weights(self.model, version, noise)
+        self.engine.update_weights(WeightUpdate.local(self.model, version, noise))
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, noise)
 
@@ -479,7 +480,7 @@ class Session:
             log.warning(
                 "beside %s weights the KV cache is smaller than before, of %d tokens: %s",
                 weights,
-                self.engine.cache_tokens,
+                self.engine.stats().cache_tokens,
                 error,
             )
         self.orchestrator.engine = self.engine
@@ -491,7 +492,7 @@ class Session:
         return (
             AdapterWatch(self.model)
             if self.cfg.train.lora
-            else WeightWatch(self.model, self.engine.model)
+            else WeightWatch(self.model, self.engine.linear_weights())
         )
 
     def _log_rollouts(self, batch: Batch) -> None:
@@ -508,9 +509,9 @@ class Session:
         )
 
     def _performance(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        cuda = self.where.device.type == "cuda"
+        cuda, stats = self.where.device.type == "cuda", self.engine.stats()
         peak = (
-            torch.cuda.max_memory_allocated() + self.engine.runner.cache.virtual_memory_bytes
+            torch.cuda.max_memory_allocated() + stats.virtual_memory_bytes
             if cuda
             else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
@@ -518,6 +519,6 @@ class Session:
             "perf/generate_tokens_per_second": metrics["rollout/tokens"]
             / max(metrics["time/generate"], 1e-9),
             "perf/peak_memory_gb": peak / 1e9,
-            "perf/kv_pages_peak": float(self.engine.pool.peak_used),
-            "perf/prefix_hits": float(self.engine.pool.hits),
+            "perf/kv_pages_peak": float(stats.pages_peak),
+            "perf/prefix_hits": float(stats.prefix_hits),
         }

@@ -11,6 +11,7 @@ aligned learner (`weights.aligned`) are copied as they are. `digest` proves what
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -82,7 +83,7 @@ def rollout_copy(
             frozen = owned or not mine[name].requires_grad
             value, share = mine[name].detach(), shares_base and frozen and name not in disturbed
             value = value if share else value.to(dtype, copy=True)
-            _set_parameter(rollout, name, value.float() if name in disturbed else value)
+            set_parameter(rollout, name, value.float() if name in disturbed else value)
             shared |= {name} if share else set()
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
         ours.set_weight(_engines(name, theirs, format))
@@ -102,7 +103,7 @@ def beside(master: Transformer, rollout: Transformer, format: str) -> Transforme
     other = Transformer(rollout.spec, "meta", rollout.dtype)
     for name, p in rollout.named_parameters():
         if ".adapter." not in name:
-            _set_parameter(other, name, p.detach())
+            set_parameter(other, name, p.detach())
     for (name, ours), (_, same), (_, theirs) in zip(
         other.linears(), rollout.linears(), master.linears(), strict=True
     ):
@@ -142,7 +143,7 @@ def publish(
     for name, finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
         if not finite:
             raise ValueError(f"publish: {name}.weight holds a non-finite value")
-    drawn = _draw(noise, rollout)
+    drawn = drawn_noise(noise, rollout)
     for model in (rollout,) if large_batch_model is None else (rollout, large_batch_model):
         for name, ours in model.linears():
             assert isinstance(ours.weight, QTensor)
@@ -159,8 +160,9 @@ def publish(
             ours.adapter.renew()
 
 
-def _draw(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
-    """The noise by parameter name, on the device."""
+def drawn_noise(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
+    """The noise by parameter name, on the device. ValueError for an engine that was not made for
+    it."""
     drawn = {f"{name}.weight": z for name, z in draw(rollout, noise).items()}
     if not drawn:
         return {}
@@ -227,12 +229,18 @@ def digest(model: Transformer) -> str:
             tensors.update({f"{name}.weight.{part}": t for part, t in weight.tensors.items()})
         if linear.adapter is not None:
             scalings[f"{name}.adapter.scaling"] = linear.adapter.scaling
+    return fingerprint(tensors, scalings)
+
+
+def fingerprint(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str:
+    """32 hex digits over the names, shapes, dtypes and bytes of tensors, in any order and on any
+    devices, and over numbers by name."""
     sums = checksum.checksums(list(tensors.values()))
     parts = {
         name: f"{tuple(t.shape)} {t.dtype} {value}"
         for (name, t), value in zip(tensors.items(), sums, strict=True)
     }
-    parts |= {name: f"() {torch.float64} {_checksum(value)}" for name, value in scalings.items()}
+    parts |= {name: f"() {torch.float64} {_checksum(value)}" for name, value in numbers.items()}
     return blake2b(
         "\n".join(f"{name} {parts[name]}" for name in sorted(parts)).encode(), digest_size=16
     ).hexdigest()
@@ -298,7 +306,8 @@ def _note_conversion(model: Transformer, format: str) -> None:
         )
 
 
-def _set_parameter(model: Transformer, name: str, value: Tensor) -> None:
+def set_parameter(model: Transformer, name: str, value: Tensor) -> None:
+    """Put a frozen parameter in the place of the one of that name."""
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 

@@ -18,7 +18,7 @@ base + (alpha / r) B A. The price is a copy of the adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -32,11 +32,12 @@ class WeightWatch:
     """Compares a master and what the engine made of it with their state at the last `measure` (or
     the start)."""
 
-    def __init__(self, master: Transformer, rollout: Transformer) -> None:
-        self.master, self.rollout = master, rollout
+    def __init__(self, master: Transformer, weights: Mapping[str, QTensor]) -> None:
+        """weights: what the engine multiplies with, by the name of the layer; storages that every
+        publication refills."""
+        self.master, self.weights = master, weights
         self._before = [
-            (_dense(theirs.weight).clone(), _codes(ours.weight).clone())
-            for theirs, ours in self._pairs()
+            (_dense(theirs.weight).clone(), _codes(ours).clone()) for theirs, ours in self._pairs()
         ]
 
     @torch.no_grad()
@@ -44,27 +45,24 @@ class WeightWatch:
         """`weights/*` of what happened since the last call. Call it after `publish`."""
         moved, size, error, size_after, flipped, total = (0.0,) * 6
         for (theirs, ours), (before, codes) in zip(self._pairs(), self._before, strict=True):
-            assert isinstance(ours.weight, QTensor)
             now = _dense(theirs.weight)
             moved += _square(now.float() - before.float())
             size += _square(before.float())
-            error += _square(ours.weight.dequantize() - now.float())
+            error += _square(ours.dequantize() - now.float())
             size_after += _square(now.float())
-            flipped += num_flipped(codes, _codes(ours.weight), get_format(ours.weight.format).bits)
+            flipped += num_flipped(codes, _codes(ours), get_format(ours.format).bits)
             total += now.numel()
             before.copy_(now)
-            codes.copy_(_codes(ours.weight))
+            codes.copy_(_codes(ours))
         return {
             "weights/normalized_update": moved / max(size, 1e-30),
             "weights/normalized_quant_error": error / max(size_after, 1e-30),
             "weights/codes_flipped_fraction": flipped / total,
         }
 
-    def _pairs(self) -> Iterator[tuple[Linear, Linear]]:
-        for (_, theirs), (_, ours) in zip(
-            self.master.linears(), self.rollout.linears(), strict=True
-        ):
-            yield theirs, ours
+    def _pairs(self) -> Iterator[tuple[Linear, QTensor]]:
+        for name, theirs in self.master.linears():
+            yield theirs, self.weights[name]
 
 
 class AdapterWatch:
@@ -115,9 +113,8 @@ def num_flipped(before: Tensor, after: Tensor, bits: float) -> int:
     return int(((changed & 15) != 0).sum() + ((changed >> 4) != 0).sum())
 
 
-def _codes(weight: object) -> Tensor:
-    """The largest tensor of a QTensor: scales are always smaller."""
-    assert isinstance(weight, QTensor)
+def _codes(weight: QTensor) -> Tensor:
+    """The largest of its tensors: scales are always smaller."""
     codes = max(weight.tensors.values(), key=lambda t: t.nbytes)
     return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
 

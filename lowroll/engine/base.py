@@ -1,0 +1,114 @@
+"""What the rest of the house asks of a rollout engine, in this process or at the end of a wire.
+
+Runs, evaluation and diagnosis know `Engine` and nothing behind it: what it can do is said by
+`capabilities`, what it holds and has done by `stats()`, and which policy it draws from by
+`behavior`. Implementations: `engine.native`. The orchestrator, which may not import this room, asks
+for less (`orchestrator.client.EngineClient`), and every `Engine` is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from lowroll.types import BehaviorTag, Group, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowroll.quant.formats import QTensor
+    from lowroll.weights.update import Kind, WeightUpdate
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a caller may ask of an engine, known before the first request."""
+
+    context_length: int  # tokens of a prompt and its response
+    updates: frozenset[Kind]  # kinds of weight update that it takes as a stream
+    updates_in_flight: bool  # new weights while requests run; their spans say which token is whose
+    noise: bool  # an update may put noise on the norms
+    scores: bool  # `score`: log-probs of given tokens under its own weights and kernels
+    exact_logprobs: bool  # of the distribution that was drawn from, after top-k, top-p, penalties
+    sampler: frozenset[str]  # fields of `Request` that it heeds
+    kv_policy: str = "dense"
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What a report shows of an engine."""
+
+    weights: str  # format of the linear weights
+    weight_bits: float  # bits of one of them, with the scales of its group
+    cache_tokens: int  # that the KV cache holds
+    cache_bytes: int
+    virtual_memory_bytes: int  # of the cache, in device memory that torch does not count
+    pages_peak: int  # most pages of the cache ever held at once
+    prefix_hits: int  # pages that a request found in the cache
+    running: int  # samples that hold pages
+    waiting: int  # samples that wait for pages
+    tokens: int  # drawn since the engine was made
+
+
+class Engine(Protocol):
+    """Requests in, rollouts with their own log-probs out. One thread calls everything."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def behavior(self) -> BehaviorTag:
+        """The policy that the next token is drawn from."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns its handle. ValueError names the wrong field."""
+        ...
+
+    def step(self) -> list[tuple[int, Group]]:
+        """One step for everything in flight. Returns the requests that ended, by handle."""
+        ...
+
+    def abort(self, handle: int) -> bool:
+        """End a request now; its group comes back with finish reason "abort". False if it had
+        ended."""
+        ...
+
+    def generate(
+        self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
+    ) -> list[Group]:
+        """The groups of all requests, in their order. on_progress(done, total) counts them; what it
+        raises ends the call. ValueError names the request and the field."""
+        ...
+
+    def score(
+        self,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        temperature: float = 1.0,
+    ) -> list[Tensor]:
+        """Log-probs of each sequence's response, in nats, [response tokens] in float32 on the
+        CPU. ValueError names a sequence that does not fit."""
+        ...
+
+    def update_weights(self, update: WeightUpdate) -> BehaviorTag:
+        """Take new weights between two steps; what is in flight goes on under them. Returns the new
+        `behavior`. ValueError, before anything is written, names what does not fit."""
+        ...
+
+    def linear_weights(self) -> Mapping[str, QTensor]:
+        """The linear weights that it multiplies with, by name, to be read: their storages are
+        refilled by every update. Empty when they lie in another process."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the pages of shared prompts: what comes next has the bits of a fresh engine."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory of the KV cache away until the next step. RuntimeError while requests are
+        in flight."""
+        ...

@@ -1,0 +1,166 @@
+"""An engine's end of the corridor: it takes a weight update whole, or not at all.
+
+A local update is quantized from the learner's model into the engine's storages (`publish`). A
+stream is gathered first, on the engine's device: names, shapes, dtypes, finite values and the
+digest are checked before the engine's weights change. Until then it costs the memory of what
+travels: a dense model, or an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels import checksum
+from lowroll.model import hf, lora, scaling, shards
+from lowroll.model.folder import some
+from lowroll.model.transformer import Transformer
+from lowroll.weights.noise import noisy_norms
+from lowroll.weights.publish import drawn_noise, publish, set_parameter
+from lowroll.weights.update import Kind, WeightUpdate, dense
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Receiver:
+    """Takes updates for the engine's model, and for the one `beside` it."""
+
+    def __init__(self, rollout: Transformer, large_batch_model: Transformer | None = None) -> None:
+        self.rollout, self.large_batch_model = rollout, large_batch_model
+        adapted = any(linear.adapter is not None for _, linear in rollout.linears())
+        self.kind: Kind = "adapter" if adapted else "full"  # of the streams that it takes
+        # an adapter comes without its base, whose norms noise covers
+        self._norms = {
+            f"{name}.weight": norm.weight.clone()
+            for name, norm in noisy_norms(rollout)
+            if adapted and f"{name}.weight" not in rollout.shared
+        }
+
+    def take(self, update: WeightUpdate) -> None:
+        """Refill the engine's storages, in place. ValueError, before anything is written, names
+        what does not fit: of a stream a missing, unknown or repeated tensor, a wrong shape or
+        dtype, a value that is not finite, another digest than was stated; else as `publish`
+        says."""
+        if update.master is not None:
+            publish(update.master, self.rollout, update.noise, self.large_batch_model)
+            return
+        self._check_kind(update)
+        if update.kind == "full":
+            publish(self._gather(update), self.rollout, update.noise, self.large_batch_model)
+        else:
+            self._adopt(update)
+
+    def _check_kind(self, update: WeightUpdate) -> None:
+        if update.kind != self.kind:
+            raise ValueError(
+                f"update: kind {update.kind!r}: this engine takes streams of kind {self.kind!r}"
+            )
+        scale = scaling.applied(self.rollout) or 1.0
+        if update.input_scale != scale:
+            raise ValueError(
+                f"update: input_scale: the weights carry s = {update.input_scale}, and the "
+                f"engine's model {scale}"
+            )
+        alphas = {linear.adapter.alpha for _, linear in self.rollout.linears() if linear.adapter}
+        if alphas and {update.lora_alpha} != alphas:
+            raise ValueError(
+                f"update: lora_alpha: it is {update.lora_alpha}, and the engine was made with "
+                f"{alphas.pop()}"
+            )
+
+    def _gather(self, update: WeightUpdate) -> Transformer:
+        """A dense model of what a full stream holds, on the engine's device."""
+        rollout = self.rollout
+        spec, staging = rollout.spec, Transformer(rollout.spec, "meta", rollout.dtype)
+        whole = {name: (parts, shape) for name, parts, shape in hf.hf_names(spec)}
+        owner = {part: name for name, (parts, _) in whole.items() for part in parts}
+        wanted = {
+            part: (hf.part_rows(spec, part, whole[name][1][0]), *whole[name][1][1:])
+            for part, name in owner.items()
+        }
+        arrived: dict[str, dict[str, Tensor]] = {name: {} for name in whole}
+        unseen = set(wanted)
+        for part, tensor in update.tensors():
+            _check(part, tensor, wanted, unseen)
+            unseen.remove(part)
+            mine = arrived[owner[part]]
+            mine[part] = _here(tensor, rollout)
+            parts = whole[owner[part]][0]
+            if len(mine) == len(parts):
+                set_parameter(staging, owner[part], _join({part: mine[part] for part in parts}))
+                mine.clear()
+        _refuse_missing(unseen)
+        _check_content(update, dict(dense(staging)))
+        return staging
+
+    @torch.no_grad()
+    def _adopt(self, update: WeightUpdate) -> None:
+        """Write what an adapter's stream holds, and the noise on the norms of its base."""
+        rollout, targets = self.rollout, lora.state(self.rollout)
+        wanted = {name: tuple(target.shape) for name, target in targets.items()}
+        arrived: dict[str, Tensor] = {}
+        for name, tensor in update.tensors():
+            _check(name, tensor, wanted, wanted.keys() - arrived.keys())
+            arrived[name] = _here(tensor, rollout)
+        _refuse_missing(wanted.keys() - arrived.keys())
+        _check_content(update, arrived)
+        drawn = drawn_noise(update.noise, rollout)
+        for name, target in targets.items():
+            target.copy_(arrived[name])
+        norms = dict(rollout.named_parameters())
+        for name, clean in self._norms.items():
+            norms[name].copy_(clean + drawn[name] if name in drawn else clean)
+        for _, linear in rollout.linears():
+            if linear.adapter is not None:
+                linear.adapter.renew()
+
+
+def _check(
+    name: str, tensor: Tensor, wanted: Mapping[str, tuple[int, ...]], unseen: Set[str]
+) -> None:
+    """ValueError when the tensor is none that the engine still waits for."""
+    what = f"update: {some([name])}"
+    if name not in wanted:
+        raise ValueError(f"{what}: the engine's model has no such tensor")
+    if name not in unseen:
+        raise ValueError(f"{what}: it comes twice")
+    if tuple(tensor.shape) != wanted[name]:
+        raise ValueError(f"{what}: shape {list(tensor.shape)} instead of {list(wanted[name])}")
+    if tensor.dtype not in _FLOATS:
+        raise ValueError(f"{what}: {tensor.dtype} is no float32, bfloat16 or float16")
+
+
+def _refuse_missing(unseen: Set[str]) -> None:
+    if unseen:
+        raise ValueError(f"update: missing tensors: {some(sorted(unseen))}")
+
+
+def _check_content(update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
+    """ValueError for a value that is not finite, or bytes that are not those that were sent."""
+    extents = checksum.amax(list(tensors.values()))
+    for name, finite in zip(tensors, checksum.finite(extents), strict=True):
+        if not finite:
+            raise ValueError(f"update: {name} holds a non-finite value")
+    if update.digest is None:
+        return
+    found = replace(update, tensors=tensors.items).content_digest()
+    if found != update.digest:
+        raise ValueError(
+            f"update: digest: {update.digest} was stated, and what has arrived has {found}"
+        )
+
+
+def _here(tensor: Tensor, rollout: Transformer) -> Tensor:
+    """The tensor on the engine's device; itself, when it lies there."""
+    return tensor.detach().to(rollout.device).contiguous()
+
+
+def _join(parts: Mapping[str, Tensor]) -> Tensor:
+    """A fused matrix of its parts."""
+    dtypes = {part.dtype for part in parts.values()}
+    if len(dtypes) > 1:
+        raise ValueError(f"update: {some(parts)}: parts of one matrix have different dtypes")
+    return shards.join(list(parts.values()), dtypes.pop())
