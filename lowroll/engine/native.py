@@ -122,7 +122,7 @@ class NativeEngine:
         else:
             assert self.folder is not None
             self.model = rollout_load(self.folder, weights, place, dtype, noisy)
-        self.spec, self.noisy = self.model.spec, noisy
+        self.spec = self.model.spec
         self.receiver = Receiver(self.model, self.large_batch_model)
         if keep_dense:
             self.keep_dense()
@@ -318,7 +318,7 @@ class NativeEngine:
             context_length=self.spec.max_position,
             updates=frozenset({self.receiver.kind}),
             updates_in_flight=True,
-            noise=self.noisy,
+            noise=self.receiver.takes_noise,
             scores=True,
             exact_logprobs=True,
             sampler=frozenset(field.name for field in fields(Request)),

@@ -160,17 +160,29 @@ def publish(
             ours.adapter.renew()
 
 
+def can_take_noise(rollout: Transformer) -> bool:
+    """Are its norms its own, and fine enough for noise?"""
+    return not _norms_without_noise(rollout)
+
+
+def _norms_without_noise(rollout: Transformer) -> list[str]:
+    norms = {f"{name}.weight": norm for name, norm in noisy_norms(rollout)}
+    return [
+        name
+        for name, norm in norms.items()
+        if norm.weight.dtype != torch.float32 or name in rollout.shared
+    ]
+
+
 def drawn_noise(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
     """The noise by parameter name, on the device. ValueError for an engine that was not made for
     it."""
     drawn = {f"{name}.weight": z for name, z in draw(rollout, noise).items()}
     if not drawn:
         return {}
-    for name, norm in noisy_norms(rollout):
-        if norm.weight.dtype != torch.float32 or f"{name}.weight" in rollout.shared:
-            raise ValueError(
-                f"publish: {name}.weight cannot take noise; make the engine with noisy=True"
-            )
+    odd = _norms_without_noise(rollout)
+    if odd:
+        raise ValueError(f"publish: {odd[0]} cannot take noise; make the engine with noisy=True")
     on_device = torch.cat(list(drawn.values())).to(rollout.device)  # in one transfer
     return dict(zip(drawn, on_device.split([z.numel() for z in drawn.values()]), strict=True))
 

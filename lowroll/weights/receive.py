@@ -8,7 +8,7 @@ travels: a dense model, or an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ from lowroll.model import hf, lora, scaling, shards
 from lowroll.model.folder import some
 from lowroll.model.transformer import Transformer
 from lowroll.weights.noise import noisy_norms
-from lowroll.weights.publish import drawn_noise, publish, set_parameter
+from lowroll.weights.publish import can_take_noise, drawn_noise, publish, set_parameter
 from lowroll.weights.update import Kind, WeightUpdate, dense
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,6 +32,7 @@ class Receiver:
         self.rollout, self.large_batch_model = rollout, large_batch_model
         adapted = any(linear.adapter is not None for _, linear in rollout.linears())
         self.kind: Kind = "adapter" if adapted else "full"  # of the streams that it takes
+        self.takes_noise = can_take_noise(rollout)
         # an adapter comes without its base, whose norms noise covers
         self._norms = {
             f"{name}.weight": norm.weight.clone()
@@ -82,17 +83,13 @@ class Receiver:
             for part, name in owner.items()
         }
         arrived: dict[str, dict[str, Tensor]] = {name: {} for name in whole}
-        unseen = set(wanted)
-        for part, tensor in update.tensors():
-            _check(part, tensor, wanted, unseen)
-            unseen.remove(part)
+        for part, tensor in self._arrivals(update, wanted):
             mine = arrived[owner[part]]
-            mine[part] = _here(tensor, rollout)
+            mine[part] = tensor
             parts = whole[owner[part]][0]
             if len(mine) == len(parts):
                 set_parameter(staging, owner[part], _join({part: mine[part] for part in parts}))
                 mine.clear()
-        _refuse_missing(unseen)
         _check_content(update, dict(dense(staging)))
         return staging
 
@@ -101,11 +98,7 @@ class Receiver:
         """Write what an adapter's stream holds, and the noise on the norms of its base."""
         rollout, targets = self.rollout, lora.state(self.rollout)
         wanted = {name: tuple(target.shape) for name, target in targets.items()}
-        arrived: dict[str, Tensor] = {}
-        for name, tensor in update.tensors():
-            _check(name, tensor, wanted, wanted.keys() - arrived.keys())
-            arrived[name] = _here(tensor, rollout)
-        _refuse_missing(wanted.keys() - arrived.keys())
+        arrived = dict(self._arrivals(update, wanted))
         _check_content(update, arrived)
         drawn = drawn_noise(update.noise, rollout)
         for name, target in targets.items():
@@ -116,6 +109,19 @@ class Receiver:
         for _, linear in rollout.linears():
             if linear.adapter is not None:
                 linear.adapter.renew()
+
+    def _arrivals(
+        self, update: WeightUpdate, wanted: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a stream on the engine's device. ValueError unless they are exactly those
+        of `wanted`, name to shape."""
+        unseen = set(wanted)
+        for name, tensor in update.tensors():
+            _check(name, tensor, wanted, unseen)
+            unseen.remove(name)
+            yield name, tensor.detach().to(self.rollout.device).contiguous()
+        if unseen:
+            raise ValueError(f"update: missing tensors: {some(sorted(unseen))}")
 
 
 def _check(
@@ -133,11 +139,6 @@ def _check(
         raise ValueError(f"{what}: {tensor.dtype} is no float32, bfloat16 or float16")
 
 
-def _refuse_missing(unseen: Set[str]) -> None:
-    if unseen:
-        raise ValueError(f"update: missing tensors: {some(sorted(unseen))}")
-
-
 def _check_content(update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
     """ValueError for a value that is not finite, or bytes that are not those that were sent."""
     extents = checksum.amax(list(tensors.values()))
@@ -151,11 +152,6 @@ def _check_content(update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(
             f"update: digest: {update.digest} was stated, and what has arrived has {found}"
         )
-
-
-def _here(tensor: Tensor, rollout: Transformer) -> Tensor:
-    """The tensor on the engine's device; itself, when it lies there."""
-    return tensor.detach().to(rollout.device).contiguous()
 
 
 def _join(parts: Mapping[str, Tensor]) -> Tensor:

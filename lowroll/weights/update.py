@@ -32,25 +32,20 @@ Kind = Literal["full", "adapter", "codes"]
 
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
-    """The weights of policy `version`.
-
-    kind: full is every weight, dense, under its Hugging Face name; adapter the matrices A and B of
-    LoRA under PEFT's names, for the base that the engine holds; codes the stored tensors of a
-    low-bit model. tensors: begins the stream anew at each call. digest: of the stream
-    (`content_digest`), None when nobody has stated it. noise: for the engine's norms, which it
-    draws itself. lora_alpha: of an adapter; its rank is in the shapes. input_scale: the s of
-    update-aware scaling (`model.scaling`) that the weights, or an adapter's base, carry. master:
-    the learner's model, when it is in this process; it is read when the update is taken or its
-    stream consumed, and must not have learnt in between.
-    """
+    """The weights of policy `version`."""
 
     version: int
+    # full: every weight, dense, under its Hugging Face name. adapter: A and B of LoRA under PEFT's
+    # names, for the base that the engine holds. codes: the stored tensors of a low-bit model.
     kind: Kind
+    # begins the stream anew; what it has yielded stays as it is until the update has been taken
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]
-    digest: str | None = None
-    noise: Noise | None = None
-    lora_alpha: float | None = None
+    digest: str | None = None  # of the stream (`content_digest`), where it was stated
+    noise: Noise | None = None  # for the norms; the engine draws it itself
+    lora_alpha: float | None = None  # of an adapter; its rank is in the shapes
+    # the s of update-aware scaling (`model.scaling`) that the weights, or an adapter's base, carry
     input_scale: float = 1.0
+    # the learner's model, in its own process: read when the update is taken, not before
     master: Transformer | None = None
 
     @classmethod

@@ -3,6 +3,7 @@ folders arrive whole."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,33 @@ def test_three_publications_move_nothing_and_reach_every_step(
     monkeypatch.setattr(decoder.Decoder, "_step", decoder.Decoder._advance)
     eager, logprobs = drawn(engine)
     assert eager == got and torch.equal(logprobs, theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [("full", "bf16"), ("full", "int8"), ("full", "nvfp4"), ("lora", "bf16"), ("lora", "nvfp4")],
+)
+def test_a_stream_from_the_host_reaches_the_graphs_as_a_local_update_does(
+    folder: Path, format: str, kind: str
+) -> None:
+    learner = masters(folder, kind, format)
+    near, far = (
+        Engine(model, weights=format, cache_tokens=4096, max_batch=16, noisy=True)
+        for model in (learner, masters(folder, kind, format))
+    )
+    assert drawn(near)[0] == drawn(far)[0]
+    held = addresses(far.model)
+    for version in (1, 2):
+        noise = Noise(version, 0.02) if version == 1 else None
+        nudge(learner, seed=version, size=0.05)
+        update = WeightUpdate.local(learner, version, noise)
+        sent = update.as_stream()
+        arrived = [(name, tensor.cpu()) for name, tensor in sent.tensors()]
+        tag = near.update_weights(update)
+        assert far.update_weights(replace(sent, tensors=lambda: iter(arrived))) == tag
+        assert addresses(far.model) == held
+        (got, logprobs), (want, theirs) = drawn(far), drawn(near)
+        assert got == want and torch.equal(logprobs, theirs)
 
 
 LARGE = dict(

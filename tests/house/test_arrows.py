@@ -86,6 +86,7 @@ LIGHT = (
     "metrics",
     "orchestrator",
     "cli.main",
+    "engine.base",
     "engine.scheduler",
     "engine.request",
     "kv.pages",

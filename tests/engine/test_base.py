@@ -1,0 +1,105 @@
+"""The protocol in front of an engine: what it says about itself is so, and runs ask for no more."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from lowroll import Engine, Request
+from lowroll.config.load import from_mapping
+from lowroll.engine import base
+from lowroll.model import hf
+from lowroll.orchestrator.client import EngineClient
+from lowroll.quant.formats import QTensor, get_format
+from lowroll.runs.build import check_capabilities
+from tests.fixtures.engines import engine_of, prompt
+from tests.fixtures.tiny import COMMON, hf_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
+
+
+def methods(protocol: type) -> dict[str, inspect.Signature]:
+    return {
+        name: inspect.signature(member)
+        for name, member in vars(protocol).items()
+        if inspect.isfunction(member) and not name.startswith("_")
+    }
+
+
+@pytest.mark.parametrize("protocol", [base.Engine, EngineClient])
+def test_the_native_engine_has_every_method_of_the_protocols(protocol: type) -> None:
+    asked = methods(protocol)
+    assert asked
+    for name, signature in asked.items():
+        mine = inspect.signature(getattr(Engine, name)).parameters
+        assert list(mine)[: len(signature.parameters)] == list(signature.parameters), name
+    assert isinstance(Engine.capabilities, property)
+
+
+def test_what_the_orchestrator_asks_is_part_of_the_protocol() -> None:
+    whole, narrow = methods(base.Engine), methods(EngineClient)
+    for name, signature in narrow.items():
+        assert list(whole[name].parameters) == list(signature.parameters)
+
+
+def test_stats_follow_the_work(folder: Path) -> None:
+    engine = engine_of(folder, weights="nvfp4", cache_tokens=128, max_batch=3)
+    spec = hf.load(folder).spec
+    before = engine.stats()
+    assert (before.weights, before.weight_bits) == ("nvfp4", get_format("nvfp4").bits)
+    assert before.cache_tokens == 128 and before.virtual_memory_bytes == 0
+    assert before.cache_bytes == 128 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    assert (before.running, before.waiting, before.tokens, before.pages_peak) == (0, 0, 0, 0)
+    request = Request(prompt(9), n=5, max_tokens=6, ignore_eos=True)
+    handle = engine.add(request)
+    assert (engine.stats().running, engine.stats().waiting) == (0, 5)
+    engine.step()
+    engine.step()
+    amid = engine.stats()
+    assert (amid.running, amid.waiting) == (3, 2)
+    assert 0 < amid.tokens < 30 and amid.pages_peak > 0 and amid.prefix_hits == 0
+    engine.abort(handle)
+    assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+    (group,) = engine.generate([replace(request, n=2)])
+    after = engine.stats()
+    assert after.prefix_hits == 2  # both full pages of the prompt, for the leader
+    assert after.tokens - amid.tokens == sum(len(r.token_ids) for r in group.rollouts) == 12
+
+
+def test_capabilities_are_the_engines(folder: Path) -> None:
+    able = engine_of(folder, noisy=True).capabilities
+    assert able.context_length == COMMON["max_position_embeddings"]
+    assert able.updates == {"full"} and able.noise and able.scores and able.kv_policy == "dense"
+    assert able.sampler == {field.name for field in fields(Request)}
+
+
+def test_linear_weights_are_those_that_it_multiplies_with(folder: Path) -> None:
+    engine = engine_of(folder, weights="int8")
+    held = engine.linear_weights()
+    assert list(held) == [name for name, _ in engine.model.linears()]
+    for name, linear in engine.model.linears():
+        assert isinstance(held[name], QTensor) and held[name] is linear.weight
+
+
+def test_a_run_asks_an_engine_for_no_more_than_it_can(folder: Path) -> None:
+    able = engine_of(folder).capabilities
+    run = {"model": str(folder), "env": [{"id": "reverse-text"}]}
+    plain = from_mapping(run).resolved()
+    check_capabilities(plain, able)
+    check_capabilities(plain, replace(able, sampler=frozenset(), noise=False))
+    drawn = from_mapping({**run, "rollout": {"top_k": 5, "min_p": 0.1}}).resolved()
+    check_capabilities(drawn, able)
+    with pytest.raises(ValueError, match="does not heed top_k, min_p$"):
+        check_capabilities(drawn, replace(able, sampler=frozenset({"temperature", "max_tokens"})))
+    with pytest.raises(ValueError, match="log-probs are not those of the distribution"):
+        check_capabilities(plain, replace(able, exact_logprobs=False))
+    noisy = from_mapping({**run, "noise": {"sigma_start": 0.02}}).resolved()
+    check_capabilities(noisy, replace(able, noise=True))
+    with pytest.raises(ValueError, match="^noise: "):
+        check_capabilities(noisy, replace(able, noise=False))
