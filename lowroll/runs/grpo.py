@@ -489,11 +489,10 @@ class Session:
     def _weight_watch(self) -> WeightWatch | AdapterWatch | None:
         if not self.cfg.train.weight_metrics:
             return None
-        return (
-            AdapterWatch(self.model)
-            if self.cfg.train.lora
-            else WeightWatch(self.model, self.engine.linear_weights())
-        )
+        if self.cfg.train.lora:
+            return AdapterWatch(self.model)
+        held = self.engine.linear_weights()
+        return WeightWatch(self.model, held) if held else None
 
     def _log_rollouts(self, batch: Batch) -> None:
         folder = self.folder / "rollouts"
