@@ -24,7 +24,11 @@ from lowroll.model import hf, lora
 from lowroll.runs import demo
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes" / "README.md"]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "recipes" / "README.md",
+]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 TINY = {
@@ -71,10 +75,10 @@ def run_block(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     return runpy.run_path(str(script))
 
 
-def test_the_tour_of_the_readme_runs(
+def test_the_tour_of_the_python_page_runs(
     clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tour,) = blocks(ROOT / "README.md", "python")
+    (tour,) = blocks(ROOT / "docs/python.md", "python")
     assert sum(bool(line.strip()) and not line.startswith("#") for line in tour.splitlines()) <= 40
     left = run_block(tour, clone, monkeypatch)
     assert left["first"].behavior.weights == "int8"
