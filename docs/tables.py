@@ -1,8 +1,8 @@
 """The generated parts of the documentation: `python docs/tables.py` writes them, a test keeps them
 true.
 
-A part stands between `<!-- table: NAME -->` and `<!-- end -->` in README.md or docs/*.md and comes
-from the code, or from the numbers that `make bench` stored. Edit the source, then run this.
+A part stands between `<!-- table: NAME -->` and `<!-- end -->` in README.md or a page of docs/, and
+comes from the code, or from the numbers that `make bench` stored. Edit the source, then run this.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ DOTTED = re.compile(r"`([a-z_]+(?:\.\w+)+)`")
 def walks() -> dict[str, list[str]]:
     """The names of each walk, in order."""
     section = PAGE.partition("\n## Three walks\n")[2].partition("\n## ")[0]
-    titles = re.split(r"^### (.*)$", section, flags=re.MULTILINE)[1:]
-    return {title: DOTTED.findall(text) for title, text in zip(titles[::2], titles[1::2])}
+    _, *parts = re.split(r"^### ", section, flags=re.MULTILINE)
+    return {part.partition("\n")[0]: DOTTED.findall(part) for part in parts}
 
 
 def parts(name: str) -> tuple[ModuleType, list[str]]:
