@@ -39,14 +39,14 @@ def acr(
     mask: Tensor,
     segments: Tensor | None = None,
     counts: Counts | None = None,
-    cap: float = 2.0,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
-    reduce: str = "seq-mean-token-mean",
+    cap: float,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None,
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `cap` is C, infinity gives
+    """J to maximise and its statistics. Shapes as in `clipped`; `cap` is C, infinity gives
     `decoupled`."""
     tokens = prepare(
         learner=learner,

@@ -68,10 +68,10 @@ def aipo(
     sequence_mask_low: float = 0.0,
     sequence_mask_high: float = 100.0,
     sequence_clip_high: float = 10.0,
-    reduce: str = "token-mean",
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `teacher` log-probs go with
+    """J to maximise and its statistics. Shapes as in `clipped`; `teacher` log-probs go with
     teacher_tau.
 
     ValueError for an unknown ratio_type or mode, bounds in the wrong order, or teacher_tau without

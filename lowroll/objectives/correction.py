@@ -104,19 +104,19 @@ def reweight(
     segments: Tensor | None = None,
     counts: Counts | None = None,
     weight: str = "token",
-    cap: float = 2.0,
+    cap: float,
     icepop: Bounds | None = None,
     normalize: bool = False,
     reject: Reject | None = None,
     veto: float | None = None,
     bypass: bool = False,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
-    reduce: str = "seq-mean-token-mean",
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None,
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `proximal` is needed without `bypass`.
+    """J to maximise and its statistics. Shapes as in `clipped`; `proximal` is needed without `bypass`.
 
     With `normalize`, `counts` must bring the weights' sum over the batch (`Objective.count`).
     ValueError for an unknown weight or rule, or bounds that leave nothing.
@@ -151,7 +151,7 @@ def judge(
     tokens: Tokens,
     *,
     weight: str = "token",
-    cap: float = 2.0,
+    cap: float,
     icepop: Bounds | None = None,
     reject: Reject | None = None,
     veto: float | None = None,

@@ -25,6 +25,7 @@ from lowroll.objectives.surrogate import (
     truncate,
     weight_statistics,
 )
+from lowroll.objectives.table import CAP
 
 
 def gspo(
@@ -36,13 +37,13 @@ def gspo(
     behavior: Tensor | None = None,
     segments: Tensor | None = None,
     counts: Counts | None = None,
-    cap: float = 2.0,
-    eps_low: float = 3e-4,
-    eps_high: float = 4e-4,
-    reduce: str = "seq-mean-token-mean",
+    cap: float = CAP,
+    eps_low: float,
+    eps_high: float,
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `behavior` is optional, `cap` goes
+    """J to maximise and its statistics. Shapes as in `clipped`; `behavior` is optional, `cap` goes
     with it."""
     tokens = prepare(
         learner=learner,

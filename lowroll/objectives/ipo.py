@@ -42,10 +42,10 @@ def ipo(
     width: float = 0.2,
     ratio_cap: float = math.exp(2),
     kl_tau: float = 1e-3,
-    reduce: str = "token-mean",
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`. ValueError for a width below 0 or a
+    """J to maximise and its statistics. Shapes as in `clipped`. ValueError for a width below 0 or a
     cap not above 0."""
     if not width >= 0:
         raise ValueError(f"width: {width} must be 0 or more")

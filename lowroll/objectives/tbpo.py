@@ -46,14 +46,14 @@ def tbpo(
     mask: Tensor,
     segments: Tensor | None = None,
     counts: Counts | None = None,
-    cap: float = 2.0,
-    eps_low: float = 3e-4,
-    eps_high: float = 4e-4,
+    cap: float,
+    eps_low: float,
+    eps_high: float,
     eps_negative: float = 7e-4,
-    reduce: str = "seq-mean-token-mean",
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `cap` is C >= 1, `eps_negative` bounds
+    """J to maximise and its statistics. Shapes as in `clipped`; `cap` is C >= 1, `eps_negative` bounds
     A < 0 above."""
     if not cap >= 1:
         raise ValueError(f"cap: {cap} must be 1 or more; weights are kept in [1/cap, cap]")

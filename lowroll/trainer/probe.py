@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import spread
+from lowroll.objectives.mismatch import spread
 from lowroll.objectives.reduce import lay_out, masked_mean, sequence_any
 from lowroll.trainer.packing import Packed
 from lowroll.trainer.step import Forward, LearnSettings, gather

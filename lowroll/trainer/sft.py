@@ -26,8 +26,7 @@ from torch import Tensor
 
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import Counts
-from lowroll.objectives.reduce import aggregate, lay_out
+from lowroll.objectives.reduce import Counts, aggregate, lay_out
 from lowroll.trainer import state as states
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer, OptimSettings
