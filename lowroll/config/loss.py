@@ -15,23 +15,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Strict
 
 from lowroll.config.document import Path
-from lowroll.config.section import NotNegative, Positive, Problem, Section
-from lowroll.objectives.table import ALGORITHMS, BOUNDS, CORRECTIONS, forms, pair
+from lowroll.config.section import NotNegative, Positive, Problem, Section, one_of
+from lowroll.objectives.table import ALGORITHMS, BOUNDS, CORRECTIONS, MODES, RULES, forms, pair
 
 Bounds = Annotated[tuple[NotNegative, Positive], Strict(False)]
-Rule = Literal[
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-]
+Rule = Annotated[str, one_of(lambda: RULES)]
+Reduce = Annotated[str, one_of(lambda: MODES)]
 
 
 class TbpoConfig(Section):
@@ -102,9 +91,7 @@ class LossConfig(Section):
     # C of tis, acr, tbpo, reweight: the largest mismatch weight
     cap: Annotated[float, Field(ge=1)] = 2.0
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    reduce: (
-        Literal["seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum"] | None
-    ) = None
+    reduce: Reduce | None = None
     kl_coef: NotNegative = 0.0  # weight of the KL to the frozen reference model
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     tbpo: TbpoConfig = TbpoConfig()

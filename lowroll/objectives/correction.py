@@ -57,25 +57,12 @@ from lowroll.objectives.surrogate import (
     truncate,
     weight_statistics,
 )
+from lowroll.objectives.table import RULES
 
 WEIGHTS = ("token", "sequence", "none")
-RULES = (
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-)
 Bounds = tuple[float, float]
-Reject = Mapping[
-    str, float | Bounds
-]  # rule -> its upper bound, or for k1 (low, high) of behavior / proximal
+# rule -> its upper bound, or for k1 (low, high) of behavior / proximal
+Reject = Mapping[str, float | Bounds]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MODES = ("seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum")
+from lowroll.objectives.table import MODES
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-SEQUENCES = "seq-mean-token-mean"  # the average over sequences of their tokens' averages
-CLIP: Mapping[str, Any] = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None, "reduce": SEQUENCES}
-SEQUENCE_CLIP: Mapping[str, Any] = {"eps_low": 3e-4, "eps_high": 4e-4, "reduce": SEQUENCES}
+MODES = ("seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum")  # of `reduce`
+RULES = (  # by which `reweight` rejects
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
+CLIP: Mapping[str, Any] = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None, "reduce": MODES[0]}
+SEQUENCE_CLIP: Mapping[str, Any] = {"eps_low": 3e-4, "eps_high": 4e-4, "reduce": MODES[0]}
 CAP = 2.0  # C, FlashRL's for GSM8K
 BOUNDS = ("eps_low", "eps_high")
 CLIPPED = "lowroll.objectives.clipped:clipped"

@@ -665,7 +665,7 @@ def test_the_files_give_the_documents_loss(
     detached."""
     import torch
 
-    from lowroll.objectives import select
+    from lowroll.objectives.objective import select
 
     head, tail = TRAIN.split("loss:\n")
     kept = [

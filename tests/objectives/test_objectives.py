@@ -13,25 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowroll import objectives
-from lowroll.objectives import (
-    Counts,
-    acr,
-    count,
-    dapo,
-    decoupled,
-    dr_grpo,
-    grpo,
-    gspo,
-    naive_is,
-    rloo,
-    select,
-    tis,
-)
-from lowroll.objectives.reduce import aggregate, lay_out
-from tests.fixtures.objectives import MODES, f64, pack, random_batch, single
+from lowroll.objectives.acr import acr as acr_function
+from lowroll.objectives.clipped import clipped
+from lowroll.objectives.objective import named, select
+from lowroll.objectives.reduce import Counts, aggregate, count, lay_out
+from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, MODES
+from tests.fixtures.objectives import f64, of_row, pack, random_batch, single
 
 torch.set_num_threads(1)
+
+acr, dapo, decoupled, dr_grpo = map(of_row, ("acr", "dapo", "decoupled", "dr_grpo"))
+grpo, gspo, naive_is, rloo, tis = map(of_row, ("grpo", "gspo", "is", "rloo", "tis"))
 
 
 # Aggregation
@@ -282,7 +274,7 @@ NAMES = ("grpo", "is", "decoupled", "tis", "acr", "gspo")
 
 def call(name, batch, learner=None, **options):
     learner = batch["lpn"] if learner is None else learner
-    return objectives.TABLE[name](
+    return named(name)(
         learner=learner,
         proximal=batch["lpo"],
         behavior=batch["lpr"],
@@ -369,7 +361,7 @@ def test_micro_batches_sum_to_the_big_batch(name, mode):
     whole, _ = call(name, batch, learner, reduce=mode, max_length=9)
     whole.backward()
     parts, micro = [slice(0, 1), slice(1, 4), slice(4, 6)], batch["lpn"].clone().requires_grad_()
-    needs_behavior = objectives.TABLE[name].needs_behavior
+    needs_behavior = named(name).needs_behavior
     counts = sum(
         (
             count(mask=batch["mask"][p], behavior=batch["lpr"][p] if needs_behavior else None)
@@ -469,7 +461,7 @@ def test_extreme_ratios_stay_finite():
     lpn.requires_grad_()
     for name in NAMES:
         for sign in (1.0, -1.0):
-            J, stats = objectives.TABLE[name](
+            J, stats = named(name)(
                 learner=lpn,
                 proximal=lpo,
                 behavior=lpr,
@@ -558,9 +550,9 @@ def test_only_the_learner_carries_gradient():
 
 
 def test_select_combines_an_algorithm_with_a_correction():
-    assert select("grpo").function is grpo
+    assert select("grpo").function is clipped
     combined = select("dapo", "acr")
-    assert combined.function is acr and combined.name == "dapo+acr"
+    assert combined.function is acr_function and combined.name == "dapo+acr"
     assert combined.options["eps_high"] == 0.28 and combined.options["reduce"] == "token-mean"
     assert select("dr_grpo", "tis").options["reduce"] == "constant"
     assert select("grpo", "tis").options["eps_high"] == 0.2
@@ -573,8 +565,8 @@ def test_select_combines_an_algorithm_with_a_correction():
         and not select("grpo", "aipo").needs_proximal
     )
     batch = random_batch(6)
-    for algorithm in objectives.ALGORITHMS:
-        for correction in objectives.CORRECTIONS:
+    for algorithm in ALGORITHMS:
+        for correction in CORRECTIONS:
             if algorithm == "gspo" and correction in (
                 "is",
                 "acr",
@@ -607,7 +599,7 @@ def bad(name="acr", **changes):
         "advantages": batch["A"],
         "mask": batch["mask"],
     }
-    return objectives.TABLE[name](**(inputs | changes))
+    return named(name)(**(inputs | changes))
 
 
 @pytest.mark.parametrize(
