@@ -5,7 +5,7 @@ known key.
     run.yaml:8: train.max_stepz: unknown key (did you mean max_steps?)
     override train.max_stepz: unknown key (did you mean max_steps?)
 
-A file with the sections `orch:` and `infer:` is Surogate's three files in one piece: see
+A file with a section `orch:` or `infer:` is Surogate's three files in one piece: see
 `surogate/read.py`.
 """
 

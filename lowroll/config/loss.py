@@ -89,7 +89,7 @@ class LossConfig(Section):
     eps_low: NotNegative | None = None
     eps_high: NotNegative | None = None
     # C of tis, acr, tbpo, reweight: the largest mismatch weight
-    cap: Annotated[float, Field(ge=1)] = 2.0
+    cap: Annotated[float, Field(ge=1)] | None = None
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     reduce: Reduce | None = None
     kl_coef: NotNegative = 0.0  # weight of the KL to the frozen reference model

@@ -42,7 +42,7 @@ from lowroll.config.section import (
     Weights,
 )
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
-from lowroll.objectives.table import ALGORITHMS, BOUNDS, pair
+from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
 from lowroll.quant.table import DEFAULT, is_dense
 
 
@@ -292,9 +292,11 @@ class RunConfig(Section):
         default = ALGORITHMS[self.algorithm]
         correction, reason = _correction(self)
         options = pair(self.algorithm, correction).options
+        # of a correction that does not clip or cap there are no bounds, and nobody reads the cap
+        defaults = {"cap": CAP, **dict.fromkeys(BOUNDS), **options}
         loss = {
-            name: options.get(name)  # no bounds: the correction does not clip
-            for name in (*BOUNDS, "reduce")
+            name: defaults[name]
+            for name in ("cap", *BOUNDS, "reduce")
             if getattr(self.loss, name) is None
         }
         chosen = _thresholds(self)

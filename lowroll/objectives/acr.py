@@ -67,10 +67,16 @@ def acr(
         stretch_N=stretch_N,
     )
     J = aggregate(
-        weight_N * clipped.value_N, tokens.layout, mode=reduce, counts=counts, max_length=max_length
+        weight_N * clipped.value_N,
+        tokens.sequences,
+        mode=reduce,
+        counts=counts,
+        max_length=max_length,
     )
     # Active here although TIS would have clipped them.
     extended_N = (tokens.advantages_N > 0) & (tokens.ratio_N > 1 + eps_high) & ~clipped.above_N
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, cap)
-    statistics["correction/acr_extended_fraction"] = masked_mean(extended_N, tokens.layout.mask_N)
+    statistics["correction/acr_extended_fraction"] = masked_mean(
+        extended_N, tokens.sequences.mask_N
+    )
     return J, as_floats(statistics)

@@ -73,7 +73,7 @@ def clipped(
     kept = clip(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
-    J = aggregate(kept.value_N, tokens.layout, mode=reduce, counts=counts, max_length=max_length)
+    J = aggregate(kept.value_N, tokens.sequences, mode=reduce, counts=counts, max_length=max_length)
     statistics = policy_statistics(tokens, kept)
     if behavior is not None:
         statistics["correction/dropped_tokens"] = tokens.num_dropped
@@ -110,6 +110,6 @@ def weighted(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
     J = aggregate(
-        weight_N * kept.value_N, tokens.layout, mode=reduce, counts=counts, max_length=max_length
+        weight_N * kept.value_N, tokens.sequences, mode=reduce, counts=counts, max_length=max_length
     )
     return J, as_floats(policy_statistics(tokens, kept) | weight_statistics(tokens, weight_N, cap))

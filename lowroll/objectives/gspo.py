@@ -54,14 +54,18 @@ def gspo(
         segments=segments,
     )
     log_ratio_N = tokens.log_ratio_N
-    sequence_ratio_S = exp_ratio(sequence_mean(log_ratio_N, tokens.layout)).to(log_ratio_N.dtype)
+    sequence_ratio_S = exp_ratio(sequence_mean(log_ratio_N, tokens.sequences)).to(log_ratio_N.dtype)
     ratio_N = (
-        sequence_ratio_S[tokens.layout.segments_N] * (log_ratio_N - log_ratio_N.detach()).exp()
+        sequence_ratio_S[tokens.sequences.segments_N] * (log_ratio_N - log_ratio_N.detach()).exp()
     )
     weight_N = tokens.weight_N if behavior is None else truncate(tokens.weight_N, cap)
     clipped = clip(ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high)
     J = aggregate(
-        weight_N * clipped.value_N, tokens.layout, mode=reduce, counts=counts, max_length=max_length
+        weight_N * clipped.value_N,
+        tokens.sequences,
+        mode=reduce,
+        counts=counts,
+        max_length=max_length,
     )
     statistics = policy_statistics(tokens, clipped, ratio_N)
     if behavior is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lowroll.config import ConfigError, RunConfig, as_config, from_mapping, load, load_reference
+from lowroll.config import ConfigError, RunConfig, as_config, from_mapping, load, load_surogate
 from lowroll.config.document import parse
 from lowroll.config.load import known_keys
 from lowroll.config.renamed import RENAMED, carry_over, renamed_tree
@@ -91,11 +91,11 @@ def test_surogates_files_have_no_old_names(tmp_path: Path) -> None:
     train, orch = tmp_path / "train.yaml", tmp_path / "orch.yaml"
     train.write_text("model: m\n")
     orch.write_text("env: [{id: reverse-text}]\nrollouts_per_example: 8\n")
-    cfg = load_reference(train, None, orch, [f"{OLD}=fp8"])
+    cfg = load_surogate(train, None, orch, [f"{OLD}=fp8"])
     assert cfg.rollout.large_batch_weights == "fp8" and f"override {OLD}: {NOTE}" in cfg.notes
     orch.write_text(orch.read_text() + "rollout: {bulk: fp8}\n")
     with pytest.raises(ConfigError, match="orch.yaml:3: rollout: unknown key"):
-        load_reference(train, None, orch)
+        load_surogate(train, None, orch)
 
 
 def test_settings_of_an_earlier_version_are_those_of_now() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lowroll.objectives.acr import acr as acr_function
 from lowroll.objectives.clipped import clipped
 from lowroll.objectives.objective import named, select
-from lowroll.objectives.reduce import Counts, aggregate, count, lay_out
+from lowroll.objectives.reduce import Counts, aggregate, count, sequences_of
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, MODES
 from tests.fixtures.objectives import f64, of_row, pack, random_batch, single
 
@@ -42,19 +42,21 @@ grpo, gspo, naive_is, rloo, tis = map(of_row, ("grpo", "gspo", "is", "rloo", "ti
 def test_aggregation_by_hand(mode, max_length, expected):
     padded = f64([[1, 2, math.nan, math.inf], [0.5, -1, 3, 0.25]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
-    value = aggregate(padded.reshape(-1), lay_out(mask), mode=mode, max_length=max_length)
+    value = aggregate(padded.reshape(-1), sequences_of(mask), mode=mode, max_length=max_length)
     assert value.item() == pytest.approx(expected, abs=5e-11)
     packed, segments = f64([0.5, 1, -1, 2, 3, 0.25]), torch.tensor([1, 0, 1, 0, 1, 1])
-    value = aggregate(packed, lay_out(torch.ones(6), segments), mode=mode, max_length=max_length)
+    value = aggregate(
+        packed, sequences_of(torch.ones(6), segments), mode=mode, max_length=max_length
+    )
     assert value.item() == pytest.approx(expected, abs=5e-11)
 
 
 def test_fully_masked_sequences_stay_in_the_sequence_count():
     x, mask = f64([3.0, 5.0, 7.0]), torch.tensor([1, 1, 0])
-    layout = lay_out(mask, torch.tensor([0, 0, 1]))
-    assert aggregate(x, layout, mode="seq-mean-token-mean").item() == 2  # mean(mean(3, 5), 0)
-    assert aggregate(x, layout, mode="seq-mean-token-sum").item() == 4
-    assert aggregate(x, layout, mode="token-mean").item() == 4
+    sequences = sequences_of(mask, torch.tensor([0, 0, 1]))
+    assert aggregate(x, sequences, mode="seq-mean-token-mean").item() == 2  # mean(mean(3, 5), 0)
+    assert aggregate(x, sequences, mode="seq-mean-token-sum").item() == 4
+    assert aggregate(x, sequences, mode="token-mean").item() == 4
     assert count(mask=mask, segments=torch.tensor([0, 0, 1])) == Counts(2, 2)
 
 
