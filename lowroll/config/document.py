@@ -85,7 +85,7 @@ class Document:
     def move(self, old: Path, new: Path, mark: Mark) -> None:
         """Take a value, with the marks of all that is beneath it, from one path of sections to
         another. mark: where it was written."""
-        node = self.value
+        node: Any = self.value
         for part in old[:-1]:
             node = node[part]
         inner = {path: kept for path, kept in self.marks.items() if path[: len(old)] == old}

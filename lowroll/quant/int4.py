@@ -95,9 +95,9 @@ class Symmetric(Words):
 
 
 class Int4(Symmetric, WeightOnly):
-    name = "int4"
+    name = Symmetric.kernel
     summary = "W4A16, symmetric, groups of 128"
-    stacked = ("int4", "weight_packed", "weight_scale")
+    stacked = (name, "weight_packed", "weight_scale")
     scheme = Scheme(PACKED, arguments(4, "int", "group", group_size=GROUP))
 
 
@@ -105,7 +105,7 @@ class Int4Asymmetric(Words, WeightOnly):
     name = "int4_asym"
     summary = "W4A16, asymmetric (a zero point a group), groups of 128"
     bits = 4.28125
-    kernel = "int4_asym"
+    kernel = name
     scheme = Scheme(PACKED, arguments(4, "int", "group", group_size=GROUP, symmetric=False))
     read_experts = False
     unread = (

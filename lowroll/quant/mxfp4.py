@@ -37,8 +37,8 @@ class MXFloat4(WeightOnly):
     bits = 4.25
     group = BLOCK
     bump = QUARTER_OCTAVE
-    kernel = "mxfp4"
-    stacked = ("mxfp4", "weight_packed", "weight_scale")
+    kernel = name
+    stacked = (kernel, "weight_packed", "weight_scale")
     scheme = Scheme(
         "mxfp4-pack-quantized",
         arguments(4, "float", "group", group_size=BLOCK),
@@ -75,7 +75,7 @@ class MXFloat4(WeightOnly):
 class MXFloat4Floor(MXFloat4):
     name = "mxfp4_floor"
     summary = "mxfp4 with the FLOOR rule for its scales"
-    stored_as = "mxfp4"
+    stored_as = MXFloat4.name
     bump = 0
 
 

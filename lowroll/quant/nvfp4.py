@@ -39,8 +39,8 @@ class NVFloat4(WeightOnly):
     bits = 4.5
     group = BLOCK
     once = ("weight_global_scale",)
-    kernel = "nvfp4"
-    stacked = ("nvfp4", "weight_packed", "weight_scale", "weight_global_scale")
+    kernel = name
+    stacked = (kernel, "weight_packed", "weight_scale", "weight_global_scale")
     scheme = Scheme(
         "nvfp4-pack-quantized",
         arguments(4, "float", "tensor_group", group_size=BLOCK),

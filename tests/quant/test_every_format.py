@@ -85,6 +85,7 @@ def test_a_publication_in_place_is_a_fresh_copy(name: str, folder: Path) -> None
     before = digest(rollout)
     with torch.no_grad():
         for _, linear in master.linears():
+            assert isinstance(linear.weight, Tensor)
             linear.weight.mul_(1.5)
     publish(master, rollout)
     fresh = rollout_copy(master, name, torch.float32)
