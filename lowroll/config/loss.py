@@ -101,7 +101,7 @@ class LossConfig(Section):
     reweight: ReweightConfig = ReweightConfig()
 
     def options(self, algorithm: str, correction: str, max_tokens: int) -> dict[str, Any]:
-        """The options of `lowroll.objectives.select(algorithm, correction)`, once every null is
+        """The options of `objectives.objective.select(algorithm, correction)`, once every null is
         filled in."""
         row = pair(algorithm, correction)
         length = max_tokens if self.reduce == "constant" else None

@@ -275,7 +275,7 @@ class RunConfig(Section):
 
     @property
     def objective_options(self) -> dict[str, Any]:
-        """The options of `lowroll.objectives.select(cfg.algorithm, cfg.correction)`, with the
+        """The options of `objectives.objective.select(cfg.algorithm, cfg.correction)`, with the
         defaults filled in."""
         cfg = self.resolved()
         return cfg.loss.options(cfg.algorithm, cfg.correction, cfg.rollout.max_tokens)

@@ -13,18 +13,16 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from lowroll.advantages import TABLE as ESTIMATORS
 from lowroll.config.document import Path
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS
-from lowroll.quant.table import FORMATS, OWN, is_dense
+from lowroll.quant.table import FORMATS, OWN, is_dense, large_batch
 from lowroll.types import MAX_SAMPLES, PENALTIES, TEMPERATURES
 
-Problem = tuple[
-    tuple[Path, ...], str
-]  # the keys it concerns, the one to blame first; what is wrong
+# the keys it concerns, the one to blame first; what is wrong
+Problem = tuple[tuple[Path, ...], str]
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
-Rate = Annotated[
-    float, Field(gt=0, le=10)
-]  # of learning: a larger one leaves float32 within a step
+# of learning: a larger one leaves float32 within a step
+Rate = Annotated[float, Field(gt=0, le=10)]
 NotNegative = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 GroupSize = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
@@ -52,7 +50,7 @@ Algorithm = Annotated[str, one_of(lambda: ALGORITHMS)]
 Correction = Annotated[str, one_of(lambda: ("auto", *CORRECTIONS))]
 Advantage = Annotated[str, one_of(lambda: ESTIMATORS)]
 Weights = Annotated[str, one_of(lambda: sorted((OWN, *FORMATS), key=is_dense))]
-LargeBatchWeights = Annotated[str, one_of(lambda: [n for n in FORMATS if FORMATS[n].large_batch])]
+LargeBatchWeights = Annotated[str, one_of(lambda: sorted(large_batch(), key=is_dense))]
 
 
 def only(*neutral: Any, why: str = "not available yet") -> AfterValidator:

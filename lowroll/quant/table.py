@@ -44,6 +44,11 @@ def is_dense(name: str) -> bool:
     return name == OWN or (name in FORMATS and FORMATS[name].dense)
 
 
+def large_batch() -> list[str]:
+    """The formats that may stand beside another one, for many rows."""
+    return [name for name, row in FORMATS.items() if row.large_batch]
+
+
 def low_bit() -> list[str]:
     """The formats that are not plain floating point."""
     return [name for name, row in FORMATS.items() if not row.dense]

@@ -74,7 +74,7 @@ class TrainingDiverged(RunFailed):
 
 @dataclass(frozen=True)
 class LearnSettings:
-    """How a batch becomes updates. `objective` is what `lowroll.objectives.select(algorithm,
+    """How a batch becomes updates. `objective` is what `objectives.objective.select(algorithm,
     correction)` gives."""
 
     objective: Objective
