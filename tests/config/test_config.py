@@ -166,8 +166,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
         "model: m\nalgorithm: grop\n",
         [],
         [
-            "run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, "
-            "ppo, got 'grop' "
+            f"run.yaml:2: algorithm: must be one of {', '.join(ALGORITHMS)}, got 'grop' "
             "(did you mean grpo?)"
         ],
     ),
@@ -175,9 +174,8 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
         "model: m\ncorrection: sprase\n",
         [],
         [
-            "run.yaml:2: correction: must be one of auto, none, is, decoupled, tis, acr, tbpo, "
-            "sparse, aipo, ipo, "
-            "reweight, got 'sprase' (did you mean sparse?)"
+            f"run.yaml:2: correction: must be one of auto, {', '.join(CORRECTIONS)}, "
+            "got 'sprase' (did you mean sparse?)"
         ],
     ),
     (
@@ -445,8 +443,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
         "model: m\nalgorithm: GRPO\n",
         [],
         [
-            "run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, "
-            "ppo, got 'GRPO' "
+            f"run.yaml:2: algorithm: must be one of {', '.join(ALGORITHMS)}, got 'GRPO' "
             "(did you mean grpo?)"
         ],
     ),
