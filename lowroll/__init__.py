@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from lowroll.types import BehaviorTag, Group, Request, Rollout
 
 if TYPE_CHECKING:
-    from lowroll import objectives as objectives
     from lowroll.engine.native import NativeEngine as Engine
     from lowroll.model.scoring import score as score
     from lowroll.quant.formats import QTensor as QTensor
@@ -32,7 +31,6 @@ __all__ = [
     "Rollout",
     "WeightUpdate",
     "formats",
-    "objectives",
     "quantize",
     "run",
     "score",
@@ -57,8 +55,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "objectives":
-        return importlib.import_module("lowroll.objectives")
     if name in _HOMES:
         home, _, there = _HOMES[name].rpartition(".")
         return getattr(importlib.import_module(f"lowroll.{home}"), there)
