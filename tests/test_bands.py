@@ -24,6 +24,7 @@ from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.objectives import ALGORITHMS, CORRECTIONS, Objective, select
 from lowroll.quant import dense
+from lowroll.trainer import recompute
 from lowroll.trainer.critic import Critic, CriticSettings
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
@@ -139,8 +140,7 @@ def with_adapter(model: Transformer) -> Transformer:
 
 
 def checkpointed(model: Transformer, share: bool | float = True) -> Transformer:
-    model.activation_checkpointing = share
-    return model
+    return recompute.apply(model, share)
 
 
 def noisy(model: Transformer) -> Transformer:

@@ -26,7 +26,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant import fp8
 from lowroll.quant.formats import get_format
 from lowroll.types import Group
-from lowroll.weights.publish import digest, quantize_base
+from lowroll.weights.publish import digest, quantize_base, rollout_copy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 
@@ -288,7 +288,9 @@ def test_lora_shares_its_base_and_adopts_in_place_on_the_device(folder: Path) ->
         stamp = engine.behavior.policy[0].digest
         assert engine.update_weights(learner, 1).policy[0].digest != stamp
         assert {name: p.data_ptr() for name, p in engine.model.named_parameters()} == theirs
-        assert torch.equal(forward(learner.run_low_bit(True)), forward(engine.model))
+        assert torch.equal(
+            forward(rollout_copy(learner, "int8", learner.dtype)), forward(engine.model)
+        )
     assert not torch.equal(forward(engine.model), before)
 
 

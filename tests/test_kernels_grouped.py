@@ -21,7 +21,7 @@ from lowroll.kernels.moe.grouped import Stack, Tiles
 from lowroll.kernels.quantize import rows
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.model import experts
-from lowroll.model.experts import Experts
+from lowroll.model.experts import EngineExperts, Experts, LearnerExperts
 from lowroll.model.spec import spec_from_config
 from lowroll.quant.formats import QTensor, quantize
 
@@ -271,7 +271,12 @@ def test_a_mixture_of_experts_is_the_formula(format: str, monkeypatch: pytest.Mo
     assert (got - want).abs().max() < bound * want.abs().max()
 
 
-def module_of(dtype: torch.dtype = torch.float32, hidden: int = 64, wide: int = 32) -> Experts:
+def module_of(
+    dtype: torch.dtype = torch.float32,
+    hidden: int = 64,
+    wide: int = 32,
+    kind: type[Experts] = LearnerExperts,
+) -> Experts:
     spec = spec_from_config(
         {
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -287,7 +292,7 @@ def module_of(dtype: torch.dtype = torch.float32, hidden: int = 64, wide: int = 
             "norm_topk_prob": True,
         }
     )
-    module = Experts(spec, "cpu", dtype)
+    module = kind(spec, "cpu", dtype)
     with torch.no_grad():
         for seed, p in enumerate(module.parameters()):
             p.copy_(normal(*p.shape, seed=seed) * 0.3)
@@ -309,14 +314,15 @@ def module_of(dtype: torch.dtype = torch.float32, hidden: int = 64, wide: int = 
 def test_a_learner_has_the_same_bits_with_gradients_and_without_and_an_aligned_one_the_engines(
     format: str | None, dtype: torch.dtype
 ) -> None:
-    learner, engine, x_TD = module_of(dtype), module_of(dtype), normal(7, 64, seed=9).to(dtype)
+    learner = module_of(dtype)
+    engine = module_of(dtype, kind=EngineExperts)
+    x_TD = normal(7, 64, seed=9).to(dtype)
     for ours, theirs in zip(
         (learner.gate_up, learner.down), (engine.gate_up, engine.down), strict=True
     ):
         if format:
             ours.aligned = quantize(ours.weight, format)
         theirs.set_weight(ours.aligned or quantize(ours.weight, "fp32"))
-        theirs.low_bit = True
     want = learner(x_TD)
     with torch.no_grad():
         again, got = learner(x_TD), engine(x_TD)
@@ -330,10 +336,10 @@ def test_formats_without_a_kernel_of_their_own_round_activations_as_in_a_dense_l
     format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against each expert's own product, an expert at a time."""
-    module, x_TD = module_of(hidden=128, wide=128), normal(7, 128, seed=9)
+    module = module_of(hidden=128, wide=128, kind=EngineExperts)
+    x_TD = normal(7, 128, seed=9)
     for linear in (module.gate_up, module.down):
         linear.set_weight(quantize(linear.weight, format))
-        linear.low_bit = True
     monkeypatch.setattr(rows, "fused", lambda x: False)  # the interpreter rounds to e4m3 wrongly
     with torch.no_grad():
         got = module(x_TD)

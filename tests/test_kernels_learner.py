@@ -22,7 +22,7 @@ from lowroll.model import logprobs as model_logprobs
 from lowroll.model import lora
 from lowroll.model.adapter import Adapter
 from lowroll.model.attention import varlen
-from lowroll.model.linear import Linear
+from lowroll.model.learner_linear import LearnerLinear
 
 both = pytest.mark.parametrize(
     "path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"]
@@ -166,13 +166,14 @@ def test_updates_of_large_ranks_are_plain_products(
         got.float(), torch.nn.functional.silu(gate) * up, rtol=1e-2, atol=0.3
     )
     got.float().sum().backward()
-    linear = Linear(6, {"gate_proj": 4, "up_proj": 4}, False, dtype=dtype).requires_grad_(False)
+    linear = LearnerLinear(6, {"gate_proj": 4, "up_proj": 4}, False, dtype=dtype)
+    linear.requires_grad_(False)
     linear.weight.normal_()
     linear.adapter = Adapter(rank, 1.0)
     linear.adapter.a["up_proj"], linear.adapter.b["up_proj"] = (
         torch.nn.Parameter(random(*shape)) for shape in ((rank, 6), (4, rank))
     )
-    y_TN, update = linear.without_update(random(3, 6).to(dtype))
+    y_TN, update = linear.base_and_update(random(3, 6).to(dtype))
     assert update is None and torch.equal(y_TN, linear(random(3, 6).to(dtype)))
 
 
@@ -201,7 +202,10 @@ def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> N
         model = lora.attach(tiny_model(), 4, 8.0, targets) if targets else tiny_model()
         for p in model.trainable_parameters().values():
             p.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(p.numel()))
-        with patch("lowroll.model.linear.fused", lambda x, plain=plain: not plain):
+        with (
+            patch("lowroll.model.linear.fused", lambda x, plain=plain: not plain),
+            patch("lowroll.model.learner_linear.fused", lambda x, plain=plain: not plain),
+        ):
             hidden = model(torch.arange(9), torch.arange(9), varlen([9]))
             (hidden * random(*hidden.shape)).sum().backward()
         found.append([hidden.detach(), *(p.grad for p in model.trainable_parameters().values())])

@@ -264,7 +264,7 @@ class Optimizer:
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
                 [
-                    None if m is self.params[name] else self.params[name].detach()
+                    None if m is self.params[name] else self.params[name]
                     for name, m in self.others.items()
                 ],
                 [groups[id(m)]["weight_decay"] for m in self.others.values()],

@@ -8,8 +8,9 @@ pass.
 of a float32 master in half precision, and sum s^2 comes out too: 30 bytes a parameter move where
 the steps one by one would move 90.
 
-A launch knows its tensors by a table of addresses; its blocks are fixed by the tensors' sizes, and
-no block adds to what another wrote, so a step repeats bit for bit.
+A launch knows its tensors by a table of addresses, which is made anew for every update: a storage
+may have moved since. Its blocks are fixed by the tensors' sizes, and no block adds to what another
+wrote, so a step repeats bit for bit.
 """
 
 from __future__ import annotations
