@@ -3,13 +3,20 @@ addresses tell nothing (kernels that write through addresses, gathered shards)."
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lowroll.model import lora
 from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
+from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.state import restore_weights
 from lowroll.trainer.step import learn
@@ -120,3 +127,41 @@ def test_an_update_finds_parameters_whose_storages_were_replaced() -> None:
     param.data = before.clone()
     assert before.data_ptr() != param.data_ptr()
     assert fused.addresses(gradients).table[0, 4] == param.data_ptr()
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """One rank, whose gathers are as real as those of many."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("share", [False, 0.5, True])
+def test_a_sharded_adapter_learns_as_a_whole_one(mesh: DeviceMesh, share: bool | float) -> None:
+    """FSDP2 gathers into storages that it keeps and hides the write from autograd: without the call
+    every forward would read the adapter of the first one."""
+    models = [recompute.apply(adapted(), share) for _ in range(2)]
+    for block in models[1].blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(models[1], mesh=mesh)
+    whole, sharded = (losses(model) for model in models)
+    assert whole == sharded and len(set(whole)) == len(whole)
+
+
+def losses(model: Transformer) -> list[float]:
+    """Of a few steps."""
+    optimizer = torch.optim.SGD(list(model.trainable_parameters().values()), lr=0.05)
+    found = []
+    for _ in range(3):
+        hidden_TD = model(torch.arange(9), torch.arange(9), varlen([9]))
+        weights = torch.linspace(-1, 1, hidden_TD.numel()).view_as(hidden_TD)
+        loss = (hidden_TD * weights).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        derived.renew(model)
+        found.append(loss.item())
+    return found
