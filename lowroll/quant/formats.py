@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,16 @@ class QTensor:
     packed: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
     version: int = 0  # how often the codes have changed
+    # whose codes, in another format, these were made of: that tensor, its version and one's own then
+    source: tuple[ref[QTensor], int, int] | None = None
+
+    def note_source(self, source: QTensor) -> None:
+        """The codes were made of those of `source`, as both are now."""
+        self.source = ref(source), source.version, self.version
+
+    def is_made_of(self, source: QTensor) -> bool:
+        """Were the codes made of those that `source` has, and has neither changed since?"""
+        return self.source == (ref(source), source.version, self.version)
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
         """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor, a

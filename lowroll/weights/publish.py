@@ -14,7 +14,6 @@ import logging
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -261,7 +260,7 @@ def _engines(name: str, linear: Linear, format: str) -> QTensor:
         and linear.aligned is None
         and weight is not linear.weight
     ):
-        _note_source(weight, linear.weight)
+        weight.note_source(linear.weight)
     return weight
 
 
@@ -272,18 +271,9 @@ def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -
         target.copy_(linear.aligned)
     elif isinstance(linear.weight, nn.Parameter):
         target.quantize_(linear.weight, amax_1)
-    elif _SOURCES.get(target) != (ref(linear.weight), linear.weight.version, target.version):
+    elif not target.is_made_of(linear.weight):
         target.copy_(_quantize(name, linear, target.format))
-        _note_source(target, linear.weight)
-
-
-# whose codes, in another format, a tensor was made of: that tensor, its version then, and the
-# version of what was made
-_SOURCES: WeakKeyDictionary[QTensor, tuple[ref[QTensor], int, int]] = WeakKeyDictionary()
-
-
-def _note_source(made: QTensor, source: QTensor) -> None:
-    _SOURCES[made] = ref(source), source.version, made.version
+        target.note_source(linear.weight)
 
 
 def _note_conversion(model: Transformer, format: str) -> None:
