@@ -25,7 +25,7 @@ from lowroll.model.layers import ENGINE
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
-from lowroll.quant.formats import QTensor, get_format, layout
+from lowroll.quant.formats import QTensor, get_format, stored_format
 from lowroll.weights.noise import Noise, draw, noisy_norms
 
 log = logging.getLogger(__name__)
@@ -279,11 +279,12 @@ def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -
 def _note_conversion(model: Transformer, format: str) -> None:
     """Say when low-bit weights are about to be quantized a second time."""
     before = model.weight_format
-    if before is not None and not get_format(before).dense and layout(before) != layout(format):
+    if before is None or get_format(before).dense:
+        return
+    if stored_format(before) != stored_format(format):
         log.warning(
             "the model's weights are %s: %s is made from their dequantized values; with %s they "
-            "would be used "
-            "as they are",
+            "would be used as they are",
             before,
             format,
             before,
