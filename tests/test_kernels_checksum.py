@@ -16,7 +16,7 @@ from compiled import built
 from torch import Tensor
 
 from lowroll.kernels import checksum
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 
 pytest.importorskip("triton")
 M64 = (1 << 64) - 1
@@ -139,7 +139,7 @@ def test_compiled_for_a_gpu_nothing_spills(kernel: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    assert fused(torch.empty(0))
+    assert triton_supports(torch.empty(0))
     checksum.BLOCK_BYTES, checksum.STEP_BYTES = 4096, 2048  # the interpreter takes its time
     for check in CHECKS:
         check()

@@ -154,7 +154,7 @@ def test_updates_of_large_ranks_are_plain_products(
     rank: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tile has no room for them: a model's gate and the function itself go another way."""
-    assert low_rank.holds(rank - 1, dtype) and not low_rank.holds(rank, dtype)
+    assert low_rank.supports(rank - 1, dtype) and not low_rank.supports(rank, dtype)
     monkeypatch.setattr(low_rank, "_silu_mul_adapted", None)
     monkeypatch.setattr(low_rank, "_silu_mul_adapted_backward", None)
     gate_up, low, b = (
@@ -201,7 +201,7 @@ def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> N
         model = lora.attach(tiny_model(), 4, 8.0, targets) if targets else tiny_model()
         for p in model.trainable_parameters().values():
             p.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(p.numel()))
-        with patch("lowroll.model.linear.fused", lambda x, plain=plain: not plain):
+        with patch("lowroll.model.linear.triton_supports", lambda x, plain=plain: not plain):
             hidden = model(torch.arange(9), torch.arange(9), varlen([9]))
             (hidden * random(*hidden.shape)).sum().backward()
         found.append([hidden.detach(), *(p.grad for p in model.trainable_parameters().values())])

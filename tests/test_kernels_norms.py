@@ -49,10 +49,10 @@ def angles(num_tokens: int, size: int) -> tuple[Tensor, Tensor]:
 def plain(call: Callable[[], object]) -> object:
     """The same call by the lines of plain torch."""
     with (
-        patch.object(norm, "fused", lambda x: False),
-        patch.object(rope, "fused", lambda x: False),
-        patch.object(rows, "fused", lambda x: False),
-        patch.object(swiglu, "fused", lambda x: False),
+        patch.object(norm, "triton_supports", lambda x: False),
+        patch.object(rope, "triton_supports", lambda x: False),
+        patch.object(rows, "triton_supports", lambda x: False),
+        patch.object(swiglu, "triton_supports", lambda x: False),
     ):
         return call()
 

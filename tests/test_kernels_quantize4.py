@@ -14,7 +14,7 @@ import pytest
 import torch
 from compiled import built
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize import quantize4
 from lowroll.quant.formats import get_format
 
@@ -86,5 +86,5 @@ if __name__ == "__main__":
     import warnings
 
     warnings.simplefilter("ignore")  # numpy counts overflows that are meant
-    assert fused(torch.empty(0))
+    assert triton_supports(torch.empty(0))
     check_bytes_are_those_of_plain_torch()

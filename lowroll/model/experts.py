@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lowroll.kernels.fused.swiglu import silu_mul
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.moe import grouped
 from lowroll.kernels.moe.grouped import Stack
 from lowroll.kernels.moe.route import Groups, choose, combine, gather, sort_slots
@@ -133,7 +133,7 @@ class Experts(nn.Module):
         self.down = StackedLinear(spec.num_experts, wide, {"down_proj": hidden}, device, dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        if fused(x_TD) and self.gate_up.serves and self.down.serves:
+        if triton_supports(x_TD) and self.gate_up.serves and self.down.serves:
             gate_up, down = (linear.stack(x_TD) for linear in (self.gate_up, self.down))
             return grouped.experts(
                 x_TD,
@@ -174,7 +174,7 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.master_dtype = None if master_NK is None else master_NK.dtype
         ctx.save_for_backward(x_PK if ctx.needs_input_grad[1] else None)
         if isinstance(weight, QTensor) and low_bit:
-            if fused(x_PK):
+            if triton_supports(x_PK):
                 return grouped.multiply(
                     x_PK.detach(), _stack(weight, num_experts, x_PK.dtype, True), groups
                 )
@@ -209,7 +209,7 @@ def _stack(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype, low_b
         if (names := _STORED.get(weight.format)) is not None:
             kind, tensors = names[0], [weight.tensors[name] for name in names[1:]]
             stack = Stack(kind, num_experts, *tensors)
-            if grouped.runs(stack, dtype):
+            if grouped.supports(stack, dtype):
                 return stack
         elif (format := get_format(weight.format)).rounds:
             w_NK = _dense(weight, num_experts, torch.float32).flatten(0, 1)

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowroll.kernels.fused.swiglu import silu_mul, silu_mul_backward
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
-from lowroll.kernels.training.low_rank import holds
+from lowroll.kernels.training import low_rank
 from lowroll.model import adapter as adapters
 from lowroll.model.adapter import Adapter
 from lowroll.model.recompute import remake
@@ -135,8 +135,8 @@ class Linear(nn.Module):
             self.adapter is None
             or not self.adapter.enabled
             or not isinstance(x_TK, Tensor)
-            or not fused(x_TK)
-            or not holds(self.adapter.rank, x_TK.dtype)
+            or not triton_supports(x_TK)
+            or not low_rank.supports(self.adapter.rank, x_TK.dtype)
         ):
             return self(x_TK), None
         y_TN, low_TL, b_NL = self._adapted(self.adapter, x_TK, whole=False)
@@ -151,7 +151,7 @@ class Linear(nn.Module):
             and self.adapter is None
             and self.aligned is None
             and isinstance(gate_up_TN, Tensor)
-            and fused(gate_up_TN)
+            and triton_supports(gate_up_TN)
         ):
             return _GatedLinear.apply(gate_up_TN, self.weight, self.bias)
         return self(remake(silu_mul(gate_up_TN, self.reads), silu_mul, gate_up_TN))

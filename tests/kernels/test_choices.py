@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from lowroll.kernels import checksum, launch, nvcc
+from lowroll.kernels import checksum, dispatch, launch, nvcc
 from lowroll.kernels.attention import paged
 from lowroll.kernels.attention.decode import paged_decode, write_pages
 from lowroll.kernels.fused.norm import add_rms_norm
@@ -33,6 +33,7 @@ from lowroll.kernels.moe.grouped import Stack
 from lowroll.kernels.quantize.rows import E4M3, Rows, quantize_rows
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
+from lowroll.kernels.support import YES, cuda_supports, no
 from lowroll.kernels.training.logprobs import logit_gradient, token_log_probs
 from lowroll.kernels.training.low_rank import silu_mul_adapted
 from lowroll.quant.formats import get_format
@@ -43,10 +44,10 @@ TABLE = Path(__file__).with_name("choices.txt")
 CUDA = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CACHED = (
-    streamed.available,
-    routed.available,
-    paged.available,
-    integers._has_copy_engine,
+    streamed.supports_device,
+    routed.supports_device,
+    paged.supports_device,
+    cuda_supports,
 )
 
 
@@ -124,15 +125,17 @@ def pretended(machine: Machine) -> Iterator[list[str]]:
         shape = (len(offs), len(a), b.shape[1]) if b.ndim == 2 else (len(a), b.shape[2])
         return a.new_zeros(shape)
 
+    low_bit = YES if machine.torch_low_bit else no("it is not right here")
     for known in CACHED:
         known.cache_clear()
     with (
         patch.object(JITFunction, "run", launched),
         patch.object(launch, "triton", launch.triton if machine.triton else None),
         patch.object(torch.cuda, "get_device_capability", lambda *_: machine.capability),
-        patch.object(nvcc, "builds", lambda *_: machine.nvcc),
-        patch.object(w8a8, "has_e4m3", lambda _: machine.torch_low_bit),
-        patch.object(grouped, "_grouped_mm_is_right", lambda _: machine.torch_low_bit),
+        patch.object(nvcc, "supports", lambda *_: machine.nvcc),
+        patch.object(nvcc, "supports_device", lambda _: YES if machine.nvcc else nvcc.NO_NVCC),
+        patch.object(w8a8, "scaled_mm_supports", lambda _: low_bit),
+        patch.object(grouped, "grouped_mm_supports_device", lambda _: low_bit),
         patch.object(integers, "_turns", lambda _: None),
         patch.object(paged, "decode", writes("paged.cu", lambda q, *_: torch.empty_like(q))),
         patch.object(
@@ -257,7 +260,7 @@ def stack(kind: str, experts: int, width: int, put: Put) -> Stack:
 def mixture(kind: str, tokens: int, experts: int = 4, dtype: torch.dtype = BF16, width: int = 128):
     def call(put: Put) -> object:
         x = put(torch.zeros(tokens, width, dtype=dtype))
-        if not launch.fused(x):
+        if not launch.triton_supports(x):
             return "an expert at a time"
         router = put(torch.zeros(experts, width, dtype=dtype))
         gate_up, down = stack(kind, experts, width, put), stack(kind, experts, width, put)
@@ -270,7 +273,7 @@ def served(kind: str, dtype: torch.dtype, width: int = 128) -> Any:
     """Not a launch: whether the kernels multiply these matrices at all."""
 
     def call(put: Put) -> object:
-        return f"runs: {grouped.runs(stack(kind, 2, width, put), dtype)}"
+        return f"runs: {bool(grouped.supports(stack(kind, 2, width, put), dtype))}"
 
     return call
 
@@ -531,6 +534,69 @@ def lines() -> Iterator[str]:
 
 def test_every_product_runs_by_the_kernels_of_the_table() -> None:
     assert list(lines()) == TABLE.read_text().splitlines()
+
+
+# -- what `dispatch` tells people is what runs ------------------------------------------------------
+
+# the cases of a product: how their names begin
+CASES_OF = {
+    "decode attention": ("attention ",),
+    "writes to the KV cache": ("write pages",),
+    "int8 product": ("int8 product",),
+    "fp8 product": ("fp8 product",),
+    "4-bit product (nvfp4, mxfp4, int4)": ("nvfp4 ", "mxfp4 ", "int4 ", "int4_asym "),
+    "mixture of experts in the engine": (
+        "experts nvfp4 1 ",
+        "experts nvfp4 65 ",
+        "experts int4 33 ",
+    ),
+    "mixture of experts in the learner": ("experts' ",),
+    "routing to experts": ("experts bf16 1 ", "experts bf16 2 ", "sort slots of 4 "),
+    "activations to int8 or fp8": ("quantize rows",),
+    "weights to int8 or fp8": ("quantize int8", "quantize fp8"),
+    "weights to 4 bits": ("quantize nvfp4", "quantize mxfp4", "quantize int4", "quantize w4a8"),
+    "norm": ("norm",),
+    "rotation": ("heads",),
+    "SwiGLU": ("gate 3",),
+    "sampling": ("draw",),
+    "end of a decode step": ("advance",),
+    "log-probs of the learner": ("log-probs",),
+    "SwiGLU of an adapter": ("gate with",),
+    "checksums": ("checksum", "amax"),
+}
+APART = {"AdamW", "matmul/onednn"}  # no case reaches them: tests of their own do
+
+
+def ours(product: str, machine: Machine) -> set[str]:
+    """What the cases of a product launch, as `dispatch` names it; torch's own names left out."""
+    steps = {
+        step.removesuffix(" by the copy engine")
+        for case in CASES
+        if case.startswith(CASES_OF[product])
+        for step in chosen(machine, case).split(", ")
+    }
+    files = {kernel.name for kernel in dispatch.PRODUCTS[product]}
+    named = {
+        step if step.endswith(".cu") else step.rpartition(".")[0].replace(".", "/")
+        for step in steps
+    }
+    return {name for name in files if name in named or name.rpartition("/")[2] in named}
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_the_kernels_of_the_record_are_those_that_run(machine: Machine) -> None:
+    device = CUDA if machine.capability else torch.device("cpu")
+    assert CASES_OF.keys() == dispatch.PRODUCTS.keys() - APART
+    with pretended(machine):
+        told = {product: dispatch.answers(product, device) for product in CASES_OF}
+    for product, answers in told.items():
+        used = {
+            kernel.name
+            for kernel, support in answers
+            if support and kernel.language != "torch" and kernel.name not in APART
+        }
+        assert used == ours(product, machine), product
+        assert all(support.why_not for _, support in answers if not support)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,11 @@ from lowroll.kernels.launch import (
     after_others,
     block,
     early_start,
-    fused,
     jit,
     let_others_start,
     prefetch,
     tl,
+    triton_supports,
 )
 
 PROGRAMS = (
@@ -64,12 +64,12 @@ def paged_decode(
     it is written and its output is 0. Heads of q, k and v lie contiguous within a row; rows may be
     strided. The cache is contiguous.
     """
-    if not fused(q_BHd):
+    if not triton_supports(q_BHd):
         return _plain(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
     q_BHd, k_BGd, v_BGd = (_packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
-    if paged.takes(q_BHd, k_BGd, v_BGd, keys_pPGd):
+    if paged.supports(q_BHd, k_BGd, v_BGd, keys_pPGd):
         return paged.decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
     padded = max(16, block(d))
     splits, length, stages, warps = _launch(rows, kv_heads, padded * keys_pPGd.element_size())
@@ -132,7 +132,7 @@ def write_pages(
 ) -> None:
     """Write keys and values of T tokens to their slots, page * P + offset (int32 or int64);
     negative is none."""
-    if not fused(k_TGd):
+    if not triton_supports(k_TGd):
         live_T = slots_T >= 0
         if not live_T.all():
             slots_T, k_TGd, v_TGd = slots_T[live_T], k_TGd[live_T], v_TGd[live_T]

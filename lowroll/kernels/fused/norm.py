@@ -23,7 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, prefetch, tl, warps
+from lowroll.kernels.launch import (
+    after_others,
+    block,
+    early_start,
+    jit,
+    prefetch,
+    tl,
+    triton_supports,
+    warps,
+)
 from lowroll.kernels.quantize.rows import (
     Product,
     Rows,
@@ -52,7 +61,7 @@ def add_rms_norm(
     `rows` is "int8" or "fp8" for codes. Differentiable in x, update and weight when update is a
     tensor and rows None.
     """
-    if not fused(x_TD) or x_TD.numel() == 0:
+    if not triton_supports(x_TD) or x_TD.numel() == 0:
         if update is not None:
             x_TD = x_TD + (update.dense(x_TD.dtype) if isinstance(update, Product) else update)
         normed_TD = rms_norm(x_TD, weight_D, eps)

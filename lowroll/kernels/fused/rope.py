@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.fused.norm import PROGRAMS, rms_norm
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 from lowroll.kernels.quantize.rows import Product, load_dense, parts
 
 HEADS = 8  # of a program: fixed, so that a head's sums never depend on the batch
@@ -42,7 +42,7 @@ def rotate_heads(
     Differentiable in qkv and the norms' weights when qkv is a tensor.
     """
     sums = qkv.sums_MN if isinstance(qkv, Product) else qkv
-    if not fused(sums) or sums.numel() == 0:
+    if not triton_supports(sums) or sums.numel() == 0:
         return _plain(
             qkv.dense() if isinstance(qkv, Product) else qkv,
             cos,

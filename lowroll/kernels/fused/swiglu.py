@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl, warps
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports, warps
 from lowroll.kernels.quantize.rows import (
     Product,
     Rows,
@@ -43,7 +43,7 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Row
     Differentiable when gate_up is a tensor and rows None.
     """
     sums = gate_up.sums_MN if isinstance(gate_up, Product) else gate_up
-    if not fused(sums) or sums.numel() == 0:
+    if not triton_supports(sums) or sums.numel() == 0:
         gate_TF, up_TF = (gate_up.dense() if isinstance(gate_up, Product) else gate_up).chunk(
             2, dim=-1
         )

@@ -17,7 +17,6 @@ Legend: M rows (tokens), N out features, K in features.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from lowroll.kernels.launch import INTERPRETED, after_others, block, early_start, jit, tl
 from lowroll.kernels.quantize.rows import Rows
+from lowroll.kernels.support import YES, Support, cuda_supports
 
 MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for them, whatever the device
 MOST_TURNS = 1 << 12  # counters: tiles that are split along K
@@ -84,7 +84,7 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
 def _boxes(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
     """What tells the copy engine of both matrices, where it can fetch them."""
     aligned = x_MK.shape[1] % 16 == x_MK.data_ptr() % 16 == w_NK.data_ptr() % 16 == 0
-    if not tile.engine or not aligned or not _has_copy_engine(x_MK.device):
+    if not tile.engine or not aligned or not copy_engine_supports(x_MK.device):
         return None, None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -94,9 +94,9 @@ def _boxes(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
     )
 
 
-@cache
-def _has_copy_engine(device: torch.device) -> bool:
-    return INTERPRETED or torch.cuda.get_device_capability(device) >= (9, 0)
+def copy_engine_supports(device: torch.device) -> Support:
+    """Has the device a copy engine that fetches tiles? The interpreter imitates one."""
+    return YES if INTERPRETED else cuda_supports(device, (9, 0))
 
 
 _TURNS: dict[tuple[torch.device, int], Tensor] = {}

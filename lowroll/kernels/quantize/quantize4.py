@@ -29,7 +29,7 @@ def quantize4(
     scale_NG: Tensor,
     global_1: Tensor | None = None,
 ) -> Tensor | None:
-    """Write the codes and scales of a finite matrix. Triton only: ask `launch.fused` first.
+    """Write the codes and scales of a finite matrix. Triton only: ask `launch.triton_supports` first.
 
     kind: nvfp4 (uint8 codes, float8_e4m3fn scales; global_1: the matrix' scale, float32), mxfp4 or
     mxfp4_floor (uint8 codes and exponents), int4 or int4_asym (int32 words, float32 scales).

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl, warps
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports, warps
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -67,7 +67,7 @@ def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
     """Dynamic codes of activations, one scale a row. `kind` is "int8" or "fp8"; ValueError for
     another."""
     require(kind)
-    if not fused(x_MK) or x_MK.numel() == 0:
+    if not triton_supports(x_MK) or x_MK.numel() == 0:
         return _plain(x_MK, kind)
     x_MK, (num_rows, size) = x_MK.contiguous(), x_MK.shape
     rows = empty_rows(x_MK, (num_rows, size), kind)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 
 CDF_BLOCK = 128
 TILE = 2048
@@ -47,7 +47,7 @@ def draw(
     positions_B: int64, the noise. temperature_B: float32 (None is 1). greedy_B: bool (None is all
     False); a greedy row's temperature is 1.
     """
-    if not fused(logits_BV):
+    if not triton_supports(logits_BV):
         return _plain(logits_BV, keys_B, positions_B, temperature_B, greedy_B)
     rows, tokens = logits_BV.shape
     if logits_BV.stride(1) != 1:

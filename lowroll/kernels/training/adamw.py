@@ -20,10 +20,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import jit, tl
+from lowroll.kernels.launch import jit, tl, triton_supports
+from lowroll.kernels.support import NO_CUDA, Support
 
 BLOCK, WARPS = 1024, 4
 ALIGNMENT = 16  # bytes
+
+
+def supports(x: Tensor) -> Support:
+    """Can this tensor be updated by one launch?"""
+    return triton_supports(x) if x.is_cuda else NO_CUDA
 
 
 class Addresses(NamedTuple):

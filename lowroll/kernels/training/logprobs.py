@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import fused, jit, tl
+from lowroll.kernels.launch import jit, tl, triton_supports
 
 TILE = 4096  # logits of a program that makes gradients
 LANES = 1024  # running maxima of a row
@@ -38,7 +38,7 @@ def token_log_probs(
     * d logp / d logits where it is given; scale_C (float32) is 1 where it is not. The logits may be
       overwritten. Nothing waits for the device.
     """
-    if not fused(logits_CV):
+    if not triton_supports(logits_CV):
         return _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)
     rows, vocab = logits_CV.shape
     logp_C = torch.empty(rows, dtype=torch.float32, device=logits_CV.device)
@@ -71,7 +71,7 @@ def logit_gradient(
 ) -> None:
     """Fill gradient_CV with scale * d logp / d logits, of rows whose log-probs `token_log_probs`
     has given."""
-    if not fused(logits_CV):
+    if not triton_supports(logits_CV):
         _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)
     elif len(logits_CV):
         _logit_gradient[(len(logits_CV), -(-logits_CV.shape[1] // TILE))](
