@@ -11,7 +11,6 @@ together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -41,13 +40,23 @@ class Answer(NamedTuple):
     support: Support
 
 
-def _compiled(capability: tuple[int, int], only: bool, device: torch.device) -> Support:
-    """As the kernels' own `supports_device`, but nothing is built for an answer."""
-    return cuda_supports(device, capability, only) and nvcc.supports_device(device)
+def _cuda(
+    name: str,
+    takes: str,
+    capability: tuple[int, int],
+    *,
+    only: bool = False,
+    within_triton: bool = False,
+) -> Kernel:
+    """Of a CUDA source. within_triton: it is asked where Triton's kernels run, and not without."""
 
+    def supports_device(device: torch.device) -> Support:
+        """As the kernel's own, but nothing is built for an answer."""
+        if within_triton and not (found := triton_supports_device(device)):
+            return found
+        return cuda_supports(device, capability, only) and nvcc.supports_device(device)
 
-def _cuda(name: str, takes: str, capability: tuple[int, int], only: bool = False) -> Kernel:
-    return Kernel(name, "CUDA C++", takes, partial(_compiled, capability, only))
+    return Kernel(name, "CUDA C++", takes, supports_device)
 
 
 def _triton(name: str, takes: str = "") -> Kernel:
@@ -73,6 +82,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
             f"{paged.FEWEST} rows or more, 16-bit numbers, heads of 64 or 128",
             paged.CAPABILITY,
             only=True,
+            within_triton=True,
         ),
         _triton("attention/decode"),
         _torch(),
@@ -100,7 +110,10 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     ),
     "mixture of experts in the engine": (
         _cuda(
-            "moe/routed.cu", "4-bit weights and bfloat16, few tokens an expert", routed.CAPABILITY
+            "moe/routed.cu",
+            "4-bit weights and bfloat16, few tokens an expert",
+            routed.CAPABILITY,
+            within_triton=True,
         ),
         _triton("moe/grouped"),
         _torch("one expert at a time"),

@@ -5,7 +5,7 @@ pretended: tensors lie on the CPU and say that they are on CUDA, a launch is wri
 made, and the device says what capability it has. Plain torch runs as it is; a product that launches
 nothing of its own is "torch", and the matrix products of torch that take part are named.
 
-    python tests/kernels/test_choices.py > tests/kernels/choices.txt        when a choice changes
+    python -m tests.kernels.test_choices > tests/kernels/choices.txt        when a choice changes
 """
 
 from __future__ import annotations
