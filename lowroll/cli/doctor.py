@@ -270,7 +270,7 @@ def show(found: dict[str, Any]) -> str:
 def _machine_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [(f"cuda:{i}", _device_text(device)) for i, device in enumerate(found["devices"])]
     cpu = found["cpu"]
-    threads = found["torch"].get("threads")
+    threads = found["torch"].get("threads", "unknown")
     lines.append(("cpu", f"{cpu['name']}, cores: {cpu['cores']}, torch's threads: {threads}"))
     if cpu["instructions"]:
         lines.append(("", " ".join(cpu["instructions"])))

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 HEADERS = Path(__file__).parent
 
-DEADLINE_S = 300
+DEADLINE_S = 300  # of a build
+TRIAL_S = 30  # of a question
 NO_NVCC = no("no nvcc in $CUDA_HOME, on the PATH or in /usr/local/cuda")
 
 
@@ -51,7 +52,7 @@ def version() -> str:
     if nvcc is None:
         return ""
     try:
-        told = _run([str(nvcc), "--version"], "nvcc")
+        told = _run([str(nvcc), "--version"], "nvcc", TRIAL_S)
     except (RuntimeError, OSError):
         return ""
     found = re.search(r"release ([\d.]+)", told)
@@ -125,7 +126,7 @@ def supports_device(device: torch.device) -> Support:
         source.write_text("__global__ void nothing() {}\n")
         try:
             shared = ["--shared", "-Xcompiler", "-fPIC", str(source), "-o", f"{source}.so"]
-            _run([str(nvcc), *flags, *shared], "a trial")
+            _run([str(nvcc), *flags, *shared], "a trial", TRIAL_S)
         except (RuntimeError, OSError) as error:
             return no(f"{nvcc} cannot compile for it: {error}")
     return YES
@@ -146,11 +147,12 @@ def cache_folder() -> Path:
     return folder
 
 
-def _run(command: list[str], what: str) -> str:
+def _run(command: list[str], what: str, deadline_s: float | None = None) -> str:
+    deadline_s = DEADLINE_S if deadline_s is None else deadline_s
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{what}: nvcc did not end within {DEADLINE_S} s") from None
+        raise RuntimeError(f"{what}: nvcc did not end within {deadline_s} s") from None
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()[:8]
         raise RuntimeError(f"{what}: nvcc failed ({done.returncode}):\n" + "\n".join(lines))

@@ -22,7 +22,7 @@ from lowroll.kernels import nvcc
 from lowroll.kernels.attention import paged
 from lowroll.kernels.matmul import streamed, w4a16
 from lowroll.kernels.moe import routed
-from lowroll.kernels.support import cuda_supports
+from lowroll.kernels.support import Support, cuda_supports
 from lowroll.quant.formats import QTensor, get_format, quantize
 from lowroll.quant.groups import E2M1_LEVELS
 
@@ -149,6 +149,29 @@ def test_a_build_has_a_deadline(
     monkeypatch.setattr(nvcc, "DEADLINE_S", 0.2)
     with pytest.raises(RuntimeError, match="streamed.cu: nvcc did not end within 0.2 s"):
         nvcc.library(streamed.SOURCE, (9, 0), {"FORMAT": "0"})
+    nvcc.compiler.cache_clear()
+
+
+def asked(monkeypatch: pytest.MonkeyPatch) -> Support:
+    """Whether nvcc compiles, asked for a device of capability 9.0."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(nvcc, "cuda_supports", cuda_supports.__wrapped__)
+    return nvcc.supports_device.__wrapped__(torch.device("cuda", 0))
+
+
+@pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
+def test_an_nvcc_that_works_is_known_by_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(monkeypatch) and re.fullmatch(r"\d+\.\d+", nvcc.version())
+    assert nvcc.supports_device(torch.device("cpu")).why_not == "needs a CUDA device"
+
+
+def test_an_nvcc_that_fails_says_why_and_keeps_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvcc(tmp_path, 'echo "unsupported GNU version" >&2; exit 1', monkeypatch)
+    found = asked(monkeypatch)
+    assert not found and "unsupported GNU version" in found.why_not
+    assert nvcc.version() == "" and not cache.exists()
     nvcc.compiler.cache_clear()
 
 
