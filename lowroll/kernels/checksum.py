@@ -142,6 +142,9 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
 def _block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """(the tensor of this program, the address of its integers, how many they are, the first of the

@@ -179,7 +179,7 @@ def test_updates_of_large_ranks_are_plain_products(
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
 def test_the_largest_update_of_a_tile_fits_into_shared_memory() -> None:
     constants = {"TOKENS": low_rank.TOKENS, "FEATURES": low_rank.FEATURES, "RANK": 256}
-    for function in (low_rank._silu_mul_adapted, low_rank._silu_mul_adapted_backward):
+    for function in (low_rank._silu_mul_adapted_kernel, low_rank._silu_mul_adapted_backward_kernel):
         types = {
             name: "i32" if name in ("num_tokens", "size", "columns", "rank") else "*bf16"
             for name in function.arg_names
@@ -268,7 +268,7 @@ def test_adamws_moments_weigh_a_gradient_by_what_the_betas_leave(
     """
 
     class OnDevice:
-        def __getitem__(self, grid: tuple[int, ...], kernel: Any = adamw._adamw) -> Any:
+        def __getitem__(self, grid: tuple[int, ...], kernel: Any = adamw._adamw_kernel) -> Any:
             return lambda *args, **named: kernel[grid](
                 *(torch.tensor(x).item() if isinstance(x, float) else x for x in args), **named
             )

@@ -80,7 +80,7 @@ def test_compiled_for_a_gpu_nothing_spills(name: str) -> None:
         "UNIT": 8,
     }
     sass = built(
-        quantize4._quantize4, types, constants, loose=("num_groups", "G", "U"), num_warps=4
+        quantize4._quantize4_kernel, types, constants, loose=("num_groups", "G", "U"), num_warps=4
     ).asm["sass"]
     assert "STL" not in sass and "LDG.E.128" in sass
 

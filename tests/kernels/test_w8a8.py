@@ -225,7 +225,7 @@ def test_the_product_compiles_for_hopper_and_fits(
     constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EVEN=True, EARLY=False)
     constants |= {} if engine else {"x_box": None, "w_box": None}
     code = built(
-        integers._kernel,
+        integers._integers_kernel,
         types,
         constants,
         ("M", "whole", "splits"),
@@ -243,7 +243,7 @@ def test_the_quantizer_compiles_for_hopper_without_spills(integer: bool) -> None
     pytest.importorskip("triton")
     types = {"w": "*bf16", "codes": "*i8" if integer else "*fp8e4nv", "scales": "*fp32", "K": "i32"}
     constants = dict(WIDTH=quantize8.LONGEST, WHOLE=False, INTEGER=integer)
-    code = built(quantize8._quantize8, types, constants, num_warps=8).asm
+    code = built(quantize8._quantize8_kernel, types, constants, num_warps=8).asm
     assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"]
 
 
@@ -271,7 +271,7 @@ def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
         EVEN=False,
         DP4A=True,
     )
-    code = built(gemv._few, types, constants, num_warps=warps).asm
+    code = built(gemv._gemv_kernel, types, constants, num_warps=warps).asm
     assert (
         "LDG.E.128" in code["sass"]
         and "STL" not in code["sass"]

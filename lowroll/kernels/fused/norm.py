@@ -108,7 +108,7 @@ def _forward(
         torch.empty_like(x_TD) if rows is None else empty_rows(x_TD, (num_tokens, size), rows)
     )
     out, scale = (normed.codes_MK, normed.scale_M1) if isinstance(normed, Rows) else (normed, None)
-    _norm[(num_tokens,)](
+    _norm_kernel[(num_tokens,)](
         x_TD,
         sums,
         row,
@@ -149,7 +149,7 @@ def _backward(
         if weight_learns
         else None
     )
-    _norm_backward[(programs,)](
+    _norm_backward_kernel[(programs,)](
         sum_TD,
         weight_D,
         inverse_T,
@@ -208,8 +208,11 @@ class _AddNorm(torch.autograd.Function):
         )
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
-def _norm(
+def _norm_kernel(
     x,
     update,
     row,
@@ -251,7 +254,7 @@ def _norm(
 
 
 @jit
-def _norm_backward(
+def _norm_backward_kernel(
     sums,
     weight,
     inverse,

@@ -105,7 +105,7 @@ def _forward(
         torch.empty(num_tokens, n, head_dim, dtype=qkv.dtype, device=sums.device)
         for n in (heads, kv_heads, kv_heads)
     )
-    _rotate_heads[(num_tokens, -(-(heads + 2 * kv_heads) // HEADS))](
+    _rotate_heads_kernel[(num_tokens, -(-(heads + 2 * kv_heads) // HEADS))](
         sums,
         row,
         column,
@@ -163,7 +163,7 @@ class _RotateHeads(torch.autograd.Function):
             partial = torch.empty(
                 programs * tiles, 2, head_dim, dtype=torch.float32, device=grad.device
             )
-        _rotate_heads_backward[(programs, tiles)](
+        _rotate_heads_backward_kernel[(programs, tiles)](
             qkv,
             cos.contiguous(),
             sin.contiguous(),
@@ -196,8 +196,11 @@ class _RotateHeads(torch.autograd.Function):
         )
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
-def _rotate_heads(
+def _rotate_heads_kernel(
     qkv,
     row,
     column,
@@ -268,7 +271,7 @@ def _heads(q, k, v, at_q, at_k, at_v, is_q, is_k, is_v):
 
 
 @jit
-def _rotate_heads_backward(
+def _rotate_heads_backward_kernel(
     qkv,
     cos,
     sin,

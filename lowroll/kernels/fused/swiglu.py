@@ -20,7 +20,7 @@ from lowroll.kernels.quantize.rows import (
     Product,
     Rows,
     empty_rows,
-    encode_rows,
+    encode_rows_kernel,
     load_dense,
     magnitude,
     parts,
@@ -66,7 +66,7 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     width = min(BLOCK, block(size))
     grid = (num_tokens, -(-size // width))
     amaxes = torch.empty(grid, dtype=torch.int32, device=sums.device) if rows else None
-    _silu_mul[grid](
+    _silu_mul_kernel[grid](
         sums,
         row,
         column,
@@ -86,7 +86,7 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     codes = empty_rows(
         y_TF, (num_tokens, size), rows
     )  # a row's scale waits for all of it, so in a second launch
-    encode_rows[grid](
+    encode_rows_kernel[grid](
         y_TF,
         amaxes,
         codes.codes_MK,
@@ -110,7 +110,7 @@ def _whole_rows(gate_up: Tensor, rows: str) -> Rows:
     width = min(
         8192 if num_tokens <= PROCESSORS else 4096, block(size)
     )  # one or two rows at once a processor
-    _silu_mul_codes[(num_tokens,)](
+    _silu_mul_codes_kernel[(num_tokens,)](
         gate_up,
         codes.codes_MK,
         codes.scale_M1,
@@ -146,7 +146,7 @@ def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = 
         torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device),
     )
     width = min(BLOCK, block(size))
-    _silu_mul_backward[(num_tokens, -(-size // width))](
+    _silu_mul_backward_kernel[(num_tokens, -(-size // width))](
         gate_up,
         y_grad_TF.contiguous(),
         grad,
@@ -159,6 +159,9 @@ def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = 
     return grad
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
 def _gated(gate_up, row, column, bias, t, n, stride, size, DTYPE: tl.constexpr):
     live = n < size
@@ -169,7 +172,7 @@ def _gated(gate_up, row, column, bias, t, n, stride, size, DTYPE: tl.constexpr):
 
 
 @jit
-def _silu_mul(
+def _silu_mul_kernel(
     gate_up,
     row,
     column,
@@ -191,7 +194,7 @@ def _silu_mul(
 
 
 @jit
-def _silu_mul_codes(
+def _silu_mul_codes_kernel(
     gate_up,
     codes,
     scale,
@@ -218,7 +221,7 @@ def _silu_mul_codes(
 
 
 @jit
-def _silu_mul_backward(gate_up, y_grad, grad, y, stride, size, BLOCK: tl.constexpr):
+def _silu_mul_backward_kernel(gate_up, y_grad, grad, y, stride, size, BLOCK: tl.constexpr):
     t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = n < size
     gate = tl.load(gate_up + t * stride + n, mask=live, other=0.0).to(tl.float32)

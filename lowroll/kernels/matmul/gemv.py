@@ -43,7 +43,7 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
     y_MN = torch.empty(len(x), len(w), dtype=rows.dtype, device=w.device)
     if integer:
         x, w, step = x.view(torch.int32), w.view(torch.int32), step // 4
-    _few[(-(-len(w) // channels),)](
+    _gemv_kernel[(-(-len(w) // channels),)](
         x,
         w,
         rows.scale_M1,
@@ -70,6 +70,9 @@ def schedule(num_rows: int, integer: bool) -> tuple[int, int, int]:
     if not integer:
         return 2, 1024, 2
     return (4, 2048, 4) if num_rows == 1 else (4, 1024, 2)
+
+
+# -- Triton ----------------------------------------------------------------------------------------
 
 
 @jit
@@ -128,7 +131,7 @@ def _added(
 
 
 @jit
-def _few(
+def _gemv_kernel(
     x,
     w,
     row,

@@ -53,7 +53,7 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
         )
         turns = _turns(y_MN.device)
     boxes = _boxes(x_MK, w_NK, tile)
-    _kernel[(whole + (tiles - whole) * splits,)](
+    _integers_kernel[(whole + (tiles - whole) * splits,)](
         x_MK,
         w_NK,
         *boxes,
@@ -192,8 +192,11 @@ def deal(tiles: int, steps: int, at_once: int, least: int) -> tuple[int, int]:
     return tiles - rest, -(-steps // -(-steps // splits))
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
-def _kernel(
+def _integers_kernel(
     x,
     w,
     x_box,

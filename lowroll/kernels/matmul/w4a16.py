@@ -77,7 +77,7 @@ def dequantize(
     global_, zero = tensors.get("weight_global_scale"), tensors.get("weight_zero_point")
     scale = tensors["weight_scale"]
     scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-    _expand[(-(-words.numel() // WORDS),)](
+    _dequantize_kernel[(-(-words.numel() // WORDS),)](
         words,
         scale,
         scale if global_ is None else global_,
@@ -93,8 +93,11 @@ def dequantize(
     return w_NK
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
-def _expand(
+def _dequantize_kernel(
     words,
     scale,
     global_,

@@ -43,7 +43,7 @@ def quantize4(
     )  # eight codes at a time, where they fit
     zero_NG = torch.empty_like(scales) if kind == "int4_asym" else None
     tile = TILE // group
-    _quantize4[(-(-num_rows * num_groups // tile),)](
+    _quantize4_kernel[(-(-num_rows * num_groups // tile),)](
         w_NK,
         codes,
         scales,
@@ -60,6 +60,9 @@ def quantize4(
         num_warps=4,
     )
     return zero_NG
+
+
+# -- Triton ----------------------------------------------------------------------------------------
 
 
 @jit
@@ -103,7 +106,7 @@ def _nonzero(scale):
 
 
 @jit
-def _quantize4(
+def _quantize4_kernel(
     w,
     codes,
     scales,

@@ -71,7 +71,7 @@ def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
         return _plain(x_MK, kind)
     x_MK, (num_rows, size) = x_MK.contiguous(), x_MK.shape
     rows = empty_rows(x_MK, (num_rows, size), kind)
-    _quantize[(num_rows,)](
+    _quantize_kernel[(num_rows,)](
         x_MK,
         rows.codes_MK,
         rows.scale_M1,
@@ -184,7 +184,7 @@ def store_rows(y, codes, scale, m, size, n, live, KIND: tl.constexpr):
 
 
 @jit
-def encode_rows(
+def encode_rows_kernel(
     y,
     amaxes,
     codes,
@@ -209,7 +209,9 @@ def encode_rows(
 
 
 @jit
-def _quantize(x, codes, scale, size, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _quantize_kernel(
+    x, codes, scale, size, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     after_others(EARLY)
     m, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     y = tl.load(x + m * size + n, mask=n < size, other=0.0).to(tl.float32)

@@ -61,6 +61,9 @@ def advance(
     lengths_B.copy_(next_B * (pos_B < end_B))
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
 def _advance_kernel(
     tokens,

@@ -116,7 +116,7 @@ class Tensors:
         clip: a float32 scalar on the device that multiplies the gradients."""
         moved = torch.empty(len(self.tensor), dtype=torch.float32, device=self.device)
         names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-        _adamw[(len(self.tensor),)](
+        _adamw_kernel[(len(self.tensor),)](
             at.table,
             self.decay,
             self.tensor,
@@ -156,8 +156,11 @@ def _check(x: Tensor, dtype: torch.dtype) -> None:
         )
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
-def _adamw(
+def _adamw_kernel(
     table_ptr,
     decay_ptr,
     tensor_ptr,

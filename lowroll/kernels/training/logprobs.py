@@ -44,7 +44,7 @@ def token_log_probs(
     logp_C = torch.empty(rows, dtype=torch.float32, device=logits_CV.device)
     entropy_C = torch.empty_like(logp_C)
     if rows:
-        _token_log_probs[(rows,)](
+        _token_log_probs_kernel[(rows,)](
             logits_CV,
             targets_C,
             scale_C,
@@ -74,7 +74,7 @@ def logit_gradient(
     if not triton_supports(logits_CV):
         _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)
     elif len(logits_CV):
-        _logit_gradient[(len(logits_CV), -(-logits_CV.shape[1] // TILE))](
+        _logit_gradient_kernel[(len(logits_CV), -(-logits_CV.shape[1] // TILE))](
             logits_CV,
             targets_C,
             logp_C,
@@ -109,8 +109,11 @@ def _reference(
     return logp_C, entropy_C
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
-def _token_log_probs(
+def _token_log_probs_kernel(
     logits_ptr,
     targets_ptr,
     scale_ptr,
@@ -174,7 +177,7 @@ def _token_log_probs(
 
 
 @jit
-def _logit_gradient(
+def _logit_gradient_kernel(
     logits_ptr,
     targets_ptr,
     logp_ptr,

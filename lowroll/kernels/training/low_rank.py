@@ -53,7 +53,7 @@ def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int
 def _forward(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
     num_tokens, size = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
     y_TF = torch.empty(num_tokens, size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
-    _silu_mul_adapted[_grid(num_tokens, size)](
+    _silu_mul_adapted_kernel[_grid(num_tokens, size)](
         gate_up_TN,
         low_TL,
         b_NL,
@@ -86,7 +86,7 @@ class _SiluMulAdapted(torch.autograd.Function):
         gate_up_TN, low_TL, b_NL = ctx.saved_tensors
         num_tokens, size = y_grad_TF.shape
         grad_TN = torch.empty_like(gate_up_TN)
-        _silu_mul_adapted_backward[_grid(num_tokens, size)](
+        _silu_mul_adapted_backward_kernel[_grid(num_tokens, size)](
             gate_up_TN,
             low_TL,
             b_NL,
@@ -102,6 +102,9 @@ class _SiluMulAdapted(torch.autograd.Function):
             num_warps=8,
         )
         return grad_TN, None, None, None
+
+
+# -- Triton ----------------------------------------------------------------------------------------
 
 
 @jit
@@ -140,7 +143,7 @@ def _update(low, b, t, n, inside, columns, rank, num_tokens, RANK: tl.constexpr)
 
 
 @jit
-def _silu_mul_adapted(
+def _silu_mul_adapted_kernel(
     gate_up,
     low,
     b,
@@ -164,7 +167,7 @@ def _silu_mul_adapted(
 
 
 @jit
-def _silu_mul_adapted_backward(
+def _silu_mul_adapted_backward_kernel(
     gate_up,
     low,
     b,
