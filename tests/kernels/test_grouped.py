@@ -401,7 +401,7 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
         **types,
     }
     constants = {
-        "rows": 768,
+        "channels": 768,
         "features": 2048,
         "KIND": kind,
         "CHOICES": 8,

@@ -41,9 +41,8 @@ from lowroll.kernels.launch import (
     triton_supports,
 )
 
-PROGRAMS = (
-    132 * 3
-)  # an H200's SMs, three programs each: 64 rows of 4 key-value heads are faster unsplit
+# an H200's multiprocessors, three programs each: 64 rows of 4 key-value heads are faster unsplit
+PROGRAMS = 132 * 3
 MAX_SPLITS = 64
 
 

@@ -44,9 +44,8 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Row
     """
     sums = gate_up.sums_MN if isinstance(gate_up, Product) else gate_up
     if not triton_supports(sums) or sums.numel() == 0:
-        gate_TF, up_TF = (gate_up.dense() if isinstance(gate_up, Product) else gate_up).chunk(
-            2, dim=-1
-        )
+        dense = gate_up.dense() if isinstance(gate_up, Product) else gate_up
+        gate_TF, up_TF = dense.chunk(2, dim=-1)
         y_TF = F.silu(gate_TF) * up_TF
         return y_TF if rows is None else quantize_rows(y_TF, rows)
     if isinstance(gate_up, Tensor) and gate_up.requires_grad and torch.is_grad_enabled():
@@ -83,9 +82,8 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     )
     if rows is None:
         return y_TF
-    codes = empty_rows(
-        y_TF, (num_tokens, size), rows
-    )  # a row's scale waits for all of it, so in a second launch
+    # a row's scale waits for the whole row: its codes take a second launch
+    codes = empty_rows(y_TF, (num_tokens, size), rows)
     encode_rows_kernel[grid](
         y_TF,
         amaxes,
@@ -107,9 +105,8 @@ def _whole_rows(gate_up: Tensor, rows: str) -> Rows:
     this takes."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     codes = empty_rows(gate_up, (num_tokens, size), rows)
-    width = min(
-        8192 if num_tokens <= PROCESSORS else 4096, block(size)
-    )  # one or two rows at once a processor
+    most = 8192 if num_tokens <= PROCESSORS else 4096  # for one or two rows at once a processor
+    width = min(most, block(size))
     _silu_mul_codes_kernel[(num_tokens,)](
         gate_up,
         codes.codes_MK,
@@ -141,10 +138,8 @@ def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = 
     """The gradient of gate_up, on a device. `y_TF`, where it is given, is filled with silu(gate) *
     up again."""
     gate_up = parts(gate_up)[0]
-    (num_tokens, size), grad = (
-        y_grad_TF.shape,
-        torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device),
-    )
+    num_tokens, size = y_grad_TF.shape
+    grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     width = min(BLOCK, block(size))
     _silu_mul_backward_kernel[(num_tokens, -(-size // width))](
         gate_up,

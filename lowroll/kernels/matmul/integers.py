@@ -108,12 +108,10 @@ def _turns(device: torch.device) -> Tensor:
     Streams have their own, and captured graphs share one set, which cannot be made while capturing.
     """
     stream = 0
-    if device.type == "cuda":
-        stream = (
-            CAPTURED
-            if torch.cuda.is_current_stream_capturing()
-            else torch.cuda.current_stream(device).cuda_stream
-        )
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        stream = CAPTURED
+    elif device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
     if (device, stream) not in _TURNS:
         if stream == CAPTURED:
             raise RuntimeError("int8: multiply once outside a CUDA graph before capturing it")
@@ -159,11 +157,9 @@ def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
     if num_rows >= 1024:
         return Tile(256, 128, 128, 3, 8, 1, False)
     if num_in <= 8192 and tiles(64, 64) <= three:
-        return (
-            Tile(64, 64, 256, 3, 4, 2, True)
-            if tiles(64, 64) <= two
-            else Tile(64, 64, 128, 4, 4, 3, True)
-        )
+        if tiles(64, 64) <= two:
+            return Tile(64, 64, 256, 3, 4, 2, True)
+        return Tile(64, 64, 128, 4, 4, 3, True)
     wide = tiles(64, 128)
     if wide <= two and not (num_in > 8192 and MULTIPROCESSORS < wide <= three // 2):
         return Tile(64, 128, 128, 4, 4, 2, True)
@@ -230,12 +226,10 @@ def _integers_kernel(
     m_first = (first + tile % (8 * tiles_n) % high) * ROWS
     n_first = tile % (8 * tiles_n) // high * COLUMNS
     m, n, depth = m_first + tl.arange(0, ROWS), n_first + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    x_at = (
-        x + (m % M).to(tl.int64)[:, None] * K + depth[None, :]
-    )  # what lies outside is never written, and read
-    w_at = (
-        w + (n % N).to(tl.int64)[:, None] * K + depth[None, :]
-    )  # elsewhere: one row for all would be a queue
+    # Rows and channels beyond the last are read from the first ones and never written. They are
+    # not all read from one place, where the loads would wait for each other.
+    x_at = x + (m % M).to(tl.int64)[:, None] * K + depth[None, :]
+    w_at = w + (n % N).to(tl.int64)[:, None] * K + depth[None, :]
     steps = tl.cdiv(K, DEPTH)
     each = tl.cdiv(steps, count)
     after_others(EARLY)

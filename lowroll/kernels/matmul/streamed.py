@@ -79,9 +79,9 @@ def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
 def workspace_supports(num_rows: int, num_out: int) -> bool:
     """Is the workspace large enough for a product of these sizes?
 
-    Its tiles have 128 or more rows of weights and up to 64 of x (no more than 64 of x are one
-    tile), with a counter each, or two where they have 256 rows. Its sums depend on the device
-    alone, for which they are allocated.
+    A tile has 128 or 256 channels and up to 64 rows, and needs a counter, or two where it has 256
+    channels. The sums that the workspace holds are as many as the device can work on at once, so
+    they never lack room.
     """
     return -(-num_rows // 64) * 2 * -(-num_out // 256) <= TILES
 

@@ -64,7 +64,7 @@ def supports_dequantize(
     if not (found := triton_supports(packed)):
         return found
     if shape[1] % BLOCK[kind]:
-        return no("takes rows of whole blocks")
+        return no("takes channels of whole blocks")
     return YES if packed.is_cuda or dtype != torch.bfloat16 else NO_CUDA
 
 
@@ -77,6 +77,9 @@ def dequantize(
     global_, zero = tensors.get("weight_global_scale"), tensors.get("weight_zero_point")
     scale = tensors["weight_scale"]
     scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+    globals_ = 0  # one for the matrix, or (2) one a channel
+    if global_ is not None:
+        globals_ = 1 if global_.numel() == 1 else 2
     _dequantize_kernel[(-(-words.numel() // WORDS),)](
         words,
         scale,
@@ -88,7 +91,7 @@ def dequantize(
         KIND=streamed.FORMATS[kind],
         BLOCK=BLOCK[kind] // 8,
         WORDS=WORDS,
-        GLOBALS=0 if global_ is None else 1 if global_.numel() == 1 else 2,
+        GLOBALS=globals_,
     )
     return w_NK
 

@@ -97,9 +97,8 @@ def scaled_mm_supports(device: torch.device) -> Support:
 
 
 def _pad(codes: Tensor, columns: int, rows: int) -> Tensor:
-    return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(
-        E4M3
-    )  # the byte 0 is the number 0
+    # the byte 0 is the number 0
+    return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(E4M3)
 
 
 @cache

@@ -58,13 +58,12 @@ class Stack:
     codes_NK: Tensor  # floats, int8, float8_e4m3fn; uint8 [N, K / 2]; int4: int32 [N, K / 8]
     scale_N1: Tensor | None = None  # w8a8, int4: float32; nvfp4: float8_e4m3fn; mxfp4: uint8
     global_scale: Tensor | None = None  # nvfp4: float32 [1] or [N]
-    rounded: Callable[[Tensor], Tensor] | None = field(
-        default=None, kw_only=True
-    )  # dense: x as its product takes it
+    # dense: x as its product takes it
+    rounded: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)
 
     @property
-    def rows(self) -> int:
-        """Of the matrix of one expert."""
+    def channels(self) -> int:
+        """Of one expert."""
         return self.codes_NK.shape[0] // self.num_experts
 
     @property
@@ -116,7 +115,7 @@ def supports(stack: Stack, dtype: torch.dtype) -> Support:
     if stack.packed and dtype != torch.bfloat16:
         return no("4-bit experts take activations in bfloat16")
     if stack.packed and stack.features % stack.block:
-        return no("takes rows of whole blocks")
+        return no("takes channels of whole blocks")
     if stack.kind == "dense" and stack.codes_NK.dtype != dtype:
         return no("takes activations in the dtype of the matrices")
     return YES
@@ -134,11 +133,11 @@ def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Places, rows and features of one step of a program, its warps, and the steps that are loaded
-    ahead."""
+    """Places, channels and features of one step of a program, its warps, and the steps that are
+    loaded ahead."""
 
     places: int
-    rows: int
+    channels: int
     features: int
     warps: int = 4
     stages: int = 4
@@ -149,13 +148,10 @@ def tiles(stack: Stack, slots: int) -> Tiles:
     filled."""
     places = min(128, max(16, block(2 * slots // stack.num_experts)))
     if stack.packed:
-        few = 4 * slots < stack.num_experts
         features = 16 * stack.block  # as few as the tensor cores take of each code of a block
-        return (
-            Tiles(8, 32, features, warps=2, stages=3)
-            if few
-            else Tiles(min(places, 32), 64, features, stages=2)
-        )
+        if 4 * slots < stack.num_experts:
+            return Tiles(8, 32, features, warps=2, stages=3)
+        return Tiles(min(places, 32), 64, features, stages=2)
     if stack.codes_NK.dtype == torch.float32:
         return Tiles(16, 64, 32, stages=2)
     if places >= 64:
@@ -177,26 +173,29 @@ def _launch(
 ) -> Tensor:
     """One product. The arguments are those of `_multiply_kernel`."""
     slots, count = len(groups.slot_P), stack.num_experts
-    rows = stack.rows // 2 if swiglu else stack.rows
     size = tiles(stack, slots)
-    y = torch.empty((slots, rows), dtype=dtype, device=x.device)
+    channels, each = stack.channels, size.channels
+    if swiglu:  # of y, of which one is made of a gate's and an up's
+        channels, each = channels // 2, each // 2
+    y = torch.empty((slots, channels), dtype=dtype, device=x.device)
+    scale = stack.scale_N1
+    if stack.kind == "nvfp4" and scale is not None:
+        scale = scale.view(torch.uint8)
     active = min(slots, count)  # experts that have places, at most
     most = (slots + active * (size.places - 1)) // size.places
-    per_expert = -(-rows // (size.rows // 2 if swiglu else size.rows))
+    per_expert = -(-channels // each)
     _multiply_kernel[(most * per_expert,)](
         x,
         x_scale,
         stack.codes_NK.view(torch.int64) if stack.packed else stack.codes_NK,
-        stack.scale_N1.view(torch.uint8)
-        if stack.kind == "nvfp4" and stack.scale_N1 is not None
-        else stack.scale_N1,
+        scale,
         stack.global_scale,
         y,
         groups.slot_P,
         groups.ends_E,
         slots,
         count,
-        rows,
+        channels,
         stack.features,
         KIND=stack.kind,
         CHOICES=choices,
@@ -207,7 +206,7 @@ def _launch(
         PTX=not INTERPRETED,
         BLOCK_E=block(count),
         BLOCK_P=size.places,
-        BLOCK_N=size.rows,
+        BLOCK_N=size.channels,
         BLOCK_K=size.features,
         num_warps=size.warps,
         num_stages=size.stages,
@@ -288,7 +287,7 @@ def grouped_mm_supports_device(device: torch.device) -> Support:
 
 # -- Triton ----------------------------------------------------------------------------------------
 #
-# A program takes some places of one expert and some rows of its matrix. Its weights are the left
+# A program takes some places of one expert and some of its channels. Its weights are the left
 # operand of the tensor cores' product and the tokens the right one: few tokens then fill the narrow
 # side. The grid is as long as the tiles can be in the worst case; a program finds its expert in
 # `ends`, and one that has none leaves at once.
@@ -509,9 +508,8 @@ def _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_
         )
         if w_nk.dtype == tl.int8:
             sums_np = tl.dot(w_nk, x_kp, sums_np, out_dtype=tl.int32)
-        elif (
-            w_nk.dtype == tl.float8e4nv
-        ):  # sums of one tile are rounded coarsely, those over tiles are not
+        elif w_nk.dtype == tl.float8e4nv:
+            # sums of one step are rounded coarsely, those over steps are not
             sums_np = tl.dot(w_nk, x_kp, sums_np, max_num_imprecise_acc=BLOCK_K)
         else:
             sums_np = tl.dot(w_nk, x_kp, sums_np, input_precision="ieee")
@@ -530,7 +528,7 @@ def _multiply_kernel(
     ends_ptr,
     slots,
     num_experts,
-    rows: tl.constexpr,
+    channels: tl.constexpr,
     features: tl.constexpr,
     KIND: tl.constexpr,
     CHOICES: tl.constexpr,
@@ -545,17 +543,17 @@ def _multiply_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """y = w[e] x for some places of an expert and some of the `rows` of its output.
+    """y = w[e] x for some places of an expert and some of its channels.
 
-    KIND: dense, w8a8 (xs, ws: a scale a row), nvfp4 (g: the global scale, one or one a row), mxfp4
-    or int4. x lies at the place's token, its slot / CHOICES, or at the place itself if CHOICES is
-    0; y at the place, or (TO_SLOTS) at the slot. SWIGLU: the matrix has `rows` of gates and then as
-    many of ups, and y = silu(gate) * up. BLOCKED: the features of y are written in the order that
-    matrices with so many in a block read them in; 0: as they are.
+    KIND: dense, w8a8 (xs: a scale a row, ws: a scale a channel), nvfp4 (g: the global scale, one or
+    one a channel), mxfp4 or int4. x lies at the place's token, its slot / CHOICES, or at the place
+    itself if CHOICES is 0; y at the place, or (TO_SLOTS) at the slot. SWIGLU: the matrix has
+    `channels` of gates and then as many of ups, and y = silu(gate) * up. BLOCKED: the features of y
+    are written in the order that matrices with so many in a block read them in; 0: as they are.
     """
     after_others(EARLY)
-    height: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N  # rows of y in a tile
-    tiles_n = tl.cdiv(rows, height)
+    height: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N  # channels of y in a tile
+    tiles_n = tl.cdiv(channels, height)
     expert, first, end = _places(
         ends_ptr, tl.program_id(0) // tiles_n, slots, num_experts, BLOCK_E, BLOCK_P
     )
@@ -568,8 +566,12 @@ def _multiply_kernel(
     out_p = (slot_p if TO_SLOTS else place_p).to(tl.int64)
     first_n, offs_n = (tl.program_id(0) % tiles_n) * height, tl.arange(0, BLOCK_N)
     local_n = first_n + offs_n % height
-    keep_n = local_n < rows
-    row_n = expert.to(tl.int64) * rows * (BLOCK_N // height) + local_n + (offs_n // height) * rows
+    keep_n = local_n < channels
+    row_n = (
+        expert.to(tl.int64) * channels * (BLOCK_N // height)
+        + local_n
+        + (offs_n // height) * channels
+    )
 
     sums_np = tl.zeros(
         (BLOCK_N, BLOCK_P), tl.int32 if w_ptr.dtype.element_ty == tl.int8 else tl.float32
@@ -613,11 +615,11 @@ def _multiply_kernel(
         out_n = first_n + tl.arange(0, height)
     else:
         y_np, out_n = sums_np, local_n
-    keep_n = out_n < rows
+    keep_n = out_n < channels
     if BLOCKED:
-        out_n = out_n % BLOCKED * (rows // BLOCKED) + out_n // BLOCKED
+        out_n = out_n % BLOCKED * (channels // BLOCKED) + out_n // BLOCKED
     tl.store(
-        y_ptr + out_p[None, :] * rows + out_n[:, None],
+        y_ptr + out_p[None, :] * channels + out_n[:, None],
         y_np.to(y_ptr.dtype.element_ty),
         mask=keep_n[:, None] & keep_p[None, :],
     )

@@ -357,9 +357,9 @@ def _choose_kernel(
     weights_s, experts_s = tl.zeros((BLOCK_S,), tl.float32), tl.zeros((BLOCK_S,), tl.int32)
     for s in tl.static_range(CHOICES):
         best = tl.max(left_e, 0)
-        expert = tl.minimum(
-            tl.min(tl.where(left_e == best, offs_e, BLOCK_E), 0), num_experts - 1
-        )  # NaN: the last
+        # the first of the largest; where there is a NaN, the last expert
+        expert = tl.min(tl.where(left_e == best, offs_e, BLOCK_E), 0)
+        expert = tl.minimum(expert, num_experts - 1)
         weights_s = tl.where(offs_s == s, tl.exp(best - largest) / total, weights_s)
         experts_s = tl.where(offs_s == s, expert, experts_s)
         left_e = tl.where(offs_e == expert, float("-inf"), left_e)
@@ -422,11 +422,12 @@ def _combine_kernel(
     )
     sums_d = tl.zeros((BLOCK_D,), tl.float32)
     for s in tl.static_range(CHOICES):
-        row = token * CHOICES + s
-        weight = 1.0 if weights_ptr is None else tl.load(weights_ptr + row)
+        slot = token * CHOICES + s
+        weight = 1.0 if weights_ptr is None else tl.load(weights_ptr + slot)
+        at = slot
         if place_ptr is not None:
-            row = tl.load(place_ptr + row)
-        y_d = tl.load(y_ptr + row * features + offs_d, mask=offs_d < features, other=0.0)
+            at = tl.load(place_ptr + slot)
+        y_d = tl.load(y_ptr + at * features + offs_d, mask=offs_d < features, other=0.0)
         sums_d += y_d.to(tl.float32) * weight
     tl.store(
         out_ptr + token * features + offs_d,

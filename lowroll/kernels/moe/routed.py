@@ -33,7 +33,7 @@ MEMORY = 226 * 1024  # bytes of a block's shared memory beside its book of place
 
 class Tiles(NamedTuple):
     """Places of a tile in eights, stages of a warp's ring, warps of a block, and warps that share
-    rows."""
+    channels."""
 
     eights: int
     stages: int
@@ -46,10 +46,17 @@ def tiles(slots: int, stack: Stack) -> Tiles:
     (docs/LOG.md)."""
     count = stack.num_experts
     if slots <= count:
-        return Tiles(1, 4, 4, 4 if 16 * slots <= count else 2 if 8 * slots <= count else 1)
+        split = 1
+        if 16 * slots <= count:
+            split = 4
+        elif 8 * slots <= count:
+            split = 2
+        return Tiles(1, 4, 4, split)
     if slots <= 6 * count:
         return Tiles(1, 3, 8, 1)
-    return Tiles(2, 4, 4, 1) if slots <= 10 * count or stack.kind == "int4" else Tiles(4, 3, 8, 1)
+    if slots <= 10 * count or stack.kind == "int4":
+        return Tiles(2, 4, 4, 1)
+    return Tiles(4, 3, 8, 1)
 
 
 def shared_memory_supports(size: Tiles, stack: Stack) -> bool:
@@ -119,16 +126,17 @@ def multiply(
     """[P, N] in bfloat16. x lies at the place's token, its slot / choices, or at the place itself
     if choices is 0.
 
-    swiglu: a matrix has N rows of gates and then as many of ups, and y = silu(gate) * up. to_slots:
+    swiglu: a matrix has N channels of gates and then as many of ups, and y = silu(gate) * up. to_slots:
     y lies at the slot instead of the place. RuntimeError when the kernel cannot be launched.
     """
     library = _library(stack.kind, torch.cuda.get_device_capability(x.device))
-    slots, rows = len(groups.slot_P), stack.rows // 2 if swiglu else stack.rows
+    slots = len(groups.slot_P)
+    channels = stack.channels // 2 if swiglu else stack.channels
     size = tiles(slots, stack)
     x = x.contiguous()
     if x.data_ptr() % 16:
         x = x.clone()
-    y = torch.empty((slots, rows), dtype=x.dtype, device=x.device)
+    y = torch.empty((slots, channels), dtype=x.dtype, device=x.device)
     scale, global_ = stack.scale_N1, stack.global_scale
     assert scale is not None
     if stack.codes_NK.data_ptr() % 16 or not all(
@@ -147,7 +155,7 @@ def multiply(
         groups.ends_E.data_ptr(),
         slots,
         stack.num_experts,
-        rows,
+        channels,
         stack.features,
         choices,
         swiglu,

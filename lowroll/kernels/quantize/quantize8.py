@@ -19,8 +19,8 @@ LONGEST = 4096  # weights that a program holds in registers
 
 
 def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: str) -> None:
-    """Write the codes and the scales (float32) of a finite matrix. Triton only: ask `launch.triton_supports`
-    first.
+    """Write the codes and the scales (float32) of a finite matrix. Triton only: ask
+    `launch.triton_supports` first.
 
     kind: "int8" or "fp8"; ValueError for another. A row with a NaN or an infinity gets a scale that
     is not finite.

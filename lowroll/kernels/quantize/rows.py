@@ -162,9 +162,8 @@ def step_of(amax, KIND: tl.constexpr):
 def store_codes(y, amax, at, live, KIND: tl.constexpr):
     """Store the codes of float32 values of a row whose largest magnitude is amax."""
     if KIND == "int8":
-        scaled = y * (
-            tl.div_rn(1.0, tl.maximum(amax, 1e-30)) * 127.0
-        )  # torch divides a number so, too
+        # torch divides a number so, too: by its reciprocal
+        scaled = y * (tl.div_rn(1.0, tl.maximum(amax, 1e-30)) * 127.0)
         rounded = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23 leaves no fraction: half to even
         tl.store(at, rounded.to(tl.int8), mask=live)
     else:

@@ -132,9 +132,8 @@ def philox4x32(counter_4B: Tensor, key_2B: Tensor, rounds: int = 10) -> Tensor:
     weyl_21 = lane_21 * (0xBB67AE85 - 0x9E3779B9) + 0x9E3779B9
     multiplied_2B, other_2B = counter_4B[0::2], counter_4B[1::2]
     for i in range(rounds):
-        product_2B = (
-            multiplied_2B * multiplier_21
-        )  # modulo 2^64: the sign bit is bit 63 of the product
+        # modulo 2^64: the sign bit is bit 63 of the product
+        product_2B = multiplied_2B * multiplier_21
         high_2B, low_2B = (product_2B >> 32) & _WORD, product_2B & _WORD
         multiplied_2B = high_2B.flip(0) ^ other_2B ^ ((key_2B + i * weyl_21) & _WORD)
         other_2B = low_2B.flip(0)
