@@ -45,7 +45,7 @@ tl: Any = import_module("triton.language") if triton else None
 jit: Callable[..., Any] = (
     triton.jit if triton else lambda function=None, **options: function or (lambda f: f)
 )
-constexpr: Callable[[Any], Any] = tl.constexpr if tl else lambda value: value  # of a module
+constexpr: Callable[[Any], Any] = tl.constexpr if tl else lambda value: value  # read by kernels
 
 _OVERLAPPING: ContextVar[bool] = ContextVar("overlapping", default=False)
 

@@ -324,7 +324,7 @@ class WeightOnly(Format):
     dtype.
 
     On CUDA few rows are multiplied with the exact one, whose bits are decoded as they arrive
-    (kernels.streamed).
+    (kernels.matmul.streamed).
     """
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:

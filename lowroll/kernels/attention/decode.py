@@ -184,8 +184,8 @@ def _plain(
     )
     write_pages(keys_pPGd, values_pPGd, torch.where(live_B, slots_B, -1), k_BGd, v_BGd)
 
-    # a dead row attends to whatever its first slot holds, and is zeroed: without any key it would
-    # be NaN
+    # A dead row has no keys, and attention over none is NaN: it attends to its first slot, and its
+    # output is set to 0.
     allowed_BL = (
         torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
         < lengths_B.clamp(min=1)[:, None]
@@ -285,7 +285,8 @@ def _decode_kernel(
     let_others_start(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
-    length = tl.load(lengths_ptr + row)  # it, the pages and what they hold are from steps before
+    # lengths, pages and what they hold come from earlier steps: they are read before the wait
+    length = tl.load(lengths_ptr + row)
     cached = length - 1
     share, active = _share(cached, splits, BLOCK)
     if EARLY:

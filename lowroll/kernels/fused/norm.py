@@ -43,7 +43,8 @@ from lowroll.kernels.quantize.rows import (
     store_rows,
 )
 
-# of the backward pass, at most, for WIDTH features: more than run at once on a large GPU
+# The backward pass has so many programs at most for rows of WIDTH features, and more for shorter
+# ones: more than a large GPU runs at once.
 PROGRAMS = 512
 WIDTH = 4096
 

@@ -73,7 +73,9 @@ class Stack:
     @property
     def block(self) -> int:
         """Features that stand together in the order of packed codes, see the notes on Triton."""
-        return 32 if self.kind == "mxfp4" else 16 if self.packed else 0
+        if not self.packed:
+            return 0
+        return 32 if self.kind == "mxfp4" else 16
 
     @property
     def packed(self) -> bool:

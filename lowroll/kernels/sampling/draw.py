@@ -29,7 +29,6 @@ from lowroll.kernels.launch import after_others, block, early_start, jit, tl, tr
 CDF_BLOCK = 128
 TILE = 2048
 WARPS = 4
-PICK_WARPS = 4
 _WORD = 0xFFFFFFFF
 
 
@@ -85,7 +84,7 @@ def draw(
         stride,
         BLOCK=TILE,
         TILES=max(16, block(tiles)),
-        num_warps=PICK_WARPS,
+        num_warps=WARPS,
         **early_start(),
     )
     return tokens_B, logprobs_B
@@ -286,7 +285,7 @@ def _pick_kernel(
         best = tl.min(tl.where(x_n == largest, offs_n, 2147483647), 0)
         token = tl.where(greedy, best, token)
     chosen = tl.sum(tl.where(offs_n == token, x_n, 0.0), 0)
-    # the rounding of the shift stands in the total, and is taken out again
+    # the total is relative to the rounded shift: the difference to the exact one is put back
     rounded = largest.to(tl.float64) * factor - shift
     logp = (
         (chosen - largest).to(tl.float64) / temperature
