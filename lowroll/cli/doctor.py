@@ -263,7 +263,8 @@ def show(found: dict[str, Any]) -> str:
         lines += _kernel_lines(found["kernels"])
         lines += _refused_lines(found["kernels"])
     lines += ["", "Hints" if found["hints"] else "Nothing to mend."]
-    lines += [f"  - {hint}" for hint in found["hints"]]
+    for hint in found["hints"]:
+        lines += _wrapped(hint, "    ", first="  - ")
     return "\n".join(lines)
 
 
@@ -344,7 +345,8 @@ def _refused_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
+def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
     from textwrap import wrap
 
-    return wrap(text, 96, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    first = indent if first is None else first
+    return wrap(text, 96, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)

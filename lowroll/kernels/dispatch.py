@@ -89,9 +89,9 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     ),
     "writes to the KV cache": (_triton("attention/decode"), _torch()),
     "int8 product": (
-        Kernel("matmul/onednn", "oneDNN", "", onednn.supports_device),
         _triton("matmul/gemv", f"up to {gemv.MOST[torch.int8]} rows"),
         _triton("matmul/integers"),
+        Kernel("matmul/onednn", "oneDNN", "", onednn.supports_device),
         _torch("torch._int_mm"),
     ),
     "fp8 product": (
@@ -105,7 +105,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
             f"up to {w4a16.STREAM_ROWS} rows in bfloat16",
             streamed.CAPABILITY,
         ),
-        _triton("matmul/w4a16", "more rows, other dtypes: dequantized, then torch's product"),
+        _triton("matmul/w4a16", "matrices of whole blocks: dequantized, then torch's product"),
         _torch("torch's product of the dequantized matrix"),
     ),
     "mixture of experts in the engine": (

@@ -33,7 +33,7 @@ def test_the_page_names_the_machine_and_every_product(capsys: pytest.CaptureFixt
     page = capsys.readouterr().out
     for words in (torch.__version__, "cores", "triton", "nvcc", *dispatch.PRODUCTS):
         assert words in page
-    assert max(map(len, page.splitlines())) <= 200
+    assert max(map(len, page.splitlines())) <= 120
 
 
 def test_json_is_the_same_with_a_reason_for_every_kernel_that_is_not_used(
