@@ -38,7 +38,6 @@ NO_TRITON = no("Triton is not installed")
 NO_GRADIENT = no("has no gradient")
 
 
-@cache
 def cuda_supports(
     device: torch.device, least: tuple[int, int] = (0, 0), only: bool = False
 ) -> Support:

@@ -33,7 +33,7 @@ from lowroll.kernels.moe.grouped import Stack
 from lowroll.kernels.quantize.rows import E4M3, Rows, quantize_rows
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
-from lowroll.kernels.support import YES, cuda_supports, no
+from lowroll.kernels.support import YES, no
 from lowroll.kernels.training.logprobs import logit_gradient, token_log_probs
 from lowroll.kernels.training.low_rank import silu_mul_adapted
 from lowroll.quant.formats import get_format
@@ -47,7 +47,7 @@ CACHED = (
     streamed.supports_device,
     routed.supports_device,
     paged.supports_device,
-    cuda_supports,
+    integers.copy_engine_supports,
 )
 
 

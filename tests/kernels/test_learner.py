@@ -155,7 +155,7 @@ def test_updates_of_large_ranks_are_plain_products(
 ) -> None:
     """A tile has no room for them: a model's gate and the function itself go another way."""
     assert low_rank.supports(rank - 1, dtype) and not low_rank.supports(rank, dtype)
-    monkeypatch.setattr(low_rank, "_silu_mul_adapted", None)
+    monkeypatch.setattr(low_rank, "_silu_mul_adapted_kernel", None)
     monkeypatch.setattr(low_rank, "_silu_mul_adapted_backward", None)
     gate_up, low, b = (
         random(*shape, seed=i).to(dtype) for i, shape in enumerate([(5, 14), (5, rank), (14, rank)])
@@ -273,7 +273,7 @@ def test_adamws_moments_weigh_a_gradient_by_what_the_betas_leave(
                 *(torch.tensor(x).item() if isinstance(x, float) else x for x in args), **named
             )
 
-    monkeypatch.setattr(adamw, "_adamw", OnDevice())
+    monkeypatch.setattr(adamw, "_adamw_kernel", OnDevice())
     master, first, second = random(70), torch.zeros(70), torch.zeros(70)
     truth = torch.nn.Parameter(master.double())
     torchs = torch.optim.AdamW([truth], lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
@@ -328,7 +328,7 @@ def test_adamw_refuses_tensors_that_it_cannot_write(odd: Tensor) -> None:
 def test_nothing_spills(kernel: str) -> None:
     from triton import language
 
-    function: Any = getattr({"token_log_probs": logprobs, "adamw": adamw}[kernel], f"_{kernel}")
+    function: Any = getattr({"token_log_probs": logprobs, "adamw": adamw}[kernel], f"_{kernel}_kernel")
     constants: dict[str, Any] = {"BLOCK": logprobs.LANES}
     types = dict.fromkeys(function.arg_names, "fp32") | {
         "logits_ptr": "*fp32",

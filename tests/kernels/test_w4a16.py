@@ -22,7 +22,7 @@ from lowroll.kernels import nvcc
 from lowroll.kernels.attention import paged
 from lowroll.kernels.matmul import streamed, w4a16
 from lowroll.kernels.moe import routed
-from lowroll.kernels.support import Support, cuda_supports
+from lowroll.kernels.support import Support
 from lowroll.quant.formats import QTensor, get_format, quantize
 from lowroll.quant.groups import E2M1_LEVELS
 
@@ -155,7 +155,6 @@ def test_a_build_has_a_deadline(
 def asked(monkeypatch: pytest.MonkeyPatch) -> Support:
     """Whether nvcc compiles, asked for a device of capability 9.0."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(nvcc, "cuda_supports", cuda_supports.__wrapped__)
     return nvcc.supports_device.__wrapped__(torch.device("cuda", 0))
 
 
@@ -185,7 +184,6 @@ def test_a_cache_that_cannot_be_written_costs_speed_and_no_more(
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(nvcc, "compiler", lambda: Path("/usr/bin/true"))
-    monkeypatch.setattr(module, "cuda_supports", cuda_supports.__wrapped__)
     found = module.supports_device.__wrapped__(*arguments, torch.device("cuda", 0))
     assert not found and "cannot be built" in found.why_not
 

@@ -17,6 +17,7 @@ Legend: M rows (tokens), N out features, K in features.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +95,7 @@ def _boxes(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
     )
 
 
+@cache
 def copy_engine_supports(device: torch.device) -> Support:
     """Has the device a copy engine that fetches tiles? The interpreter imitates one."""
     return YES if INTERPRETED else cuda_supports(device, (9, 0))
