@@ -156,7 +156,7 @@ def test_updates_of_large_ranks_are_plain_products(
     """A tile has no room for them: a model's gate and the function itself go another way."""
     assert low_rank.supports(rank - 1, dtype) and not low_rank.supports(rank, dtype)
     monkeypatch.setattr(low_rank, "_silu_mul_adapted_kernel", None)
-    monkeypatch.setattr(low_rank, "_silu_mul_adapted_backward", None)
+    monkeypatch.setattr(low_rank, "_silu_mul_adapted_backward_kernel", None)
     gate_up, low, b = (
         random(*shape, seed=i).to(dtype) for i, shape in enumerate([(5, 14), (5, rank), (14, rank)])
     )
