@@ -328,7 +328,9 @@ def test_adamw_refuses_tensors_that_it_cannot_write(odd: Tensor) -> None:
 def test_nothing_spills(kernel: str) -> None:
     from triton import language
 
-    function: Any = getattr({"token_log_probs": logprobs, "adamw": adamw}[kernel], f"_{kernel}_kernel")
+    function: Any = getattr(
+        {"token_log_probs": logprobs, "adamw": adamw}[kernel], f"_{kernel}_kernel"
+    )
     constants: dict[str, Any] = {"BLOCK": logprobs.LANES}
     types = dict.fromkeys(function.arg_names, "fp32") | {
         "logits_ptr": "*fp32",
