@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lowroll.kernels.fused.swiglu import silu_mul
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.moe import grouped
 from lowroll.kernels.moe.grouped import Stack
 from lowroll.kernels.moe.route import Groups, choose, combine, gather, sort_slots
@@ -155,7 +155,7 @@ class EngineExperts(Experts):
     down: EngineStack
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        if not fused(x_TD):
+        if not triton_supports(x_TD):
             return super().forward(x_TD)
         return grouped.experts(
             x_TD,
@@ -220,7 +220,7 @@ def _stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
     if format.stacked:
         kind, *names = format.stacked
         stack = Stack(kind, num_experts, *(weight.tensors[name] for name in names))
-        if grouped.runs(stack, dtype):
+        if grouped.supports(stack, dtype):
             return stack
     elif format.rounds:
         w_NK = _dense(weight, num_experts, torch.float32).flatten(0, 1)
@@ -230,7 +230,7 @@ def _stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
 
 def _low_bit(x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int) -> Tensor:
     """Sorted rows times their experts' matrices in the format's own arithmetic."""
-    if fused(x_PK):
+    if triton_supports(x_PK):
         return grouped.multiply(x_PK, _stack(weight, num_experts, x_PK.dtype), groups)
     return _low_bit_product(x_PK, weight, groups, num_experts)
 

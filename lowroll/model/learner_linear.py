@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowroll.kernels.fused.swiglu import silu_mul, silu_mul_backward
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product
 from lowroll.model.linear import Linear
 from lowroll.model.recompute import remake
@@ -49,7 +49,7 @@ class LearnerLinear(Linear):
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor:
         """The product of silu(gate) * up, which the backward pass makes again."""
         assert isinstance(gate_up_TN, Tensor)
-        if self._learns_alone and fused(gate_up_TN):
+        if self._learns_alone and triton_supports(gate_up_TN):
             return _GatedLinear.apply(gate_up_TN, self.weight, self.bias)
         return self(remake(silu_mul(gate_up_TN), silu_mul, gate_up_TN))
 

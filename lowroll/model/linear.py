@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
-from lowroll.kernels.training.low_rank import holds
+from lowroll.kernels.training import low_rank
 from lowroll.model import adapter as adapters
 from lowroll.model.adapter import Adapter
 from lowroll.quant.formats import QTensor, get_format
@@ -109,8 +109,8 @@ class Linear(nn.Module):
             adapter is None
             or not adapter.enabled
             or not isinstance(x_TK, Tensor)
-            or not fused(x_TK)
-            or not holds(adapter.rank, x_TK.dtype)
+            or not triton_supports(x_TK)
+            or not low_rank.supports(adapter.rank, x_TK.dtype)
         ):
             return self(x_TK), None
         y_TN, low_TL, b_NL = self.adapted(adapter, x_TK, whole=False)

@@ -374,7 +374,7 @@ class WeightOnly(Format):
     dtype.
 
     On CUDA few rows are multiplied with the exact one, whose bits are decoded as they arrive
-    (kernels.streamed).
+    (kernels.matmul.streamed).
     """
 
     fallback = "fp8"
@@ -385,7 +385,7 @@ class WeightOnly(Format):
             and x_MK.shape[0] > dense_from(q.shape)
             and f"dense {x_MK.dtype}" in q.packed
         )
-        if not kept and w4a16.takes(self.kernel, x_MK, q.shape):
+        if not kept and w4a16.supports(self.kernel, x_MK, q.shape):
             return w4a16.linear(self.kernel, q.tensors, x_MK, q.shape, bias_N)
         return F.linear(
             x_MK, multiplicand(q, x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype)

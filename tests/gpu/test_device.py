@@ -194,7 +194,7 @@ def test_low_bit_codes_values_and_products_are_the_cpus(name: str, shape: tuple[
 def test_fp8_products_are_the_devices(shape: tuple[int, int]) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this device has no e4m3 product")
-    assert w8a8.has_e4m3(torch.device("cuda", 0))
+    assert w8a8.scaled_mm_supports(torch.device("cuda", 0))
     torch.manual_seed(0)
     codes_NK, codes_MK = (
         fp8.to_e4m3(torch.randn(shape).cuda() * 99),

@@ -155,7 +155,7 @@ def test_an_aligned_learner_has_the_engines_bits_with_gradients_and_without(form
             assert with_gradients.requires_grad and torch.equal(learner(x_TD), with_gradients)
             got = engine(x_TD)
             streams = all(
-                routed.takes(linear.stack(x_TD), x_TD, tokens * CHOICES)
+                routed.supports(linear.stack(x_TD), x_TD, tokens * CHOICES)
                 for linear in (engine.gate_up, engine.down)
             )
         assert (
@@ -224,7 +224,7 @@ def test_streamed_codes_are_multiplied_as_what_they_stand_for(
         route.sort_slots(experts_TS, count),
         normal(38, features, seed=2).bfloat16().cuda(),
     )
-    if not routed.available(format, x_TD.device):
+    if not routed.supports_device(format, x_TD.device):
         pytest.skip("needs compute capability 9.0 and nvcc")
     x_PK, e_P = x_TD[groups.slot_P // choices], experts_TS.flatten()[groups.slot_P].long()
     want_PN = torch.bmm(w_ENK[e_P], x_PK.float()[..., None]).squeeze(-1)
