@@ -307,9 +307,10 @@ def test_the_rows_that_a_batch_lacks_are_dead(folder: Path) -> None:
     decoder._upload(rows, 4)
     assert decoder.lengths_B[:4].tolist() == [6, 6, 0, 0]
     assert decoder.greedy_B[:4].tolist() == [True, True, False, False]
-    ids_B, pos_B, next_B, end_B, _, _ = decoder.state[:, :4].tolist()
+    ids_B, pos_B, next_B, end_B, _, _, slots_B, _ = decoder.state[:, :4].tolist()
     assert ids_B == [rows[0].last_token, rows[1].last_token, 0, 0]
     assert (pos_B, next_B, end_B) == ([5, 5, 0, 0], [6, 6, 0, 0], [8, 8, 0, 0])
+    assert slots_B[:2] == [row.slot for row in rows] == [0, 1]
 
 
 def test_a_row_that_loses_its_distribution_while_it_decodes_is_an_error(folder: Path) -> None:
@@ -328,7 +329,7 @@ def test_a_row_that_loses_its_distribution_while_it_decodes_is_an_error(folder: 
 def test_a_cpu_holds_the_rows_that_it_was_given_and_no_more(folder: Path) -> None:
     decoder = engine_of(folder, max_batch=5).runner.decoder
     assert (
-        decoder.state.shape == (6, 5)
+        decoder.state.shape == (8, 5)
         and decoder.table_BP.shape[0] == 5
         and decoder.tokens_SB.shape[1] == 5
     )

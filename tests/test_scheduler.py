@@ -59,7 +59,7 @@ class FakeRunner:
         for chunk in plan.prefills:
             s = chunk.sequence
             history = self.read(s.pages, s.prompt_ids, chunk.start)
-            assert s.num_cached == chunk.start
+            assert s.cached_len == chunk.start
             if (
                 s.group.salt == self.scheduler.salt
             ):  # nothing was adopted since the prefix was looked up
@@ -72,10 +72,11 @@ class FakeRunner:
             assert list(chunk.samples) == (s.group.sequences if chunk.is_last else [])
             samples += [(x, [draw(x.noise_key, x.length)]) for x in chunk.samples]
         appended: dict[int, object] = {}
-        for s in plan.decodes:
+        for s, limit in zip(plan.decodes, plan.limits, strict=True):
             ids, drawn = s.prompt_ids + s.token_ids, []
-            assert s.num_cached == s.position == len(ids) - 1
-            for _ in range(min(plan.steps, s.num_left)):
+            assert s.cached_len == s.position == len(ids) - 1
+            assert limit == min(plan.steps, s.num_left)
+            for _ in range(limit):
                 position = len(ids) - 1
                 self.read(s.pages, ids, position)
                 slot = s.pages[position // size] * size + position % size
@@ -84,9 +85,7 @@ class FakeRunner:
                 assert appended.setdefault(slot // size, s) is s, "two samples append to one page"
                 drawn.append(draw(s.noise_key, len(ids)))
                 ids.append(drawn[-1])
-            samples.append(
-                (s, drawn + [0] * (plan.steps - len(drawn)))
-            )  # a dead row's tokens mean nothing
+            samples.append((s, drawn))
         assert len(set(written)) == len(written), "two rows wrote one slot"
         return samples
 
@@ -108,6 +107,9 @@ def check_invariants(scheduler: Scheduler) -> None:
             holds.update(s.pages)
             assert len(s.pages) == len(set(s.pages))
             assert not (s.finish_reason and (s.pages or s.reserved_pages))
+    running = list(scheduler._running)
+    slots_in_use = [s.slot for s in running]
+    assert sorted(slots_in_use + scheduler._free_slots) == list(range(scheduler.max_batch))
     assert [pool.refcount(p) for p in range(pool.num_pages)] == [
         holds[p] for p in range(pool.num_pages)
     ]
@@ -244,7 +246,7 @@ def test_a_run_of_tokens_ends_with_the_one_that_stops(drawn, kept, ended):
     ]
     assert (row.finish_reason and (row.finish_reason, row.stop_reason)) == ended
     if ended is None:
-        assert row.num_cached == 5 + 1 + len(kept) - 1  # all but the last, which nobody has run yet
+        assert row.cached_len == 5 + 1 + len(kept) - 1  # all but the last, which nobody has run yet
 
 
 def test_a_run_of_tokens_of_an_aborted_sample_is_dropped():
