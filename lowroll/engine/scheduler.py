@@ -138,7 +138,7 @@ class Scheduler:
             "stop strings without a tokenizer: it was not validated"
         )
         stop_ids = set(request.stop_ids) | (set() if request.ignore_eos else self.eos_ids)
-        group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)), footprint=need)
+        group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)), need)
         group.sequences = [Sequence(group, i, noise_key(request, i)) for i in range(request.n)]
         group.waiting.extend(group.sequences)
         group.num_open = group.num_unforked = request.n

@@ -77,9 +77,9 @@ class LiveGroup:
     handle: int
     request: Request
     stop_ids: tuple[int, ...]
+    footprint: Footprint
     sequences: list[Sequence] = field(default_factory=list)
     waiting: deque[Sequence] = field(default_factory=deque)  # samples not admitted yet, in order
-    footprint: Footprint = field(kw_only=True)
     # held from admission until the last sample has forked
     prompt_pages: list[int] = field(default_factory=list)
     # where the keys of a prompt that is compacted will lie; they become its prompt_pages

@@ -22,6 +22,7 @@ from lowroll.kv.pages import OutOfPages
 from lowroll.model import hf
 from lowroll.model.spec import read_spec
 from lowroll.weights.noise import Noise
+from tests.fixtures.scheduling import NEED
 from tests.fixtures.tiny import COMMON, hf_folder
 
 V, CONTEXT = COMMON["vocab_size"], COMMON["max_position_embeddings"]
@@ -285,7 +286,7 @@ def test_a_row_is_plain_when_nothing_looks_at_its_logits(
 ) -> None:
     def row(**fields: object) -> Sequence:
         return Sequence(
-            LiveGroup(0, replace(Request([3]), **fields), (1,)), 0, 0, token_ids=[2] * drawn
+            LiveGroup(0, replace(Request([3]), **fields), (1,), NEED), 0, 0, token_ids=[2] * drawn
         )
 
     assert plain([row(**changes)]) == plain([row(), row(**changes)]) == want
