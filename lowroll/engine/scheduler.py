@@ -426,7 +426,8 @@ class Scheduler:
         given_up += shared + own[needed:]
         if sequence.group.tail_writer is sequence:
             sequence.group.tail_writer = None
-        sequence.pages, sequence.num_shared = targets, 0
+        sequence.pages = list(targets)
+        sequence.num_shared = 0
         sequence.num_compactions += 1
         sequence.cached_len = kept
         self._look_ahead(sequence)
