@@ -259,7 +259,7 @@ class Decoder:
         ids_B, pos_B, next_B, end_B, keys_B, _, slots_B, _ = self.state[:, :size].unbind()
         lengths_B = self.lengths_B[:size]
         if self.watcher is not None:
-            slots_B = slots_B.where(lengths_B > 0, self.dead_slot)
+            slots_B = slots_B.masked_fill(lengths_B == 0, self.dead_slot)
         pages = self.table_BP.shape[1] if self.device.type == "cuda" else self._widest
         rows = Rows(slots_B, self.table_BP[:size, :pages], lengths_B, pos_B)
         attend = PagedDecode(self.cache, rows, self.watcher)
