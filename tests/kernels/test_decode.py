@@ -228,7 +228,6 @@ def test_the_kernel_of_many_rows_compiles_without_spills(head: int, tmp_path: Pa
     command = [
         str(nvcc.compiler()),
         *nvcc.options((9, 0), {"HEAD": str(head), "HALF": "0"}),
-        f"-I{nvcc.HEADERS}",
         "-Xptxas",
         "-v",
         "-cubin",

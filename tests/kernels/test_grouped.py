@@ -426,7 +426,6 @@ def test_streamed_codes_compile_without_spills(kind: str, tmp_path: Path) -> Non
     command = [
         str(nvcc.compiler()),
         *nvcc.options((9, 0), {"FORMAT": str(routed.FORMATS[kind])}),
-        f"-I{nvcc.HEADERS}",
         "-Xptxas",
         "-v",
         "-cubin",

@@ -179,7 +179,6 @@ def test_compiled_for_hopper_nothing_spills_and_the_workspace_is_large_enough(
     command = [
         str(nvcc.compiler()),
         *nvcc.options((9, 0), {"FORMAT": "0"}),
-        f"-I{nvcc.HEADERS}",
         "-Xptxas",
         "-v",
         "--shared",
