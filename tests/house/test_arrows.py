@@ -75,6 +75,7 @@ TORCH_FREE = (
     "engine/request.py",
     "kv/pages.py",
     "kv/capacity.py",
+    "kv/policy/dense.py",
 )
 LIGHT = (
     "types",
@@ -90,6 +91,8 @@ LIGHT = (
     "engine.request",
     "kv.pages",
     "kv.capacity",
+    "kv.policy.base",
+    "kv.policy.dense",
 )
 
 
