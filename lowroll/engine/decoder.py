@@ -202,25 +202,26 @@ class Decoder:
         """The table on the host goes by slot. A sequence gains pages and keeps those that it has
         until it is compacted: only the new ones are read. The rows are gathered when they or their
         pages have changed."""
-        changed = sequences != self._paged
+        slots, columns, pages = list[int](), list[int](), list[int]()  # of new pages
         for sequence in sequences:
             owner, compactions, known = self._known[sequence.slot]
-            now = len(sequence.pages)
-            if owner is sequence and compactions == sequence.num_compactions:
-                if known == now:
-                    continue
-            else:
+            if owner is not sequence or compactions != sequence.num_compactions:
                 known = 0
-            new = torch.tensor(sequence.pages[known:], dtype=torch.int32)
-            self._pages_of_slot[sequence.slot, known:now] = new
+            now = len(sequence.pages)
+            if known == now:
+                continue
+            slots += [sequence.slot] * (now - known)
+            columns += range(known, now)
+            pages += sequence.pages[known:]
             self._known[sequence.slot] = (sequence, sequence.num_compactions, now)
-            changed = True
-        if not changed:
+        if pages:
+            self._pages_of_slot[slots, columns] = torch.tensor(pages, dtype=torch.int32)
+        if not pages and sequences == self._paged:
             return
         self._paged = list(sequences)
         self._widest = max(len(s.pages) for s in sequences)
-        slots = [s.slot for s in sequences]
-        self._table[: len(slots), : self._widest] = self._pages_of_slot[slots, : self._widest]
+        rows = [s.slot for s in sequences]
+        self._table[: len(rows), : self._widest] = self._pages_of_slot[rows, : self._widest]
         self.table_BP[:size].copy_(self._table[:size], non_blocking=True)  # whole rows lie together
 
     def _step(self, size: int, drawing: bool) -> None:
