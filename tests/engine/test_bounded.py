@@ -115,6 +115,17 @@ def test_a_sample_keeps_the_same_keys_in_any_company(
     assert tokens(bounded(model, kind(9, 4), 1, max_batch=3).generate(REQUESTS)) == together
 
 
+def test_a_policy_sees_the_last_queries_of_a_prompt_that_the_prefix_cache_has(
+    model: Transformer,
+) -> None:
+    """All three full pages are there, but the queries of the last three tokens are to be seen."""
+    kv, request = Liked(9, 4), Request(prompt(13, 6), n=2, max_tokens=20, ignore_eos=True)
+    engine = bounded(model, kv)
+    first, second = (engine.generate([request])[0] for _ in range(2))
+    assert engine.pool.hits == 2 and tokens([first]) == tokens([second])
+    assert check_group(kv, second, [model]) > 2
+
+
 @pytest.mark.parametrize("kind", POLICIES)
 def test_weights_change_between_compactions(
     folder: Path, model: Transformer, kind: type[Bounded]

@@ -132,6 +132,19 @@ def test_rows_that_are_full_wait_for_the_next_plan_and_the_others_go_on():
     assert len(plan.compactions) == 2 and plan.limits == [4, 4]
 
 
+def test_a_later_sample_takes_over_the_tail_that_a_compacted_one_has_left():
+    """The second sample enters when the short request has ended, and the first has moved to pages
+    of its own."""
+    scheduler, runner = make(Recent(6, 3), max_batch=2)
+    scheduler.add(Request([7], max_tokens=8, ignore_eos=True))
+    scheduler.add(Request([1, 2, 3, 4, 5], n=2, max_tokens=20, ignore_eos=True))
+    plans = [step(scheduler, runner) for _ in range(9)]
+    assert [len(plan.compactions) for plan in plans] == [0, 0, 0, 0, 0, 1, 0, 0, 1]
+    first, second = plans[-1].decodes
+    assert plans[-1].copies == [] and second.pages == [1, 2]
+    assert first is second.group.leader and not set(first.pages) & set(second.pages)
+
+
 def random_request(rng: random.Random) -> Request:
     return Request(
         prompt_ids=[rng.choice([1, 2]) for _ in range(rng.randint(1, 14))],
