@@ -51,7 +51,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.types import Group, Rollout
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import publish, rollout_copy
-from tests.fixtures.policies import Bounded, Liked, Parity, Recent, Seen
+from tests.fixtures.policies import Bounded, Liked, Parity, Recent, Seen, Undecided
 from tests.fixtures.tiny import hf_model
 
 MIXES = 20  # of a block
@@ -327,7 +327,11 @@ def compare(
     def logits_TV() -> Tensor:
         return replay(family, whole[:-1], made, kv, len(request.prompt_ids))
 
-    wrong = check_tokens(verdict, family, request, sample, rollout, logits_TV())
+    try:
+        wrong = check_tokens(verdict, family, request, sample, rollout, logits_TV())
+    except Undecided:
+        verdict.borderline += 1
+        return
     for seed in range(8 if wrong and not family.is_exact and family.dtype == torch.float32 else 0):
         with nudged(family, made, seed):
             if check_tokens(Verdict(), family, request, sample, rollout, logits_TV()) is None:
@@ -609,7 +613,8 @@ def random_policy(rng: random.Random, family: Family) -> Bounded | None:
     """What a key's score is rounded to decides in `Liked`: for exact numbers alone."""
     if rng.random() < 0.5:
         return None
-    kind = rng.choice([Recent, Parity, Liked] if family.is_exact else [Recent, Parity])
+    exact = family.is_exact and family.device == "cpu"
+    kind = rng.choice([Recent, Parity, Liked] if exact else [Recent, Parity])
     return kind(rng.randint(5, 24), rng.choice([1, 2, 5]))
 
 
