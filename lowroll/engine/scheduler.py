@@ -284,11 +284,8 @@ class Scheduler:
     def _admit_leader(self, group: LiveGroup) -> bool:
         """Take the prompt's pages (from the prefix cache where it can) and promise the leader's
         others."""
-        prompt_ids, page_size, need = (
-            group.request.prompt_ids,
-            self.pool.page_size,
-            group.footprint,
-        )
+        prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
+        need = group.footprint
         # tokens at the end always run, the last for its logits: their pages are never taken from
         # the cache
         served = max(0, len(prompt_ids) - self.kv.window)
