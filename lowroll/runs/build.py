@@ -30,6 +30,7 @@ from lowroll.orchestrator.settings import Sampling, Settings
 from lowroll.quant import dense
 from lowroll.quant.formats import get_format
 from lowroll.runs.folder import ENVIRONMENTS
+from lowroll.trainer import recompute
 from lowroll.trainer.critic import Critic, CriticSettings
 from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.trainer.optim import OptimSettings
@@ -135,8 +136,7 @@ def learner(cfg: RunConfig, where: Place) -> Transformer:
         model.requires_grad_(True)
     if cfg.train.forward == "aligned":
         aligned.align(model, rollout_format(cfg, where))
-    model.activation_checkpointing = cfg.train.activation_checkpointing
-    return model
+    return recompute.apply(model, cfg.train.activation_checkpointing)
 
 
 def tokenizer(source: str | Path) -> ChatTokenizer:
@@ -442,7 +442,7 @@ def critic(cfg: RunConfig, where: Place, chat: ChatTokenizer) -> Critic | None:
         refuse_adapter("critic.model", mine.model)
         refuse_other_vocabulary("critic.model", mine.model, cfg, chat)
     body = hf.load(mine.model or cfg.model, where.device, where.dtype)
-    dequantize_base(body).activation_checkpointing = train.activation_checkpointing
+    recompute.apply(dequantize_base(body), train.activation_checkpointing)
     optim = OptimSettings(
         mine.learning_rate,
         weight_decay=mine.weight_decay,
