@@ -5,9 +5,10 @@ alone.
     python -m tests.fuzz --mixes 2000 --device cuda
 
 A block is one engine with random settings (format, LoRA, pages, batch and prefill limits, chunks,
-steps between two looks) and MIXES mixes after one another, so that its prefix cache, slots and
-graphs are never fresh. A mix is a few requests (n, shared stems, stops, samplers) with steps,
-aborts, adoptions of other weights and scoring in between.
+steps between two looks, and for half of them a cache policy that drops keys) and MIXES mixes after
+one another, so that its prefix cache, slots and graphs are never fresh. A mix is a few requests (n,
+shared stems, stops, samplers) with steps, aborts, adoptions of other weights and scoring in
+between.
 
 The oracle takes each sample alone and knows no batch, no page and no cache of ours. It is told
 which weights computed each position, runs the sequence piece by piece under those weights
@@ -44,12 +45,14 @@ from lowroll.engine.sampler import signed
 from lowroll.engine.sequence import Plan
 from lowroll.kernels.sampling.draw import uniform
 from lowroll.kv.pages import OutOfPages
+from lowroll.kv.policy.base import footprint
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
 from lowroll.types import Group, Rollout
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import publish, rollout_copy
 from lowroll.weights.update import WeightUpdate
+from tests.fixtures.policies import Bounded, Liked, Parity, Recent, Seen, Undecided
 from tests.fixtures.tiny import hf_model
 
 MIXES = 20  # of a block
@@ -169,30 +172,28 @@ Made = tuple[int, bool]  # the version, and whether the second format, computed 
 
 
 @torch.no_grad()
-def replay(family: Family, ids: list[int], made: list[Made]) -> Tensor:
+def replay(
+    family: Family, ids: list[int], made: list[Made], kv: Bounded | None = None, prompt: int = 0
+) -> Tensor:
     """Logits [T, V], float32 on the CPU: position t under the weights made[t], over what the
-    earlier ones stored."""
+    earlier ones stored, and the policy has kept, of the first `prompt` and the later tokens."""
     starts = [t for t in range(len(ids)) if t == 0 or made[t] != made[t - 1]]
     ids_T = torch.tensor(ids, device=family.device)
     foreign = (
         family.weights == "fp32"
-        and not (family.adapted or family.bulk)
+        and not (family.adapted or family.bulk or kv)
         and not any(v in NOISES for v, _ in made)
     )
-    if foreign:
-        kept, pieces = DynamicCache(), []
-        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+    kept, attend, pieces = DynamicCache(), Seen(kv, prompt), []
+    for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+        if foreign:
             model = theirs(family.name, made[start][0], family.device)
             pieces.append(
                 model(ids_T[None, start:stop], past_key_values=kept, use_cache=True).logits[0]
             )
-        return torch.cat(pieces).float().cpu()
-    stored: dict[int, tuple[Tensor, Tensor]] = {}
-    pieces = []
-    for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
-        model = policy(family, *made[start])
+            continue
         pos_T = torch.arange(start, stop, device=family.device)
-        hidden_TD = model(ids_T[start:stop], pos_T, lambda *qkv: attend(stored, *qkv))
+        hidden_TD = policy(family, *made[start])(ids_T[start:stop], pos_T, attend)
         pieces.append(policy(family, made[start][0], False).logits(hidden_TD))
     return torch.cat(pieces).float().cpu()
 
@@ -212,26 +213,6 @@ def nudged(family: Family, made: list[Made], seed: int) -> Iterator[None]:
     finally:
         for model, embedding in zip(models, kept, strict=True):
             model.embedding.data.copy_(embedding)
-
-
-def attend(
-    stored: dict[int, tuple[Tensor, Tensor]],
-    layer: int,
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-) -> Tensor:
-    """Attention written out, in float32, over all that has been stored."""
-    if layer in stored:
-        k_TGd, v_TGd = (torch.cat(pair) for pair in zip(stored[layer], (k_TGd, v_TGd), strict=True))
-    stored[layer] = k_TGd, v_TGd
-    share = q_THd.shape[1] // k_TGd.shape[1]
-    k_THd, v_THd = (x.repeat_interleave(share, 1).float() for x in (k_TGd, v_TGd))
-    scores_HQT = torch.einsum("qhd,thd->hqt", q_THd.float(), k_THd) * q_THd.shape[-1] ** -0.5
-    last_Q = torch.arange(len(k_THd) - len(q_THd), len(k_THd), device=q_THd.device)
-    later_QT = torch.arange(len(k_THd), device=q_THd.device) > last_Q[:, None]
-    p_HQT = scores_HQT.masked_fill(later_QT, -torch.inf).softmax(-1)
-    return torch.einsum("hqt,thd->qhd", p_HQT, v_THd).to(q_THd.dtype)
 
 
 def filtered(
@@ -327,6 +308,7 @@ def compare(
     sample: int,
     rollout: Rollout,
     made: list[Made],
+    kv: Bounded | None = None,
 ) -> None:
     """Ask the oracle about every token of a rollout."""
     ids = rollout.token_ids
@@ -342,17 +324,18 @@ def compare(
         return
     whole = request.prompt_ids + ids
     made = made[: len(whole) - 1]
-    wrong = check_tokens(
-        verdict, family, request, sample, rollout, replay(family, whole[:-1], made)
-    )
+
+    def logits_TV() -> Tensor:
+        return replay(family, whole[:-1], made, kv, len(request.prompt_ids))
+
+    try:
+        wrong = check_tokens(verdict, family, request, sample, rollout, logits_TV())
+    except Undecided:
+        verdict.borderline += 1
+        return
     for seed in range(8 if wrong and not family.is_exact and family.dtype == torch.float32 else 0):
         with nudged(family, made, seed):
-            if (
-                check_tokens(
-                    Verdict(), family, request, sample, rollout, replay(family, whole[:-1], made)
-                )
-                is None
-            ):
+            if check_tokens(Verdict(), family, request, sample, rollout, logits_TV()) is None:
                 verdict.borderline += 1
                 return
     if wrong:
@@ -436,13 +419,17 @@ class Block:
             "max_prefill_tokens": rng.choice([1, 8, 24, 8192]),
             "prefill_chunk": rng.choice([None, None, 1, 3, 7, 16]),
         }
-        self.about = f"block {seed}: {family} {options}"
+        self.kv = random_policy(random.Random(f"kv {seed}"), family)
+        if self.kv is not None:
+            options["cache_tokens"] = max(options["cache_tokens"], least(self.kv, self.page_size))
+        self.about = f"block {seed}: {family} {options} {self.kv and vars(self.kv)}"
         self.engine = Engine(
             master(family, 0),
             family.weights,
             dtype=family.dtype,
             device=device,
             large_batch_weights=family.bulk,
+            kv=self.kv,
             tokenizer=Tokenizer(),
             noisy=True,
             **options,
@@ -481,11 +468,9 @@ class Block:
                 range(chunk.start, chunk.stop), now
             )
         many = decoder.runs_large_batch(decoder.size(len(plan.decodes)))
-        for row in plan.decodes:
+        for row, limit in zip(plan.decodes, plan.limits, strict=True):
             drawn = self.drawn.setdefault((row.group.handle, row.sample), {})
-            drawn |= {
-                t: (self.version, many) for t in range(row.position, row.position + plan.steps)
-            }
+            drawn |= {t: (self.version, many) for t in range(row.position, row.position + limit)}
 
     def request(self) -> Request:
         rng = self.rng
@@ -602,6 +587,7 @@ class Block:
                 [made[t] for t in range(len(request.prompt_ids) + len(rollout.token_ids) - 1)]
                 if rollout.token_ids
                 else [],
+                self.kv,
             )
 
 
@@ -624,6 +610,21 @@ def random_family(rng: random.Random, device: str) -> Family:
     if device == "cuda" and name == "llama3-rope":
         name = "qwen3"
     return Family(name, weights, adapted, None if name == "qwen3-moe" else bulk, dtype, device)
+
+
+def random_policy(rng: random.Random, family: Family) -> Bounded | None:
+    """What a key's score is rounded to decides in `Liked`: for exact numbers alone."""
+    if rng.random() < 0.5:
+        return None
+    exact = family.is_exact and family.device == "cpu"
+    kind = rng.choice([Recent, Parity, Liked] if exact else [Recent, Parity])
+    return kind(rng.randint(5, 24), rng.choice([1, 2, 5]))
+
+
+def least(kv: Bounded, page_size: int) -> int:
+    """Tokens of the smallest cache that takes every request of a mix."""
+    lengths = [(prompt, response) for prompt in range(1, 23) for response in (1, 2, 4, 12)]
+    return page_size * max(footprint(kv, *length, page_size).alone for length in lengths)
 
 
 def run_block(seed: int, mixes: int = MIXES, device: str = "cpu") -> Verdict:

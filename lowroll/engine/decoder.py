@@ -1,17 +1,19 @@
 """The rows that decode, resident on the device: several steps run without the host looking at any.
 
-A row's state is its last token, where that token stands, the position at which it must have
-stopped, its noise key, temperature, and page table. One step reads the state and leaves the next
-one in its place:
+A sample has a slot from its admission to its end; the rows of a batch are the samples that decode
+now, in any slots. A row's state is its last token, where that token stands, the position at which
+it must have stopped, its noise key, temperature, page table, and the number of keys in its cache,
+which a policy may bound (`kv.policy.base`). One step reads the state and leaves the next one in its
+place:
 
     hidden = model(last token, position)      K/V go to the row's page, attention reads the pages
     token, log-prob = draw(logits)            written behind those of the steps before
 
 so the host uploads what changed, starts `steps` steps, and reads all tokens and log-probs at once.
 On CUDA a step is one graph, captured once for each size of batch in BUCKETS; the rows that a batch
-lacks are dead: they write nothing, and nobody reads them. A row that reaches its end between two
-looks is dead from there on. A row that stops for another reason (a stop id) runs on to the next
-look; what it draws behind its stop is dropped by the scheduler.
+lacks are dead: they write nothing, and nobody reads them. A row that reaches its end, or whose
+cache is full, between two looks is dead from there on. A row that stops for another reason (a stop
+id) runs on to the next look; what it draws behind its stop is dropped by the scheduler.
 
 With a second model in another format (`large_batch_model`), batches of LARGE_BATCH_FROM rows and
 more run on that one: 4-bit weights are the fewest bytes while few rows wait for them, 8-bit ones
@@ -39,7 +41,8 @@ from lowroll.engine.sequence import Sequence
 from lowroll.kernels.launch import overlapping
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
-from lowroll.kv.cache import KVCache, PagedDecode
+from lowroll.kv.cache import KVCache, PagedDecode, Rows
+from lowroll.kv.policy.base import Selector, dead_slot
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import all_finite
 
@@ -55,7 +58,8 @@ def bucket(num_rows: int) -> int:
 
 
 class Decoder:
-    """See the top of the file. max_batch: most rows; max_pages: most pages of a row."""
+    """See the top of the file. max_batch: most rows; max_pages: most pages of a row; selector: the
+    cache policy's device side, if it has one."""
 
     def __init__(
         self,
@@ -64,26 +68,30 @@ class Decoder:
         cache: KVCache,
         max_batch: int,
         max_pages: int,
+        selector: Selector | None = None,
     ) -> None:
+        self.watcher = selector if selector is not None and selector.watches else None
+        self.dead_slot = dead_slot(max_batch)
         self.model, self.large_batch_model, self.cache = model, large_batch_model, cache
         self.device = model.device
         most = bucket(max_batch) if self.device.type == "cuda" else max_batch
         self._rows: list[Sequence] = []
         self._last: list[int] = []  # the token that the device drew last for each row
-        self._paged: list[
-            Sequence
-        ] = []  # whose page tables the device has, and how many pages of each
-        self._num_pages: list[int] = []
+        self._until: list[int] = []  # the position at which the device stops each row
+        self._paged: list[Sequence] = []  # the rows of the device's page tables
+        # by slot: whose pages the table on the host has, after how many compactions, and how many
+        self._known: list[tuple[Sequence | None, int, int]] = [(None, 0, 0)] * max_batch
+        self._widest = 0  # pages of the row that has most
         self._steady: tuple[list[Sequence], SamplingBatch] | None = None
         # on the host, what will be uploaded: one row of `state` a quantity
         pinned = self.device.type == "cuda"
-        self._state = torch.zeros(6, most, dtype=torch.int64, pin_memory=pinned)
+        self._state = torch.zeros(8, most, dtype=torch.int64, pin_memory=pinned)
+        self._pages_of_slot = torch.zeros(max_batch, max_pages, dtype=torch.int32)
         self._table = torch.zeros(most, max_pages, dtype=torch.int32, pin_memory=pinned)
         self.state = torch.zeros_like(self._state, device=self.device)
         self.table_BP = torch.zeros_like(self._table, device=self.device)
-        self.lengths_B = torch.zeros(
-            most, dtype=torch.int32, device=self.device
-        )  # with the new token; 0 is dead
+        # keys of each row, with the new token's; 0 is dead
+        self.lengths_B = torch.zeros(most, dtype=torch.int32, device=self.device)
         self.temperature_B = torch.ones(most, device=self.device)
         self.greedy_B = torch.zeros(most, dtype=torch.bool, device=self.device)
         self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -159,53 +167,61 @@ class Decoder:
         self._graphs.clear()
         self.logits.clear()
         self._rows, self._paged, self._pool = [], [], None
+        self._known = [(None, 0, 0)] * len(self._known)
 
     def _upload(self, sequences: list[Sequence], size: int) -> None:
         """Bring state and page tables on the device up to date. It has moved the rows that are the
         same on itself."""
         self.step_1.zero_()
-        if sequences != self._rows or [s.last_token for s in sequences] != self._last:
+        last = [s.last_token for s in sequences]
+        until = [s.until for s in sequences]
+        if sequences != self._rows or last != self._last or until != self._until:
             temperature = torch.tensor([s.request.temperature or 1.0 for s in sequences])
             greedy = torch.tensor([s.request.temperature == 0 for s in sequences])
             rows = [
-                [s.last_token for s in sequences],
+                last,
                 [s.position for s in sequences],
                 [s.length for s in sequences],
-                [len(s.prompt_ids) + s.request.max_tokens - 1 for s in sequences],
+                until,
                 [signed(s.noise_key) for s in sequences],
                 (temperature.view(torch.int32).long() | greedy.long() << 32).tolist(),
+                [s.slot for s in sequences],
+                [s.cached_len + 1 for s in sequences],
             ]
             self._state[:, :size] = 0
             self._state[:, : len(sequences)] = torch.tensor(rows)
             self.state[:, :size].copy_(self._state[:, :size], non_blocking=True)
-            _, pos_B, next_B, end_B, _, settings_B = self.state[:, :size].unbind()
-            self.lengths_B[:size] = next_B * (pos_B < end_B)
+            settings_B, lengths_B = self.state[5, :size], self.state[7, :size]
+            self.lengths_B[:size] = lengths_B
             self.temperature_B[:size] = settings_B.int().view(torch.float32)
             self.greedy_B[:size] = settings_B >> 32 > 0
-            self._rows = list(sequences)
+            self._rows, self._until = list(sequences), until
         self._upload_pages(sequences, size)
 
     def _upload_pages(self, sequences: list[Sequence], size: int) -> None:
-        """A sequence gains pages for as long as it lives and keeps those that it has: only the new
-        ones are read, and the row of a sequence that has moved up is moved as it is."""
-        num_pages = [len(s.pages) for s in sequences]
-        if sequences == self._paged and num_pages == self._num_pages:
+        """The table on the host goes by slot. A sequence gains pages and keeps those that it has
+        until it is compacted: only the new ones are read. The rows are gathered when they or their
+        pages have changed."""
+        slots, columns, pages = list[int](), list[int](), list[int]()  # of new pages
+        for sequence in sequences:
+            owner, compactions, known = self._known[sequence.slot]
+            if owner is not sequence or compactions != sequence.num_compactions:
+                known = 0
+            now = len(sequence.pages)
+            if known == now:
+                continue
+            slots += [sequence.slot] * (now - known)
+            columns += range(known, now)
+            pages += sequence.pages[known:]
+            self._known[sequence.slot] = (sequence, sequence.num_compactions, now)
+        if pages:
+            self._pages_of_slot[slots, columns] = torch.tensor(pages, dtype=torch.int32)
+        if not pages and sequences == self._paged:
             return
-        if sequences != self._paged:
-            places = {sequence: row for row, sequence in enumerate(self._paged)}
-            widest = max(self._num_pages, default=0)
-            self._num_pages = [self._num_pages[places[s]] if s in places else 0 for s in sequences]
-            self._table[: len(sequences), :widest] = self._table[
-                [places.get(s, 0) for s in sequences], :widest
-            ]
-        for row, (sequence, known, now) in enumerate(
-            zip(sequences, self._num_pages, num_pages, strict=True)
-        ):
-            if known < now:
-                self._table[row, known:now] = torch.tensor(
-                    sequence.pages[known:], dtype=torch.int32
-                )
-        self._paged, self._num_pages = list(sequences), num_pages
+        self._paged = list(sequences)
+        self._widest = max(len(s.pages) for s in sequences)
+        rows = [s.slot for s in sequences]
+        self._table[: len(rows), : self._widest] = self._pages_of_slot[rows, : self._widest]
         self.table_BP[:size].copy_(self._table[:size], non_blocking=True)  # whole rows lie together
 
     def _step(self, size: int, drawing: bool) -> None:
@@ -241,10 +257,13 @@ class Decoder:
 
     def _advance(self, size: int, drawing: bool) -> None:
         """One step of the first `size` rows, on the device alone."""
-        ids_B, pos_B, next_B, end_B, keys_B, _ = self.state[:, :size].unbind()
+        ids_B, pos_B, next_B, end_B, keys_B, _, slots_B, _ = self.state[:, :size].unbind()
         lengths_B = self.lengths_B[:size]
-        pages = self.table_BP.shape[1] if self.device.type == "cuda" else max(self._num_pages)
-        attend = PagedDecode(self.cache, self.table_BP[:size, :pages], lengths_B)
+        if self.watcher is not None:
+            slots_B = slots_B.masked_fill(lengths_B == 0, self.dead_slot)
+        pages = self.table_BP.shape[1] if self.device.type == "cuda" else self._widest
+        rows = Rows(slots_B, self.table_BP[:size, :pages], lengths_B, pos_B)
+        attend = PagedDecode(self.cache, rows, self.watcher)
         model = (
             self.large_batch_model
             if self.large_batch_model is not None and self.runs_large_batch(size)

@@ -29,6 +29,8 @@ from lowroll.engine.scheduler import Scheduler
 from lowroll.kv.cache import KVCache
 from lowroll.kv.capacity import UNKNOWN_FREE, NoRoom, Workload, capacity
 from lowroll.kv.pages import PagePool
+from lowroll.kv.policy.base import CachePolicy
+from lowroll.kv.policy.dense import DENSE
 from lowroll.model import hf
 from lowroll.model.experts import StackedLinear
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
@@ -64,8 +66,8 @@ class NativeEngine:
 
     model: folder, hub id, or a loaded Transformer (which keeps its weights; the engine makes its
     own copy, or shares what is in the format already). weights: a name of `lowroll.formats()`;
-    default the model's own low-bit format, or int8 for a dense model. kv: the KV policy; None is
-    the dense cache. dtype: of activations, norms and KV cache; default float32 on CPU, bfloat16 on
+    default the model's own low-bit format, or int8 for a dense model. kv: the cache policy
+    (`kv.policy`); None is the dense one. dtype: of activations, norms and KV cache; default float32 on CPU, bfloat16 on
     CUDA, and what a dense format says. cache_tokens: size of the KV cache; default what
     `workloads`, the requests that will be in it together, can use, and no more than a quarter of
     the free memory. Without any: `max_batch` samples of 4,096 tokens, one whole context at least
@@ -83,7 +85,7 @@ class NativeEngine:
         self,
         model: Transformer | str | Path,
         weights: str | None = None,
-        kv: None = None,
+        kv: CachePolicy | None = None,
         device: str | torch.device = "auto",
         dtype: torch.dtype | None = None,
         *,
@@ -98,8 +100,11 @@ class NativeEngine:
         large_batch_weights: str | None = None,
         keep_dense: bool = False,
     ) -> None:
-        if kv is not None:
-            raise ValueError(f"kv: {kv!r} is not available yet; None is the dense cache")
+        self.kv = DENSE if kv is None else kv
+        if not isinstance(self.kv, CachePolicy):
+            raise ValueError(
+                f"kv: expected a CachePolicy or None, the dense cache, got {type(kv).__name__}"
+            )
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
         weights = weights or self._own_format(model)
         self.format = get_format(weights)
@@ -132,17 +137,22 @@ class NativeEngine:
             raise ValueError(
                 f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{why}"
             )
-        self.runner = Runner(self.model, self.large_batch_model, num_pages, page_size, max_batch)
+        self.runner = Runner(
+            self.model, self.large_batch_model, num_pages, page_size, max_batch, self.kv
+        )
         self.pool = PagePool(num_pages, page_size)
         self.behavior = BehaviorTag(
             self._policy(0),
             weights=weights if large_batch_weights is None else f"{weights}+{large_batch_weights}",
+            kv_policy=self.kv.name,
+            kv_budget=self.kv.budget,
         )
         self._tokenizer, self._tokens = tokenizer, 0
         decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
         self.scheduler = Scheduler(
             self.pool,
             behavior=self.behavior,
+            kv=self.kv,
             max_batch=max_batch,
             max_prefill_tokens=max_prefill_tokens,
             prefill_chunk=prefill_chunk,
@@ -445,6 +455,8 @@ class NativeEngine:
                 context_length=self.spec.max_position,
                 cache_tokens=self.pool.num_pages * self.pool.page_size,
                 has_tokenizer=self._has_tokenizer,
+                kv=self.kv,
+                page_size=self.pool.page_size,
             )
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
@@ -489,6 +501,7 @@ class NativeEngine:
                 context=self.spec.max_position,
                 bytes_per_token=each,
                 free=UNKNOWN_FREE if free is None else free,
+                kv=self.kv,
             )
         if free is not None and cache_tokens * each > free:
             raise NoRoom(

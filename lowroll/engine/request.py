@@ -14,6 +14,8 @@ from array import array
 from hashlib import blake2b
 from typing import Any
 
+from lowroll.kv.policy.base import CachePolicy, footprint
+from lowroll.kv.policy.dense import DENSE
 from lowroll.types import MAX_SAMPLES, PENALTIES, TEMPERATURES, Request
 
 MAX_SEED = 2**63 - 1
@@ -26,11 +28,14 @@ def validate(
     context_length: int,
     cache_tokens: int,
     has_tokenizer: bool = False,
+    kv: CachePolicy = DENSE,
+    page_size: int = 1,
 ) -> None:
     """Raise ValueError naming the first wrong field.
 
     `context_length` is the model's limit in tokens; `cache_tokens` the KV cache's size (num_pages *
-    page_size); `has_tokenizer` says whether the engine can decode, which stop strings need.
+    page_size); `has_tokenizer` says whether the engine can decode, which stop strings need; `kv`
+    is the cache policy, which may bound what a sample takes of the cache.
     """
     _check_ids("prompt_ids", request.prompt_ids, vocab_size)
     if not request.prompt_ids:
@@ -42,7 +47,8 @@ def validate(
         raise ValueError(
             f"min_tokens: {request.min_tokens} is more than max_tokens {request.max_tokens}"
         )
-    _check_length(request, context_length, cache_tokens)
+    _check_length(request, context_length)
+    _check_room(request, cache_tokens, kv, page_size)
     if _check_float("temperature", request.temperature) != 0:
         _check_range("temperature", request.temperature, *TEMPERATURES, hint=" or 0 for greedy")
     _check_int("top_k", request.top_k, 0, None)
@@ -78,15 +84,32 @@ def sampler_settings(request: Request) -> dict[str, float]:
     return {name: float(getattr(request, name)) for name in names}
 
 
-def _check_length(request: Request, context_length: int, cache_tokens: int) -> None:
+def _check_length(request: Request, context_length: int) -> None:
     total = len(request.prompt_ids) + request.max_tokens
-    for limit, owner in ((context_length, "the model's context"), (cache_tokens, "the KV cache")):
-        if total > limit:
+    if total > context_length:
+        raise ValueError(
+            f"{_length(request)} = {total} is over the model's context of {context_length} tokens"
+        )
+
+
+def _check_room(request: Request, cache_tokens: int, kv: CachePolicy, page_size: int) -> None:
+    """One sample must fit into an empty cache."""
+    total = len(request.prompt_ids) + request.max_tokens
+    need = footprint(kv, len(request.prompt_ids), request.max_tokens, page_size)
+    if not (need.evicts or need.compacted):
+        if total > cache_tokens:
             raise ValueError(
-                f"max_tokens: {len(request.prompt_ids)} prompt tokens + max_tokens "
-                f"{request.max_tokens} "
-                f"= {total} is over {owner} of {limit} tokens"
+                f"{_length(request)} = {total} is over the KV cache of {cache_tokens} tokens"
             )
+    elif need.alone * page_size > cache_tokens:
+        raise ValueError(
+            f"{_length(request)} take {need.alone * page_size} tokens of the cache under kv "
+            f"{kv.name!r}, which is over the KV cache of {cache_tokens} tokens"
+        )
+
+
+def _length(request: Request) -> str:
+    return f"max_tokens: {len(request.prompt_ids)} prompt tokens + max_tokens {request.max_tokens}"
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:

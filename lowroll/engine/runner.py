@@ -1,10 +1,10 @@
-"""Runs a plan on the model: page copies, the prompts of the step in one packed pass, and the rows
-that decode.
+"""Runs a plan on the model: compactions and copies, the rows that decode, and the prompts of the
+step in one packed pass.
 
 `score` prefills a sequence for its log-probs alone.
 
 Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that are through, B rows that
-draw a token, C rows of a piece.
+draw a token, C rows of a piece, G key-value heads, K keys that stay.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from torch import Tensor
 
 from lowroll.engine.decoder import MOST_STEPS, Decoder, plain
 from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
-from lowroll.engine.sequence import Plan, PrefillChunk, Sequence
+from lowroll.engine.sequence import Compaction, Plan, PrefillChunk, Sequence
 from lowroll.kernels.sampling.draw import draw
-from lowroll.kv.cache import Chunk, KVCache, PagedAttention
+from lowroll.kv.cache import Chunk, KVCache, PagedAttention, Rows
+from lowroll.kv.policy.base import CachePolicy
+from lowroll.kv.policy.dense import DENSE
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
 SCORE_ROWS = 256  # rows whose logits exist at a time while a sequence is scored
+MOST_COMPACTED = 64  # samples whose kept keys and values are copied out at a time
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Drawn:
 
 class Runner:
     """Owns the KV cache and the device side of a step. large_batch_model: the model for many rows
-    at once (`engine.decoder`)."""
+    at once (`engine.decoder`). kv: the cache policy."""
 
     def __init__(
         self,
@@ -46,11 +49,15 @@ class Runner:
         num_pages: int,
         page_size: int,
         max_batch: int,
+        kv: CachePolicy = DENSE,
     ) -> None:
         self.model, self.large_batch_model = model, large_batch_model
         self.cache = KVCache(model.spec, num_pages, page_size, model.dtype, model.device)
         longest = min(num_pages, -(-model.spec.max_position // page_size))
-        self.decoder = Decoder(model, large_batch_model, self.cache, max_batch, longest)
+        self.selector = kv.selector(model.spec, self.cache, max_batch)
+        self.decoder = Decoder(
+            model, large_batch_model, self.cache, max_batch, longest, self.selector
+        )
 
     @property
     def lookahead(self) -> int:
@@ -71,18 +78,51 @@ class Runner:
         ValueError when the model gives a row no distribution (NaN or infinite logits).
         """
         self.cache.restore()
+        self._compact(plan.compactions)
+        if self.selector is not None and plan.forks:
+            self.selector.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
         drawn: list[Drawn] = []
         if plan.decodes:
             tokens_BS, logprobs_BS = self.decoder.run(plan.decodes, plan.steps)
             large_batch_model = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
             drawn = [
-                Drawn(*row, large_batch_model)
-                for row in zip(plan.decodes, tokens_BS, logprobs_BS, strict=True)
+                Drawn(sequence, tokens[:most], logprobs[:most], large_batch_model)
+                for sequence, tokens, logprobs, most in zip(
+                    plan.decodes, tokens_BS, logprobs_BS, plan.limits, strict=True
+                )
             ]
+        if self.selector is not None and plan.begun:
+            self.selector.begin(plan.begun)
         if plan.prefills:
             drawn += self._prefill(plan.prefills)
         return drawn
+
+    def _compact(self, compactions: list[Compaction]) -> None:
+        """Move the keys that the policy keeps: those that keep equally many together, a layer at a
+        time."""
+        by_kept: dict[int, list[Compaction]] = {}
+        for compaction in compactions:
+            by_kept.setdefault(compaction.kept, []).append(compaction)
+        for kept, some in by_kept.items():
+            for first in range(0, len(some), MOST_COMPACTED):
+                self._compact_together(some[first : first + MOST_COMPACTED], kept)
+
+    def _compact_together(self, compactions: list[Compaction], kept: int) -> None:
+        assert self.selector is not None, "a policy without a selector compacts nothing"
+        device, page_size = self.model.device, self.cache.page_size
+        rows = Rows(
+            slots_B=torch.tensor([c.slot for c in compactions], device=device),
+            table_BP=_table([c.pages for c in compactions]).to(device),
+            lengths_B=torch.tensor([c.cached for c in compactions], dtype=torch.int32).to(device),
+            positions_B=torch.tensor([c.position for c in compactions], device=device),
+        )
+        targets_BP = _table([c.targets for c in compactions]).long()
+        slots_BK = (targets_BP[..., None] * page_size + torch.arange(page_size)).flatten(1)
+        slots_BK = slots_BK[:, :kept].to(device)
+        for layer in range(self.model.spec.num_layers):
+            kept_BGK = self.selector.compact(layer, rows, kept)
+            self.cache.keep(layer, rows.table_BP, kept_BGK, slots_BK)
 
     def _prefill(self, prefills: list[PrefillChunk]) -> list[Drawn]:
         """Run chunks of prompts; the first token of each sample whose prompt is through."""
@@ -148,7 +188,7 @@ class Runner:
 
     def _forward(self, prefills: list[PrefillChunk]) -> tuple[Tensor, list[int]]:
         """Hidden states of the chunks' tokens, and for each chunk the row of its last token."""
-        chunks = [Chunk(c.start, c.stop, c.sequence.pages) for c in prefills]
+        chunks = [Chunk(c.start, c.stop, c.sequence.pages, c.sequence.slot) for c in prefills]
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
         ids, positions, last_rows = list[int](), list[int](), [0] * len(chunks)
@@ -157,8 +197,19 @@ class Runner:
             ids += prefills[i].sequence.prompt_ids[chunk.start : chunk.stop]
             positions += range(chunk.start, chunk.stop)
             last_rows[i] = len(ids) - 1
-        attend = PagedAttention(self.cache, [chunks[i] for i in fresh], [chunks[i] for i in later])
+        attend = PagedAttention(
+            self.cache,
+            [chunks[i] for i in fresh],
+            [chunks[i] for i in later],
+            self.decoder.watcher,
+        )
         model, device = self.large_batch_model or self.model, self.model.device
         return model(
             torch.tensor(ids, device=device), torch.tensor(positions, device=device), attend
         ), last_rows
+
+
+def _table(pages: list[list[int]]) -> Tensor:
+    """Page tables as one int32 tensor; what a row lacks is page 0, which nobody reads there."""
+    widest = max(len(row) for row in pages)
+    return torch.tensor([row + [0] * (widest - len(row)) for row in pages], dtype=torch.int32)

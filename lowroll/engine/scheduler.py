@@ -3,7 +3,7 @@
 The engine's step is
 
     plan = scheduler.plan()                  # admit, choose prompt chunks and decode rows, give out pages
-    ... copy plan.copies, run the model over plan.prefills and plan.decodes, sample ...
+    ... run what the plan says, in its order ...
     scheduler.commit(sequence, token, logprob)        # for every decode row, and for all n samples of a last chunk
 
 A request is a *group* of n samples. Its prompt runs once; the final hidden state of the last chunk
@@ -13,12 +13,17 @@ a time, which appends behind the prompt; every other sample gets a copy of it wh
 writer appends lies behind the prompt, so the tail can be copied, or handed to a next writer, for as
 long as the group holds it: until its last sample has forked.
 
+A cache policy (`kv.policy.base`) may bound a sample's cache. When the cache has grown to the
+policy's limit, the sample waits until the next plan, which begins with compactions: the keys that
+stay move to pages of the sample's own, and the other pages are given up at once. Pages that came
+with the prompt are never edited: others read them, and the prefix cache may serve them again. A
+prompt over the limit is compacted once for its group, in the plan after its last chunk: its samples
+fork from what is left. The dense policy keeps every key, and none of this happens.
+
 Admission is first in, first out, sample by sample, and by worst case (no preemption, hence no
-recomputation): a sample enters when a row is free and when the pages it could ever need,
-
-    ceil((prompt + max_tokens - 1) / page_size) - (pages it shares)        (the last sampled token is never stored)
-
-are free and reserved_pages to nobody else. They are given out as it grows, and the promise lapses
+recomputation): a sample enters when a slot is free and when the pages it could ever need beyond
+those that it shares (`kv.policy.base.footprint`) are free and reserved for nobody else. They are
+given out as it grows, come back to the reserve when a compaction frees them, and the promise lapses
 when it ends. Only the oldest group can have samples outside; it holds nothing but its prompt, which
 they need anyway. So when all others have ended, one more sample always fits: no deadlock. A group
 larger than the cache or than `max_batch` simply enters in waves.
@@ -35,19 +40,22 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
 from lowroll.engine.request import noise_key, sampler_settings
-from lowroll.engine.sequence import LiveGroup, Plan, PrefillChunk, Sequence
+from lowroll.engine.sequence import Compaction, LiveGroup, Plan, PrefillChunk, Sequence
 from lowroll.kv.pages import PagePool, page_keys
+from lowroll.kv.policy.base import CachePolicy, footprint, num_pages, prompt_slot
+from lowroll.kv.policy.dense import DENSE
 from lowroll.types import BehaviorTag, FinishReason, Group, Request, Rollout
 
 
 class Scheduler:
     """See the top of the file.
 
-    max_batch: rows, i.e. samples admitted at once. max_prefill_tokens: prompt tokens of one step (a
-    single chunk may exceed it, so that every prompt can run). prefill_chunk: longest chunk of a
-    prompt in one step, None for whole prompts. lookahead: most steps that decode rows take between
-    two plans, when no prompt waits for its turn. behavior: how tokens are drawn now; its last
-    policy span names the weights. decode: token ids to text, needed for stop strings only.
+    kv: the cache policy. max_batch: slots, i.e. samples admitted at once. max_prefill_tokens:
+    prompt tokens of one step (a single chunk may exceed it, so that every prompt can run).
+    prefill_chunk: longest chunk of a prompt in one step, None for whole prompts. lookahead: most
+    steps that decode rows take between two plans, when no prompt waits for its turn. behavior: how
+    tokens are drawn now; its last policy span names the weights. decode: token ids to text, needed
+    for stop strings only.
     """
 
     def __init__(
@@ -55,6 +63,7 @@ class Scheduler:
         pool: PagePool,
         *,
         behavior: BehaviorTag,
+        kv: CachePolicy = DENSE,
         max_batch: int,
         max_prefill_tokens: int,
         prefill_chunk: int | None = None,
@@ -71,6 +80,7 @@ class Scheduler:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.pool = pool
+        self.kv = kv
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
         self.prefill_chunk = prefill_chunk
@@ -82,6 +92,9 @@ class Scheduler:
         self._waiting: deque[LiveGroup] = deque()  # groups with samples outside, oldest first
         self._prefilling: deque[LiveGroup] = deque()
         self._running: dict[Sequence, None] = {}  # admitted samples, in order of admission
+        self._free_slots = list(reversed(range(max_batch)))
+        self._begun: list[int] = []  # slots of the leaders that were admitted since the last plan
+        self._through: list[LiveGroup] = []  # groups whose prompt has ended since the last plan
         self._finished: list[tuple[int, Group]] = []
         self._next_handle = 0
         self.set_behavior(behavior)
@@ -122,13 +135,15 @@ class Scheduler:
     def add(self, request: Request) -> int:
         """Queue a request that `validate` accepted. Returns the handle that `finished` and `abort`
         use."""
-        most = _num_pages(len(request.prompt_ids) + request.max_tokens - 1, self.pool.page_size)
-        assert most <= self.pool.num_pages, "request larger than the cache: it was not validated"
+        need = footprint(self.kv, len(request.prompt_ids), request.max_tokens, self.pool.page_size)
+        assert need.alone <= self.pool.num_pages, (
+            "request larger than the cache: it was not validated"
+        )
         assert self.decode or not request.stop_strings, (
             "stop strings without a tokenizer: it was not validated"
         )
         stop_ids = set(request.stop_ids) | (set() if request.ignore_eos else self.eos_ids)
-        group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)))
+        group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)), need)
         group.sequences = [Sequence(group, i, noise_key(request, i)) for i in range(request.n)]
         group.waiting.extend(group.sequences)
         group.num_open = group.num_unforked = request.n
@@ -168,26 +183,27 @@ class Scheduler:
         return groups
 
     def plan(self) -> Plan:
-        """Admit what fits, then give every decode row the page that its token's K/V go to."""
+        """Compact what is full, admit what fits, then give every decode row the pages that its
+        tokens' K/V go to."""
+        compactions = self._compact_all()
         self._admit()
         prefills = self._plan_prefills()
-        rows = [
-            sequence for sequence in self._running if sequence.token_ids
-        ]  # of the others the prompt is running
-        most = (
-            max(1, self.lookahead // 2) if self._waiting else self.lookahead
-        )  # others wait for rows that end
-        steps = 1 if prefills else min(most, max((s.num_left for s in rows), default=1))
-        copies = [copy for sequence in rows if not sequence.pages for copy in self._fork(sequence)]
-        for sequence in rows:
-            last = (
-                sequence.position + min(steps, sequence.num_left) - 1
-            )  # whose K/V this plan's steps store
+        # of the others the prompt is running
+        rows = [sequence for sequence in self._running if sequence.token_ids]
+        forks, copies = self._fork_all(rows)
+        # half as many while others wait for rows that end
+        most = max(1, self.lookahead // 2) if self._waiting else self.lookahead
+        ahead = [s.until - s.position for s in rows]
+        steps = 1 if prefills else min(most, max(ahead, default=1))
+        limits = [min(steps, tokens) for tokens in ahead]
+        for sequence, tokens in zip(rows, limits, strict=True):
+            last = sequence.cached_len + tokens - 1  # where this plan's last key lies in its cache
             missing = last // self.pool.page_size + 1 - len(sequence.pages)
             if missing > 0:
                 sequence.pages += self.pool.allocate(missing)
                 self._reserve(sequence, sequence.reserved_pages - missing)
-        return Plan(prefills, rows, copies, steps)
+        begun, self._begun = self._begun, []
+        return Plan(compactions, forks, copies, rows, steps, limits, begun, prefills)
 
     def commit(self, sequence: Sequence, token_id: int, logprob: float) -> None:
         """Append a sampled token; end the sample if it stops here. Raises ValueError for a
@@ -198,9 +214,6 @@ class Scheduler:
             raise ValueError(
                 f"logprob of sample {sequence.sample}, token {len(sequence.token_ids)} is {logprob}"
             )
-        sequence.num_cached = sequence.length  # whatever the token was drawn from is stored by now
-        if sequence is sequence.group.leader and not sequence.token_ids:
-            self._publish_prompt(sequence.group)
         if (
             not sequence.spans
             or sequence.spans[-1].version != self.policy.version
@@ -210,6 +223,10 @@ class Scheduler:
         sequence.behavior = self.behavior
         sequence.token_ids.append(token_id)
         sequence.logprobs.append(logprob)
+        if len(sequence.token_ids) == 1:
+            self._start(sequence)
+        else:
+            sequence.cached_len += 1  # the key of the token before, from which this one was drawn
         stop = self._stop_reason(sequence)
         if stop is not None:
             self._finish(sequence, "stop", stop)
@@ -232,7 +249,22 @@ class Scheduler:
             return
         sequence.token_ids += token_ids[1:]
         sequence.logprobs += logprobs[1:]
-        sequence.num_cached = sequence.length - 1
+        sequence.cached_len += len(token_ids) - 1
+
+    def _start(self, sequence: Sequence) -> None:
+        """A sample's prompt is through: from here on its cache grows by a key a token."""
+        group = sequence.group
+        if sequence is group.leader:
+            self._publish_prompt(group)
+            self._through.append(group)
+        sequence.cached_len = group.footprint.base
+        self._look_ahead(sequence)
+
+    def _look_ahead(self, sequence: Sequence) -> None:
+        """Say when a sample ends or must be compacted next."""
+        room = self.kv.room(sequence.cached_len)
+        assert room > 0, f"{self.kv.name}: a cache of {sequence.cached_len} keys takes no other"
+        sequence.until = sequence.position + min(sequence.num_left, room)
 
     # -- admission ---------------------------------------------------------------------------------
 
@@ -243,7 +275,7 @@ class Scheduler:
                 self._waiting.popleft()
                 continue
             sequence = group.waiting[0]
-            if len(self._running) == self.max_batch:
+            if not self._free_slots:
                 return
             if not (
                 self._admit_leader(group)
@@ -258,67 +290,88 @@ class Scheduler:
         """Take the prompt's pages (from the prefix cache where it can) and promise the leader's
         others."""
         prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
-        # the last prompt token always runs, for its logits: its page is never taken from the cache
-        keys = page_keys(prompt_ids[:-1], page_size, self.salt)
+        need = group.footprint
+        # tokens at the end always run, the last for its logits: their pages are never taken from
+        # the cache
+        served = max(0, len(prompt_ids) - self.kv.window)
+        keys = page_keys(prompt_ids[:served], page_size, self.salt)
         hits = self.pool.match(keys)
-        most = self._most_pages(group)
-        if most - sum(self.pool.refcount(page) > 0 for page in hits) > self._available():
+        missing = need.prompt - sum(self.pool.refcount(page) > 0 for page in hits)
+        if missing + need.compacted + need.writer > self._available():
             return False
         self.pool.reuse(hits)
-        group.prompt_pages = hits + self.pool.allocate(
-            _num_pages(len(prompt_ids), page_size) - len(hits)
-        )
+        group.prompt_pages = hits + self.pool.allocate(need.prompt - len(hits))
+        group.compacted_pages = self.pool.allocate(need.compacted)
         group.salt = self.salt
         group.num_prefilled = len(hits) * page_size
-        group.tail_writer = group.leader
-        group.leader.pages = list(group.prompt_pages)
-        group.leader.num_cached = group.num_prefilled
-        self.pool.share(group.prompt_pages)
-        self._reserve(group.leader, most - len(group.prompt_pages))
-        self._forked(group)
+        leader = group.tail_writer = group.leader
+        leader.slot = group.state_slot = self._free_slots.pop()
+        leader.cached_len = group.num_prefilled
+        if need.compacted:  # it forks later, from what the compaction leaves
+            self.pool.share(group.prompt_pages)
+            leader.pages = list(group.prompt_pages)
+            self._reserve(leader, need.writer)
+        else:
+            self._fork(leader)
+        self._begun.append(leader.slot)
         self._prefilling.append(group)
         return True
 
     def _admit_sibling(self, sequence: Sequence) -> bool:
         group = sequence.group
         writes_tail = group.tail_writer is None  # the former one has ended
-        shared = len(group.prompt_pages) if writes_tail else self._num_shared(group)
-        if self._most_pages(group) - shared > self._available():
+        own = group.footprint.writer if writes_tail else group.footprint.sibling
+        if own > self._available():
             return False
         if writes_tail:
             group.tail_writer = sequence
-        self._reserve(sequence, self._most_pages(group) - shared)
+        sequence.slot = self._free_slots.pop()
+        self._reserve(sequence, own)
         return True
+
+    def _fork_all(
+        self, rows: list[Sequence]
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Give admitted samples their page tables. Returns the copies that they need, of slots and
+        of pages."""
+        forks, copies = [], []
+        for sequence in rows:
+            if sequence.forked:
+                continue
+            copies += self._fork(sequence)
+            if sequence.slot != sequence.group.state_slot:
+                forks.append((sequence.group.state_slot, sequence.slot))
+        for group in self._through:
+            if group.waiting:  # one group at most: its later samples need the prompt's state too
+                forks.append((group.state_slot, prompt_slot(self.max_batch)))
+                group.state_slot = prompt_slot(self.max_batch)
+        self._through.clear()
+        return forks, copies
 
     def _fork(self, sequence: Sequence) -> list[tuple[int, int]]:
         """Give an admitted sample its page table. Returns the page copy that it needs, if any."""
         group = sequence.group
         if group.tail_writer is None:
             group.tail_writer = sequence  # the former one has ended
-        num_shared = (
-            len(group.prompt_pages) if group.tail_writer is sequence else self._num_shared(group)
-        )
-        shared, tail = group.prompt_pages[:num_shared], group.prompt_pages[num_shared:]
+        writes_tail = group.tail_writer is sequence
+        full = group.footprint.base // self.pool.page_size
+        sequence.num_shared = len(group.prompt_pages) if writes_tail else full
+        shared = group.prompt_pages[: sequence.num_shared]
+        tail = group.prompt_pages[sequence.num_shared :]
         own = self.pool.allocate(len(tail))
         self.pool.share(shared)
         sequence.pages = shared + own
-        self._reserve(sequence, self._most_pages(group) - len(sequence.pages))
-        self._forked(group)
+        most = group.footprint.writer if writes_tail else group.footprint.sibling
+        self._reserve(sequence, most - len(own))
+        self._forked(sequence)
         return list(zip(tail, own, strict=True))
 
-    def _forked(self, group: LiveGroup) -> None:
+    def _forked(self, sequence: Sequence) -> None:
+        group, sequence.forked = sequence.group, True
         group.num_unforked -= 1
         if group.num_unforked == 0:
-            self.pool.free(group.prompt_pages)
-            group.prompt_pages = []
-
-    def _most_pages(self, group: LiveGroup) -> int:
-        return _num_pages(
-            len(group.request.prompt_ids) + group.request.max_tokens - 1, self.pool.page_size
-        )
-
-    def _num_shared(self, group: LiveGroup) -> int:
-        return len(group.request.prompt_ids) // self.pool.page_size
+            self.pool.free(group.prompt_pages + group.compacted_pages)
+            group.prompt_pages, group.compacted_pages = [], []
 
     def _available(self) -> int:
         return self.pool.num_free - self.reserved_pages
@@ -327,6 +380,64 @@ class Scheduler:
         assert pages >= 0, "a sample needs more pages than its worst case"
         self.reserved_pages += pages - sequence.reserved_pages
         sequence.reserved_pages = pages
+
+    # -- compaction --------------------------------------------------------------------------------
+
+    def _compact_all(self) -> list[Compaction]:
+        """Compact prompts that are through and samples that are full.
+
+        Pages are given up after all targets have been taken: no target is another one's source.
+        """
+        if self.kv.budget is None:
+            return []
+        compactions: list[Compaction] = []
+        given_up: list[int] = []
+        for group in self._through:
+            if group.num_open and group.compacted_pages:
+                compactions.append(self._compact_prompt(group, given_up))
+        for sequence in self._running:
+            if sequence.forked and sequence.token_ids and sequence.until == sequence.position:
+                compactions.append(self._compact(sequence, given_up))
+        self.pool.free(given_up)
+        return compactions
+
+    def _compact_prompt(self, group: LiveGroup, given_up: list[int]) -> Compaction:
+        """What is left of a prompt takes its place in the group, before any sample has forked."""
+        length = len(group.request.prompt_ids)
+        compaction = Compaction(
+            group.state_slot,
+            pages=group.prompt_pages,
+            targets=group.compacted_pages,
+            cached=length,
+            kept=group.footprint.base,
+            position=length - 1,
+        )
+        given_up += group.leader.pages + group.prompt_pages
+        group.leader.pages = []
+        group.prompt_pages, group.compacted_pages = group.compacted_pages, []
+        return compaction
+
+    def _compact(self, sequence: Sequence, given_up: list[int]) -> Compaction:
+        """The keys that stay move to the first of the sample's own pages, and to new ones where it
+        has too few."""
+        cached, pages = sequence.cached_len, sequence.pages
+        kept = self.kv.kept(cached)
+        needed = num_pages(kept, self.pool.page_size)
+        shared, own = pages[: sequence.num_shared], pages[sequence.num_shared :]
+        targets = own[:needed] + self.pool.allocate(max(0, needed - len(own)))
+        given_up += shared + own[needed:]
+        if sequence.group.tail_writer is sequence:
+            sequence.group.tail_writer = None
+        sequence.pages = list(targets)
+        sequence.num_shared = 0
+        sequence.num_compactions += 1
+        sequence.cached_len = kept
+        self._look_ahead(sequence)
+        most = num_pages(self.kv.peak(kept, sequence.num_left), self.pool.page_size)
+        self._reserve(sequence, most - needed)
+        return Compaction(
+            sequence.slot, pages, targets, cached, kept, position=sequence.position - 1
+        )
 
     # -- prefill -----------------------------------------------------------------------------------
 
@@ -348,7 +459,7 @@ class Scheduler:
                 )
             )
             budget -= stop - start
-            group.leader.num_cached = start
+            group.leader.cached_len = start
             group.num_prefilled = stop
             if not is_last:
                 unfinished.append(group)
@@ -389,14 +500,14 @@ class Scheduler:
             return
         group = sequence.group
         sequence.finish_reason, sequence.stop_reason = reason, stop
-        if sequence.pages:
-            self.pool.free(sequence.pages)
-            sequence.pages = []
-        else:
-            self._forked(group)  # it never will: one sample fewer needs the prompt's pages
+        self.pool.free(sequence.pages)
+        sequence.pages = []
+        if not sequence.forked:
+            self._forked(sequence)  # it never will: one sample fewer needs the prompt's pages
         self._reserve(sequence, 0)
         if sequence in self._running:
             del self._running[sequence]
+            self._free_slots.append(sequence.slot)
         else:
             group.waiting.remove(sequence)
         if group.tail_writer is sequence:
@@ -444,10 +555,6 @@ def behavior_salt(behavior: BehaviorTag) -> bytes:
             behavior.noise_sigma,
         )
     ).encode()
-
-
-def _num_pages(tokens: int, page_size: int) -> int:
-    return -(-tokens // page_size)
 
 
 def _decode_tail(

@@ -6,12 +6,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from lowroll.kv.policy.base import Footprint
 from lowroll.types import BehaviorTag, FinishReason, PolicySpan, Request
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample while it is generated. Position t counts from the first prompt token."""
+    """One sample while it is generated. Position t counts from the first prompt token.
+
+    Its place on the device is its slot, from admission to its end. Its cache holds `cached_len`
+    keys, which is not its position: a policy may have dropped some.
+    """
 
     group: LiveGroup = field(repr=False)
     sample: int
@@ -19,10 +24,13 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[PolicySpan] = field(default_factory=list)
-    pages: list[int] = field(
-        default_factory=list
-    )  # its page table; empty until it forks and after it ends
-    num_cached: int = 0  # positions whose K/V are stored
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)  # its page table: of its cached keys, in order
+    num_shared: int = 0  # pages at the table's front that came with the prompt: never edited
+    forked: bool = False  # whether it has what it needs of the group's prompt
+    cached_len: int = 0  # keys that its cache holds
+    num_compactions: int = 0  # of its page table, which is another one after each
+    until: int = 0  # the position at which it has ended or must be compacted
     reserved_pages: int = 0  # pages reserved for it and not yet given out
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -69,11 +77,14 @@ class LiveGroup:
     handle: int
     request: Request
     stop_ids: tuple[int, ...]
+    footprint: Footprint
     sequences: list[Sequence] = field(default_factory=list)
     waiting: deque[Sequence] = field(default_factory=deque)  # samples not admitted yet, in order
-    prompt_pages: list[int] = field(
-        default_factory=list
-    )  # held from admission until the last sample has forked
+    # held from admission until the last sample has forked
+    prompt_pages: list[int] = field(default_factory=list)
+    # where the keys of a prompt that is compacted will lie; they become its prompt_pages
+    compacted_pages: list[int] = field(default_factory=list)
+    state_slot: int = -1  # where the policy's state after the prompt lies
     num_unforked: int = 0  # samples that have no page table yet and have not ended
     # prompt positions given to a prefill chunk (or served by the prefix cache)
     num_prefilled: int = 0
@@ -102,14 +113,35 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One step's work. `copies` (source page, target page) come first; no page is both a source and
-    a target.
+class Compaction:
+    """Of the `cached` keys in `pages` the policy keeps `kept`, which move to `targets`.
 
-    The decode rows may take up to `steps` steps before the next plan: they have the pages for it.
+    No target is shared or can be served again. It may be one of `pages`, and then of no other
+    compaction's.
     """
 
-    prefills: list[PrefillChunk]
+    slot: int  # of the sample or prompt, in the policy's state
+    pages: list[int]
+    targets: list[int]
+    cached: int
+    kept: int
+    position: int  # of the last key
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step's work, in the order in which it is done.
+
+    No page is both a source and a target of `copies`. The decode rows take up to `steps` steps
+    before the next plan, each at most its number in `limits`: it has the pages for that, and what
+    is drawn for it behind that means nothing.
+    """
+
+    compactions: list[Compaction]
+    forks: list[tuple[int, int]]  # slots (source, target) whose policy state is copied
+    copies: list[tuple[int, int]]  # pages (source, target)
     decodes: list[Sequence]
-    copies: list[tuple[int, int]]
-    steps: int = 1
+    steps: int
+    limits: list[int]
+    begun: list[int]  # slots in which a prompt begins
+    prefills: list[PrefillChunk]

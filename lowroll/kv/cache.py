@@ -6,8 +6,11 @@ is one token a row over the row's page table: all of it lives on the device, not
 slots; prompts that start at position 0 attend over their own fresh keys exactly as the learner
 does, later chunks of a prompt gather all their sequence's tokens.
 
+Where a cache policy drops keys, `KVCache.keep` moves those that stay, between two runs of steps.
+How keys and values are stored is known to `KVCache` alone: another storage has the same verbs.
+
 Legend: T tokens, B decode rows, P pages of the longest row, H query heads, G key-value heads, d
-head size.
+head size, K keys that stay.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.attention.decode import paged_decode, write_pages
+from lowroll.kv.policy.base import Selector
 from lowroll.kv.virtual_memory import VirtualMemory, virtual_memory_works
 from lowroll.model.attention import Attend, suffixes, upload, varlen
 from lowroll.model.spec import ModelSpec
@@ -113,6 +117,41 @@ class KVCache:
     def write(self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
         write_pages(self.keys[layer], self.values[layer], slots_T, k_TGd, v_TGd)
 
+    def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, G, d] of these slots."""
+        return (
+            self.keys[layer].flatten(0, 1).index_select(0, slots_T),
+            self.values[layer].flatten(0, 1).index_select(0, slots_T),
+        )
+
+    def decode(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: Rows) -> Tensor:
+        """Write the new key and value of each row behind its others, and attend over them all."""
+        return paged_decode(
+            q_BHd,
+            k_BGd,
+            v_BGd,
+            self.keys[layer],
+            self.values[layer],
+            rows.table_BP,
+            rows.lengths_B,
+            q_BHd.shape[-1] ** -0.5,
+        )
+
+    def keep(self, layer: int, table_BP: Tensor, kept_BGK: Tensor, slots_BK: Tensor) -> None:
+        """Move the kept keys and values of each row and KV head to new slots.
+
+        kept_BGK: int64, indices into the keys of a row, whose pages `table_BP` lists. Everything is
+        read before anything is written, so a row's new slots may be among its old ones.
+        """
+        num_heads = kept_BGK.shape[1]
+        pages_BGP = table_BP[:, None].expand(-1, num_heads, -1)
+        pages_BGK = pages_BGP.gather(2, kept_BGK // self.page_size).long()
+        from_BGK = pages_BGK * self.page_size + kept_BGK % self.page_size
+        heads_G1 = torch.arange(num_heads, device=kept_BGK.device)[:, None]
+        for buffer in (self.keys[layer], self.values[layer]):
+            numbers_TGd = buffer.flatten(0, 1)
+            numbers_TGd[slots_BK] = numbers_TGd[from_BGK, heads_G1].transpose(1, 2)
+
 
 def _allocate(
     count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -129,11 +168,12 @@ def _allocate(
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, stop) of one sequence in this step, and its page table."""
+    """Tokens [start, stop) of one sequence in this step, its page table, and its slot (-1: none)."""
 
     start: int
     stop: int
     pages: list[int]
+    slot: int = -1
 
     @property
     def num_tokens(self) -> int:
@@ -141,34 +181,45 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Samples on the device. A length is of the keys in the cache: not a position, where a policy
+    drops keys."""
+
+    slots_B: Tensor  # int64: of the policy's state
+    table_BP: Tensor  # int32
+    lengths_B: Tensor  # int32; 0 is a dead row
+    positions_B: Tensor  # int64: of the last key
+
+
+@dataclass(frozen=True)
 class PagedDecode:
-    """`attend` for rows of one token each. lengths_B counts the new token; 0 is a dead row, which
-    writes nothing."""
+    """`attend` for rows of one token each. `rows.lengths_B` counts the new token; a dead row writes
+    nothing. selector: the policy's device side, if it watches."""
 
     cache: KVCache
-    table_BP: Tensor  # int32
-    lengths_B: Tensor  # int32
+    rows: Rows
+    selector: Selector | None = None
 
     def __call__(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:
-        return paged_decode(
-            q_BHd,
-            k_BGd,
-            v_BGd,
-            self.cache.keys[layer],
-            self.cache.values[layer],
-            self.table_BP,
-            self.lengths_B,
-            q_BHd.shape[-1] ** -0.5,
-        )
+        o_BHd = self.cache.decode(layer, q_BHd, k_BGd, v_BGd, self.rows)
+        if self.selector is not None:
+            self.selector.decoded(layer, q_BHd, self.rows)
+        return o_BHd
 
 
 class PagedAttention:
     """`attend` for the prompts of one step: first the fresh ones, then later chunks over all that
-    came before them."""
+    came before them. selector: the policy's device side, if it watches."""
 
-    def __init__(self, cache: KVCache, fresh: list[Chunk], later: list[Chunk]) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        fresh: list[Chunk],
+        later: list[Chunk],
+        selector: Selector | None = None,
+    ) -> None:
         device = cache.keys[0].device
-        self.cache = cache
+        self.cache, self.selector, self.chunks = cache, selector, [*fresh, *later]
         self.slots_T = upload(
             torch.cat([self._slots(c)[c.start :] for c in (*fresh, *later)]), device
         )
@@ -195,12 +246,11 @@ class PagedAttention:
         if self.fresh is not None:
             outputs.append(self.fresh(layer, q_THd[:first], k_TGd[:first], v_TGd[:first]))
         for count, slots_T, attend in self.later:
-            keys_TGd, values_TGd = (
-                buffer[layer].flatten(0, 1).index_select(0, slots_T)
-                for buffer in (self.cache.keys, self.cache.values)
-            )
+            keys_TGd, values_TGd = self.cache.read(layer, slots_T)
             outputs.append(attend(layer, q_THd[first : first + count], keys_TGd, values_TGd))
             first += count
+        if self.selector is not None:
+            self.selector.prefilled(layer, q_THd, self.chunks)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -12,12 +12,21 @@ the tail that a group holds while none of its samples writes it. A shorter promp
 leave more to each sample, hence the largest p mod s. Another g h are for pages that nobody holds
 any more: a later prompt with the same head finds them. R is `max_batch` at most, and when many
 groups take turns, each of the R samples can be the last of another prompt.
+
+Under a policy that bounds a sample's cache (`kv.policy.base.footprint`) a sample that can be
+compacted needs w pages of its own, those of its longest cache: nothing is shared in the end. A
+shorter prompt, whose samples need not be compacted, has o at most, and less than w + 2 because its
+samples fit below the limit. A prompt that is compacted needs the pages of what is left beside its
+own, and its tail belongs to no sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from lowroll.kv.policy.base import CachePolicy, footprint, num_pages
+from lowroll.kv.policy.dense import DENSE
 
 SHARE = 4  # of the free memory a cache takes one part in so many, unless it is told its size
 UNKNOWN_ROW = 4096  # tokens of a sample, where nothing is known about the requests,
@@ -41,14 +50,23 @@ class Workload:
     response: int
     longest: int = 0
 
-    def tokens(self, page_size: int, max_batch: int) -> int:
+    def tokens(self, page_size: int, max_batch: int, kv: CachePolicy = DENSE) -> int:
         """Slots of the pages with which no sample waits for any, if no prompt is longer than
         said."""
         rows = min(max_batch, self.groups * self.n)
+        groups = min(self.groups, rows)
         shared, tail = self.prompt // page_size, min(self.prompt, page_size - 1)
-        own = -(-(tail + self.response - 1) // page_size)
-        pages = 2 * min(self.groups, rows) * shared + rows * own + 1
-        return max(pages, -(-self.longest // page_size)) * page_size
+        own = num_pages(tail + self.response - 1, page_size)
+        pages = 2 * groups * shared + 1
+        longest = num_pages(self.longest, page_size)
+        need = footprint(kv, self.prompt, self.response, page_size)
+        if need.compacted:
+            pages += groups * (need.compacted + 1)
+        if need.evicts:
+            own = max(need.writer, min(own, need.writer + 1))
+            pages += groups
+            longest += need.writer + need.compacted
+        return max(pages + rows * own, longest) * page_size
 
 
 def capacity(
@@ -59,15 +77,15 @@ def capacity(
     context: int,
     bytes_per_token: int,
     free: int,
+    kv: CachePolicy = DENSE,
 ) -> int:
     """Tokens for a cache that holds these workloads one after the other.
 
     None known: `max_batch` samples of moderate length, and one as long as the model's `context`
-    (tokens). free: bytes.
+    (tokens). free: bytes. kv: the policy that may bound what a sample holds.
     """
     room = free // SHARE // bytes_per_token
     if workloads:
-        return min(max(work.tokens(page_size, max_batch) for work in workloads), room)
-    return min(
-        max(context, max_batch * min(context, UNKNOWN_ROW)), UNKNOWN_BYTES // bytes_per_token, room
-    )
+        return min(max(work.tokens(page_size, max_batch, kv) for work in workloads), room)
+    row = kv.peak(0, min(context, UNKNOWN_ROW))
+    return min(max(context, max_batch * row), UNKNOWN_BYTES // bytes_per_token, room)

@@ -23,6 +23,7 @@ from lowroll.model import hf
 from lowroll.model.spec import read_spec
 from lowroll.weights.noise import Noise
 from lowroll.weights.update import WeightUpdate
+from tests.fixtures.scheduling import NEED
 from tests.fixtures.tiny import COMMON, hf_folder
 
 V, CONTEXT = COMMON["vocab_size"], COMMON["max_position_embeddings"]
@@ -286,7 +287,7 @@ def test_a_row_is_plain_when_nothing_looks_at_its_logits(
 ) -> None:
     def row(**fields: object) -> Sequence:
         return Sequence(
-            LiveGroup(0, replace(Request([3]), **fields), (1,)), 0, 0, token_ids=[2] * drawn
+            LiveGroup(0, replace(Request([3]), **fields), (1,), NEED), 0, 0, token_ids=[2] * drawn
         )
 
     assert plain([row(**changes)]) == plain([row(), row(**changes)]) == want
@@ -308,9 +309,10 @@ def test_the_rows_that_a_batch_lacks_are_dead(folder: Path) -> None:
     decoder._upload(rows, 4)
     assert decoder.lengths_B[:4].tolist() == [6, 6, 0, 0]
     assert decoder.greedy_B[:4].tolist() == [True, True, False, False]
-    ids_B, pos_B, next_B, end_B, _, _ = decoder.state[:, :4].tolist()
+    ids_B, pos_B, next_B, end_B, _, _, slots_B, _ = decoder.state[:, :4].tolist()
     assert ids_B == [rows[0].last_token, rows[1].last_token, 0, 0]
     assert (pos_B, next_B, end_B) == ([5, 5, 0, 0], [6, 6, 0, 0], [8, 8, 0, 0])
+    assert slots_B[:2] == [row.slot for row in rows] == [0, 1]
 
 
 def test_a_row_that_loses_its_distribution_while_it_decodes_is_an_error(folder: Path) -> None:
@@ -329,7 +331,7 @@ def test_a_row_that_loses_its_distribution_while_it_decodes_is_an_error(folder: 
 def test_a_cpu_holds_the_rows_that_it_was_given_and_no_more(folder: Path) -> None:
     decoder = engine_of(folder, max_batch=5).runner.decoder
     assert (
-        decoder.state.shape == (6, 5)
+        decoder.state.shape == (8, 5)
         and decoder.table_BP.shape[0] == 5
         and decoder.tokens_SB.shape[1] == 5
     )

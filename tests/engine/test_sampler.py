@@ -13,6 +13,7 @@ from lowroll.engine.sampler import SamplingBatch, distribution, require_finite, 
 from lowroll.engine.sequence import LiveGroup, Sequence
 from lowroll.kernels.sampling.draw import inverse_cdf, philox4x32, uniform
 from lowroll.types import Request
+from tests.fixtures.scheduling import NEED
 
 PLAIN = Request(prompt_ids=[1, 2], max_tokens=9)
 KNOBS = {
@@ -38,7 +39,7 @@ LOGITS_V = torch.tensor([2.0, 1.5, -0.5, 1.0, 0.5, 1.0, -1.0, -4.0, 0.9, 0.0])
 
 
 def row(request: Request, key: int = 0, token_ids: tuple[int, ...] = (5,)) -> Sequence:
-    group = LiveGroup(0, request, tuple(sorted(request.stop_ids)))
+    group = LiveGroup(0, request, tuple(sorted(request.stop_ids)), NEED)
     return Sequence(group, 0, key, token_ids=list(token_ids))
 
 

@@ -147,7 +147,7 @@ def test_a_run_of_tokens_ends_with_the_one_that_stops(drawn, kept, ended):
     ]
     assert (row.finish_reason and (row.finish_reason, row.stop_reason)) == ended
     if ended is None:
-        assert row.num_cached == 5 + 1 + len(kept) - 1  # all but the last, which nobody has run yet
+        assert row.cached_len == 5 + 1 + len(kept) - 1  # all but the last, which nobody has run yet
 
 
 def test_a_run_of_tokens_of_an_aborted_sample_is_dropped():

@@ -80,6 +80,7 @@ TORCH_FREE = (
     "engine/request.py",
     "kv/pages.py",
     "kv/capacity.py",
+    "kv/policy/dense.py",
     "quant/table.py",
     "objectives/table.py",
 )
@@ -98,6 +99,8 @@ LIGHT = (
     "engine.request",
     "kv.pages",
     "kv.capacity",
+    "kv.policy.base",
+    "kv.policy.dense",
     "quant.table",
     "objectives.table",
 )

@@ -13,7 +13,8 @@ def check(rows: int, wide: int) -> None:
     tokens_SB, logprobs_SB = torch.full((4, wide), -7), torch.full((4, wide), -7.0)
     step, ids = torch.tensor([1]), torch.full((rows,), -1)
     pos, end = (torch.randint(0, 6, (rows,), generator=g) for _ in range(2))
-    next_, lengths = pos + 1, torch.zeros(rows, dtype=torch.int32)
+    dropped = torch.randint(0, 5, (rows,), generator=g)  # keys that are not in the cache any more
+    next_, lengths = pos + 1, ((pos + 9 - dropped) * (pos < end)).int()
     for at in (1, 2):
         tokens, logprobs = (
             torch.randint(0, 99, (rows,), generator=g),
@@ -23,7 +24,8 @@ def check(rows: int, wide: int) -> None:
         advance(tokens, logprobs, step, tokens_SB, logprobs_SB, ids, pos, next_, end, lengths)
         assert pos.tolist() == want and next_.tolist() == [p + 1 for p in want]
         assert lengths.tolist() == [
-            p + 1 if p < e else 0 for p, e in zip(want, end.tolist(), strict=True)
+            p + 9 - d if p < e else 0
+            for p, e, d in zip(want, end.tolist(), dropped.tolist(), strict=True)
         ]
         assert torch.equal(ids, tokens) and step.item() == at + 1
         assert torch.equal(tokens_SB[at, :rows], tokens) and torch.equal(

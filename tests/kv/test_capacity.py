@@ -16,7 +16,9 @@ from lowroll.engine import native as engine_module
 from lowroll.engine.scheduler import Scheduler
 from lowroll.kv.capacity import SHARE, Workload, capacity
 from lowroll.kv.pages import PagePool
+from lowroll.kv.policy.dense import DENSE
 from lowroll.types import Request
+from tests.fixtures.policies import Recent
 from tests.fixtures.scheduling import FakeRunner, check_invariants, tag
 from tests.fixtures.tiny import hf_folder
 
@@ -70,8 +72,9 @@ def serve(
     return plans, pool.hits
 
 
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("seed", range(150))
-def test_nothing_waits_that_would_not_wait_in_a_cache_without_end(seed: int) -> None:
+def test_nothing_waits_that_would_not_wait_in_a_cache_without_end(seed: int, bounded: bool) -> None:
     rng = random.Random(seed)
     page_size, max_batch = rng.choice([1, 3, 4, 16]), rng.choice([1, 2, 5, 16, 64])
     load = Workload(
@@ -89,7 +92,10 @@ def test_nothing_waits_that_would_not_wait_in_a_cache_without_end(seed: int) -> 
         "prefill_chunk": rng.choice([None, 5]),
         "lookahead": rng.choice([1, 16]),
     }
-    mine = serve(requests, load.tokens(page_size, max_batch) // page_size, page_size, **options)
+    if bounded:
+        options["kv"] = Recent(rng.randint(1, 30), rng.randint(1, 12))
+    pages = load.tokens(page_size, max_batch, options.get("kv", DENSE)) // page_size
+    mine = serve(requests, pages, page_size, **options)
     assert mine == serve(requests, 4000, page_size, **options)
 
 

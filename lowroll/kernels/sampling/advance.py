@@ -1,7 +1,7 @@
 """The end of a decode step: what was drawn is written down, and every row's state becomes that of
 its next step.
 
-    ids = token,   pos += 1 where pos < end,   next = pos + 1,   length = next where pos < end, else 0
+    ids = token,   pos += 1 where pos < end,   next = pos + 1,   length += 1 where pos < end, else 0
 
 One launch instead of a dozen: a step of a small model has no microsecond to spare for each.
 
@@ -28,7 +28,7 @@ def advance(
     lengths_B: Tensor,
 ) -> None:
     """Write tokens and log-probs to row `step_1` of the results, count the step, and move the rows
-    on, in place.
+    on, in place. A length is of the keys in a row's cache, the next token's included.
 
     int64 all but logprobs (float32) and lengths_B (int32); the results have at least B columns.
     """
@@ -58,7 +58,7 @@ def advance(
     ids_B.copy_(tokens_B)
     pos_B.add_(pos_B < end_B)
     next_B.copy_(pos_B + 1)
-    lengths_B.copy_(next_B * (pos_B < end_B))
+    lengths_B.add_(1).mul_(pos_B < end_B)
 
 
 # -- Triton ----------------------------------------------------------------------------------------
@@ -97,6 +97,7 @@ def _advance_kernel(
     at += (at < last).to(tl.int64)
     tl.store(pos + offs, at, mask=live)
     tl.store(next_ + offs, at + 1, mask=live)
-    tl.store(lengths + offs, tl.where(at < last, at + 1, 0).to(tl.int32), mask=live)
+    length = tl.load(lengths + offs, mask=live, other=0)
+    tl.store(lengths + offs, tl.where(at < last, length + 1, 0), mask=live)
     tl.debug_barrier()
     tl.store(step_1, step + 1)
