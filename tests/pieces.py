@@ -26,7 +26,8 @@ import lowroll
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import from_mapping
 from lowroll.metrics.record import reproducible
-from lowroll.runs.grpo import Session
+from lowroll.runs.folder import RunFolder
+from lowroll.runs.grpo import Run
 
 Path_ = tuple[str, ...]
 # What matters when further updates fail or more steps alarm (tests/test_optim.py,
@@ -76,7 +77,7 @@ class Trial:
         self.saved = self.store.load(2)
         self.store.truncate(2)
         self.stack = stack
-        self.session = Session(self.cfg, stack, resume=True)
+        self.run = Run(RunFolder(self.cfg, "grpo"), stack, resume=True)
         self.truth = self.outcome(self.saved)
         again = self.outcome(self.saved)
         assert again == self.truth, "going on from the whole checkpoint does not repeat itself"
@@ -84,24 +85,24 @@ class Trial:
     def outcome(self, saved: Checkpoint) -> tuple[str, str, str]:
         """Digests of the state that the checkpoint gives, of the third step's record and of the
         state after it."""
-        self.session.saved = replace(
+        self.run.checkpoints.found = replace(
             saved, tensors=copy.deepcopy(saved.tensors), state=copy.deepcopy(saved.state)
         )
-        self.session.resume()
+        self.run.resume()
         before = self.digest()
-        record = self.session.step(3)
-        self.session.home.store.truncate(2)
+        record = self.run.step(3)
+        self.run.home.store.truncate(2)
         return before, json.dumps(reproducible(record), sort_keys=True), self.digest()
 
     def digest(self) -> str:
-        tensors, trainer = self.session.trainer.state()
+        tensors, trainer = self.run.trainer.state()
         found = hashlib.sha256(
             json.dumps(
                 [
                     trainer,
-                    self.session.orchestrator.state(),
-                    self.session.widened,
-                    self.session.guard and self.session.guard.state(),
+                    self.run.orchestrator.state(),
+                    self.run.monitor.widened,
+                    self.run.monitor.guard and self.run.monitor.guard.state(),
                 ]
             ).encode()
         )
@@ -134,7 +135,7 @@ class Trial:
             store = Store.load
             try:
                 Store.load = lambda *_, meta=meta, **__: replace(self.saved, meta=meta)  # type: ignore[method-assign]
-                Session(self.cfg, self.stack, resume=True)
+                Run(RunFolder(self.cfg, "grpo"), self.stack, resume=True)
                 yield f"meta.{name}: nobody noticed"
             except ValueError:
                 continue

@@ -25,7 +25,8 @@ from lowroll.metrics.live import LiveView, guard_words
 from lowroll.metrics.report import write_report
 from lowroll.objectives import select
 from lowroll.quant.formats import get_format
-from lowroll.runs import build, demo
+from lowroll.runs import demo
+from lowroll.runs.build import engines
 from lowroll.runs.evaluate import evaluate
 from lowroll.trainer.guard import (
     ALARMS,
@@ -446,14 +447,14 @@ def test_an_evaluation_compares_formats_and_not_their_bulk(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    engine = build.engine
+    engine = engines.make
 
     def watched(*args: Any, **options: Any) -> lowroll.Engine:
         made = engine(*args, **options)
         asked.append(made.behavior.weights)
         return made
 
-    monkeypatch.setattr(build, "engine", watched)
+    monkeypatch.setattr(engines, "make", watched)
     cfg = from_mapping(
         settings(
             model,

@@ -36,6 +36,7 @@ from lowroll.config import RunConfig
 from lowroll.metrics.record import (
     ABOUT_FILE,
     METRICS_FILE,
+    Record,
     Recorder,
     computed_otherwise,
     write_about,
@@ -63,6 +64,7 @@ class RunFolder:
         self.store = Store(self.path / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.space = Space(cfg.ckpt.wait_for_space)
         self.meta = META if command == "sft" else (*META, "cache_tokens")
+        self.recorder: Recorder  # of a run that has begun or gone on
         self.length = (
             ("train.max_steps", cfg.train.max_steps)
             if command == "grpo"
@@ -197,7 +199,7 @@ class RunFolder:
                 path.parent.mkdir(exist_ok=True)
                 self.space.write(path, partial(write_file, path, text.encode()))
 
-    def begin(self, about: Mapping[str, str]) -> Recorder:
+    def begin(self, about: Mapping[str, str]) -> None:
         """Begin a run: what an earlier one made goes, then what describes this one is written."""
         self._clear()
         self._write_config()
@@ -207,7 +209,7 @@ class RunFolder:
         )
         for name, words in about.items():
             log.info("%s: %s", name, words)
-        return Recorder(self.path)
+        self.recorder = Recorder(self.path)
 
     def find(self) -> Checkpoint | None:
         """The newest checkpoint; None when there is none, and the run begins again.
@@ -268,22 +270,25 @@ class RunFolder:
                 f"model: the weights of {self.cfg.model} are not those that the run began with"
             )
 
-    def resume(self, step: int, about: Mapping[str, str]) -> Recorder:
+    def resume(self, step: int, about: Mapping[str, str]) -> None:
         """Go on after the checkpoint of a step: what came after it goes, and the settings are those
         of now."""
         for words in computed_otherwise(self.path, about):
             log.warning(
                 "resumed elsewhere, so not bit for bit as the run would have gone on: %s", words
             )
-        recorder = Recorder(self.path)
+        self.recorder = Recorder(self.path)
         for later_gone in (
-            recorder.truncate,
+            self.recorder.truncate,
             partial(truncate_rollouts, self.path / "rollouts"),
             self.store.truncate,
         ):
             self.space.write(self.path, partial(later_gone, step))
         self._write_config()
-        return recorder
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> Record:
+        """Write the record of a step, of a run that has begun or gone on; returns it."""
+        return self.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
 
     def save(
         self,

@@ -1,0 +1,34 @@
+"""Where a run computes, and in what dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lowroll.config import RunConfig
+from lowroll.engine.native import pick_device
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Device and dtype of a run."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, cfg: RunConfig) -> Compute:
+        """`auto` is CUDA with bfloat16 when there is one, else the CPU with float32. ValueError
+        when CUDA is asked for and missing."""
+        device = pick_device(cfg.device)
+        if cfg.dtype != "auto":
+            return cls(device, _DTYPES[cfg.dtype])
+        return cls(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def format(self, weights: str) -> str:
+        """The format that `weights` stands for: `dense` is the run's own dtype."""
+        return _DENSE[self.dtype] if weights == "dense" else weights
