@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowroll.checkpoint.store import Checkpoint
@@ -19,19 +19,21 @@ State = dict[str, Any]
 
 class Checkpointing:
     """The checkpoints of one run. With `resume`, `found` is the one that it goes on from; ValueError
-    when that is another run's.
-
-    `base` is the digest of the weights that the run begins with, `inputs` says what else it reads:
-    a run that goes on must have the same.
-    """
+    when that is another run's."""
 
     def __init__(self, home: RunFolder, resume: bool) -> None:
         self.home = home
         self.found = home.find() if resume else None
         self.base = ""
-        self.inputs = dict(home.inputs)
+        self.inputs: dict[str, str] = {}
         self._newest: int | None = None  # step
         self._seconds: dict[str, float] = {}
+
+    def identify(self, base: str, beside: Mapping[str, str] | None = None) -> None:
+        """Say what the run begins with: the digest of its weights, and what it reads beside them. A
+        run that goes on must have the same."""
+        self.base = base
+        self.inputs = self.home.inputs | dict(beside or {})
 
     def take(self) -> Checkpoint | None:
         """The checkpoint to go on from, once; None when the run ended before its first one."""

@@ -122,7 +122,7 @@ class Run:
         self.checkpoints = Checkpointing(home, resume)
         self.compute = Compute.of(given)
         self.model = models.learner(given, self.compute)
-        self.checkpoints.base = digest(self.model)
+        base = digest(self.model)
         prompts.check_stages(given, self.model.spec)
         self.chat = models.tokenizer(given.model)
         self.envs = environments.make(given.env, given.seed)
@@ -143,8 +143,9 @@ class Run:
         channel = MemoryRolloutChannel()
         self.orchestrator = self._orchestrator(scorer, channel)
         self.trainer = self._trainer(channel)
-        if self.trainer.teacher is not None:
-            self.checkpoints.inputs[identity.TEACHER] = digest(self.trainer.teacher)
+        teacher = self.trainer.teacher
+        beside = {} if teacher is None else {identity.TEACHER: digest(teacher)}
+        self.checkpoints.identify(base, beside)
         self.stop = Stop()
         self.made = 0  # the last step
         self._before: State = {}  # the orchestrator's, before the step that is being made

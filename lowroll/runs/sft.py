@@ -73,7 +73,7 @@ class SftRun:
         self.checkpoints = Checkpointing(home, resume)
         self.compute = Compute.of(self.cfg)
         self.learner = _learner(self.cfg, self.compute)
-        self.checkpoints.base = digest(self.learner.model)
+        self.checkpoints.identify(digest(self.learner.model))
 
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""
