@@ -90,8 +90,12 @@ class Evaluations:
         scorer: ScorerPool,
         chat: ChatTokenizer,
     ) -> None:
-        self.interval, self.last = cfg.eval.interval, cfg.train.max_steps
-        self.rollouts, self.envs, self.scorer, self.chat = rollouts, envs, scorer, chat
+        self.interval = cfg.eval.interval
+        self.last = cfg.train.max_steps
+        self.rollouts = rollouts
+        self.envs = envs
+        self.scorer = scorer
+        self.chat = chat
         self.on_note: Callable[[str], object] = log.info
         self.on_phase: PhaseProgress | None = None
 

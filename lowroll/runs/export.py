@@ -305,7 +305,9 @@ def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
     def write(target: Path) -> None:
         (target / "base").mkdir()
         hf.write(files, target / "base", source)
-        lora.write(rollout, target, base=str(out.absolute() / "base"), tokenizer_from=source)
+        named = str(out.absolute() / "base")
+        lora.write(rollout, target, base=named, tokenizer_from=source)
+        card.write(target, named, base.of(rollout, 1.0))
 
     publish_folder(out, write, {"kind": "adapter"})
     return _note(rollout)

@@ -43,7 +43,13 @@ from lowroll.metrics.record import (
 )
 from lowroll.metrics.report import REPORT_FILE, is_report
 from lowroll.runs import identity
-from lowroll.transport.rollout_log import is_rollouts, rollout_files, truncate_rollouts
+from lowroll.transport.rollout_log import (
+    is_rollouts,
+    rollout_files,
+    truncate_rollouts,
+    write_rollouts,
+)
+from lowroll.types import Batch
 
 log = logging.getLogger(__name__)
 
@@ -289,6 +295,11 @@ class RunFolder:
     def record(self, step: int, metrics: Mapping[str, float]) -> Record:
         """Write the record of a step, of a run that has begun or gone on; returns it."""
         return self.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
+
+    def keep_batch(self, name: str, batch: Batch) -> Path:
+        """Write a batch into the folder `name`, one of BATCHES; returns its file."""
+        folder = self.path / name
+        return self.space.write(folder, lambda: write_rollouts(folder, batch))
 
     def save(
         self,

@@ -60,7 +60,6 @@ from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.probe import probe
 from lowroll.transport.base import RolloutChannel
 from lowroll.transport.memory import MemoryRolloutChannel
-from lowroll.transport.rollout_log import write_rollouts
 from lowroll.types import Batch
 from lowroll.weights.publish import digest
 
@@ -118,7 +117,8 @@ class Run:
     checkpoint is another run's."""
 
     def __init__(self, home: RunFolder, stack: ExitStack, resume: bool = False) -> None:
-        given, self.home = home.cfg, home
+        given = home.cfg
+        self.home = home
         self.checkpoints = Checkpointing(home, resume)
         self.compute = Compute.of(given)
         self.model = models.learner(given, self.compute)
@@ -167,7 +167,7 @@ class Run:
             scorer,
             self.chat,
             channel,
-            rollout_log=self._log_rollouts,
+            rollout_log=partial(self.home.keep_batch, "rollouts"),
         )
 
     def _trainer(self, channel: RolloutChannel) -> Trainer:
@@ -276,8 +276,7 @@ class Run:
         self.finish(step)
         log.warning(
             "the run ends after step %d of %d: %s. Resumed, it goes on with dapo.no_signal go_on, "
-            "with more "
-            "dapo.max_rounds or without dapo.dynamic_sampling",
+            "with more dapo.max_rounds or without dapo.dynamic_sampling",
             step,
             self.cfg.train.max_steps,
             reason,
@@ -323,13 +322,8 @@ class Run:
         options = self.monitor.options(self.stages.now)
         self.trainer.settings = replace(self.trainer.settings, options=options)
 
-    def _log_rollouts(self, batch: Batch) -> None:
-        folder = self.home.path / "rollouts"
-        self.home.space.write(folder, lambda: write_rollouts(folder, batch))
-
     def _save_offending(self, batch: Batch) -> None:
-        folder = self.home.path / "offending"
-        path = self.home.space.write(folder, lambda: write_rollouts(folder, batch))
+        path = self.home.keep_batch("offending", batch)
         log.error(
             "step %d: the update was not finite and was skipped; its batch is in %s",
             batch.step,

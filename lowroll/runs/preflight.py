@@ -121,7 +121,7 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
 
 def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transformer:
     """The shapes of a model, on the meta device, its headers checked where its weights are here."""
-    folder = hf.resolve(source, weights=False)
+    folder = hf.resolve(source, weights=False, key=key)
     if Path(source).expanduser().is_dir():
         spec, _, _ = hf.read_headers(folder)
     else:

@@ -40,7 +40,9 @@ class RolloutEngine:
         workloads: Callable[[], list[Workload]],
         cache_tokens: int | None = None,
     ) -> None:
-        self.compute, self.model, self.chat = compute, model, chat
+        self.compute = compute
+        self.model = model
+        self.chat = chat
         self.workloads = workloads
         self.weights: str = cfg.rollout.weights
         if cache_tokens is None:
@@ -62,7 +64,7 @@ class RolloutEngine:
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
         """As `Engine.generate`."""
-        return self.engine.generate(requests, on_progress)
+        return self.engine.generate(requests, on_progress=on_progress)
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Give the engine the weights of a version; `weights/*` of what has changed in them."""
@@ -87,7 +89,7 @@ class RolloutEngine:
     def change_format(self, weights: str) -> None:
         """Another engine in the place of the old one, which is gone before the new one takes its
         memory."""
-        cfg, workloads = self.cfg, self.workloads
+        cfg = self.cfg
         if cfg.train.forward == "aligned":
             realign(self.model, self.compute.format(weights))
         del self.engine, self.watch
@@ -97,7 +99,7 @@ class RolloutEngine:
         except NoRoom as error:
             smaller = engines.with_cache(cfg, None)
             self.engine = engines.make(
-                smaller, self.compute, self.model, self.chat, weights, workloads()
+                smaller, self.compute, self.model, self.chat, weights, self.workloads()
             )
             log.warning(
                 "beside %s weights the KV cache is smaller than before, of %d tokens: %s",

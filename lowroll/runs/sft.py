@@ -69,7 +69,8 @@ class SftRun:
     another run's."""
 
     def __init__(self, home: RunFolder, resume: bool = False) -> None:
-        self.cfg, self.home = home.cfg, home
+        self.cfg = home.cfg
+        self.home = home
         self.checkpoints = Checkpointing(home, resume)
         self.compute = Compute.of(self.cfg)
         self.learner = _learner(self.cfg, self.compute)

@@ -34,7 +34,9 @@ class Mirror(Generic[T]):
         unknown = {*given, *default} - {*names}
         if unknown:
             raise TypeError(f"{settings.__name__} has no field {', '.join(sorted(unknown))}")
-        self.settings, self.sections, self.given = settings, sections, frozenset(given)
+        self.settings = settings
+        self.sections = sections
+        self.given = frozenset(given)
         self.source: dict[str, int] = {}  # field -> the section that sets it
         for name in names:
             if name in given or name in default:

@@ -103,7 +103,7 @@ def asks_teacher(cfg: RunConfig) -> bool:
 
 def refuse_adapter(key: str, source: str | Path) -> None:
     """ValueError when the folder that a setting names holds an adapter, and no model of its own."""
-    if (hf.resolve(source, weights=False) / "adapter_config.json").is_file():
+    if (hf.resolve(source, weights=False, key=key) / "adapter_config.json").is_file():
         raise ValueError(
             f"{key}: {source} is an adapter folder, and a whole model is needed here; merge it "
             f"into its base first (lowroll export {source} OUT --as merged)"
@@ -112,7 +112,8 @@ def refuse_adapter(key: str, source: str | Path) -> None:
 
 def refuse_other_vocabulary(key: str, source: str, cfg: RunConfig, chat: ChatTokenizer) -> None:
     """ValueError when the tokens of the model that a setting names are not those of the run's."""
-    if load_tokenizer(hf.resolve(source, weights=False)).get_vocab() != chat.tokenizer.get_vocab():
+    theirs = load_tokenizer(hf.resolve(source, weights=False, key=key))
+    if theirs.get_vocab() != chat.tokenizer.get_vocab():
         raise ValueError(
             f"{key}: the vocabulary of {source} is not that of {cfg.model}: the same ids would be "
             f"other words"
