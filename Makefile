@@ -32,7 +32,7 @@ torture: $(STAMP)
 # torch, and lowroll must not depend on it. torchvision from PyPI is not built for this torch and breaks the import of
 # transformers; triton is a gigabyte that the CPU does not use.
 test-vllm: $(STAMP) $(VLLM)/.installed
-	LOWROLL_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest tests/foreign -s -rs
+	LOWROLL_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest tests/parity/foreign -s -rs
 
 $(VLLM)/.installed:
 	python3 -m venv $(VLLM)

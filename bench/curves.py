@@ -6,9 +6,8 @@ weights, draws the same prompts and makes the same number of updates; only what 
 `VARIANTS` says differs. The learner is in float32, so that what is measured is the rollouts' price.
 Runs go side by side in processes of their own, one thread each: they are small.
 
-    python -m bench.curves [--steps 150] [--seeds 3] [--jobs 8] [--device auto] [--out FOLDER]
-    [--only NAME ...]
-                           [--change JSON]
+    python -m bench.curves [--steps 150] [--seeds 3] [--jobs 8] [--device auto]
+                           [--out FOLDER] [--only NAME ...] [--change JSON]
 
 writes `curves.json` (every curve of every run, the machine and the settings) into the folder;
 `docs/tables.py` makes the tables and pictures of docs/results.md from it.

@@ -16,10 +16,9 @@ weights do not fit, ours runs its rounds first and vLLM after it, and the note s
     start       seconds from Engine(folder) to the first token, in a new process (`bench.startup`)
     lengths     rollouts of log-normal lengths, the batch shrinking (`bench.lengths`)
 
-    python -m bench.decode [--models NAME ...] [--formats NAME ...] [--batches 1,64,256] [--rounds
-    3]
-                           [--parts rollout agreement start lengths] [--peer vllm|none] [--out
-                           FOLDER]
+    python -m bench.decode [--models NAME ...] [--formats NAME ...] [--batches 1,64,256]
+                           [--rounds 3] [--parts rollout agreement start lengths]
+                           [--peer vllm|none] [--out FOLDER]
 
 vLLM 0.24.0 needs an installation of its own (docs/benchmarks.md). Without it the rows have no peer
 and say so. Rows are added to `decode.json` as they are measured, so that a stopped command keeps

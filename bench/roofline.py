@@ -5,8 +5,8 @@ touch, as `bench.routing` counts them), the bfloat16 head, and the keys and valu
 measured bandwidth is the better of a copy (bytes read and written) and of a sum (bytes read) over
 buffers far larger than the cache.
 
-    time at the roofline = (linear weights * bits / 8 + head * 2 + B * context * KV bytes a token) /
-    bandwidth
+    time at the roofline = bytes / bandwidth
+    bytes = linear weights * bits / 8 + head * 2 + B * context * KV bytes a token
 """
 
 from __future__ import annotations

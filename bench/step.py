@@ -13,8 +13,8 @@ the steps after a first one that warms up. A second measurement is publication a
 weights of a bfloat16 learner into another format, in place: `weights.publish.publish` as the
 trainer calls it.
 
-    python -m bench.step [--cases NAME ...] [--steps 3] [--publish qwen2.5-7b:fp8 ...] [--out
-    FOLDER]
+    python -m bench.step [--cases NAME ...] [--steps 3] [--publish qwen2.5-7b:fp8 ...]
+                         [--out FOLDER]
 """
 
 from __future__ import annotations

@@ -5,21 +5,34 @@ Set before torch is imported, so that the processes which tests start inherit it
 
 Tests marked `interpreted` run Triton kernels on CPU tensors. Triton decides at its import whether
 it interprets, and other tests need it undecided, so all of them run together in one process of
-their own (`interpreted.py`).
+their own (`fixtures/interpreted.py`).
 """
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-collect_ignore = [] if os.environ.get("LOWROLL_VLLM_PYTHON") else ["foreign"]  # `make test-vllm`
+collect_ignore = (
+    [] if os.environ.get("LOWROLL_VLLM_PYTHON") else ["parity/foreign"]
+)  # `make test-vllm`
 
-pytest_plugins = ["interpreted"]
+pytest_plugins = ["tests.fixtures.interpreted"]
+pytest.register_assert_rewrite("tests.fixtures")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny untrained model folder with the demo's tokenizer."""
+    from lowroll.runs import demo
+    from tests.fixtures.runs import TINY
+
+    return demo.build_model(tmp_path_factory.mktemp("run") / "model", 0, TINY)
 
 
 @pytest.fixture

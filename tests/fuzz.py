@@ -38,9 +38,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny import hf_model
-
 from lowroll import Engine, Request
 from lowroll.engine.request import noise_key
 from lowroll.engine.sampler import signed
@@ -52,6 +49,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.types import Group, Rollout
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import publish, rollout_copy
+from tests.fixtures.tiny import hf_model
 
 MIXES = 20  # of a block
 LONGEST = 34  # prompt and response of a request

@@ -25,14 +25,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_run import TINY, copy_stopped_after, fingerprint
-
 import lowroll
 from lowroll.config import from_mapping
 from lowroll.metrics.record import reproducible
 from lowroll.runs import demo
 from lowroll.runs.grpo import RunResult
+from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint
 
 STEPS = 3
 MODELS: dict[str, dict[str, Any]] = {

@@ -31,18 +31,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-from fuzz_runs import GRADED, STEPS, TEMPLATES, build, merge, train  # noqa: E402
-from test_run import copy_stopped_after  # noqa: E402
-from tiny import hf_folder  # noqa: E402
+from lowroll import Engine, Request
+from lowroll.metrics.record import reproducible
+from lowroll.model import hf
+from lowroll.transport.rollout_log import read_rollouts, rollout_files
+from tests.fixtures.runs import copy_stopped_after
+from tests.fixtures.tiny import hf_folder
+from tests.fuzz_runs import GRADED, STEPS, TEMPLATES, build, merge, train
 
-from lowroll import Engine, Request  # noqa: E402
-from lowroll.metrics.record import reproducible  # noqa: E402
-from lowroll.model import hf  # noqa: E402
-from lowroll.transport.rollout_log import read_rollouts, rollout_files  # noqa: E402
-
-STORED = HERE / "goldens"
+STORED = Path(__file__).with_name("goldens")
 ROWS = (1, 24, 256)
 FORMATS = ("fp32", "bf16", "int8", "fp8", "fp8_block", "int4", "int4_asym", "nvfp4", "mxfp4", "nf4")
 ON_CUDA = ("bf16", "int8", "fp8", "fp8_block", "int4", "int4_asym", "nvfp4", "mxfp4", "nf4")

@@ -3,11 +3,12 @@ another?
 
     make mutants ROOMS="engine kv" COUNT=100 SEED=0
 
-Draws `count` mutants of each room (`mutations.py` says what one is), runs the tests that reach each
+Draws `count` mutants of each room (`fixtures/mutations.py` says what one is), runs the tests that reach each
 of them until one fails, and prints those that survive. It works on a copy of the tree, under
 `build/`:
 
-1. Every test runs once, followed by `reach.py`. What it reached is kept until its file changes (`--fresh` forgets).
+1. Every test runs once, followed by `fixtures/reach.py`. What it reached is kept until its file changes
+   (`--fresh` forgets).
 2. What runs at import: a fork reads the changed code, collects the tests and runs them.
 3. For all else pytest collects once. A fork of that process gives the changed code to every live function that has the
    old, and runs the tests that reach it, fastest first. Processes that tests start read the changed
@@ -38,10 +39,10 @@ from types import CodeType, FunctionType
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-from mutations import Mutant, excuses, mutants, mutated  # noqa: E402
-from reach import Reach, Survey  # noqa: E402
+from tests.fixtures.mutations import Mutant, excuses, mutants, mutated
+from tests.fixtures.reach import Reach, Survey
+
+ROOT = Path(__file__).resolve().parents[1]
 
 ROOMS = ["engine", "kv", "trainer", "weights", "orchestrator", "envs", "checkpoint"]
 WARM = ["torch", "transformers", "safetensors.torch", "math_verify", "peft", "matplotlib.figure"]
@@ -239,7 +240,7 @@ def outermost(code: CodeType) -> str:
 
 def population(root: Path, room: str) -> tuple[list[Mutant], int]:
     """All mutants of a room that count, and how many are excused."""
-    table = excuses(HERE / "mutants.toml")
+    table = excuses(ROOT / "tests/mutants.toml")
     counted, excused = [], 0
     place = root / "lowroll" / room
     for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
@@ -318,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=30, help="of tests a mutant, at most")
     parser.add_argument("--minutes", type=float, default=60, help="in all, at most")
     parser.add_argument("--fresh", action="store_true", help="ask again which tests reach what")
-    parser.add_argument("--source", type=Path, default=HERE.parent, help="the tree")
+    parser.add_argument("--source", type=Path, default=ROOT, help="the tree")
     parser.add_argument("--warm", nargs="*", default=WARM, help="modules that are imported once")
     parser.add_argument("--out", type=Path, default=Path("build/mutants.json"))
     args = parser.parse_args(argv)
@@ -332,10 +333,9 @@ def main(argv: list[str] | None = None) -> int:
     copy(args.source, root)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(root)
-    sys.path[:] = [
-        str(root),
-        *(path for path in sys.path if path not in ("", str(HERE), str(HERE.parent))),
-    ]
+    sys.path[:] = [str(root), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    for module in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[module]  # the copy's are collected
     for module in args.warm:
         importlib.import_module(module)
     reach = survey(root, work / "reach", args.fresh)

@@ -12,7 +12,7 @@
                undisturbed run, and what could not be saved of metrics and rollouts is said
     exports    what `quantize` and `export` write, killed and refused at every point and call: whole or absent
     folders    hostile model folders: an error line or a success, no traceback, no hang, no 2 GB of memory
-    pieces     every tensor and every piece of state of a checkpoint left out (tests/pieces.py)
+    pieces     every tensor and every piece of state of a checkpoint left out (tests/fixtures/pieces.py)
 
 Every suite first takes what can be enumerated in turn, then draws at random until its share of the
 time is over. A problem names its trial; the same seed and suite draw the same trials.
@@ -36,17 +36,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-import hostile
-import pieces
-import strike
-from strike import attempt
-from test_run import TINY, copy_stopped_after, fingerprint, settings
-
 from lowroll.checkpoint.publish import MANIFEST, DamagedError, verify_folder
 from lowroll.metrics.record import read, reproducible
 from lowroll.runs import demo
 from lowroll.transport import read_rollouts
+from tests.fixtures import hostile, pieces, strike
+from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint, settings
+from tests.fixtures.strike import attempt
 
 STEPS = 4
 SHARES = {"kills": 6, "errors": 5, "damage": 6, "exports": 4, "folders": 4, "pieces": 3}

@@ -61,11 +61,10 @@ def boxed_answer(text: str, joined: bool = True) -> str | None:
 
 def _content(text: str, box: re.Match[str]) -> tuple[str, int] | None:
     """(content, end) of a box."""
-    found = (
-        _braced(text, box.end())
-        if text[box.end() : box.end() + 1] == "{"
-        else _bare(text, box.end())
-    )
+    if text[box.end() : box.end() + 1] == "{":
+        found = _braced(text, box.end())
+    else:
+        found = _bare(text, box.end())
     if found is None or MINUS.search(text, max(0, box.start() - 8), box.start()) is None:
         return found
     return f"-{found[0]}" if re.fullmatch(r"[^-+,\s]*", found[0]) else f"-({found[0]})", found[1]

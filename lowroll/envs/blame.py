@@ -37,8 +37,6 @@ def describe(error: BaseException) -> str:
     """`KeyError: 'answer'`; of an error that carries a sentence of its own (ValueError) the
     sentence alone."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return (
-        text
-        if type(error) is ValueError and text
-        else f"{type(error).__name__}: {text}".removesuffix(": ")
-    )
+    if type(error) is ValueError and text:
+        return text
+    return f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -136,11 +136,12 @@ def _is_plain(value: object) -> bool:
 
 def _text(value: type | types.FunctionType) -> str:
     """The text of a class or function of the main module. ValueError when nobody has kept it."""
-    functions = (
-        [value]
-        if isinstance(value, types.FunctionType)
-        else [found for found in vars(value).values() if isinstance(found, types.FunctionType)]
-    )
+    if isinstance(value, types.FunctionType):
+        functions = [value]
+    else:
+        functions = [
+            found for found in vars(value).values() if isinstance(found, types.FunctionType)
+        ]
     file = getattr(sys.modules[MAIN], "__file__", None)
     for name in dict.fromkeys(
         [

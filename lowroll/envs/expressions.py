@@ -97,11 +97,9 @@ def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
         for left, right in (golds, answers)
     )
     factor = _ratio(a, b)
-    return (
-        factor
-        if factor is not None
-        else _ratio(*(sympy.fraction(sympy.together(tree))[0] for tree in (a, b)))
-    )
+    if factor is not None:
+        return factor
+    return _ratio(*(sympy.fraction(sympy.together(tree))[0] for tree in (a, b)))
 
 
 def _fold(gold: str, answer: str) -> bool:
@@ -161,11 +159,9 @@ def exact(tree: Any) -> Fraction | None:
         return Fraction(str(tree))
     if isinstance(tree, sympy.factorial):
         value = exact(tree.args[0])
-        return (
-            Fraction(factorial(int(value)))
-            if value is not None and value.denominator == 1 and value >= 0
-            else None
-        )
+        if value is not None and value.denominator == 1 and value >= 0:
+            return Fraction(factorial(int(value)))
+        return None
     if not isinstance(tree, (sympy.Add, sympy.Mul, sympy.Pow, sympy.UnevaluatedExpr)):
         return None
     values = []
@@ -197,9 +193,10 @@ def _ordered(tree: Any) -> Any:
 def compare(a: Any, b: Any) -> bool | None:
     """Whether two trees are equal; None when numbers cannot tell."""
     if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
-        verdicts = (
-            [compare(x, y) for x, y in zip(a, b, strict=True)] if a.shape == b.shape else [False]
-        )
+        if a.shape == b.shape:
+            verdicts = [compare(x, y) for x, y in zip(a, b, strict=True)]
+        else:
+            verdicts = [False]
         return False if False in verdicts else None if None in verdicts else True
     if (
         not isinstance(a, sympy.Expr)
@@ -308,15 +305,15 @@ def _value(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
         for symbol in tree.free_symbols
     }
     value = tree.evalf(digits, subs=at, maxn=4 * digits)
-    return (
-        value
-        if value.is_number
+    if (
+        value.is_number
         and value.is_finite
         and all(
             part.is_Float or part.is_Integer or part.is_Rational for part in value.as_real_imag()
         )
-        else None
-    )
+    ):
+        return value
+    return None
 
 
 def _zero(value: Any) -> bool:

@@ -187,11 +187,9 @@ def _interval(sides: list[str], operators: list[str]) -> Form | None:
         (low, variable), high, ends[1] = sides, r"\infty", ")"
     else:
         return None
-    return (
-        Form("tuple", (low, high), "".join(ends), squeezed(variable))
-        if NAME.fullmatch(variable)
-        else None
-    )
+    if not NAME.fullmatch(variable):
+        return None
+    return Form("tuple", (low, high), "".join(ends), squeezed(variable))
 
 
 def matches(gold: str, answer: str, ordered: bool = False) -> bool:

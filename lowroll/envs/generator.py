@@ -79,11 +79,9 @@ class ItemSource(Protocol):
 def source(name: str, options: dict[str, Any], seed: int) -> ItemSource:
     """The items of generator `name`. ValueError for an unknown generator or option, or a missing
     package."""
-    return (
-        RemoteGenerator(name, options, seed)
-        if sys.flags.hash_randomization
-        else Generator(name, options, seed)
-    )
+    if sys.flags.hash_randomization:
+        return RemoteGenerator(name, options, seed)
+    return Generator(name, options, seed)
 
 
 class Generator:

@@ -89,9 +89,10 @@ class ReasoningGym(Environment):
         number = re.search(r"(\d)\d*(\.\d)?", answer)
         if number is None:
             return f"<answer>{answer[: len(answer) // 2]}</answer>"
-        digit = (
-            f"77{number[1]}" if number[2] else "8" if number[1] == "9" else str(int(number[1]) + 1)
-        )
+        if number[2]:
+            digit = f"77{number[1]}"
+        else:
+            digit = "8" if number[1] == "9" else str(int(number[1]) + 1)
         return f"<answer>{answer[: number.start()]}{digit}{answer[number.start() + 1 :]}</answer>"
 
     def _answer(self, prompt: Prompt) -> str:

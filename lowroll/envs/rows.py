@@ -85,9 +85,10 @@ class Rows(Generic[T]):
         path = self.paths[split]
         if path is None:
             return []
-        source = (
-            _read_hub(path, self.subset, split, self.name) if _is_hub_id(path) else read_jsonl(path)
-        )
+        if _is_hub_id(path):
+            source = _read_hub(path, self.subset, split, self.name)
+        else:
+            source = read_jsonl(path)
         converted = [self.convert(row, where) for where, row in source]
         rows = [row for row in converted if row is not None]
         self.skipped[split] = len(converted) - len(rows)

@@ -137,11 +137,11 @@ def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
 def _lacks(file: Path, cls: type[Environment]) -> str:
     missing = sorted(cls.__abstractmethods__)
     unknown = [name for name in missing if name in ("gold", "perturbed")]
-    hint = (
-        f"; one that knows no such answer raises NotImplementedError in {' and '.join(unknown)}"
-        if unknown
-        else ""
-    )
+    hint = ""
+    if unknown:
+        hint = (
+            f"; one that knows no such answer raises NotImplementedError in {' and '.join(unknown)}"
+        )
     return f"{file}: class {cls.__name__} lacks {', '.join(missing)}{hint}"
 
 

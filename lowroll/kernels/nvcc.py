@@ -72,7 +72,7 @@ def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]
         handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
         os.close(handle)
         try:
-            shared = ["--shared", "-Xcompiler", "-fPIC", f"-I{HEADERS}", str(source), "-o", made]
+            shared = ["--shared", "-Xcompiler", "-fPIC", str(source), "-o", made]
             _run([str(nvcc), *flags, *shared], source.name)
             os.replace(made, path)
         finally:

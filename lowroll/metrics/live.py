@@ -63,11 +63,11 @@ class LiveView:
         self._phase: tuple[str, int, int] = ("start", 0, 0)
         self.asked_to_stop: object = ()
         self._began = self._stepped = time.monotonic()
-        self._live = (
-            Live(console=self._console, refresh_per_second=4, get_renderable=self._panel)
-            if self._console.is_terminal
-            else None
-        )
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(
+                console=self._console, refresh_per_second=4, get_renderable=self._panel
+            )
 
     def __enter__(self) -> LiveView:
         self._began = self._stepped = time.monotonic()
@@ -199,16 +199,15 @@ class LiveView:
 
         reward = cell("reward", record.get("reward/mean"), ".3f")
         reward.append(f" {sparkline(self._rewards, min(bars, 16))}", "green")
-        critic = (
-            [
+        if "critic/loss" in record:
+            critic = [
                 cell("value", record.get("critic/value_mean"), ".3f"),
                 cell("return", record.get("critic/return_mean"), ".3f"),
                 cell("explained", record.get("critic/explained_variance"), ".2f"),
                 cell("critic loss", record.get("critic/loss"), ".3g"),
             ]
-            if "critic/loss" in record
-            else []
-        )
+        else:
+            critic = []
         return [
             reward,
             cell("kl to behaviour", _kl(record), ".1e"),

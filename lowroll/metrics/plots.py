@@ -423,13 +423,11 @@ def _log_scale(axes: Axes) -> None:
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     # with powers of ten alone a narrow range would show a single tick
-    subs = (
-        (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
-        if high / low < 10
-        else (1.0, 2.0, 5.0)
-        if high / low < 100
-        else (1.0,)
-    )
+    subs: tuple[float, ...] = (1.0,)
+    if high / low < 10:
+        subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+    elif high / low < 100:
+        subs = (1.0, 2.0, 5.0)
     axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
     axes.yaxis.set_major_formatter(FuncFormatter(_power_label))
     axes.yaxis.set_minor_formatter(NullFormatter())

@@ -101,14 +101,12 @@ def is_report(path: Path) -> bool:
 
 def _lost(records: Sequence[Record]) -> list[str]:
     lost = [record["step"] for record in records if record.get(LOST)]
-    return (
-        [
-            f"metrics.jsonl: the records of {spans(lost)} are lost (damaged or missing on disk); the curves have gaps "
-            "there"
-        ]
-        if lost
-        else []
-    )
+    if not lost:
+        return []
+    return [
+        f"metrics.jsonl: the records of {spans(lost)} are lost (damaged or missing on disk); the curves have gaps "
+        "there"
+    ]
 
 
 def _read_about(run_dir: Path, notes: list[str]) -> Record:
@@ -208,11 +206,9 @@ def _change(records: Sequence[Record], supervised: bool, notes: list[str]) -> st
     if records and not supervised and not held_out:
         notes.append("nothing was measured on held-out prompts: eval.interval was not set")
     head = "<tr><th></th><th>before</th><th>after</th></tr>"
-    return (
-        f"<section class=wide><h2>Before and after</h2><table class=change>{head}{''.join(rows)}</table></section>"
-        if rows
-        else ""
-    )
+    if not rows:
+        return ""
+    return f"<section class=wide><h2>Before and after</h2><table class=change>{head}{''.join(rows)}</table></section>"
 
 
 def _span(steps: Sequence[float]) -> str:
@@ -299,11 +295,9 @@ def _guard(records: Sequence[Record]) -> str:
             )
         before = words
     more = f"<p>and {len(rows) - _MAX_EVENTS} more changes</p>" if len(rows) > _MAX_EVENTS else ""
-    return (
-        f"<section><h2>Guard</h2><table>{''.join(rows[:_MAX_EVENTS])}</table>{more}</section>"
-        if rows
-        else ""
-    )
+    if not rows:
+        return ""
+    return f"<section><h2>Guard</h2><table>{''.join(rows[:_MAX_EVENTS])}</table>{more}</section>"
 
 
 def _config(run_dir: Path, notes: list[str]) -> str:
@@ -339,19 +333,15 @@ def _glossary(records: Sequence[Record], notes: list[str]) -> str:
             f"<td>{html.escape(metric.expect)}</td><td>{html.escape(metric.source)}</td></tr>"
         )
     head = "<tr><th>metric</th><th>last</th><th>unit</th><th>meaning</th><th>expect</th><th>source</th></tr>"
+    if not rows:
+        return ""
     return (
-        (
-            f"<details><summary>What the metrics mean</summary><div class=wide><table>{head}{''.join(rows)}"
-            "</table></div></details>"
-        )
-        if rows
-        else ""
+        f"<details><summary>What the metrics mean</summary><div class=wide><table>{head}{''.join(rows)}"
+        "</table></div></details>"
     )
 
 
 def _notes(notes: Sequence[str]) -> str:
-    return (
-        f"<footer><ul>{''.join(f'<li>{escape(note, 600)}</li>' for note in notes)}</ul></footer>"
-        if notes
-        else ""
-    )
+    if not notes:
+        return ""
+    return f"<footer><ul>{''.join(f'<li>{escape(note, 600)}</li>' for note in notes)}</ul></footer>"

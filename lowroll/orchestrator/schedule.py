@@ -39,8 +39,9 @@ class TemperatureSchedule:
 
     def __call__(self, step: int) -> float:
         """The temperature of a step, counted from 0."""
-        progress = (
-            1.0 if self.num_steps <= 1 else min(step, self.num_steps - 1) / (self.num_steps - 1)
-        )
+        if self.num_steps <= 1:
+            progress = 1.0
+        else:
+            progress = min(step, self.num_steps - 1) / (self.num_steps - 1)
         factor = progress if self.shape == "linear" else 0.5 * (1.0 - math.cos(math.pi * progress))
         return self.start + (self.end - self.start) * factor

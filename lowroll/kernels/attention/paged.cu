@@ -16,7 +16,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "launch.cuh"
+#include "../launch.cuh"
 
 #if HALF
 using Number = __half;

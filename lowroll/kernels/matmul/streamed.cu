@@ -4,11 +4,11 @@
 // library a weight format.
 // Every choice depends on shapes and the device alone: a product has the same bits in every run.
 #if HOPPER
-#include "group.cuh"
+#include "../group.cuh"
 #endif
-#include "launch.cuh"
-#include "narrow.cuh"
-#include "wide.cuh"
+#include "../launch.cuh"
+#include "../narrow.cuh"
+#include "../wide.cuh"
 
 #ifndef FORMAT
 #define FORMAT NVFP4

@@ -4,8 +4,8 @@
 // them through a ring of its own; x lies in shared memory as a whole. With SPLIT warps to the same rows each has a part
 // of k, and the first of them adds the sums in the order of k. The grid is as long as the tiles can be in the worst
 // case; a block finds its expert in `ends`, and one that has none leaves.
-#include "launch.cuh"
-#include "narrow.cuh"
+#include "../launch.cuh"
+#include "../narrow.cuh"
 
 #ifndef FORMAT
 #define FORMAT NVFP4

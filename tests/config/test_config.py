@@ -1,0 +1,1049 @@
+"""Settings: every mistake is one line that names file, line, key and remedy; what is right loads
+and round-trips."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from lowroll.config import ConfigError, RunConfig, from_mapping, load
+from lowroll.config.algorithms import ALGORITHMS
+from lowroll.config.auto import AUTO, Rollouts, Row, choose_correction
+from lowroll.config.document import ConfigDumper, parse, resolve_plain
+from lowroll.config.foreign import ABSENT, NEEDLESS, RENAMED
+from lowroll.config.load import known_keys
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def problems(path: Path, overrides: object = ()) -> list[str]:
+    """The lines of the error, without the folder."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)  # type: ignore[arg-type]
+    return str(caught.value).replace(f"{path.parent}/", "").splitlines()
+
+
+def test_a_minimal_file_has_the_documented_defaults(write: Callable[[str], Path]) -> None:
+    cfg = load(write("model: some/model\n"))
+    assert (cfg.batch_size, cfg.rollouts_per_example, cfg.num_groups) == (64, 8, 8)
+    assert (cfg.rollout.weights, cfg.rollout.max_tokens, cfg.train.learning_rate) == (
+        "int8",
+        64,
+        1e-5,
+    )
+    assert [env.id for env in cfg.env] == [env.name for env in cfg.env] == ["reverse-text"]
+    with pytest.raises(ValidationError):
+        cfg.seed = 3  # type: ignore[misc]
+
+
+def test_every_key_file_is_exactly_the_defaults() -> None:
+    path = ROOT / "examples" / "every_key.yaml"
+    tree = parse(path.read_text(), "every_key.yaml").value
+    defaults = RunConfig(model="Qwen/Qwen3-0.6B").model_dump(mode="json")
+    assert tree == defaults
+    assert list(tree) == list(defaults)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_examples_load(path: Path) -> None:
+    assert load(path).model
+
+
+# text, overrides -> the lines of the error
+MISTAKES: list[tuple[str, list[str], list[str]]] = [
+    # keys
+    (
+        "model: m\n\ttrain: {}\n",
+        [],
+        [
+            "run.yaml:2: not valid YAML: found character '\\t' that cannot start any token; "
+            "indent with spaces"
+        ],
+    ),
+    (
+        "model: m\ntrain.max_steps: 3\n",
+        [],
+        [
+            "run.yaml:2: train.max_steps: unknown key; with dots it is an override, "
+            "in a file it is train: {max_steps: ...}"
+        ],
+    ),
+    (
+        "model: m\ntrain:\n  max_stepz: 3\n",
+        [],
+        ["run.yaml:3: train.max_stepz: unknown key (did you mean max_steps?)"],
+    ),
+    (
+        "model: m\n\nmax_steps: 3\n",
+        [],
+        ["run.yaml:3: max_steps: unknown key (did you mean train.max_steps?)"],
+    ),
+    (
+        "model: m\nenv:\n  - id: x\n  - id: y\n    arg: {}\n",
+        [],
+        ["run.yaml:5: env[1].arg: unknown key (did you mean args?)"],
+    ),
+    (
+        "model: m\nenv: {id: x,\n  wieght: 2}\n",
+        [],
+        ["run.yaml:3: env.wieght: unknown key (did you mean weight?)"],
+    ),
+    ("model: m\nzzzz: 1\n", [], ["run.yaml:2: zzzz: unknown key"]),
+    ("seed: 1\n", [], ["run.yaml: model: this key is required"]),
+    ("model: m\nenv: [{name: x}]\n", [], ["run.yaml:2: env[0].id: this key is required"]),
+    ("", [], ["run.yaml: model: this key is required"]),
+    (
+        "model: m\nseed: 1\nseed: 2\n",
+        [],
+        ["run.yaml:3: seed: duplicated key (first written in line 2)"],
+    ),
+    (
+        "model: m\ntrain: {lora: true, eps: 1e-6,\n  lora: false}\n",
+        [],
+        ["run.yaml:3: train.lora: duplicated key (first written in line 2)"],
+    ),
+    # several at once, in the order of the file
+    (
+        "model: m\nseed: x\ntrain:\n  lora_rank: 0\n  learning_rate: fast\n",
+        [],
+        [
+            "run.yaml:2: seed: must be a whole number, got 'x'",
+            "run.yaml:4: train.lora_rank: must be >= 1, got 0",
+            "run.yaml:5: train.learning_rate: must be a number, got 'fast'",
+        ],
+    ),
+    # types
+    ("model: 3\n", [], ["run.yaml:1: model: must be text, got 3"]),
+    ("model: ''\n", [], ["run.yaml:1: model: must not be empty"]),
+    ("model: m\nseed: true\n", [], ["run.yaml:2: seed: must be a whole number, got true"]),
+    ("model: m\nseed: 1.0\n", [], ["run.yaml:2: seed: must be a whole number, got 1.0"]),
+    ("model: m\nseed: -1\n", [], ["run.yaml:2: seed: must be >= 0, got -1"]),
+    (
+        "model: m\nbatch_size: '64'\n",
+        [],
+        ["run.yaml:2: batch_size: must be a whole number, got '64' (drop the quotes)"],
+    ),
+    (
+        "model: m\nrollout: {temperature: false}\n",
+        [],
+        ["run.yaml:2: rollout.temperature: must be a number, got false"],
+    ),
+    ("model: m\ntrain: {lora: 1}\n", [], ["run.yaml:2: train.lora: must be true or false, got 1"]),
+    ("model: m\ntrain: fast\n", [], ["run.yaml:2: train: must be a section of keys, got 'fast'"]),
+    (
+        "model: m\nrollout: {stop: END}\n",
+        [],
+        ["run.yaml:2: rollout.stop: must be a list, got 'END'"],
+    ),
+    (
+        "model: m\ntrain:\n  betas: [0.9, 1.0]\n",
+        [],
+        ["run.yaml:3: train.betas[1]: must be < 1.0, got 1.0"],
+    ),
+    ("model: m\nenv: []\n", [], ["run.yaml:2: env: must not be empty"]),
+    # values
+    (
+        "model: m\nalgorithm: grop\n",
+        [],
+        [
+            "run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, "
+            "ppo, got 'grop' "
+            "(did you mean grpo?)"
+        ],
+    ),
+    (
+        "model: m\ncorrection: sprase\n",
+        [],
+        [
+            "run.yaml:2: correction: must be one of auto, none, is, decoupled, tis, acr, tbpo, "
+            "sparse, aipo, ipo, "
+            "reweight, got 'sprase' (did you mean sparse?)"
+        ],
+    ),
+    (
+        "model: m\nloss:\n  aipo: {tau: 1}\n",
+        [],
+        ["run.yaml:3: loss.aipo.tau: unknown key (did you mean kl_tau?)"],
+    ),
+    (
+        "model: m\ncorrection: aipo\nloss:\n  aipo: {teacher_tau: 0.5}\n",
+        [],
+        [
+            "run.yaml:4: loss.aipo.teacher_tau: needs train.teacher, the model whose log-probs it "
+            "pulls to"
+        ],
+    ),
+    (
+        "model: m\nloss:\n  aipo: {mode: mask,\n    geo_mask_low: 11}\n",
+        [],
+        ["run.yaml:4: loss.aipo.geo_mask_low: geo_mask_low (11) is more than geo_mask_high (10)"],
+    ),
+    (
+        "model: m\nloss:\n  sparse: {token_rs: [1.5, 0.5]}\n",
+        [],
+        [
+            "run.yaml:3: loss.sparse.token_rs: the lower bound (1.5) is more than the upper one "
+            "(0.5)"
+        ],
+    ),
+    (
+        "model: m\nloss:\n  reweight: {reject: {token_k1: 2.0}}\n",
+        [],
+        [
+            "run.yaml:3: loss.reweight.reject.token_k1: needs [low, high], bounds on sampler over "
+            "learner"
+        ],
+    ),
+    (
+        "model: m\nloss:\n  reweight:\n    reject:\n      seq_mean_k3: [0, 1]\n",
+        [],
+        ["run.yaml:5: loss.reweight.reject.seq_mean_k3: needs one number, an upper bound"],
+    ),
+    (
+        "model: m\nloss: {reweight: {icepop: [0.5]}}\n",
+        [],
+        ["run.yaml:2: loss.reweight.icepop: needs 2 entries"],
+    ),
+    (
+        "model: m\ncorrection: aipo\nloss: {eps_low: 0.1, dual_clip: 3}\n",
+        [],
+        [
+            "run.yaml:3: loss.dual_clip: aipo has no dual clip; write null",
+            "run.yaml:3: loss.eps_low: aipo does not clip; write null",
+        ],
+    ),
+    (
+        "model: m\ncorrection: tbpo\nloss: {dual_clip: 3}\n",
+        [],
+        ["run.yaml:3: loss.dual_clip: tbpo has no dual clip; write null"],
+    ),
+    (
+        "model: m\nalgorithm: gspo\ncorrection: sparse\n",
+        [],
+        [
+            "run.yaml:3: correction: sparse bounds single tokens and has no form under gspo; use "
+            "auto, tis, decoupled, tbpo "
+            "or none"
+        ],
+    ),
+    (
+        "model: m\nrollout:\n  kv: {policy: rkv}\n",
+        [],
+        ["run.yaml:3: rollout.kv: a bounded KV cache is not available yet; write null (dense)"],
+    ),
+    (
+        "model: m\nloss: {eps_low: -0.1}\n",
+        [],
+        ["run.yaml:2: loss.eps_low: must be >= 0.0, got -0.1"],
+    ),
+    (
+        "model: m\nrollout: {temperature: 0}\n",
+        [],
+        ["run.yaml:2: rollout.temperature: must be >= 0.0001, got 0"],
+    ),
+    (
+        "model: m\nrollout: {temperature: .nan}\n",
+        [],
+        ["run.yaml:2: rollout.temperature: .nan is not a finite number"],
+    ),
+    ("model: m\nloss:\n  cap: .inf\n", [], ["run.yaml:3: loss.cap: .inf is not a finite number"]),
+    ("model: m\nloss:\n  cap: 1e999\n", [], ["run.yaml:3: loss.cap: 1e999 is too large a number"]),
+    # YAML traps
+    (
+        "model: m\ntrain: {lora: yes}\n",
+        [],
+        ["run.yaml:2: train.lora: yes is ambiguous in YAML: write true, or quote it if it is text"],
+    ),
+    (
+        "model: no\n",
+        [],
+        ["run.yaml:1: model: no is ambiguous in YAML: write false, or quote it if it is text"],
+    ),
+    (
+        "model: m\nseed: 010\n",
+        [],
+        [
+            "run.yaml:2: seed: 010 is ambiguous in YAML: write plain decimal digits, or quote it "
+            "if it is text"
+        ],
+    ),
+    (
+        "model: m\nbatch_size: 1_024\n",
+        [],
+        [
+            "run.yaml:2: batch_size: 1_024 is ambiguous in YAML: write plain decimal digits, or "
+            "quote it if it is text"
+        ],
+    ),
+    (
+        "model: m\nscore: {time_limit: 1:30}\n",
+        [],
+        [
+            "run.yaml:2: score.time_limit: 1:30 is ambiguous in YAML: write plain decimal digits, "
+            "or quote it if it is "
+            "text"
+        ],
+    ),
+    (
+        "model: &m some\noutput_dir: *m\n",
+        [],
+        ["run.yaml:1: anchors and aliases (&, *) are not allowed; write the value out"],
+    ),
+    ("model: !!python/object/apply:os.getcwd []\n", [], ["run.yaml:1: tags (!) are not allowed"]),
+    ("model: m\n---\nmodel: n\n", [], ["run.yaml:2: more than one document in a file"]),
+    ("- model\n", [], ["run.yaml:1: a mapping of keys is needed here"]),
+    ("model: m\n? [a, b]\n: 3\n", [], ["run.yaml:2: top level: a key must be text"]),
+    (
+        "model: m\nenv: [a\nseed: 1\n",
+        [],
+        ["run.yaml:3: not valid YAML: expected ',' or ']', but got ':'"],
+    ),
+    # settings that cannot work together
+    (
+        "model: m\nbatch_size: 60\n",
+        [],
+        ["run.yaml:2: batch_size: batch_size (60) is not a multiple of rollouts_per_example (8)"],
+    ),
+    (
+        "model: m\nrollouts_per_example: 7\n",
+        [],
+        [
+            "run.yaml:2: rollouts_per_example: batch_size (64) is not a multiple of "
+            "rollouts_per_example (7)"
+        ],
+    ),
+    (
+        "model: m\nrollouts_per_example: 1\n",
+        [],
+        [
+            "run.yaml:2: rollouts_per_example: one rollout has no group that grpo could compare it "
+            "with; write 2 or more, or "
+            "algorithm: ppo, whose critic needs no group"
+        ],
+    ),
+    (
+        "model: m\nalgorithm: rloo\nadvantage: length_weighted\nstages:\n- {step: 2, "
+        "rollouts_per_example: 1}\n",
+        [],
+        [
+            "run.yaml:5: stages[0].rollouts_per_example: from stages[0] on: one rollout has no "
+            "group that length_weighted "
+            "could compare it with; write 2 or more, or algorithm: ppo, whose critic needs no group"
+        ],
+    ),
+    (
+        "model: m\ntrain:\n  minibatches: 3\n",
+        [],
+        [
+            "run.yaml:3: train.minibatches: the 8 groups of a batch (batch_size / "
+            "rollouts_per_example) cannot be split "
+            "into 3 equal minibatches"
+        ],
+    ),
+    (
+        "model: m\nrollout:\n  min_tokens: 65\n",
+        [],
+        [
+            "run.yaml:3: rollout.min_tokens: rollout.min_tokens (65) is more than "
+            "rollout.max_tokens (64)"
+        ],
+    ),
+    (
+        "model: m\nrollout: {max_tokens: 8192}\n",
+        [],
+        [
+            "run.yaml:2: rollout.max_tokens: train.tokens_per_microbatch (8192) cannot hold a "
+            "prompt and its response of up "
+            "to 8192 tokens (rollout.max_tokens)"
+        ],
+    ),
+    (
+        "model: m\nrollout: {cache_tokens: 64}\n",
+        [],
+        [
+            "run.yaml:2: rollout.cache_tokens: rollout.cache_tokens (64) cannot hold a prompt and "
+            "its response of up to 64 "
+            "tokens (rollout.max_tokens)"
+        ],
+    ),
+    (
+        "model: m\ndapo:\n  overlong_max: 64\n",
+        [],
+        ["run.yaml:3: dapo.overlong_max: needs dapo.overlong_cache beside it"],
+    ),
+    (
+        "model: m\ndapo: {overlong_max: 64, overlong_cache: 65}\n",
+        [],
+        [
+            "run.yaml:2: dapo.overlong_cache: dapo.overlong_cache (65) is more than "
+            "dapo.overlong_max (64)"
+        ],
+    ),
+    (
+        "model: m\nalgorithm: gspo\ncorrection: acr\n",
+        [],
+        [
+            "run.yaml:3: correction: acr bounds single tokens and has no form under gspo; use "
+            "auto, tis, decoupled, tbpo or "
+            "none"
+        ],
+    ),
+    (
+        "model: m\ntrain: {max_steps: 5, warmup_steps: 6}\n",
+        [],
+        [
+            "run.yaml:2: train.warmup_steps: train.warmup_steps (6) is more than the 5 steps of "
+            "the run"
+        ],
+    ),
+    (
+        "model: m\nenv:\n  - id: x\n  - id: x\n",
+        [],
+        ["run.yaml:4: env[1].id: two environments are called 'x'; give one another name"],
+    ),
+    (
+        "model: m\nrollout:\n  temperature: 0.5\n  temp_scheduler: {type: linear, "
+        "start_temperature: 1.0, "
+        "end_temperature: 0.5}\n",
+        [],
+        [
+            "run.yaml:4: rollout.temp_scheduler: set either rollout.temperature or "
+            "rollout.temp_scheduler, not both"
+        ],
+    ),
+    (
+        "model: m\nenv: reverse-text\n",
+        [],
+        ["run.yaml:2: env: an environment is a section: write [{id: reverse-text}]"],
+    ),
+    (
+        "model: m\neval:\n  env: [a, b]\n",
+        [],
+        ["run.yaml:3: eval.env: an environment is a section: write [{id: a}, {id: b}]"],
+    ),
+    (
+        "model: m\nalgorithm: GRPO\n",
+        [],
+        [
+            "run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, "
+            "ppo, got 'GRPO' "
+            "(did you mean grpo?)"
+        ],
+    ),
+    # overrides
+    (
+        "model: m\n",
+        ["train.max_stepz=20"],
+        ["override train.max_stepz: unknown key (did you mean max_steps?)"],
+    ),
+    ("model: m\n", ["trian.max_steps=20"], ["override trian: unknown key (did you mean train?)"]),
+    (
+        "model: m\n",
+        ["train.max_steps=2.5"],
+        ["override train.max_steps: must be a whole number, got 2.5"],
+    ),
+    (
+        "model: m\n",
+        ["train.lora=yes"],
+        ["override train.lora: yes is ambiguous in YAML: write true, or quote it if it is text"],
+    ),
+    (
+        "model: m\n",
+        ["train.max_steps"],
+        ["override train.max_steps: write it as key=value, for example train.max_steps=20"],
+    ),
+    ("model: m\n", ["seed.x=3"], ["override seed: must be a whole number, got a section"]),
+    ("model: m\nseed: 2\n", ["seed.x=3"], ["override seed.x: seed has no x"]),
+    ("model: m\n", ["env.3.id=x"], ["override env.3.id: env has no 3"]),
+    ("model: m\n", ["train..eps=1"], ["override train..eps: not a dotted key"]),
+    (
+        "model: m\n",
+        ["rollout={max_tokens: 5, min_tokens: &a 3}"],
+        ["override rollout: anchors and aliases (&, *) are not allowed; write the value out"],
+    ),
+    (
+        "model: m\nbatch_size: 64\n",
+        ["batch_size=60"],
+        ["override batch_size: batch_size (60) is not a multiple of rollouts_per_example (8)"],
+    ),
+]
+
+
+def foreign(tree: dict[str, object]) -> list[str]:
+    """The lines about a tree, without "config: "."""
+    with pytest.raises(ConfigError) as error:
+        from_mapping({"model": "m", **tree})
+    return [line.removeprefix("config: ") for line in str(error.value).splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("gpus", "not there yet: several GPUs"),
+        ("report_to", "not there yet: trackers; metrics.jsonl"),
+        ("max_async_level", "not there yet: asynchronous rollouts"),
+        ("use_vllm", "not there yet: another engine"),
+        ("deepspeed", "not there yet: several GPUs"),
+        ("num_generations", "here it is rollouts_per_example"),
+        ("per_device_train_batch_size", "here it is batch_size"),
+        ("beta", "here it is loss.kl_coef"),
+        ("max_completion_length", "here it is rollout.max_tokens"),
+        ("bf16", "here it is dtype: bfloat16"),
+        ("seq_len", "here it is train.tokens_per_microbatch"),
+        ("trust_remote_code", "not needed: lowroll runs no code"),
+    ],
+)
+def test_what_other_tools_call_it(key: str, told: str) -> None:
+    (line,) = foreign({key: 1})
+    assert line.startswith(f"{key}: unknown key; {told}"), line
+
+
+def test_foreign_keys_in_sections_and_near_ones_elsewhere() -> None:
+    assert foreign({"rollout": {"engine": "vllm"}})[0].startswith(
+        "rollout.engine: unknown key; not there yet: another"
+    )
+    verl = foreign(
+        {
+            "trainer": {"n_gpus_per_node": 8},
+            "actor_rollout_ref": {"rollout": {"n": 8, "name": "vllm"}},
+        }
+    )
+    assert [line.split(":")[0] for line in verl] == [
+        "actor_rollout_ref.rollout.n",
+        "actor_rollout_ref.rollout.name",
+        "trainer.n_gpus_per_node",
+    ]
+    assert foreign({"learning_rate": 1e-5}) == [
+        "learning_rate: unknown key (did you mean train.learning_rate?)"
+    ]
+    assert foreign({"temprature": 1}) == [
+        "temprature: unknown key (did you mean rollout.temperature?)"
+    ]
+
+
+def test_every_foreign_key_leads_to_a_key_of_ours() -> None:
+    known = set(known_keys(RunConfig))
+    for theirs, ours in RENAMED.items():
+        assert theirs not in {key.rpartition(".")[2] for key in known}, f"{theirs} is a key of ours"
+        named = re.match(r"[\w.]+", ours)
+        assert named is not None
+        assert ours.startswith("lowroll ") or re.sub(r"\.\d.*", "", named[0]) in known, ours
+    assert not {*RENAMED} & {*ABSENT} | {*ABSENT} & {*NEEDLESS} | {*NEEDLESS} & {*RENAMED}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "rollout: {temperature: 1.0e+9}",
+            "rollout.temperature: must be <= 10000.0, got 1000000000.0",
+        ),
+        (
+            "rollout: {repetition_penalty: 1.0e-3}",
+            "rollout.repetition_penalty: must be >= 0.01, got 0.001",
+        ),
+        ("eval: {repetition_penalty: 101}", "eval.repetition_penalty: must be <= 100.0, got 101"),
+        (
+            "eval: {temperature: 1.0e-5}",
+            "eval.temperature: must be 0 (greedy) or from 0.0001 to 10000, got 1e-05",
+        ),
+        (
+            "rollout: {temp_scheduler: {type: linear, start_temperature: 1, end_temperature: "
+            "1.0e+5}}",
+            "rollout.temp_scheduler.end_temperature: must be <= 10000.0, got 100000.0",
+        ),
+        (
+            "{batch_size: 4096, rollouts_per_example: 2048}",
+            "rollouts_per_example: must be <= 1024, got 2048",
+        ),
+        (
+            "eval: {rollouts_per_example: 2048}",
+            "eval.rollouts_per_example: must be <= 1024, got 2048",
+        ),
+    ],
+)
+def test_what_the_engine_would_refuse_is_refused_by_the_file(text: str, told: str) -> None:
+    assert foreign(parse(text, "x").value) == [told]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"), MISTAKES, ids=lambda value: repr(value)[:40]
+)
+def test_mistakes_name_file_line_key_and_remedy(
+    write: Callable[[str], Path], text: str, overrides: list[str], expected: list[str]
+) -> None:
+    assert problems(write(text), overrides) == expected
+
+
+def test_unreadable_files(tmp_path: Path, write: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"gone\.yaml: cannot be read: No such file"):
+        load(tmp_path / "gone.yaml")
+    path = write("")
+    path.write_bytes(b"model: \xff\xfe\n")
+    assert problems(path) == ["run.yaml: not UTF-8 text (byte 7)"]
+    path.write_text("model: m\noutput_dir: a\x00b\n")
+    assert problems(path) == ["run.yaml:2: not valid YAML: special characters are not allowed"]
+    path.write_text("model: " + "[" * 40 + "]" * 40)
+    assert problems(path) == ["run.yaml:1: nested more than 32 levels deep"]
+    path.write_text("model: m\n# " + "x" * (1 << 20))
+    assert problems(path) == ["run.yaml: longer than 1048576 characters"]
+
+
+def test_an_alias_bomb_is_refused_before_it_is_built(write: Callable[[str], Path]) -> None:
+    lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 100)]
+    assert problems(write("\n".join(lines))) == [
+        "run.yaml:1: anchors and aliases (&, *) are not allowed; write the value out"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("1E5", 1e5),
+        ("+1.5", 1.5),
+        (".5", 0.5),
+        ("2.", 2.0),
+        ("-3", -3),
+        ("0", 0),
+        ("0x10", 16),
+        ("0o17", 15),
+        ("~", None),
+        ("", None),
+        ("null", None),
+        ("true", True),
+        ("FALSE", False),
+        ("y", "y"),
+        ("1.2.3", "1.2.3"),
+        ("2020-01-01", "2020-01-01"),
+        ("nan", "nan"),
+        ("inf", "inf"),
+        ("e5", "e5"),
+        (".", "."),
+    ],
+)
+def test_plain_scalars_follow_the_core_schema(text: str, value: object) -> None:
+    result = resolve_plain(text)
+    assert result == value and type(result) is type(value)
+
+
+def test_numbers_in_exponent_form_reach_float_fields(write: Callable[[str], Path]) -> None:
+    cfg = load(write("model: m\ntrain: {learning_rate: 3e-6, lora_alpha: 8}\n"), ["train.eps=1e-6"])
+    assert (cfg.train.learning_rate, cfg.train.eps, cfg.train.lora_alpha) == (3e-6, 1e-6, 8.0)
+
+
+def test_overrides(write: Callable[[str], Path]) -> None:
+    path = write("model: m\nenv: {id: x, args: {depth: 1}}\ntrain: {max_steps: 5}\n")
+    cfg = load(
+        path,
+        [
+            "train.max_steps=20",
+            "env.0.args.depth=2",
+            "env[0].weight=0.5",
+            "rollout.stop=[a, 'no']",
+            "eval={interval: 3}",
+            "output_dir=out=put",
+        ],
+    )
+    assert cfg.train.max_steps == 20
+    assert (cfg.env[0].args, cfg.env[0].weight) == ({"depth": 2}, 0.5)
+    assert cfg.rollout.stop == ("a", "no")
+    assert (cfg.eval.interval, cfg.output_dir) == (3, "out=put")
+    assert load(path, {"train.max_steps": 20, "env.args.depth": 2}).env[0].args == {"depth": 2}
+    assert load(write("model: m\n"), ["env.0.args.max_len=5"]).env[0].id == "reverse-text"
+    with pytest.raises(ConfigError, match="override loss.cap: must be a finite number"):
+        load(path, {"loss.cap": math.inf})
+    with pytest.raises(ConfigError, match="override train.eps: set is no configuration value"):
+        load(path, {"train.eps": {1.0}})
+
+
+def test_from_mapping_checks_the_same_things() -> None:
+    assert from_mapping({"model": "m", "train": {"max_steps": 3}}, ["seed=4"]).seed == 4
+    with pytest.raises(
+        ConfigError, match=r"^config: train\.max_stepz: unknown key \(did you mean max_steps\?\)$"
+    ):
+        from_mapping({"model": "m", "train": {"max_stepz": 3}})
+
+
+# algorithm, weights -> correction, eps_low, eps_high, reduce, advantage, dynamic sampling
+@pytest.mark.parametrize(
+    ("algorithm", "weights", "expected"),
+    [
+        ("grpo", "int8", ("acr", 0.2, 0.2, "seq-mean-token-mean", "grpo", False)),
+        ("grpo", "nvfp4", ("acr", 0.2, 0.2, "seq-mean-token-mean", "grpo", False)),
+        ("grpo", "dense", ("none", 0.2, 0.2, "seq-mean-token-mean", "grpo", False)),
+        ("grpo_no_std", "bf16", ("none", 0.2, 0.2, "seq-mean-token-mean", "grpo_no_std", False)),
+        ("dr_grpo", "int8", ("acr", 0.2, 0.2, "constant", "grpo_no_std", False)),
+        ("rloo", "int8", ("acr", 0.2, 0.2, "seq-mean-token-sum", "rloo", False)),
+        ("dapo", "int8", ("acr", 0.2, 0.28, "token-mean", "grpo", True)),
+        ("gspo", "int8", ("tbpo", 3e-4, 4e-4, "seq-mean-token-mean", "grpo", False)),
+        ("gspo", "dense", ("none", 3e-4, 4e-4, "seq-mean-token-mean", "grpo", False)),
+        ("ppo", "int8", ("acr", 0.2, 0.2, "token-mean", "gae", False)),
+        ("ppo", "dense", ("none", 0.2, 0.2, "token-mean", "gae", False)),
+    ],
+)
+def test_what_auto_and_null_become(
+    algorithm: str, weights: str, expected: tuple[object, ...]
+) -> None:
+    cfg = from_mapping({"model": "m", "algorithm": algorithm, "rollout": {"weights": weights}})
+    assert (
+        cfg.correction,
+        cfg.loss.eps_low,
+        cfg.loss.eps_high,
+        cfg.loss.reduce,
+        cfg.advantage,
+        cfg.dapo.dynamic_sampling,
+    ) == expected
+    assert cfg.notes[0].startswith(f"correction: {expected[0]}, because")
+    chosen = {"eps_low": 0.1, "eps_high": 0.3, "reduce": "token-mean"}
+    own = from_mapping(
+        {
+            "model": "m",
+            "algorithm": algorithm,
+            "loss": chosen,
+            "correction": "none",
+            "force": True,
+            "dapo": {"dynamic_sampling": algorithm != "ppo"},
+        }
+    )
+    assert own.correction == "none" and own.dapo.dynamic_sampling is (algorithm != "ppo")
+    assert {name: getattr(own.loss, name) for name in chosen} == chosen
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "weights", "expected"),
+    [
+        ("grpo", "int8", "tbpo"),
+        ("dapo", "int4", "tbpo"),
+        ("gspo", "fp8", "tbpo"),
+        ("grpo", "dense", "none"),
+        ("grpo", "fp32", "none"),
+    ],
+)
+def test_auto_under_an_aligned_forward(algorithm: str, weights: str, expected: str) -> None:
+    tree = {
+        "model": "m",
+        "algorithm": algorithm,
+        "rollout": {"weights": weights},
+        "train": {"forward": "aligned"},
+    }
+    cfg = from_mapping(tree)
+    assert cfg.correction == expected and cfg.notes[0].startswith(
+        f"correction: {expected}, because the rollouts use"
+    )
+    assert from_mapping(yaml.safe_load(cfg.dump())).dump() == cfg.dump()
+    if expected == "tbpo":
+        assert "forward is aligned" in cfg.notes[0]
+        assert (cfg.loss.eps_low, cfg.loss.eps_high, cfg.loss.tbpo.eps_negative) == (
+            3e-4,
+            4e-4,
+            7e-4,
+        )
+        assert (
+            cfg.advantage == ALGORITHMS[algorithm].advantage
+            and cfg.loss.reduce == ALGORITHMS[algorithm].reduce
+        )
+        assert from_mapping(tree | {"correction": "tis"}).correction == "tis"
+        with pytest.raises(
+            ConfigError, match=r"^config: loss\.dual_clip: tbpo has no dual clip; write null$"
+        ):
+            from_mapping(tree | {"loss": {"dual_clip": 3.0}})
+
+
+@pytest.mark.parametrize("row", AUTO, ids=lambda row: f"{row.price}, {row.forward}")
+def test_the_table_of_auto_is_what_auto_does(row: Row) -> None:
+    for algorithm in ALGORITHMS:
+        tree = {"model": "m", "algorithm": algorithm, **row.example}
+        cfg = from_mapping(tree)
+        assert cfg.correction == (row.gspo if algorithm == "gspo" else row.correction)
+        assert row.reason in cfg.notes[0] and cfg.notes[0].startswith(
+            f"correction: {cfg.correction}, because"
+        )
+        assert not any(note.startswith("warning") for note in cfg.notes)
+        chosen = row.sets if cfg.correction == row.correction else {}
+        assert (
+            cfg.chosen_options == tuple(chosen) and chosen.items() <= cfg.objective_options.items()
+        )
+        again = from_mapping(yaml.safe_load(cfg.dump()))
+        assert again.dump() == cfg.dump() and again.chosen_options == ()
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "expected"),
+    [
+        (Rollouts("dense"), "none"),
+        (Rollouts("bf16", aligned=True), "none"),
+        (Rollouts("fp32", lora=True), "none"),
+        (Rollouts("dense", noisy=True), "acr"),
+        (Rollouts("nvfp4", noisy=True, lora=True), "acr"),
+        (Rollouts("int4", noisy=True, aligned=True), "tbpo"),
+        (Rollouts("int4", lora=True, aligned=True), "tbpo"),
+        (Rollouts("fp8", lora=True), "tis"),
+        (Rollouts("fp8"), "acr"),
+        (Rollouts("dense", ("top_k 5",)), "reweight"),
+        (Rollouts("int8", ("min_p 0.1",), True, True, True), "reweight"),
+        (Rollouts("dense+int8"), "acr"),
+    ],
+)
+def test_the_first_row_that_applies(rollouts: Rollouts, expected: str) -> None:
+    assert choose_correction("dapo", rollouts)[0] == expected
+    assert rollouts.words in choose_correction("dapo", rollouts)[1]
+
+
+def test_a_threshold_that_is_written_is_not_chosen() -> None:
+    tree = {"model": "m", "rollout": {"top_p": 0.9}}
+    assert from_mapping(tree).loss.reweight.veto == 1e-4
+    for veto in (None, 1e-6):
+        cfg = from_mapping({**tree, "loss": {"reweight": {"veto": veto}}})
+        assert cfg.loss.reweight.veto == veto and cfg.chosen_options == ()
+
+
+@pytest.mark.parametrize("correction", ["none", "is"])
+def test_what_is_known_to_collapse_needs_force(correction: str) -> None:
+    for weights in ("int8", "fp8", "nvfp4"):
+        tree: dict[str, object] = {
+            "model": "m",
+            "correction": correction,
+            "rollout": {"weights": weights},
+        }
+        with pytest.raises(
+            ConfigError,
+            match=rf"^config: correction: {correction} with {weights} rollouts is known to "
+            r"collapse \(QuRL's .*\); write auto, or force: true",
+        ):
+            from_mapping(tree)
+        assert from_mapping(tree | {"force": True}).correction == correction
+        for train in ({"lora": True}, {"forward": "aligned"}):
+            assert from_mapping(tree | {"train": train}).correction == correction
+    assert from_mapping({"model": "m", "correction": correction, "rollout": {"weights": "bf16"}})
+
+
+def test_warnings_for_what_rarely_is_meant() -> None:
+    def warnings(**tree: object) -> list[str]:
+        return [
+            note for note in from_mapping({"model": "m"} | tree).notes if note.startswith("warning")
+        ]
+
+    assert warnings() == []
+    assert (
+        "top_p 0.9, top_k 5"
+        in warnings(rollout={"weights": "dense", "top_p": 0.9, "top_k": 5}, correction="none")[0]
+    )
+    assert warnings(rollout={"weights": "int8", "top_p": 0.9}) == []
+    assert "not corrected" in warnings(correction="none", force=True)[0]
+    assert "nothing caps the weights" in warnings(correction="decoupled")[0]
+    assert "saw it drift and collapse" in warnings(algorithm="gspo", correction="tis")[0]
+    assert warnings(algorithm="gspo") == []
+    told = [
+        {
+            name: any(
+                "greedy" in note
+                for note in from_mapping({"model": "m", "eval": {name: value, **warm}}).notes
+            )
+            for name, value in (("top_p", 0.9), ("top_k", 5), ("min_p", 0.1))
+        }
+        for warm in ({}, {"temperature": 0.6})
+    ]
+    assert set(told[0].values()) == {True} and set(told[1].values()) == {False}
+
+
+def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:
+    from lowroll import advantages
+    from lowroll.objectives import CORRECTIONS, select
+
+    assert {
+        name: algorithm.advantage for name, algorithm in ALGORITHMS.items()
+    } == advantages.BY_ALGORITHM
+    for algorithm in ALGORITHMS:
+        for correction in CORRECTIONS:
+            tree = {"model": "m", "algorithm": algorithm, "correction": correction, "force": True}
+            try:
+                options = select(algorithm, correction).options
+            except ValueError:
+                with pytest.raises(ConfigError, match="has no form under gspo"):
+                    from_mapping(tree)
+                continue
+            cfg = from_mapping(tree)
+            length = cfg.rollout.max_tokens if algorithm == "dr_grpo" else None
+            for name, value in cfg.objective_options.items():
+                assert value == (length if name == "max_length" else options[name]), (
+                    algorithm,
+                    correction,
+                    name,
+                )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "advantage", [None, "grpo", "grpo_no_std", "rloo", "length_weighted", "gae"]
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_loads_is_what_the_orchestrator_takes(
+    algorithm: str, advantage: str | None, n: int
+) -> None:
+    """A plan that prints is a run that starts, whatever credits a group."""
+    from lowroll.orchestrator.settings import Settings
+
+    tree = {"model": "m", "algorithm": algorithm, "advantage": advantage, "rollouts_per_example": n}
+    estimator = advantage or ALGORITHMS[algorithm].advantage
+    if (algorithm == "ppo") != (estimator == "gae"):
+        return  # refused for another reason (test_critic)
+    try:
+        Settings(64, n, advantage=estimator)
+    except ValueError:
+        assert n == 1 and algorithm != "ppo"
+        with pytest.raises(
+            ConfigError, match=rf"rollouts_per_example: one rollout has no group that {estimator} "
+        ):
+            from_mapping(tree)
+    else:
+        assert from_mapping(tree).advantage == estimator
+
+
+def test_the_choices_are_those_of_the_objectives() -> None:
+    from typing import get_args
+
+    from lowroll.config.loss import Rule
+    from lowroll.objectives import CORRECTIONS
+    from lowroll.objectives.correction import RULES
+
+    assert get_args(Rule) == RULES
+    assert get_args(RunConfig.model_fields["correction"].annotation) == ("auto", *CORRECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("correction", "loss", "expected"),
+    [
+        (
+            "sparse",
+            {"sparse": {"token_rs": [0.5, 1.5], "xi_cap": 1.5}},
+            {"token_rs": (0.5, 1.5), "xi_cap": 1.5},
+        ),
+        ("aipo", {"aipo": {"kl_tau": 0.1}}, {"kl_tau": 0.1, "token_mask_high": 8.0}),
+        (
+            "ipo",
+            {"ipo": {"signed": True, "width": 0.1}},
+            {"signed": True, "width": 0.1, "kl_tau": 1e-3},
+        ),
+        (
+            "tbpo",
+            {"tbpo": {"eps_negative": 1e-3}, "cap": 3},
+            {"eps_negative": 1e-3, "cap": 3.0, "eps_high": 4e-4},
+        ),
+        (
+            "reweight",
+            {"reweight": {"reject": {"token_k1": [0.5, 2], "seq_max_k2": 3}}},
+            {"reject": {"token_k1": (0.5, 2.0), "seq_max_k2": 3.0}, "cap": 2.0},
+        ),
+    ],
+)
+def test_a_corrections_own_section_reaches_its_objective(
+    write: Callable[[str], Path],
+    correction: str,
+    loss: dict[str, object],
+    expected: dict[str, object],
+) -> None:
+    from lowroll.objectives import select
+
+    cfg = from_mapping({"model": "m", "correction": correction, "loss": loss, "algorithm": "dapo"})
+    options = cfg.objective_options
+    assert {name: options[name] for name in expected} == expected
+    assert options.keys() <= select("dapo", correction).options.keys()
+    assert load(write(cfg.dump())).objective_options == options
+    other = from_mapping({"model": "m", "correction": "acr", "loss": loss})
+    assert f"loss.{correction}: no effect, the correction is acr" in other.notes
+
+
+def test_a_teacher_goes_with_a_teacher_tau() -> None:
+    loss = {"aipo": {"teacher_tau": 0.5}}
+    cfg = from_mapping(
+        {"model": "m", "correction": "aipo", "loss": loss, "train": {"teacher": "t"}}
+    )
+    assert cfg.objective_options["teacher_tau"] == 0.5 and not any(
+        "train.teacher" in note for note in cfg.notes
+    )
+    for idle in ({"correction": "acr", "loss": loss}, {"correction": "aipo"}):
+        assert any(
+            note.startswith("train.teacher: no effect")
+            for note in from_mapping({"model": "m", "train": {"teacher": "t"}, **idle}).notes
+        )
+
+
+def test_dump_loads_to_the_same_tree(write: Callable[[str], Path]) -> None:
+    cfg = load(
+        write(
+            "model: m\nalgorithm: dapo\n"
+            "rollout: {stop: ['no', '1e5', '~', '<<', '&a', ' x ', \"\\n\\t\\x07\"]}\n"
+            "env: [{id: a, args: {s: ['010', 'null', ''], n: 1e-7, d: {}}}]\ntrain: "
+            "{learning_rate: 1e-22}\n"
+        )
+    )
+    again = load(write(cfg.dump()))
+    assert again.model_dump() == cfg.model_dump() == cfg.resolved().model_dump()
+    assert again.dump() == cfg.dump()
+    assert cfg.resolved().notes == cfg.notes
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**63)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(st.characters(exclude_categories=["Cs"])),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.text(min_size=1, max_size=5), inner, max_size=3)
+        ),
+        max_leaves=8,
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_every_value_survives_dump_and_parse(value: object) -> None:
+    text = yaml.dump(
+        {"args": value}, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6
+    )
+    assert parse(text, "dump").value == {"args": value}
+
+
+@given(
+    st.text(alphabet=st.sampled_from("model: train{}[],\n-&*!'\"|>?%@`#~01eyx.\t"), max_size=60)
+    | st.text(max_size=40)
+)
+@settings(max_examples=300, deadline=None)
+def test_no_text_gives_anything_but_a_config_error(text: str) -> None:
+    try:
+        parse(text, "fuzz.yaml")
+    except ConfigError as error:
+        assert str(error).startswith("fuzz.yaml")
+
+
+def test_an_environment_of_a_file_is_called_without_the_folders_of_its_path() -> None:
+    for id, name in (
+        ("examples/my_env.py", "my_env.py"),
+        ("/a/b/my_env.py:Mine", "my_env.py:Mine"),
+        ("gsm8k", "gsm8k"),
+    ):
+        assert from_mapping({"model": "m", "env": [{"id": id}]}).resolved().env[0].name == name
+    with pytest.raises(ValueError, match="two environments are called 'my_env.py'"):
+        from_mapping({"model": "m", "env": [{"id": "/a/my_env.py"}, {"id": "/b/my_env.py"}]})

@@ -1,0 +1,155 @@
+"""The house plan against the code: which room may import which, and what stays free of torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "lowroll"
+FILES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+    for path in sorted(ROOT.rglob("*.py"))
+}
+
+# room: (rooms that it may import, packages beside the standard library)
+ROOMS: dict[str, tuple[set[str], set[str]]] = {
+    "types": (set(), set()),
+    "machine": (set(), set()),
+    # config -> types: what the engine can be asked for bounds what a file may ask for
+    "config": ({"types"}, {"pydantic", "pydantic_core", "yaml"}),
+    # quant -> kernels: a format multiplies by its kernel
+    "quant": ({"kernels"}, {"torch"}),
+    "checkpoint": ({"types"}, {"torch", "safetensors"}),
+    # model -> checkpoint: folders of weights are published by the one atomic publisher, which knows
+    # no model
+    "model": (
+        {"quant", "kernels", "types", "machine", "checkpoint"},
+        {"torch", "safetensors", "transformers", "huggingface_hub", "jinja2"},
+    ),
+    "kernels": (set(), {"torch", "triton"}),
+    # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner
+    # does
+    "kv": ({"quant", "kernels", "types", "model"}, {"torch"}),
+    "weights": ({"model", "quant", "kernels", "types"}, {"torch"}),
+    # engine -> weights: the engine adopts through the one corridor
+    "engine": (
+        {"model", "quant", "kv", "kernels", "transport", "metrics", "types", "machine", "weights"},
+        {"torch"},
+    ),
+    "objectives": (set(), {"torch"}),
+    "advantages": (set(), set()),
+    "envs": (
+        {"types", "machine"},
+        {"math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym", "datasets"},
+    ),
+    # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
+    "transport": ({"types", "config", "checkpoint"}, set()),
+    "metrics": ({"checkpoint"}, {"rich", "matplotlib"}),
+    "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
+    # trainer -> advantages: with a critic, advantages are made of the learner's own values
+    "trainer": (
+        {
+            "model",
+            "kernels",
+            "weights",
+            "objectives",
+            "advantages",
+            "transport",
+            "checkpoint",
+            "metrics",
+            "types",
+        },
+        {"torch", "bitsandbytes"},
+    ),
+}
+# no room knows them
+COMPOSITION = {"runs", "cli", "__main__"}
+TORCH_FREE = (
+    "engine/scheduler.py",
+    "engine/sequence.py",
+    "engine/request.py",
+    "kv/pages.py",
+    "kv/capacity.py",
+)
+LIGHT = (
+    "types",
+    "machine",
+    "config",
+    "advantages",
+    "envs",
+    "transport",
+    "metrics",
+    "orchestrator",
+    "cli.main",
+    "engine.scheduler",
+    "engine.request",
+    "kv.pages",
+    "kv.capacity",
+)
+
+
+def room_of(file: str) -> str:
+    return Path(file).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(package, room) of every import, inside functions too; the room is "" outside lowroll."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import hides its arrow"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            package, _, rest = name.partition(".")
+            yield package, rest.split(".")[0] if package == "lowroll" else ""
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_arrows_point_down(file: str) -> None:
+    room = room_of(file)
+    rooms = {there for package, there in imports(FILES[file]) if package == "lowroll"} - {room}
+    packages = (
+        {package for package, _ in imports(FILES[file])} - {"lowroll"} - sys.stdlib_module_names
+    )
+    if room in COMPOSITION or file == "__init__.py":
+        assert rooms <= {*ROOMS, *COMPOSITION, "", "__version__"}
+        assert "cli" not in rooms or file == "__main__.py", "nothing imports the command line"
+        return
+    assert room in ROOMS, f"{room} is no room of the house plan"
+    assert rooms <= ROOMS[room][0], f"{file} may not import {sorted(rooms - ROOMS[room][0])}"
+    assert packages <= ROOMS[room][1], f"{file} may not import {sorted(packages - ROOMS[room][1])}"
+    assert file not in TORCH_FREE or "torch" not in packages
+
+
+def test_the_plan_has_no_cycle() -> None:
+    left = {room: set(below) for room, (below, _) in ROOMS.items()}
+    while left:
+        lowest = {room for room, below in left.items() if not below & left.keys()}
+        assert lowest, f"a cycle among {sorted(left)}"
+        left = {room: below for room, below in left.items() if room not in lowest}
+
+
+def test_the_light_rooms_leave_torch_out_of_a_fresh_interpreter() -> None:
+    code = "\n".join(
+        [
+            "import importlib, sys",
+            *(
+                f"""
+importlib.import_module("lowroll.{name}")
+heavy = {{"torch", "transformers", "numpy"}} & sys.modules.keys()
+assert not heavy, "lowroll.{name} pulls " + ", ".join(sorted(heavy))"""
+                for name in LIGHT
+            ),
+        ]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT.parent
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,287 @@
+"""What no file of the package may do: run foreign code, swallow errors, wait without end, or grow
+without end.
+
+Beside ruff's own rules (`pyproject.toml`), for what it has no rule for. An exception is listed here
+with its reason, by file and function, so that a second one in the same file is seen; one that is
+not needed any more is an error too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "lowroll"
+FILES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+    for path in sorted(ROOT.rglob("*.py"))
+}
+
+
+class Budget(NamedTuple):
+    """Size is counted in thoughts: statements, and nodes of the syntax tree. Lines are the
+    formatter's."""
+
+    statements: int
+    nodes: int
+
+
+FUNCTION = Budget(40, 700)
+KERNEL = Budget(60, 1300)  # a Triton kernel is one expression after the other
+FILE_NODES = 4500
+
+FOREIGN = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+FORBIDDEN = {
+    "eval",
+    "exec",
+    "compile",
+    "os.system",
+    "torch.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "numpy.load",
+    "np.load",
+}
+SWITCHES = {
+    "trust_remote_code": "False",
+    "shell": "False",
+    "allow_pickle": "False",
+    "weights_only": "True",
+}
+
+WAITS = {
+    "wait",
+    "join",
+    "result",
+    "exception",
+    "get",
+    "acquire",
+    "communicate",
+    "poll",
+}  # with a time, or for ever
+ALWAYS = {"recv", "recv_bytes", "accept"}  # no time can be given: poll first
+RUNS = {
+    "subprocess.run",
+    "subprocess.call",
+    "subprocess.check_call",
+    "subprocess.check_output",
+    "urlopen",
+}
+
+BROAD = {  # handlers of every error that do not end in a raise
+    (
+        "envs/base.py",
+        "_reward_or_error",
+    ): "an environment's own scorer: validate reports what it does",
+    (
+        "envs/expressions.py",
+        "_gold_tree",
+    ): "the parser has no class of its own for what it cannot read; it is logged",
+    ("envs/generator.py", "main"): "the other side of the pipe raises it",
+    ("envs/outcome.py", "_show"): "a value's own repr",
+    ("envs/worker.py", "score_item"): "a scorer's own code: it becomes a ScoreError",
+    ("envs/worker.py", "serve"): "reported to the pool, which raises it",
+    ("model/template_child.py", "main"): "reported to the parent, which raises it",
+    ("runs/preflight.py", "_ask"): "an environment's own code: it becomes a line of the dry run",
+}
+ENDLESS = {  # waits without a time, and what looks like one
+    ("envs/outcome.py", "judge"): "in a worker, which the pool ends at its deadline",
+    ("kernels/launch.py", "early"): "a ContextVar's get",
+    ("model/recompute.py", "get"): "a tensor that is made again, not a queue",
+    ("model/recompute.py", "_unpack"): "the same",
+    (
+        "model/shards.py",
+        "finish",
+    ): "a thread reads 16 MB of a file: the kernel ends that, or nothing can",
+    (
+        "model/shards.py",
+        "stream",
+    ): "the same threads: the tensors that they write to must outlive them",
+}
+
+
+def offences(tree: ast.AST) -> Iterator[str]:
+    """Foreign bytes or text that would run as code, swallowed errors, clocks that jump, long
+    functions."""
+    for node in ast.walk(tree):
+        found = ""
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [str(node.module)]
+            )
+            found = ", ".join({module.partition(".")[0] for module in modules} & FOREIGN)
+        elif isinstance(node, ast.Call):
+            found = call_offence(node)
+        elif isinstance(node, ast.ExceptHandler):
+            swallowed = all(isinstance(line, ast.Pass | ast.Continue) for line in node.body)
+            found = "an error that is swallowed" if is_broad(node) and swallowed else ""
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found = length_offence(node)
+        if found:
+            yield f"line {getattr(node, 'lineno', '?')}: {found}"
+
+
+def length_offence(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """What a function has too much of; "" when nothing is."""
+    allowed = KERNEL if node.decorator_list and "jit" in decorators(node) else FUNCTION
+    inside = list(ast.walk(node))
+    statements = sum(isinstance(part, ast.stmt) for part in inside) - 1
+    if statements > allowed.statements:
+        return f"{node.name} has {statements} statements"
+    return f"{node.name} has {len(inside)} nodes" if len(inside) > allowed.nodes else ""
+
+
+def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    return " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def call_offence(node: ast.Call) -> str:
+    """What is wrong with a call; "" when nothing is."""
+    called = ast.unparse(node.func)
+    if called == "time.time":
+        return "time.time: a deadline needs time.monotonic"
+    for keyword in node.keywords:
+        if keyword.arg in SWITCHES and ast.unparse(keyword.value) != SWITCHES[keyword.arg]:
+            return str(keyword.arg)
+        if keyword.arg == "timeout" and ast.unparse(keyword.value) == "None":
+            return "timeout=None"
+    return called if called in FORBIDDEN else ""
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    """Does it catch every error?"""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(
+        kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds
+    )
+
+
+def waits_without_end(node: ast.AST) -> bool:
+    """Is it a call that may wait for ever?"""
+    if not isinstance(node, ast.Call):
+        return False
+    called, count = ast.unparse(node.func), len(node.args)
+    timed = any(keyword.arg in ("timeout", "blocking") for keyword in node.keywords)
+    if called in RUNS:
+        return not timed
+    if called in ("select.select", "select.poll"):  # the second only makes a poller
+        return called == "select.select" and count < 4
+    if not isinstance(node.func, ast.Attribute):
+        return False
+    name = node.func.attr
+    if name == "shutdown":
+        return any(
+            keyword.arg == "wait" and ast.unparse(keyword.value) == "True"
+            for keyword in node.keywords
+        )
+    if name == "select" and "objectives" not in called:
+        return count == 0 and not timed
+    at_once = name == "poll" and called.split(".")[-2] in (
+        "process",
+        "child",
+    )  # subprocess's does not wait
+    return name in ALWAYS or (name in WAITS and count == 0 and not timed and not at_once)
+
+
+def in_functions(tree: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """(innermost function, node) of every node."""
+    for node in ast.iter_child_nodes(tree):
+        inner = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else name
+        yield inner, node
+        yield from in_functions(node, inner)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_file_runs_foreign_code_or_hides_errors_or_grows_without_end(file: str) -> None:
+    assert list(offences(FILES[file])) == []
+    assert sum(1 for _ in ast.walk(FILES[file])) <= FILE_NODES
+
+
+def test_every_broad_except_raises_or_has_its_reason() -> None:
+    broad = {
+        (file, function)
+        for file, tree in FILES.items()
+        for function, node in in_functions(tree)
+        if isinstance(node, ast.ExceptHandler)
+        and is_broad(node)
+        and not isinstance(node.body[-1], ast.Raise)
+    }
+    assert broad == BROAD.keys()
+
+
+def test_every_wait_ends_or_has_its_reason() -> None:
+    endless = {
+        (file, function)
+        for file, tree in FILES.items()
+        for function, node in in_functions(tree)
+        if waits_without_end(node)
+    }
+    assert endless == ENDLESS.keys()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "import pickle",
+        "from dill import loads",
+        "def f():\n    import marshal",
+        "eval('1')",
+        "exec(text)",
+        "torch.load(p)",
+        "yaml.load(f, Loader=L)",
+        "f(trust_remote_code=True)",
+        "f(trust_remote_code=flag)",
+        "run(c, shell=True)",
+        "f(weights_only=False)",
+        "time.time() + 5",
+        "q.get(timeout=None)",
+        "try:\n    f()\nexcept Exception:\n    pass",
+        "try:\n    f()\nexcept:\n    pass",
+        "try:\n    f()\nexcept (OSError, Exception):\n    pass",
+        "def f():\n" + "    x = 1\n" * 41,
+    ],
+)
+def test_the_lint_sees(bad: str) -> None:
+    assert len(list(offences(ast.parse(bad)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "ends"),
+    [
+        ("t.join()", False),
+        ("t.join(5)", True),
+        ("', '.join(words)", True),
+        ("p.wait()", False),
+        ("p.wait(timeout=2)", True),
+        ("q.get()", False),
+        ("d.get('key')", True),
+        ("q.get(timeout=1)", True),
+        ("f.result()", False),
+        ("f.result(9)", True),
+        ("poller.poll()", False),
+        ("process.poll()", True),
+        ("select.poll()", True),
+        ("p.communicate()", False),
+        ("p.communicate(timeout=1)", True),
+        ("c.recv()", False),
+        ("s.accept()", False),
+        ("select.select(r, w, x)", False),
+        ("select.select(r, w, x, 1)", True),
+        ("selector.select()", False),
+        ("selector.select(1)", True),
+        ("subprocess.run(c)", False),
+        ("subprocess.run(c, timeout=9)", True),
+        ("lock.acquire()", False),
+        ("lock.acquire(timeout=1)", True),
+        ("pool.shutdown(wait=True)", False),
+    ],
+)
+def test_the_lint_of_waits_sees(call: str, ends: bool) -> None:
+    assert waits_without_end(ast.parse(call, mode="eval").body) is not ends

@@ -1,0 +1,240 @@
+"""Decode attention and the draw: what Triton does, run by its interpreter, against float64
+oracles."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lowroll.kernels.sampling.draw
+from lowroll.kernels import nvcc
+from lowroll.kernels.attention import decode, paged
+from lowroll.kernels.attention.decode import write_pages
+from lowroll.kernels.launch import fused
+from lowroll.kernels.sampling.draw import TILE, draw, uniform
+from tests.fixtures.compiled import built
+from tests.fixtures.decode import Case
+
+both = pytest.mark.parametrize(
+    "path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"]
+)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("programs", [1, 6])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ([45, 0, 1, 16, 17], 6, 2, 24, 4, torch.float32),
+        ([130, 2], 7, 1, 16, 16, torch.float16),
+        ([33, 34], 4, 4, 40, 1, torch.float32),
+        ([70], 17, 1, 32, 8, torch.float16),
+    ],
+)
+def test_attention_over_pages(case: tuple, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
+    Case(*case).check(2e-3 if case[-1] == torch.float16 else 1e-5)
+
+
+@pytest.mark.interpreted
+def test_strided_heads_and_a_wider_table_change_nothing() -> None:
+    plain, wide = (Case([9, 20], 4, 2, 16, 4) for _ in range(2))
+    wide.table = torch.cat([wide.table, torch.zeros(2, 3, dtype=torch.int32)], 1)
+    wide.q, wide.k, wide.v = torch.cat([wide.q, wide.k, wide.v], 1).split([4, 2, 2], 1)
+    assert torch.equal(plain.run(), wide.run())
+
+
+def test_the_cpu_attends_as_the_engine_always_did() -> None:
+    case = Case([9, 1, 20], 6, 2, 16, 4)
+    case.keys.nan_to_num_(0)
+    case.values.nan_to_num_(0)
+    got = case.run()
+    k, v = (
+        cache.view(cache.shape[0], -1)
+        .index_select(0, case.table.flatten())
+        .view(3, -1, 2, 16)
+        .transpose(1, 2)
+        for cache in (case.keys, case.values)
+    )
+    mask = (torch.arange(20) < case.lengths[:, None])[:, None, None]
+    assert torch.equal(
+        got,
+        F.scaled_dot_product_attention(case.q.view(3, 2, 3, 16), k, v, attn_mask=mask).reshape(
+            3, 6, 16
+        ),
+    )
+
+
+def test_dead_rows_on_the_cpu() -> None:
+    case = Case([5, 0, 9], 4, 2, 16, 4)
+    case.keys.nan_to_num_(0)
+    case.values.nan_to_num_(0)
+    case.check(1e-5)
+
+
+@both
+def test_write_pages_skips_negative_slots(path: str) -> None:
+    assert fused(torch.zeros(1)) == (path == "triton")
+    k, v = torch.randn(7, 3, 20), torch.randn(7, 6, 20)[:, :3]
+    keys, values = torch.zeros(4, 4, 3, 20), torch.ones(4, 4, 3, 20)
+    slots = torch.tensor([3, -1, 15, 0, 4, -1, 9])
+    write_pages(keys, values, slots, k, v)
+    for cache, new, old in ((keys, k, 0.0), (values, v, 1.0)):
+        want = torch.full((16, 3, 20), old)
+        for t in (0, 2, 3, 4, 6):
+            want[slots[t]] = new[t]
+        assert torch.equal(cache.flatten(0, 1), want)
+
+
+def oracle(logits_V: Tensor, temperature: float, u: float) -> tuple[int, float, float]:
+    """(token, its log-prob, distance of u to the nearest boundary) in float64."""
+    logp_V = (logits_V.double() / temperature).log_softmax(0)
+    cdf_V = logp_V.exp().cumsum(0)
+    token = int((cdf_V <= u * cdf_V[-1]).sum())
+    return token, float(logp_V[token]), float((cdf_V - u).abs().min())
+
+
+@both
+@pytest.mark.parametrize("vocab", [3, 300, TILE + 1, 3 * TILE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_draws_are_the_inverse_cdf(vocab: int, dtype: torch.dtype, path: str) -> None:
+    g = torch.Generator().manual_seed(vocab)
+    rows = 12
+    logits = (torch.randn(rows, vocab, generator=g) * 2 - torch.arange(vocab) / vocab).to(dtype)
+    logits[:, 1] = -math.inf
+    keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g)
+    positions = torch.arange(rows) * 2**31 + 5
+    temperature = torch.linspace(0.5, 1.5, rows)
+    greedy = torch.arange(rows) % 5 == 4
+    tokens, logprobs = draw(logits, keys, positions, temperature, greedy)
+    assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
+    for row, u in enumerate(uniform(keys, positions).tolist()):
+        if greedy[row]:
+            token, logprob = (
+                int(logits[row].argmax()),
+                float(logits[row].double().log_softmax(0).max()),
+            )
+        else:
+            token, logprob, gap = oracle(logits[row], float(temperature[row]), u)
+            assert gap > 1e-7, "choose another seed: a boundary decides nothing"
+        assert int(tokens[row]) == token
+        assert float(logprobs[row]) == pytest.approx(logprob, abs=2e-6)
+
+
+def test_draws_count_as_their_probabilities() -> None:
+    logits = torch.tensor([0.0, -math.inf, 1.0, 2.0, -1.0]).expand(1000, 5)
+    tokens, _ = draw(logits, torch.full((1000,), 17), torch.arange(1000))
+    want = logits[0].softmax(0) * 1000
+    assert ((tokens.bincount(minlength=5) - want).abs() <= 4 * want.sqrt()).all()
+
+
+@both
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_without_a_distribution_has_nan_as_log_prob(bad: float, path: str) -> None:
+    logits = torch.randn(4, TILE + 50)
+    logits[1:, 7] = bad
+    logits[3, 2 * 7] = bad
+    if bad == -math.inf:
+        logits[1:] = bad
+    tokens, logprobs = draw(
+        logits, torch.arange(4), torch.arange(4), None, torch.tensor([False, False, True, False])
+    )
+    assert logprobs.isnan().tolist() == [False, True, True, True]
+    assert tokens[1:].tolist() == [0, 0, 0]
+
+
+@both
+def test_equal_maxima_go_to_the_lower_id(path: str) -> None:
+    logits = torch.zeros(2, 2 * TILE)
+    logits[0, [TILE + 3, 5, 9]] = 4.0
+    logits[1, [2 * TILE - 1, TILE]] = 4.0
+    tokens, _ = draw(
+        logits,
+        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(2, dtype=torch.int64),
+        None,
+        torch.tensor([True, True]),
+    )
+    assert tokens.tolist() == [5, TILE]
+
+
+@both
+def test_a_row_alone_is_the_row_among_others(path: str) -> None:
+    logits, keys, positions = torch.randn(5, 2 * TILE + 9), torch.arange(5), torch.arange(5)
+    tokens, logprobs = draw(logits, keys, positions)
+    for row in range(5):
+        alone = draw(logits[row : row + 1], keys[row : row + 1], positions[row : row + 1])
+        assert torch.equal(alone[0], tokens[row : row + 1]) and torch.equal(
+            alone[1], logprobs[row : row + 1]
+        )
+
+
+@pytest.mark.parametrize("rows", [1, 256])
+def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
+    pytest.importorskip("triton")
+    splits, length, stages, warps = decode._launch(rows, 4, 256)
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "keys_ptr", "values_ptr"), "*bf16")
+    types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
+    types |= {
+        "out_ptr": "*fp32" if splits > 1 else "*bf16",
+        "lse_ptr": "*fp32",
+        "rows": "i32",
+        "splits": "i32",
+        "q_stride": "i32",
+        "k_stride": "i32",
+        "v_stride": "i32",
+        "table_stride": "i32",
+        "scale": "fp32",
+    }
+    constants = dict(
+        H=28, G=4, d=128, PAGE=16, D=128, R=16, BLOCK=length, SPLIT=splits > 1, STAGES=stages
+    )
+    kernel = built(decode._decode_kernel, types, constants, ("rows", "splits"), num_warps=warps)
+    sass = kernel.asm["sass"]
+    assert "STL " not in sass and "STL." not in sass, "registers spill"
+    assert "LDGSTS.E.BYPASS.128" in sass, "16 bytes a load, past the L1 cache"
+    assert "HMMA" in sass
+    assert kernel.metadata.shared <= 75 * 1024, "three programs and more fit on an SM"
+
+
+def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
+    pytest.importorskip("triton")
+    types = {
+        "logits_ptr": "*bf16",
+        "temperature_ptr": "*fp32",
+        "largest_ptr": "*fp32",
+        "mass_ptr": "*fp32",
+        "tokens": "i32",
+        "tiles": "i32",
+        "stride": "i32",
+    }
+    constants = {"greedy_ptr": None, "BLOCK": TILE}
+    sass = built(
+        lowroll.kernels.sampling.draw._masses_kernel, types, constants, ("tiles",), num_warps=4
+    ).asm["sass"]
+    assert "STL " not in sass and "STL." not in sass and "LDG.E.128" in sass
+
+
+@pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
+@pytest.mark.parametrize("head", [64, 128])
+def test_the_kernel_of_many_rows_compiles_without_spills(head: int, tmp_path: Path) -> None:
+    command = [
+        str(nvcc.compiler()),
+        *nvcc.options((9, 0), {"HEAD": str(head), "HALF": "0"}),
+        "-Xptxas",
+        "-v",
+        "-cubin",
+        str(paged.SOURCE),
+        "-o",
+        str(tmp_path / "out.cubin"),
+    ]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stderr
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert len(spills) == 8 and all(pair == ("0", "0") for pair in spills), said

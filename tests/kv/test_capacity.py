@@ -1,0 +1,156 @@
+"""The default size of the KV cache: by hand, against a cache without end, and in engines that know
+their requests."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowroll
+from lowroll import machine
+from lowroll.engine import native as engine_module
+from lowroll.engine.scheduler import Scheduler
+from lowroll.kv.capacity import SHARE, Workload, capacity
+from lowroll.kv.pages import PagePool
+from lowroll.types import Request
+from tests.fixtures.scheduling import FakeRunner, check_invariants, tag
+from tests.fixtures.tiny import hf_folder
+
+EOS = 0
+
+
+def test_loads_by_hand() -> None:
+    # 20 prompt tokens are 5 pages of 4; a sample stores 12 more, behind a tail of 3 at most: 4
+    # pages
+    assert Workload(2, 3, 20, 13).tokens(4, max_batch=256) == 4 * (2 * 2 * 5 + 6 * 4 + 1)
+    assert Workload(2, 3, 20, 13).tokens(4, max_batch=4) == 4 * (2 * 2 * 5 + 4 * 4 + 1)
+    assert Workload(9, 3, 20, 13).tokens(4, max_batch=4) == 4 * (
+        2 * 4 * 5 + 4 * 4 + 1
+    )  # rows of four groups
+    assert Workload(1, 1, 3, 1).tokens(4, max_batch=1) == 4 * (1 + 1)
+    assert Workload(1, 1, 2, 2).tokens(4, max_batch=1) == 4 * (1 + 1)  # tail: the whole prompt
+    assert Workload(1, 1, 3, 1, longest=41).tokens(4, max_batch=1) == 44
+
+
+def test_capacity_by_hand() -> None:
+    plenty: dict[str, Any] = {"page_size": 4, "max_batch": 8, "bytes_per_token": 100, "free": 10**9}
+    assert capacity([Workload(2, 3, 20, 13), Workload(1, 1, 3, 1)], context=512, **plenty) == 4 * 45
+    assert (
+        capacity([Workload(2, 3, 20, 13)], context=512, **plenty | {"free": 60_000})
+        == 60_000 // 4 // 100
+    )
+    assert capacity([], context=512, **plenty) == 8 * 512
+    assert capacity([], context=10**5, **plenty) == 10**5
+    assert capacity([], context=10**5, **plenty | {"max_batch": 64, "free": 10**12}) == 64 * 4096
+    assert (
+        capacity([], context=10**5, **plenty | {"max_batch": 10**6, "free": 10**12}) == 2**34 // 100
+    )
+    assert capacity([], context=10**5, **plenty | {"free": 4000}) == 10
+
+
+def serve(
+    requests: list[Request], num_pages: int, page_size: int, **options: Any
+) -> tuple[list[Any], int]:
+    """What was planned, step by step, and the prefix pages that were found again."""
+    pool, plans = PagePool(num_pages, page_size), []
+    scheduler = Scheduler(pool, behavior=tag(), eos_ids={EOS}, **options)
+    runner = FakeRunner(pool, scheduler)
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        plans.append(([(c.start, c.stop) for c in plan.prefills], len(plan.decodes), plan.steps))
+        for sequence, ids in runner.run(plan):
+            scheduler.commit_run(sequence, ids, [-1.0] * len(ids))
+        check_invariants(scheduler)
+    return plans, pool.hits
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_nothing_waits_that_would_not_wait_in_a_cache_without_end(seed: int) -> None:
+    rng = random.Random(seed)
+    page_size, max_batch = rng.choice([1, 3, 4, 16]), rng.choice([1, 2, 5, 16, 64])
+    load = Workload(
+        rng.randint(1, 12), rng.choice([1, 2, 4, 8]), rng.randint(1, 40), rng.randint(1, 24)
+    )
+    head = [rng.randrange(1, 12) for _ in range(rng.randint(0, load.prompt - 1))]
+    requests = []
+    for i in range(load.groups):
+        longest = load.prompt if i % 2 else rng.randint(len(head) + 1, load.prompt)
+        ids = head + [rng.randrange(12, 10**6) for _ in range(longest - len(head))]
+        requests.append(Request(ids, n=load.n, max_tokens=load.response, seed=i, id=str(i)))
+    options = {
+        "max_batch": max_batch,
+        "max_prefill_tokens": rng.choice([16, 8192]),
+        "prefill_chunk": rng.choice([None, 5]),
+        "lookahead": rng.choice([1, 16]),
+    }
+    mine = serve(requests, load.tokens(page_size, max_batch) // page_size, page_size, **options)
+    assert mine == serve(requests, 4000, page_size, **options)
+
+
+def test_an_engine_takes_what_its_loads_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = hf_folder(tmp_path / "model")
+    each = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, their size, float32
+
+    def cache_tokens(free: int | None, **options: Any) -> int:
+        monkeypatch.setattr(engine_module, "free_memory", lambda device: free)
+        return lowroll.Engine(folder, weights="fp32", device="cpu", **options).cache_tokens
+
+    load = Workload(4, 8, 30, 10)
+    assert (
+        cache_tokens(10**9, workloads=[load])
+        == load.tokens(16, 256)
+        < 256 * 256
+        == cache_tokens(10**9)
+    )
+    assert cache_tokens(SHARE * 160 * each, workloads=[load]) == 160
+    assert cache_tokens(320 * each, cache_tokens=320) == 320
+    assert cache_tokens(None, cache_tokens=2**15) == 2**15  # what nobody knows refuses nothing
+    assert cache_tokens(None, workloads=[load]) == load.tokens(16, 256)
+    with pytest.raises(
+        ValueError, match=r"^cache_tokens: a KV cache of 336 tokens takes 0\.000172 GB, and 0\.000"
+    ):
+        cache_tokens(320 * each, cache_tokens=336)
+    with pytest.raises(
+        ValueError,
+        match=r"^cache_tokens: 15 is less than one page of 16 tokens, which is all that "
+        r"the free memory allows$",
+    ):
+        cache_tokens(SHARE * 15 * each)
+
+
+def test_the_memory_of_a_machine_and_of_a_container(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In bytes; None where the system does not say. A container's files that nobody needs are
+    free."""
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "GROUP", tmp_path)
+    assert engine_module.free_memory(torch.device("cpu")) is None
+    whole = machine.total_memory()
+    for text, expected in (
+        ("MemTotal: 9 kB\nMemAvailable:    100 kB\n", 102_400),
+        ("MemTotal: 9 kB\n", None),
+        ("MemAvailable: much kB\n", None),
+    ):
+        (tmp_path / "meminfo").write_text(text)
+        assert engine_module.free_memory(torch.device("cpu")) == expected
+    (tmp_path / "meminfo").write_text("MemAvailable: 100 kB\n")
+    for limit, used, free in (
+        ("max\n", 0, 102_400),
+        ("60000\n", 50_000, 14_000),
+        ("60000\n", 70_000, 0),
+        ("900000\n", 50_000, 102_400),
+    ):
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+        (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 4000\n")
+        assert machine.free_memory() == free
+        assert machine.total_memory() == (whole if limit == "max\n" else int(limit))

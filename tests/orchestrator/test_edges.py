@@ -1,0 +1,315 @@
+"""The orchestrator at its edges: every bound of its settings from both sides, defaults, alarms,
+clocks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from lowroll.orchestrator import (
+    Gibberish,
+    InvalidRollout,
+    Repetition,
+    Sampling,
+    Settings,
+    TemperatureSchedule,
+)
+from lowroll.orchestrator import loop as orchestrator_loop
+from lowroll.orchestrator import source as orchestrator_source
+from lowroll.orchestrator.alarms import alarms
+from lowroll.orchestrator.errors import ErrorWindow, ScoringFailed, describe
+from lowroll.orchestrator.groups import check_group, check_versions
+from lowroll.orchestrator.source import Draw, Ledger, PromptSource
+from lowroll.types import (
+    BehaviorTag,
+    Group,
+    PolicySpan,
+    Prompt,
+    Request,
+    Rollout,
+    Score,
+    ScoreError,
+)
+from tests.fixtures.fakes import FakeEnv, FakeTokenizer, build
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        (
+            "batch_size",
+            [{"batch_size": 4}, {"batch_size": 8}],
+            [{"batch_size": 0}, {"batch_size": 6}, {"batch_size": -4}],
+        ),
+        ("max_rounds", [{"max_rounds": 1}], [{"max_rounds": 0}]),
+        ("error_window", [{"error_window": 1}], [{"error_window": 0}]),
+        (
+            "canary_interval",
+            [{"canary_interval": None}, {"canary_interval": 1}],
+            [{"canary_interval": 0}],
+        ),
+        (
+            "rollouts_per_example",
+            [{"rollouts_per_example": 2}, {"rollouts_per_example": 1, "advantage": "gae"}],
+            [{"rollouts_per_example": 1}, {"rollouts_per_example": 0, "advantage": "gae"}],
+        ),
+        (
+            "sampling.temperature",
+            [
+                {"sampling": Sampling(temperature=1e-6)},
+                {
+                    "sampling": Sampling(temperature=0.0),
+                    "temperature_schedule": TemperatureSchedule(1.0, 0.5, 3),
+                },
+            ],
+            [{"sampling": Sampling(temperature=t)} for t in (0.0, -1.0, math.inf, math.nan)],
+        ),
+        (
+            "max_error_rate",
+            [{"max_error_rate": 0.0}, {"max_error_rate": 0.999}],
+            [{"max_error_rate": -0.001}, {"max_error_rate": 1.0}],
+        ),
+        ("max_staleness", [{"max_staleness": 0}, {"max_staleness": 1}], [{"max_staleness": -1}]),
+        (
+            "env_weights",
+            [{"env_weights": {"a": 1e-9, "b": 3}}],
+            [{"env_weights": {"a": weight}} for weight in (0.0, -1.0, math.inf, math.nan)],
+        ),
+        (
+            "overlong_cache",
+            [{"overlong_max": 5, "overlong_cache": ramp} for ramp in (1, 5)],
+            [
+                {"overlong_max": 5, "overlong_cache": 0},
+                {"overlong_max": 5, "overlong_cache": 6},
+                {"overlong_max": 5},
+            ],
+        ),
+        ("overlong_max", [{}], [{"overlong_cache": 5}]),
+    ],
+)
+def test_every_setting_from_both_sides(field: str, good: list[dict], bad: list[dict]) -> None:
+    base = {"batch_size": 8, "rollouts_per_example": 4}
+    for change in good:
+        Settings(**base | change)
+    for change in bad:
+        with pytest.raises(ValueError, match=f"^{field}"):
+            Settings(**base | change)
+
+
+def test_what_is_not_said_is_the_plain_case() -> None:
+    plain = Settings(8, 4)
+    assert plain == Settings(
+        batch_size=8,
+        rollouts_per_example=4,
+        sampling=Sampling(64, 0, 1.0, 0, 1.0, 0.0, 1.0, (), ()),
+        seed=0,
+        temperature_schedule=None,
+        env_weights={},
+        advantage="grpo",
+        max_prompt_tokens=None,
+        dynamic_sampling=False,
+        max_rounds=8,
+        overlong_max=None,
+        overlong_cache=None,
+        filters=(),
+        max_error_rate=0.05,
+        error_window=50,
+        canary_interval=20,
+        max_staleness=0,
+    )
+    request = Request([1], **vars(Sampling()))
+    assert request == Request(
+        [1], max_tokens=64
+    )  # nothing filters, nothing is banned, nothing stops
+    assert (plain.num_groups, plain.temperature(1), plain.temperature(9)) == (2, 1.0, 1.0)
+    assert Gibberish(10) == Gibberish(10, 100_000, 2.0, False) and Repetition() == Repetition(
+        3000, 0.99, False
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("reward/zero_std_fraction", 0.8),
+        ("rollout/truncated_fraction", 0.8),
+        ("reward/error_rate", 0.02),
+    ],
+)
+def test_an_alarm_is_what_lies_above_its_limit(name: str, limit: float) -> None:
+    assert alarms({name: limit}) == [] and alarms({}) == []
+    (line,) = alarms({name: limit + 1e-6})
+    assert line.startswith(f"{name} is {limit:g} (alarm above {limit:g}): ")
+
+
+@pytest.mark.parametrize(
+    "ends", [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (1.0, math.inf), (math.nan, 1.0)]
+)
+def test_a_schedule_has_positive_ends_and_a_known_shape(ends: tuple[float, float]) -> None:
+    with pytest.raises(
+        ValueError, match="temperature schedule: (start|end): expected a number above 0"
+    ):
+        TemperatureSchedule(*ends, 3)
+    with pytest.raises(ValueError, match="shape: expected linear or cosine"):
+        TemperatureSchedule(1.0, 1.0, 3, "square")  # type: ignore[arg-type]
+
+
+def test_a_schedule_of_two_steps_has_its_start_and_its_end() -> None:
+    for shape in ("linear", "cosine"):
+        schedule = TemperatureSchedule(1.0, 0.5, 2, shape)  # type: ignore[arg-type]
+        assert (schedule(0), schedule(1), schedule(2)) == (1.0, 0.5, 0.5)
+        assert TemperatureSchedule(1.0, 0.5, 0, shape)(0) == 0.5  # type: ignore[arg-type]
+
+
+def test_the_seconds_of_a_step_add_up_over_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(start=100)
+    monkeypatch.setattr(orchestrator_loop.time, "monotonic", lambda: float(next(clock)))
+    assert {
+        name: seconds for name, seconds in build().step(1).stats.items() if name.startswith("time/")
+    } == {"time/generate": 1.0, "time/score": 1.0}
+    batch = build(
+        Settings(8, 4, dynamic_sampling=True, max_rounds=3),
+        rule=lambda prompt, text: 0.5 if prompt.info["index"] < 1 else len(text),
+    ).step(1)
+    assert (
+        batch.stats["rollout/rounds"]
+        == 2
+        == batch.stats["time/generate"]
+        == batch.stats["time/score"]
+    )
+
+
+# -- what an engine may return
+
+
+def answer(**changes: object) -> tuple[Draw, Group]:
+    request = Request([1, 2], n=2, max_tokens=3, id="r")
+    rollout = Rollout(
+        [5, 6, 7], [-0.1, 0.0, -3.0], "length", BehaviorTag((PolicySpan(4, "d"),), "int8")
+    )
+    other = replace(rollout, **changes)
+    return Draw(Prompt(id="p", env="a", messages=[]), request), Group(request, [rollout, other])
+
+
+def test_a_whole_group_passes_and_a_certain_token_may_round_above_0() -> None:
+    for changes in (
+        {},
+        {"logprobs": [-0.1, 1e-4, -3.0]},
+        {"token_ids": [], "logprobs": [], "finish_reason": "abort"},
+        {"token_ids": [5], "logprobs": [-1e30], "finish_reason": "stop"},
+    ):
+        check_group(*answer(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"logprobs": [-0.1, 1.1e-4, -3.0]}, "sample 1 token 1: log-prob 0.00011"),
+        ({"logprobs": [-0.1, -math.inf, -3.0]}, "sample 1 token 1: log-prob -inf"),
+        ({"logprobs": [-0.1]}, "3 tokens but 1"),
+        ({"token_ids": [5] * 4, "logprobs": [-1.0] * 4}, "4 tokens, more than max_tokens=3"),
+        ({"token_ids": [], "logprobs": []}, "no tokens but finish reason 'length'"),
+        ({"behavior": BehaviorTag((), "int8")}, "names no policy version"),
+    ],
+)
+def test_a_spoiled_rollout_is_named(changes: dict, says: str) -> None:
+    with pytest.raises(InvalidRollout, match=f"request 'r'.*{says}"):
+        check_group(*answer(**changes))
+
+
+def test_versions_may_lag_by_the_staleness_and_not_lead() -> None:
+    _, group = answer()
+    for version, staleness in ((4, 0), (4, 3), (5, 1), (7, 3)):
+        check_versions([group], version, staleness)
+    for version, staleness in ((5, 0), (3, 0), (3, 5), (7, 2)):
+        with pytest.raises(
+            InvalidRollout, match=f"version 4 while the learner is at {version}; max_staleness is"
+        ):
+            check_versions([group], version, staleness)
+
+
+# -- errors of scorers
+
+
+def test_the_error_rate_is_judged_from_so_many_scores_on_and_above_the_limit_alone() -> None:
+    good, bad = Score(1.0), ScoreError("exception", "boom")
+    ErrorWindow(0.5, 4, 4).check([bad, bad, bad])  # too few to judge
+    ErrorWindow(0.5, 4, 4).check([bad, bad, good, good])  # at the limit
+    with pytest.raises(ScoringFailed, match="3 of the last 4 scores are errors"):
+        ErrorWindow(0.5, 4, 4).check([bad, bad, bad, good])
+    window = ErrorWindow(0.25, 4, 6)
+    window.check([good] * 6)
+    window.check([bad])
+    assert window.state() == "000001" and window.copy().state() == "000001"
+    window.check([good] * 5)
+    assert window.state() == "100000"
+    window.check([good])
+    assert window.state() == "000000"
+    short = ErrorWindow(0.25, 4, 2)  # never shorter than what it judges by
+    short.check([good] * 5)
+    assert short.state() == "0000"
+    with pytest.raises(ValueError, match="a string of 0 and 1"):
+        window.restore("012")
+
+
+def test_errors_are_listed_by_how_often_and_then_by_name() -> None:
+    errors = [ScoreError(kind, f"{kind}\n") for kind in ("timeout", "memory", "crash", "memory")]
+    assert describe(errors) == "2 memory, 1 crash, 1 timeout; first: timeout: timeout\\n"
+    assert describe([ScoreError("crash", "x" * 501)]).endswith(": " + "x" * 500)
+
+
+# -- prompts
+
+
+def test_prompts_at_the_limit_pass_and_too_many_longer_ones_blame_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(orchestrator_source, "MAX_PASSED_OVER", 3)
+
+    class Env(FakeEnv):
+        def prompt(self, index: int, split: str = "train") -> Prompt:
+            self.content = "x" * (5 if index in long else 4)
+            return super().prompt(index, split)
+
+    def draws(count: int) -> tuple[list[Draw], Ledger]:
+        ledger = Ledger()
+        return PromptSource(
+            Settings(4, 2, max_prompt_tokens=4), {"a": Env("a")}, FakeTokenizer()
+        ).draw(ledger, count, 1.0), ledger
+
+    long = {0, 1, 3, 4}  # never three in a row
+    drawn, ledger = draws(3)
+    assert [draw.prompt.info["index"] for draw in drawn] == [2, 5, 6]
+    assert (ledger.draws, ledger.cursors, ledger.planned, ledger.passed_over) == (7, {"a": 7}, 3, 4)
+    long = {1, 2, 3}
+    with pytest.raises(
+        ValueError, match="max_prompt_tokens: 3 prompts in a row have more than 4 tokens"
+    ):
+        draws(2)
+
+
+def test_a_ledger_takes_counts_and_nothing_else() -> None:
+    state = {
+        "draws": 5,
+        "cursors": {"a": 5},
+        "planned": 4,
+        "consumed": 3,
+        "dropped": 1,
+        "passed_over": 1,
+    }
+    assert Ledger.of(state, {"a"}).state() == state
+    zero = dict.fromkeys(state, 0) | {"cursors": {"a": 0}}
+    assert Ledger.of(zero, {"a"}).state() == zero
+    for change, says in (
+        ({"draws": -1}, "ledger.draws"),
+        ({"draws": True}, "ledger.draws"),
+        ({"draws": 1.0}, "draws"),
+        ({"cursors": {"a": -1}}, "ledger.cursors.a"),
+        ({"cursors": {"b": 1}}, "ledger.cursors"),
+        ({"cursors": 3}, "ledger.cursors"),
+        ({"planned": 5}, "ledger.planned"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Ledger.of(state | change, {"a"})

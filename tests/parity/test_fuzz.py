@@ -1,0 +1,75 @@
+"""A sample of the differential fuzz, and that it sees what it is there for (`python -m tests.fuzz`
+runs it in full)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lowroll.engine.runner import Runner
+from lowroll.engine.sequence import Plan
+from tests import fuzz
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_mixes_give_every_request_what_it_would_get_alone(seed: int) -> None:
+    verdict = fuzz.run_block(seed, mixes=10)
+    assert verdict.differences == [] and verdict.tokens > 100 and verdict.borderline <= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(10))
+def test_mixes_on_a_device(seed: int) -> None:
+    verdict = fuzz.run_block(seed, mixes=10, device="cuda")
+    assert verdict.differences == [] and verdict.tokens > 100
+
+
+SOUND = Runner.run
+
+
+def swapped(runner: Runner, plan: Plan) -> Any:
+    """The first tokens of two prompts that end in one step are each other's."""
+    drawn = SOUND(runner, plan)
+    first = [i for i, row in enumerate(drawn) if not row.sequence.token_ids]
+    if len(first) > 1:
+        a, b = drawn[first[0]], drawn[first[-1]]
+        drawn[first[0]] = replace(a, token_ids=b.token_ids, logprobs=b.logprobs)
+        drawn[first[-1]] = replace(b, token_ids=a.token_ids, logprobs=a.logprobs)
+    return drawn
+
+
+def stale(runner: Runner, plan: Plan) -> Any:
+    """A key of every layer is lost."""
+    drawn = SOUND(runner, plan)
+    for chunk in plan.prefills:
+        for keys in runner.cache.keys:
+            keys[chunk.sequence.pages[0], 0].zero_()
+    return drawn
+
+
+def repeated(runner: Runner, plan: Plan) -> Any:
+    """The first of two steps' log-probs stands for both."""
+    return [
+        replace(row, logprobs=row.logprobs[:1] * len(row.logprobs)) for row in SOUND(runner, plan)
+    ]
+
+
+def lower(runner: Runner, plan: Plan) -> Any:
+    """The neighbour of the token that the noise draws, with the log-prob of that one."""
+    drawn = SOUND(runner, plan)
+    return [replace(row, token_ids=[max(2, t - 1) for t in row.token_ids]) for row in drawn]
+
+
+@pytest.mark.parametrize("fault", [swapped, stale, repeated, lower])
+def test_the_fuzz_sees_a_fault(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "run", torch.inference_mode()(fault))
+    for seed in range(20):
+        try:
+            if fuzz.run_block(seed, mixes=3).differences:
+                return
+        except RuntimeError:  # a fault can break the engine's own book-keeping
+            return
+    pytest.fail("60 mixes and no difference")

@@ -1,0 +1,247 @@
+"""Attribution by hand, engines whose gap has one known cause, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowroll
+from lowroll.cli.main import main
+from lowroll.config import from_mapping
+from lowroll.model import hf
+from lowroll.runs import demo
+from lowroll.runs.diagnose import CAUSES, Diagnosis, attribute, diagnose
+from tests.fixtures.runs import TINY, settings, train
+
+TASK = {
+    "id": "reverse-text",
+    "args": {"template": "{text}", "max_words": 1, "min_len": 3, "max_len": 5},
+}
+N = torch.tensor([0, 0, 1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with large weights, so that its distributions are far from uniform and rounding
+    shows."""
+    folder = demo.build_model(tmp_path_factory.mktemp("diagnose") / "model", 0, TINY)
+    rough = hf.load(folder)
+    with torch.no_grad():
+        for _, linear in rough.linears():
+            linear.weight.mul_(8)
+    return hf.save(rough, folder.parent / "rough", tokenizer_from=folder)
+
+
+def of(model: Path, weights: str, **changes: Any) -> Diagnosis:
+    tree = {
+        "model": str(model),
+        "device": "cpu",
+        "env": [TASK],
+        "rollout": {"weights": weights, "max_tokens": 8, "cache_tokens": 1024},
+    } | changes
+    return diagnose(from_mapping(tree), num_prompts=4, n=2)
+
+
+def part(diagnosis: Diagnosis, cause: str) -> Any:
+    (found,) = (p for p in diagnosis.parts if p.cause == cause)
+    return found
+
+
+def test_parts_by_hand() -> None:
+    points = {
+        "decode": [-1.0, -2.0, -3.0],
+        "prefill": [-1.1, -2.0, -2.9],
+        "aligned": [-1.1, -2.0, -2.9],
+        "dense": [-1.1, -1.4, -3.2],
+    }
+    parts, whole = attribute(
+        {name: torch.tensor(p, dtype=torch.float64) for name, p in points.items()}, N
+    )
+    assert [(p.cause, p.start, p.stop) for p in parts] == [
+        ("weights", "aligned", "dense"),
+        ("kernels", "prefill", "aligned"),
+        ("kernels", "decode", "prefill"),
+        ("kv", "", ""),
+        ("staleness", "", ""),
+    ]
+    weights, same, decode, kv, stale = parts
+    assert weights.kl_k1 == pytest.approx(
+        (0 - 0.6 + 0.3) / 3
+    ) and weights.logp_diff_mean == pytest.approx(0.3)
+    assert weights.logp_diff_max == pytest.approx(0.6) and (
+        same.logp_diff_max,
+        same.share,
+        same.ess,
+    ) == (0, 0, 1)
+    assert decode.kl_k1 == pytest.approx(0, abs=1e-12) and decode.logp_diff_mean == pytest.approx(
+        0.2 / 3
+    )
+    assert kv == type(kv)("kv", "", "", remark=kv.remark)
+    assert stale == type(kv)("staleness", "", "", remark=stale.remark)
+    assert [p.share for p in parts] == pytest.approx([0.9 / 1.1, 0, 0.2 / 1.1, 0, 0])
+    assert (
+        whole.kl_k1
+        == pytest.approx((0.1 - 0.6 + 0.2) / 3)
+        == pytest.approx(sum(p.kl_k1 for p in parts))
+    )
+    w = torch.tensor([-0.1, 0.6, -0.2], dtype=torch.float64).exp()
+    assert whole.kl_k3 == pytest.approx((w.sum().item() - 0.3 - 3) / 3)
+    assert whole.ess == pytest.approx((w.mean() ** 2 / (w**2).mean()).item())
+
+
+def test_under_a_kv_policy_decoding_is_the_caches_part() -> None:
+    points = {
+        name: torch.tensor([-1.0, -1.0, p])
+        for name, p in (("decode", -2.0), ("prefill", -1.0), ("aligned", -1.0), ("dense", -1.1))
+    }
+    parts, whole = attribute(points, N, kv_policy="rkv")
+    diagnosis = Diagnosis("m", "fp32", 3, parts, whole)
+    assert {p.cause for p in parts if p.logp_diff_max} == {"kv", "weights"}
+    assert diagnosis.share("kv") == pytest.approx(1 / 1.1)
+    assert diagnosis.reading.startswith("91% of the gap comes from kv: ")
+
+
+def test_a_float32_engine_has_no_gap(model: Path) -> None:
+    diagnosis = of(model, "fp32")
+    assert diagnosis.num_tokens >= 8
+    assert all(p.logp_diff_max < 1e-4 for p in (*diagnosis.parts, diagnosis.whole))
+    assert diagnosis.reading.startswith("engine and learner agree")
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8", "nvfp4"])
+def test_a_low_bit_engines_gap_comes_from_its_weights(model: Path, weights: str) -> None:
+    diagnosis = of(model, weights)
+    assert diagnosis.share("weights") > 0.95 and "comes from weights" in diagnosis.reading
+    assert part(diagnosis, "weights").logp_diff_max > 1e-3
+    assert sum(diagnosis.share(cause) for cause in CAUSES) == pytest.approx(1)
+    assert sum(p.kl_k1 for p in diagnosis.parts) == pytest.approx(
+        diagnosis.whole.kl_k1, rel=1e-6, abs=1e-9
+    )
+
+
+def test_a_bfloat16_engines_gap_is_its_arithmetic(model: Path) -> None:
+    """float32 learner, weights that bfloat16 holds exactly: the linear layers see the same
+    weights."""
+    exact = hf.load(model)
+    with torch.no_grad():
+        for _, p in exact.named_parameters():
+            p.copy_(p.bfloat16().float())
+    folder = hf.save(exact, model.parent / "exact", tokenizer_from=model)
+    diagnosis = of(folder, "bf16")
+    assert diagnosis.whole.logp_diff_max > 1e-3
+    assert diagnosis.share("kernels") > 0.5
+
+
+def test_an_aligned_learner_is_told_that_it_does_not_pay_for_weights(model: Path) -> None:
+    plain, told = of(model, "int8"), of(model, "int8", train={"forward": "aligned"})
+    assert plain.whole == told.whole and any(
+        "does not pay for weights" in note for note in told.notes
+    )
+
+
+def test_over_a_shared_base_only_the_arithmetic_is_left(model: Path) -> None:
+    diagnosis = of(model, "nvfp4", train={"lora": True, "lora_rank": 4})
+    assert diagnosis.whole.logp_diff_max < 1e-4
+
+
+def test_prefill_scores_are_the_learners_and_disturb_nothing(model: Path) -> None:
+    engine = lowroll.Engine(model, weights="fp32", device="cpu", cache_tokens=128)
+    request = lowroll.Request(prompt_ids=[5, 6, 7], n=2, max_tokens=6, seed=1)
+    alone = engine.generate([request])[0].rollouts
+    free = engine.pool.num_free
+    handle, done = engine.add(request), []
+    engine.step()
+    sequences = [[5, 6, 7, *r.token_ids] for r in alone]
+    got = engine.score(sequences, [3, 3], 0.7)
+    while not done:
+        done = engine.step()
+    assert done[0][0] == handle and done[0][1].rollouts == alone and engine.pool.num_free == free
+    for mine, theirs in zip(got, lowroll.score(model, sequences, [3, 3], 0.7), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+    for bad in ([5, 6, 7], [5, 6, 7, 10**6], [1] * 10**4):
+        with pytest.raises(ValueError, match=r"sequences\[0\]"):
+            engine.score([bad], [3])
+    assert engine.pool.num_free == free
+
+
+def test_a_synchronous_run_is_never_stale(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its checkpoints are steps apart, and no rollout was ever drawn from the older one for the
+    newer one."""
+    tree = settings(
+        model,
+        tmp_path / "run",
+        rollout={"weights": "fp32"},
+        train={"max_steps": 3, "lr_scheduler_type": "constant", "warmup_steps": 0},
+    )
+    run = train(tree).folder
+    capsys.readouterr()
+    assert main(["diagnose", str(run), "--json", "--n", "4", "--k", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["shares"]["staleness"] == 0 and found["reading"].startswith(
+        "engine and learner agree"
+    )
+    assert found["notes"] == ["weights of step 3"]
+    for format, cause in (("int8", "weights"), ("bf16", "kernels")):
+        assert (
+            main(["diagnose", str(run), "--json", "--n", "4", "--k", "2", "--format", format]) == 0
+        )
+        found = json.loads(capsys.readouterr().out)
+        assert found["shares"]["staleness"] == 0 and found["shares"][cause] > 0.5, found["reading"]
+        assert found["whole"]["kl_k1"] == pytest.approx(
+            sum(p["kl_k1"] for p in found["parts"]), abs=1e-9
+        )
+
+    cfg = from_mapping(tree)
+    one = diagnose(cfg, run, prompts=["abc"], n=2)
+    assert part(one, "staleness").remark and one.whole.logp_diff_max < 1e-4
+    assert diagnose(cfg, run, prompts=["abc"], n=2) == one
+    base = diagnose(cfg, prompts=["abc"], n=2)
+    assert base.num_tokens != one.num_tokens or base.whole != one.whole
+
+
+def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "diagnose",
+                str(model),
+                "--format",
+                "int8",
+                "--prompt",
+                "abc",
+                "--k",
+                "2",
+                "device=cpu",
+                "--max-tokens",
+                "6",
+                "rollout.top_p=0.9",
+                "rollout.cache_tokens=512",
+            ]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out
+    for words in (
+        "int8 rollouts",
+        "aligned -> dense",
+        "decode -> prefill",
+        "the cache is dense",
+        "same version",
+        "decode -> dense",
+        "note: drawn without the run's top_k",
+        "of the gap comes from weights",
+    ):
+        assert words in out
+    for words, told in (
+        (["--n", "0"], "--n: must be at least 1"),
+        (["--format", "int5"], "rollout.weights"),
+        (["other"], "give one run folder or model"),
+    ):
+        assert main(["diagnose", str(model), *words]) == 2
+        assert told in capsys.readouterr().err

@@ -1,0 +1,449 @@
+"""Resuming: what may change is shown to change nothing, and everything else is refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lowroll.checkpoint.publish import encode_manifest
+from lowroll.checkpoint.store import Store
+from lowroll.config import from_mapping
+from lowroll.engine import native as engine_module
+from lowroll.engine.native import Engine
+from lowroll.metrics.record import read, reproducible
+from lowroll.model import hf
+from lowroll.runs import identity
+from lowroll.runs.grpo import RunResult
+from tests.fixtures.runs import copy_stopped_after, settings, train
+
+STEPS = 4
+# prompts of several pages with a common head, so that pages are found again; three groups of which
+# two fit at a time
+TASK = {
+    "id": "reverse-text",
+    "args": {
+        "system": "write it backwards",
+        "template": "{text}",
+        "max_words": 1,
+        "min_len": 3,
+        "max_len": 12,
+    },
+}
+OTHER = {
+    "id": "arithmetic",
+    "args": {"system": "write it backwards", "min_steps": 1, "max_steps": 1},
+}
+
+
+def tree(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "env": [TASK],
+        "batch_size": 12,
+        "eval": {"interval": 2, "num_examples": 3},
+        "ckpt": {"interval": 1},
+        "rollout": {"page_size": 4, "max_batch": 8, "cache_tokens": 512},
+        "train": {"max_steps": STEPS, "lr_scheduler_type": "constant", "minibatches": 1},
+    }
+    for key, value in changes.items():
+        base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
+    return settings(model, out, **base)
+
+
+def learnt(folder: Path, steps: int = STEPS) -> dict[str, str]:
+    """Digests of what the first steps computed: tensors, rollouts, and the records but for `eval/*`
+    and `guard/*`."""
+    last = Store(folder / "checkpoints").load(steps)
+    files = {path.name: path for path in last.path.glob("*.safetensors")}
+    files |= {
+        path.name: path
+        for path in (folder / "rollouts").iterdir()
+        if path.stem <= f"step_{steps:06d}"
+    }
+    records = [
+        {
+            key: value
+            for key, value in reproducible(record).items()
+            if not key.startswith(("eval/", "guard/"))
+        }
+        for record in read(folder)[:steps]
+    ]
+    assert len(files) >= 2 + steps
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()} | {
+        "records": json.dumps(records, sort_keys=True),
+        "orchestrator": json.dumps(last.state["orchestrator"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tree(model, tmp_path_factory.mktemp("whole") / "run")).folder
+
+
+def go_on(model: Path, whole: Path, out: Path, step: int = 2, **changes: Any) -> RunResult:
+    copy_stopped_after(whole, step, out)
+    return train(tree(model, out, **changes), resume=True)
+
+
+# every key that may change, at other values
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "output_dir": [{}],
+    "ckpt": [
+        {"ckpt": {"interval": STEPS, "keep_last": 1}},
+        {"ckpt": {"interval": 1, "keep_interval": 3}},
+    ],
+    "score.workers": [{"score": {"workers": 3}}],
+    "score.max_error_rate": [
+        {"score": {"max_error_rate": 0.5}},
+        {"score": {"max_error_rate": 0.0}},
+    ],
+    "eval": [
+        {"eval": {"interval": None}},
+        {
+            "eval": {
+                "interval": 1,
+                "num_examples": 7,
+                "rollouts_per_example": 2,
+                "temperature": 0.7,
+                "top_p": 0.9,
+                "env": [TASK, OTHER],
+            }
+        },
+    ],
+    "guard": [{"guard": None}, {"guard": {"action": "fallback", "patience": 1, "kl_growth": None}}],
+    "force": [{"force": True}],
+    "dapo.no_signal": [{"dapo": {"no_signal": "go_on"}}],
+    "rollout.release_cache": [{"rollout": {"release_cache": True}}],
+    "train.max_steps": [{"train": {"max_steps": STEPS + 2}}],
+}
+
+
+def test_every_key_is_tried() -> None:
+    assert CHANGES.keys() == {*identity.MAY_CHANGE, "train.max_steps"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [(key, i) for key in CHANGES for i in range(len(CHANGES[key]))],
+    ids=lambda change: f"{change[0]}-{change[1]}",
+)
+def test_what_may_change_changes_nothing(
+    change: tuple[str, int], model: Path, whole: Path, tmp_path: Path
+) -> None:
+    key, i = change
+    assert learnt(go_on(model, whole, tmp_path / "cut", **CHANGES[key][i]).folder) == learnt(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rollout": {"max_batch": 4}}, r"rollout\.max_batch was 8 and is 4"),
+        ({"rollout": {"cache_tokens": 1024}}, r"rollout\.cache_tokens was 512 and is 1024"),
+        ({"rollout": {"cache_tokens": None}}, r"rollout\.cache_tokens was 512 and is None"),
+        ({"score": {"time_limit": 3.0}}, r"score\.time_limit was 10\.0 and is 3\.0"),
+        ({"score": {"memory_limit_mb": 999}}, r"score\.memory_limit_mb was 2048 and is 999"),
+        ({"train": {"max_steps": 1, "warmup_steps": 0}}, r"train\.warmup_steps was 2 and is 0"),
+        ({"train": {"max_steps": 2}}, "train.max_steps: 2, and the run has made 3 steps"),
+    ],
+)
+def test_what_would_change_the_run_is_refused(
+    changes: dict[str, Any], told: str, model: Path, whole: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        go_on(model, whole, tmp_path / "cut", 3, **changes)
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_batch", 3), ("cache_tokens", 64)])
+def test_they_do_change_the_rollouts(
+    key: str, value: int, model: Path, whole: Path, tmp_path: Path
+) -> None:
+    """Why they are refused: other rows run together, and their sums round otherwise."""
+    other = train(
+        tree(
+            model, tmp_path / "run", rollout={key: value}, train={"max_steps": 1, "warmup_steps": 1}
+        )
+    )
+    assert learnt(other.folder, 1).keys() == learnt(whole, 1).keys() and learnt(
+        other.folder, 1
+    ) != learnt(whole, 1)
+
+
+# -- the size of the cache -------------------------------------------------------------------------
+
+
+def test_a_resumed_run_has_the_cache_that_it_began_with(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default follows the free memory; the number that came of it belongs to the checkpoint."""
+    free, made = [10**9], []
+
+    def watched(engine: Engine, *args: Any, **options: Any) -> None:
+        build(engine, *args, **options)
+        made.append(engine.cache_tokens)
+
+    build = Engine.__init__
+    monkeypatch.setattr(Engine, "__init__", watched)
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: free[0])
+    each = 2 * 2 * 1 * 16 * 4
+    for memory, expected in (
+        (10**9, None),
+        (4 * 96 * each, 96),
+    ):  # what the run can use, and what there is of it
+        free[0], name = memory, f"run{memory}"
+        run = tree(model, tmp_path / name, rollout={"cache_tokens": None})
+        folder = train(run).folder
+        assert expected in (None, made[-1]) and (expected == 96 or 96 < made[-1] < 1024)
+        for now in (10**10, made[-1] * each):
+            free[0] = now
+            copy_stopped_after(folder, 2, tmp_path / f"cut{now}")
+            again = train({**run, "output_dir": str(tmp_path / f"cut{now}")}, resume=True)
+            assert made[-1] == made[-2] and learnt(again.folder) == learnt(folder)
+            shutil.rmtree(tmp_path / f"cut{now}")
+        free[0] -= 1
+        copy_stopped_after(folder, 2, tmp_path / f"less{memory}")
+        with pytest.raises(
+            ValueError,
+            match=r"^resume: a run keeps the KV cache that it began with: rollout\."
+            r"cache_tokens: a KV cache of \d+ tokens takes .* GB, and .* are free$",
+        ):
+            train({**run, "output_dir": str(tmp_path / f"less{memory}")}, resume=True)
+
+
+def test_the_default_cache_is_as_good_as_one_without_end(model: Path, tmp_path: Path) -> None:
+    """Same rows together, same pages found again: the same bits."""
+    folders = [
+        train(
+            tree(
+                model,
+                tmp_path / str(size),
+                rollout={"cache_tokens": size},
+                train={"max_steps": 2},
+                stages=[{"step": 2, "max_tokens": 9, "batch_size": 24}],
+            )
+        ).folder
+        for size in (None, 1 << 16)
+    ]
+    assert learnt(folders[0], 2) == learnt(folders[1], 2)
+    sizes = [Store(folder / "checkpoints").load().meta["cache_tokens"] for folder in folders]
+    assert sizes[0] < 2048 and sizes[1] == 1 << 16
+    assert (
+        f"a KV cache of {sizes[0]:,} tokens"
+        in json.loads((folders[0] / "about.json").read_text())["rollout"]
+    )
+
+
+# -- what is read beside the settings --------------------------------------------------------------
+
+
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "rope_theta": (
+        lambda m: edit(m / "config.json", lambda c: c | {"rope_theta": 5e5}),
+        r"model: config\.json: rope_theta was 10000\.0 and is 500000\.0",
+    ),
+    "norm_eps": (
+        lambda m: edit(m / "config.json", lambda c: c | {"rms_norm_eps": 1e-3}),
+        r"model: config\.json: norm_eps was 1e-06 and is 0\.001",
+    ),
+    "eos": (
+        lambda m: edit(m / "config.json", lambda c: c | {"eos_token_id": 7}),
+        r"model: config\.json: eos_ids was \(\d+,\) and is \(7,\)",
+    ),
+    "tokenizer's eos": (
+        lambda m: edit(m / "tokenizer_config.json", lambda c: c | {"eos_token": "a"}),
+        r"model: tokenizer_config\.json was sha256:\w{12}\.\.\. and is sha256:\w{12}\.\.\.",
+    ),
+    "tokenizer": (
+        lambda m: edit(m / "tokenizer.json", lambda c: c | {"normalizer": {"type": "Lowercase"}}),
+        r"model: tokenizer\.json was sha256:\w{12}\.\.\. and is",
+    ),
+    "chat template": (
+        lambda m: (m / "chat_template.jinja").write_text(
+            "x" + (m / "chat_template.jinja").read_text()
+        ),
+        r"model: chat_template\.jinja was sha256:\w{12}\.\.\. and is",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_another_model_folder_is_refused_by_what_is_other(
+    what: str, model: Path, whole: Path, tmp_path: Path
+) -> None:
+    change, told = FILES[what]
+    other = shutil.copytree(model, tmp_path / "model")
+    copy_stopped_after(whole, 2, tmp_path / "cut")
+    shutil.move(model, tmp_path / "kept")
+    try:
+        shutil.copytree(other, model)
+        change(model)
+        with pytest.raises(
+            ValueError, match=f"^resume: the run does not read what it began with: {told}"
+        ):
+            train(tree(model, tmp_path / "cut"), resume=True)
+    finally:
+        shutil.rmtree(model)
+        shutil.move(tmp_path / "kept", model)
+
+
+def test_what_nobody_reads_may_be_other(model: Path, whole: Path, tmp_path: Path) -> None:
+    """A note in config.json, generation settings: the run goes on as the same."""
+    kept = (model / "config.json").read_text()
+    try:
+        edit(
+            model / "config.json",
+            lambda c: c | {"transformers_version": "9", "max_window_layers": 3},
+        )
+        (model / "generation_config.json").write_text('{"temperature": 0.1, "eos_token_id": 9}')
+        assert learnt(go_on(model, whole, tmp_path / "cut").folder) == learnt(whole)
+    finally:
+        (model / "config.json").write_text(kept)
+        (model / "generation_config.json").unlink()
+
+
+def test_the_weights_of_the_model_are_refused_as_before(
+    model: Path, whole: Path, tmp_path: Path
+) -> None:
+    other = hf.load(model)
+    with torch.no_grad():
+        other.norm.weight.mul_(2)
+    shutil.move(model, tmp_path / "kept")
+    try:
+        hf.save(other, model, tokenizer_from=tmp_path / "kept")
+        with pytest.raises(
+            ValueError, match="^model: the weights of .* are not those that the run began with"
+        ):
+            go_on(model, whole, tmp_path / "cut")
+    finally:
+        shutil.rmtree(model)
+        shutil.move(tmp_path / "kept", model)
+
+
+ENV = """
+from lowroll.envs.reverse_text import ReverseText
+
+class Mine(ReverseText):
+    def __init__(self, *, words, **options):
+        super().__init__(template="{text}", max_words=1, min_len=3, max_len=5, **options)
+"""
+
+
+def test_data_code_and_other_models_are_part_of_a_run(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(ENV)
+    (tmp_path / "words.txt").write_text("one\n")
+    for name in ("teacher", "critic"):
+        shutil.copytree(model, tmp_path / name)
+    env = [
+        {
+            "id": f"{tmp_path}/env.py:Mine",
+            "name": "mine",
+            "args": {"words": str(tmp_path / "words.txt")},
+        }
+    ]
+    aipo = {"correction": "aipo", "loss": {"aipo": {"teacher_tau": 0.5}}, "env": env}
+    learner = {"max_steps": 2, "teacher": str(tmp_path / "teacher")}
+    runs = {
+        "teacher": tree(model, tmp_path / "aipo", **aipo, train=learner),
+        "critic": tree(
+            model,
+            tmp_path / "ppo",
+            algorithm="ppo",
+            critic={"model": str(tmp_path / "critic")},
+            train={"max_steps": 2},
+        ),
+    }
+    for run in runs.values():
+        train(run)
+        train(run, resume=True)
+
+    def refused(name: str, told: str) -> None:
+        with pytest.raises(
+            ValueError, match=f"^resume: the run does not read what it began with: {told}"
+        ):
+            train(runs[name], resume=True)
+
+    (tmp_path / "env.py").write_text(ENV + "    # the same\n")
+    refused("teacher", r"env mine: its code was sha256:\w{12}\.\.\. and is sha256:\w{12}\.\.\.$")
+    (tmp_path / "env.py").write_text(ENV)
+    (tmp_path / "words.txt").write_text("two\n")
+    refused("teacher", r"env mine: words was sha256:\w{12}\.\.\. and is sha256:\w{12}\.\.\.$")
+    (tmp_path / "words.txt").write_text("one\n")
+    for name, key in (("teacher", r"train\.teacher"), ("critic", r"critic\.model")):
+        edit(tmp_path / name / "config.json", lambda c: c | {"rope_theta": 5e5})
+        refused(name, rf"{key}: config\.json: rope_theta was 10000\.0 and is 500000\.0$")
+    shutil.copyfile(model / "config.json", tmp_path / "teacher" / "config.json")
+    other = hf.load(tmp_path / "teacher")
+    with torch.no_grad():
+        other.norm.weight.mul_(2)
+    shutil.rmtree(tmp_path / "teacher")
+    hf.save(other, tmp_path / "teacher", tokenizer_from=model)
+    refused("teacher", r"train\.teacher: weights was \w{32} and is \w{32}$")
+
+
+def test_arguments_that_name_files_are_read_and_other_texts_are_not(
+    tmp_path: Path, model: Path
+) -> None:
+    """A long system prompt is no path; every file of a list is one."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    env = {
+        "id": "reverse-text",
+        "name": "mine",
+        "args": {
+            "template": "{text}" + "x" * 5000,
+            "files": [str(tmp_path / "a"), {"more": str(tmp_path / "b")}, 3],
+        },
+    }
+    cfg = from_mapping({"model": str(model), "env": [env]})
+    before = identity.read_by(cfg)
+    assert [key for key in before if key.startswith("env")] == [
+        f"env mine: files: {tmp_path / n}" for n in ("a", "b")
+    ]
+    (tmp_path / "b").write_text("other")
+    with pytest.raises(
+        ValueError, match=rf"env mine: files: {tmp_path / 'b'} was sha256:\w{{12}}\.\.\. and is sha"
+    ):
+        identity.refuse_other_files(before, identity.read_by(cfg))
+    older = {key: value for key, value in identity.read_by(cfg).items() if "rope_theta" not in key}
+    identity.refuse_other_files(
+        older, identity.read_by(cfg)
+    )  # of a version that did not know the key
+    (tmp_path / "b").unlink()
+    with pytest.raises(ValueError, match="and is not there$"):
+        identity.refuse_other_files(before, identity.read_by(cfg))
+
+
+def test_a_checkpoint_that_does_not_say_what_was_read_is_refused(
+    model: Path, whole: Path, tmp_path: Path
+) -> None:
+    copy_stopped_after(whole, 2, tmp_path / "cut")
+    manifest = tmp_path / "cut" / "checkpoints" / "step_000002" / "MANIFEST.json"
+    found = json.loads(manifest.read_text())
+    meta = {
+        key: value for key, value in found["meta"].items() if key not in ("read", "cache_tokens")
+    }
+    manifest.write_bytes(encode_manifest(found["files"], meta))
+    with pytest.raises(ValueError, match="^resume: the checkpoint is of an older lowroll"):
+        train(tree(model, tmp_path / "cut"), resume=True)
+
+
+def test_settings_are_told_apart_key_by_key() -> None:
+    saved = yaml.safe_load(from_mapping({"model": "m", "seed": 1}).dump())
+    other = from_mapping({"model": "m", "seed": 2, "correction": "acr", "train": {"lora": True}})
+    told = "the configuration is not that of the checkpoint: seed was 1 and is 2; train.lora was False and is True"
+    with pytest.raises(ValueError, match=f"^resume: {re.escape(told)}$"):
+        identity.refuse_other_settings(saved, other)
+    with pytest.raises(ValueError, match=r": seed was 1 and is 2$"):
+        identity.refuse_other_settings(saved, other, more=("train.lora",))
+    identity.refuse_other_settings(saved, other, more=("train", "seed"))

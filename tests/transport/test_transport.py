@@ -1,0 +1,487 @@
+"""The codec loses nothing and refuses everything else; channels keep order, deadlines and
+identity."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import subprocess
+import sys
+import threading
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lowroll import types
+from lowroll.transport import (
+    ChannelClosed,
+    CodecError,
+    DeadlineExceeded,
+    MemoryRolloutChannel,
+    MemoryWeightChannel,
+    decode_batch,
+    decode_sample,
+    encode_batch,
+    encode_sample,
+    read_rollouts,
+    write_rollouts,
+)
+from lowroll.transport.rollout_log import rollout_files, truncate_rollouts
+from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score, ScoreError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+json_data = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(st.characters(exclude_categories=["Cs"]), max_size=5), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+any_float = st.floats(allow_nan=False)
+
+prompts = st.builds(
+    Prompt,
+    id=text,
+    env=text,
+    info=st.dictionaries(text, json_data, max_size=3),
+    messages=st.lists(st.dictionaries(text, text, max_size=2), max_size=2),
+)
+tags = st.builds(
+    BehaviorTag,
+    policy=st.lists(
+        st.builds(PolicySpan, st.integers(0, 99), text, st.integers(0, 9)), min_size=1, max_size=3
+    ).map(tuple),
+    weights=text,
+    kv_policy=text,
+    kv_budget=st.none() | st.integers(0, 9999),
+    noise_seed=st.none() | st.integers(0, 2**63 - 1),
+    noise_sigma=any_float,
+    sampler=st.dictionaries(text, any_float, max_size=3),
+)
+rollouts = st.builds(
+    Rollout,
+    token_ids=st.lists(st.integers(0, 200000), max_size=5),
+    logprobs=st.lists(any_float, max_size=5),
+    finish_reason=st.sampled_from(["stop", "length", "abort"]),
+    behavior=tags,
+    stop_reason=st.none() | st.integers(0, 9) | text,
+)
+scores = st.builds(Score, any_float, st.dictionaries(text, any_float, max_size=2)) | st.builds(
+    ScoreError, st.sampled_from(["exception", "timeout", "memory", "crash", "invalid"]), text
+)
+samples = st.builds(
+    Sample,
+    prompt=prompts,
+    prompt_ids=st.lists(st.integers(0, 9), max_size=4),
+    rollout=rollouts,
+    text=text,
+    score=scores,
+    advantage=any_float,
+    loss_mask=st.lists(st.integers(0, 1), max_size=4),
+    group=st.integers(0, 9),
+    reward=st.none() | any_float,
+)
+batches = st.builds(
+    Batch,
+    step=st.integers(0, 10**7),
+    samples=st.lists(samples, max_size=3),
+    temperature=any_float,
+    stats=st.dictionaries(text, any_float, max_size=3),
+)
+
+
+def sample_of(index: int = 0, **changes: object) -> Sample:
+    tag = BehaviorTag(policy=(PolicySpan(3, "ab12"),), weights="int8", sampler={"temperature": 1.0})
+    rollout = Rollout([5, 6, 2], [-0.1 - index, -1e-300, -math.inf], "stop", tag, stop_reason=2)
+    sample = Sample(
+        Prompt(f"p{index}", "arith", [{"role": "user", "content": "1+1=?\n"}], {"gold": "2"}),
+        [1, 5],
+        rollout,
+        "two",
+        Score(1.0, {"format": 0.5}),
+        advantage=0.70710678,
+        loss_mask=[1, 1, 1],
+        reward=1.0,
+    )
+    return dataclasses.replace(sample, **changes)
+
+
+def batch_of(step: int = 12) -> Batch:
+    failed = sample_of(1, score=ScoreError("timeout", "10 s"), reward=None)
+    return Batch(step, [sample_of(), failed], 1.0, {"reward/mean": 1.0})
+
+
+def exactly(value: object) -> str:
+    """repr tells -0.0 from 0.0, 1 from 1.0, a tuple from a list, and equals itself for NaN."""
+    return repr(value)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(batches)
+def test_decode_gives_back_exactly_what_was_encoded(batch: Batch) -> None:
+    data = encode_batch(batch)
+    back = decode_batch(data)
+    assert exactly(back) == exactly(batch)
+    assert encode_batch(back) == data
+    for sample in batch.samples:
+        assert exactly(decode_sample(encode_sample(sample))) == exactly(sample)
+
+
+def test_every_double_survives() -> None:
+    rng = random.Random(0)
+    numbers = [
+        float.fromhex("0x1p-1074"),
+        5e-324,
+        1.7976931348623157e308,
+        0.1,
+        -0.0,
+        1 / 3,
+        math.inf,
+        -math.inf,
+    ]
+    numbers += [math.ldexp(rng.random(), rng.randrange(-1070, 1020)) for _ in range(2000)]
+    sample = sample_of()
+    sample.rollout.logprobs = numbers
+    assert [x.hex() for x in decode_sample(encode_sample(sample)).rollout.logprobs] == [
+        x.hex() for x in numbers
+    ]
+    sample.rollout.logprobs = [math.nan]
+    assert math.isnan(decode_sample(encode_sample(sample)).rollout.logprobs[0])
+
+
+def test_lines_are_plain_json_that_a_person_can_read() -> None:
+    lines = encode_batch(batch_of()).decode().splitlines()
+    header, first, second = (json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert header == {
+        "kind": "batch",
+        "format": 1,
+        "num_samples": 2,
+        "step": 12,
+        "temperature": 1.0,
+        "stats": {"reward/mean": 1.0},
+    }
+    assert first["rollout"]["logprobs"] == [-0.1, -1e-300, "-inf"]
+    assert first["score"] == {"type": "Score", "reward": 1.0, "metrics": {"format": 0.5}}
+    assert second["score"] == {"type": "ScoreError", "kind": "timeout", "message": "10 s"}
+    assert first["rollout"]["behavior"]["policy"] == [{"version": 3, "digest": "ab12", "start": 0}]
+
+
+def test_whole_numbers_in_float_fields_become_floats() -> None:
+    back = decode_sample(encode_sample(sample_of(advantage=0, reward=1)))
+    assert exactly((back.advantage, back.reward)) == "(0.0, 1.0)"
+
+
+def changed(change: typing.Callable[[dict], object]) -> bytes:
+    value = json.loads(encode_sample(sample_of()))
+    change(value)
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.update(bonus=1), r"sample: unknown field 'bonus'"),
+        (lambda s: s["rollout"].pop("logprobs"), r"sample\.rollout: missing field 'logprobs'"),
+        (
+            lambda s: s["rollout"]["logprobs"].append("0.5"),
+            r"sample\.rollout\.logprobs\[3\]: expected float, got str",
+        ),
+        (
+            lambda s: s["rollout"]["logprobs"].append(True),
+            r"logprobs\[3\]: expected float, got bool",
+        ),
+        (lambda s: s["rollout"]["logprobs"].append(None), r"logprobs\[3\]"),
+        (
+            lambda s: s["rollout"]["token_ids"].append(1.0),
+            r"token_ids\[3\]: expected int, got float",
+        ),
+        (
+            lambda s: s["rollout"]["token_ids"].append(True),
+            r"token_ids\[3\]: expected int, got bool",
+        ),
+        (lambda s: s["rollout"].update(finish_reason="done"), r"finish_reason: 'done' is none of"),
+        (lambda s: s["rollout"].update(finish_reason=[]), r"finish_reason"),
+        (
+            lambda s: s["rollout"].update(stop_reason=1.5),
+            r"stop_reason: float is none of int, str, null",
+        ),
+        (
+            lambda s: s["rollout"]["behavior"].update(policy={}),
+            r"behavior\.policy: expected list, got dict",
+        ),
+        (
+            lambda s: s["rollout"]["behavior"]["policy"][0].update(version="3"),
+            r"policy\[0\]\.version: expected int",
+        ),
+        (lambda s: s["rollout"]["behavior"].update(kv_budget="512"), r"kv_budget"),
+        (lambda s: s["score"].pop("type"), r"score: field 'type' is none of Score, ScoreError"),
+        (lambda s: s["score"].update(type="ScoreError"), r"score: unknown field"),
+        (lambda s: s["score"].update(type=["Score"]), r"score: field 'type'"),
+        (lambda s: s["score"].update(reward=10**400), r"score\.reward: expected float, got int"),
+        (lambda s: s.update(score=1.0), r"score: float is none of"),
+        (lambda s: s["prompt"].update(messages="hi"), r"prompt\.messages: expected list, got str"),
+        (
+            lambda s: s["prompt"]["messages"][0].update(content=5),
+            r"messages\[0\]\.content: expected str, got int",
+        ),
+        (lambda s: s.update(reward="high"), r"reward"),
+        (lambda s: s.clear(), r"missing field"),
+    ],
+)
+def test_ill_formed_samples_are_refused_with_the_field(
+    change: typing.Callable[[dict], object], message: str
+) -> None:
+    with pytest.raises(CodecError, match=message):
+        decode_sample(changed(change))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"3",
+        b"{",
+        b'{"prompt":NaN}',
+        b'{"a":1,"a":2}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"9" * 5000,
+        b'{"group": -Infinity}',
+        "not json\u2028".encode(),
+    ],
+)
+def test_garbage_is_a_typed_error(line: bytes) -> None:
+    with pytest.raises(CodecError):
+        decode_sample(line)
+
+
+def test_a_doubled_field_is_refused() -> None:
+    line = encode_sample(sample_of())
+    doubled = line.replace(b'"group":0', b'"group":0,"group":0')
+    assert doubled != line
+    with pytest.raises(CodecError, match="duplicated field 'group'"):
+        decode_sample(doubled)
+
+
+def test_torn_and_miscounted_batches_are_refused() -> None:
+    data = encode_batch(batch_of())
+    for cut in range(len(data)):
+        with pytest.raises(CodecError):
+            decode_batch(data[:cut])
+    header, first, second = data.splitlines(keepends=True)
+    for wrong, message in [
+        (header + first, "num_samples is 2, 1 samples follow"),
+        (data + second, "3 samples follow"),
+        (header + second + b"{}\n", "line 3: sample: missing"),
+        (first + second, "not the header"),
+        (data.replace(b'"format":1', b'"format":2'), "format 2"),
+        (data + b"\n", "3 samples"),
+        (data.replace(b'"step":12', b'"step":12.0'), r"line 1: batch\.step: expected int"),
+        (data.replace(b'"step":12,', b""), "line 1: batch: missing field 'step'"),
+    ]:
+        with pytest.raises(CodecError, match=message):
+            decode_batch(wrong)
+    with pytest.raises(CodecError, match="over the limit of 10"):
+        decode_batch(data, max_bytes=10)
+
+
+def test_random_bytes_in_a_batch_never_escape_as_another_error() -> None:
+    rng = random.Random(0)
+    data = encode_batch(batch_of())
+    for _ in range(3000):
+        damaged = bytearray(data)
+        for _ in range(rng.randrange(1, 4)):
+            damaged[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            decode_batch(bytes(damaged))  # a change inside a text or a number is a valid batch
+        except CodecError:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (
+            sample_of(prompt=Prompt("p", "e", [], {"span": (1, 2)})),
+            r"sample\.prompt\.info\.span: a tuple is not JSON",
+        ),
+        (sample_of(prompt=Prompt("p", "e", [], {"x": [math.nan]})), r"info\.x\[0\]: nan"),
+        (sample_of(prompt=Prompt("p", "e", [], {"x": {3: 4}})), r"info\.x: key: expected str"),
+        (sample_of(text="\ud800"), "Unicode"),
+        (sample_of(prompt_ids=[1, 2.0]), r"prompt_ids\[1\]: expected int"),
+        (sample_of(prompt_ids=(1, 2)), r"prompt_ids: expected list, got tuple"),
+        (sample_of(advantage="0"), r"advantage: expected float, got str"),
+        (sample_of(advantage=2**53 + 1), r"advantage: expected float, got int"),
+        (sample_of(advantage=10**400), r"advantage: expected float, got int"),
+        (sample_of(score=None), r"score: NoneType is none of Score, ScoreError"),
+        (
+            sample_of(rollout=dataclasses.replace(sample_of().rollout, finish_reason="eos")),
+            r"finish_reason: 'eos'",
+        ),
+    ],
+)
+def test_what_json_would_change_is_refused_when_encoding(sample: Sample, message: str) -> None:
+    with pytest.raises(CodecError, match=message):
+        encode_sample(sample)
+
+
+def test_the_codec_knows_every_field_of_the_nouns() -> None:
+    """A field added to a noun is carried at once, and its absence is noticed."""
+    value = json.loads(encode_sample(sample_of()))
+    for kind, part in (
+        (types.Sample, value),
+        (types.Prompt, value["prompt"]),
+        (types.Rollout, value["rollout"]),
+        (types.BehaviorTag, value["rollout"]["behavior"]),
+    ):
+        assert set(part) == {field.name for field in dataclasses.fields(kind)}
+
+
+def test_memory_channel_passes_what_the_codec_would(tmp_path: Path) -> None:
+    """The choice of channel never changes a byte: memory and file hand over the same batch."""
+    channel = MemoryRolloutChannel()
+    channel.send(batch_of())
+    received = channel.receive(0)
+    assert encode_batch(received) == encode_batch(
+        read_rollouts(write_rollouts(tmp_path, batch_of()))
+    )
+    assert exactly(received) == exactly(decode_batch(encode_batch(received)))
+
+
+def test_batches_arrive_once_and_in_order_across_threads() -> None:
+    channel = MemoryRolloutChannel(capacity=2)
+    sender = threading.Thread(
+        target=lambda: ([channel.send(batch_of(step)) for step in range(50)], channel.close())
+    )
+    sender.start()
+    assert [channel.receive(30).step for _ in range(50)] == list(range(50))
+    with pytest.raises(ChannelClosed, match="closed and empty"):
+        channel.receive(30)
+    sender.join()
+    with pytest.raises(ChannelClosed, match="step 7"):
+        channel.send(batch_of(7))
+
+
+def test_waits_end_and_name_what_they_waited_for() -> None:
+    channel = MemoryRolloutChannel(capacity=1, send_deadline_s=0.01)
+    with pytest.raises(DeadlineExceeded, match="0.01 s for a batch of rollouts"):
+        channel.receive(0.01)
+    channel.send(batch_of(1))
+    with pytest.raises(
+        DeadlineExceeded, match="room in the rollout channel for the batch of step 2"
+    ):
+        channel.send(batch_of(2))
+    assert channel.receive(0).step == 1  # the refused batch did not enter
+    with pytest.raises(DeadlineExceeded):
+        channel.receive(0)
+    for deadline in (-1, math.inf, math.nan, None, True):
+        with pytest.raises(ValueError, match="deadline_s"):
+            channel.receive(deadline)
+    with pytest.raises(ValueError, match="capacity"):
+        MemoryRolloutChannel(capacity=0)
+
+
+def test_weight_channel_gives_the_newest_version_once() -> None:
+    channel = MemoryWeightChannel()
+    with pytest.raises(DeadlineExceeded, match="weights newer than version -1"):
+        channel.receive(0)
+    payload = object()
+    channel.publish(0, "d0")
+    channel.publish(3, "d3", payload)
+    received = channel.receive(0)
+    assert (received.version, received.digest) == (3, "d3") and received.payload is payload
+    with pytest.raises(DeadlineExceeded, match="newer than version 3"):
+        channel.receive(0)
+    for version in (3, 2, -1, True, "4"):
+        with pytest.raises(ValueError, match="version"):
+            channel.publish(version, "d")
+    threading.Timer(0.02, channel.publish, (4, "d4")).start()
+    assert channel.receive(30).version == 4
+    channel.close()
+    with pytest.raises(ChannelClosed, match="last version was 4"):
+        channel.receive(30)
+
+
+def test_rollout_files_are_replaced_whole_and_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "rollouts"
+    for step in (1, 2, 12):
+        assert write_rollouts(folder, batch_of(step)).name == f"step_{step:06d}.jsonl"
+    (folder / "step_x.jsonl").write_text("foreign")
+    again = Batch(2, [sample_of(5)], 0.7)
+    write_rollouts(folder, again)
+    assert read_rollouts(folder / "step_000002.jsonl") == again
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fail)
+        with pytest.raises(OSError, match="No space"):
+            write_rollouts(folder, batch_of(2))
+    assert read_rollouts(folder / "step_000002.jsonl") == again
+    with pytest.raises(CodecError, match="info"):
+        write_rollouts(folder, Batch(2, [sample_of(prompt=Prompt("p", "e", [], {"x": {1}}))], 1.0))
+    truncate_rollouts(folder, 2)
+    assert [step for step, _ in rollout_files(folder)] == [1, 2]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step_000001.jsonl",
+        "step_000002.jsonl",
+        "step_x.jsonl",
+    ]
+    (folder / "step_000001.jsonl").write_bytes(b"{}\n")
+    with pytest.raises(CodecError, match=r"step_000001\.jsonl: line 1"):
+        read_rollouts(folder / "step_000001.jsonl")
+
+
+def test_no_damage_to_a_rollout_file_is_read_as_rollouts(tmp_path: Path) -> None:
+    """Flips, cuts, zeroed tails, and lines that are gone, doubled or exchanged; a file under
+    another step's name."""
+    path = write_rollouts(tmp_path, Batch(3, [sample_of(i) for i in range(4)], 0.7))
+    whole, rng = path.read_bytes(), random.Random(0)
+    for trial in range(200):
+        data, lines, at = (
+            bytearray(whole),
+            whole.splitlines(keepends=True),
+            rng.randrange(len(whole)),
+        )
+        if trial % 4 == 0:
+            data[at] ^= 1 << rng.randrange(8)
+        elif trial % 4 == 1:
+            del data[at:]
+        elif trial % 4 == 2:
+            data[at:] = bytes(len(data) - at)
+        else:
+            i, j = rng.sample(range(1, 5), 2)
+            lines[i : i + 1] = rng.choice([[], [lines[i]] * 2, [lines[j]]])
+            data = bytearray(b"".join(lines))
+        path.write_bytes(data)
+        with pytest.raises(CodecError, match=r"step_000003\.jsonl: "):
+            read_rollouts(path)
+    older = encode_batch(Batch(3, [sample_of(1)], 0.7))  # of a lowroll without checksums
+    path.write_bytes(older)
+    assert read_rollouts(path).samples == [sample_of(1)]
+    with pytest.raises(CodecError, match=r"step_000004\.jsonl: holds the rollouts of step 3"):
+        read_rollouts(path.rename(tmp_path / "step_000004.jsonl"))
+
+
+def test_the_room_opens_without_torch() -> None:
+    code = "import sys, lowroll.transport; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
