@@ -90,6 +90,9 @@ LIGHT = (
     "engine.request",
     "kv.pages",
     "kv.capacity",
+    "runs.build.environments",
+    "runs.build.orchestrator",
+    "runs.build.prompts",
 )
 
 

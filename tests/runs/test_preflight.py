@@ -263,7 +263,7 @@ def test_a_model_of_the_hub_is_looked_at_without_its_weights(
     [
         (
             {"algorithm": "ppo", "rollouts_per_example": 1, "critic": {"model": "nowhere"}},
-            "'nowhere' is neither a folder",
+            "critic.model: 'nowhere' is neither a folder",
         ),
         (
             {
@@ -271,7 +271,7 @@ def test_a_model_of_the_hub_is_looked_at_without_its_weights(
                 "loss": {"aipo": {"teacher_tau": 0.1}},
                 "train": {"teacher": "nowhere"},
             },
-            "'nowhere' is",
+            "train.teacher: 'nowhere' is",
         ),
         (
             {"eval": {"interval": 1, "env": {"id": "gsm8k", "args": {"path": "only.jsonl"}}}},
