@@ -3,7 +3,9 @@ way."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -69,6 +71,30 @@ def test_a_mirror_takes_what_it_was_declared_with() -> None:
     ):
         with pytest.raises(AssertionError):
             mirror(*sections, **given)
+
+
+OTHER_DEFAULTS = {
+    "_EVAL_SAMPLING.temperature",  # evaluation is greedy
+    "_SFT_OPTIM.learning_rate",  # a warm start learns faster, and slows down
+    "_SFT_OPTIM.lr_scheduler_type",
+}
+
+
+def test_what_nobody_sets_means_the_same_in_a_room_and_in_its_section() -> None:
+    found = {name for module in (orchestrator, trainer) for name in other_defaults(module)}
+    assert found == OTHER_DEFAULTS
+
+
+def other_defaults(module: ModuleType) -> Iterator[str]:
+    """Keys whose default is not that of the room's field of their name."""
+    for name, mirror in vars(module).items():
+        if not isinstance(mirror, Mirror):
+            continue
+        defaults = {field.name: field.default for field in fields(mirror.settings)}
+        for key, section in mirror.source.items():
+            theirs = mirror.sections[section].model_fields[key].default
+            if defaults[key] not in (MISSING, theirs):
+                yield f"{name}.{key}"
 
 
 def config(**changes: Any) -> RunConfig:

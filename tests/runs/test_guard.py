@@ -18,7 +18,6 @@ from rich.console import Console
 import lowroll
 from lowroll.config import from_mapping
 from lowroll.config.auto import AUTO
-from lowroll.config.guard import GuardConfig
 from lowroll.metrics import read, reproducible
 from lowroll.metrics.live import LiveView, guard_words
 from lowroll.metrics.report import write_report
@@ -209,10 +208,6 @@ def test_state_is_all_that_decides() -> None:
     resumed.restore(json.loads(seen[29][1]))
     assert [(resumed.look(row), json.dumps(resumed.state())) for row in rows[30:]] == seen[30:]
     assert whole.fallbacks
-
-
-def test_settings_are_those_of_the_configuration() -> None:
-    assert GuardConfig().model_dump() == vars(GuardSettings())
 
 
 # bounds

@@ -902,11 +902,3 @@ def test_the_section_reaches_the_critic(model, tmp_path):
     other = from_mapping({**tree, "algorithm": "grpo", "rollouts_per_example": 4}).resolved()
     assert models.critic(other, Compute.of(other), models.tokenizer(model)) is None
     assert trainer.optim(other).total_steps == 10
-
-
-def test_the_sections_defaults_are_the_programs():
-    from lowroll.config.critic import CriticConfig
-
-    ours, theirs = CriticConfig(), CriticSettings()
-    for name in ("gamma", "lam", "whiten", "value_clip", "warmup_steps"):
-        assert getattr(ours, name) == getattr(theirs, name)
