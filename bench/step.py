@@ -37,10 +37,11 @@ from bench.record import Row, merge, settle, show
 from bench.roofline import synchronize
 from bench.shapes import SHAPES, random_model
 from bench.targets import aimed, publishing
-from lowroll import Engine, Request, objectives
+from lowroll import Engine, Request
 from lowroll.advantages.group import grpo
 from lowroll.model import lora
 from lowroll.model.transformer import Transformer
+from lowroll.objectives.objective import select
 from lowroll.quant.formats import formats
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import Forward, LearnSettings, learn
@@ -132,7 +133,7 @@ class Loop:
             self.model.trainable_parameters(), OptimSettings(learning_rate=1e-6)
         )
         self.settings = LearnSettings(
-            objectives.select("grpo", "tis"), tokens_per_microbatch=case.tokens_per_microbatch
+            select("grpo", "tis"), tokens_per_microbatch=case.tokens_per_microbatch
         )
 
     def step(self) -> dict[str, float]:

@@ -37,7 +37,7 @@ import torch
 from bench.record import Row, merge, settle, show
 from bench.shapes import SHAPES, random_model
 from lowroll.model import lora
-from lowroll.objectives import select
+from lowroll.objectives.objective import select
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score

@@ -32,18 +32,6 @@ from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import QTensor, get_format
 
-# what kernels call a format, and its tensors: codes, scales, the global scale
-_STORED = {
-    "int8": ("w8a8", "codes", "scale"),
-    "fp8": ("w8a8", "weight", "weight_scale"),
-    "nvfp4": ("nvfp4", "weight_packed", "weight_scale", "weight_global_scale"),
-    "mxfp4": ("mxfp4", "weight_packed", "weight_scale"),
-    "mxfp4_floor": ("mxfp4", "weight_packed", "weight_scale"),
-    "int4": ("int4", "weight_packed", "weight_scale"),
-    "bf16": ("dense", "weight"),
-    "fp32": ("dense", "weight"),
-}
-
 
 class Router(nn.Module):
     """Which experts a token goes to, and how much each counts."""
@@ -206,12 +194,13 @@ def _dense(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Te
 def _stack(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype, low_bit: bool) -> Stack:
     """The weight as it is stored where the kernels know its format, else what it stands for."""
     if isinstance(weight, QTensor) and low_bit:
-        if (names := _STORED.get(weight.format)) is not None:
-            kind, tensors = names[0], [weight.tensors[name] for name in names[1:]]
-            stack = Stack(kind, num_experts, *tensors)
+        format = get_format(weight.format)
+        if format.stacked:
+            kind, *names = format.stacked
+            stack = Stack(kind, num_experts, *(weight.tensors[name] for name in names))
             if grouped.runs(stack, dtype):
                 return stack
-        elif (format := get_format(weight.format)).rounds:
+        elif format.rounds:
             w_NK = _dense(weight, num_experts, torch.float32).flatten(0, 1)
             return Stack("dense", num_experts, w_NK, rounded=format.rounded)
     return Stack("dense", num_experts, _dense(weight, num_experts, dtype).flatten(0, 1))

@@ -28,15 +28,20 @@ from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 from lowroll.quant.formats import Format, QTensor, divide, nonzero
+from lowroll.quant.scheme import INT8_TOKENS, Scheme, arguments
+
+KIND = "int8"  # of the codes of activations
 
 
 class Int8(Format):
-    name, bits, summary = (
-        "int8",
-        8,
-        "W8A8, per-channel weights, per-token activations, int32 accumulation",
-    )
-    rows = "int8"
+    name = "int8"
+    summary = "W8A8, per-channel weights, per-token activations, int32 accumulation"
+    bits = 8
+    rows = KIND
+    stacked = ("w8a8", "codes", "scale")
+    scheme = Scheme("int-quantized", arguments(8, "int", "channel"), INT8_TOKENS)
+    suffixes = {"codes": "weight", "scale": "weight_scale"}
+    read_experts = False
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NK = w_NK.float()
@@ -47,13 +52,13 @@ class Int8(Format):
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not fused(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
-        quantize_rows_into(w_NK, tensors["codes"], tensors["scale"], "int8")
+        quantize_rows_into(w_NK, tensors["codes"], tensors["scale"], KIND)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return (q.tensors["codes"].float() * q.tensors["scale"]).to(dtype)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        return self.product(quantize_rows(x_MK, "int8"), q, bias_N).dense()
+        return self.product(quantize_rows(x_MK, KIND), q, bias_N).dense()
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
         if rows.codes_MK.device.type == "cpu" and _onednn_is_exact():
@@ -89,7 +94,7 @@ def _onednn_is_exact() -> bool:
     codes_NK[::2] = 127
     codes_MK = torch.full((2, 256), 127, dtype=torch.int8)
     codes_MK[1] = -127
-    probe = QTensor("int8", (64, 256), {"codes": codes_NK, "scale": torch.ones(64, 1)})
+    probe = QTensor(Int8.name, (64, 256), {"codes": codes_NK, "scale": torch.ones(64, 1)})
     try:
         got_MN = _onednn_product(codes_MK, probe)
     except (RuntimeError, AttributeError, NotImplementedError):

@@ -33,7 +33,6 @@ LESS = {
     "KV cache": "a smaller rollout.cache_tokens takes less",
     "what weights/* compares with": "train.weight_metrics: false takes none of it",
 }
-DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def plan(
     of the frozen models and the critic, by name."""
     train, free = cfg.train, free_memory(compute.device)
     format = compute.format(cfg.rollout.weights)
-    dtype = DENSE.get(format, compute.dtype)
+    dtype = get_format(format).dtype or compute.dtype
     parts = learner(cfg, compute, model)
     parts["rollouts' weights"] = _engine(cfg, compute, model, format)
     if train.weight_metrics:
@@ -228,7 +227,7 @@ def _learning(size: int, compute: Compute, optimizer: str) -> int:
 
 def _engine(cfg: RunConfig, compute: Compute, model: Transformer, format: str) -> int:
     """The engine's own weights: under LoRA those of the adapters alone, as it shares the base."""
-    item = DENSE.get(format, compute.dtype).itemsize
+    item = (get_format(format).dtype or compute.dtype).itemsize
     mine = (
         MASTER * adapter_size(cfg, model)
         if cfg.train.lora

@@ -34,7 +34,8 @@ from lowroll.model.scoring import score
 from lowroll.model.spec import read_config
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
-from lowroll.quant.formats import get_format, layout
+from lowroll.quant import dense
+from lowroll.quant.formats import get_format, stored_format
 from lowroll.quant.layouts import unread_by_transformers
 from lowroll.runs.build import models
 from lowroll.runs.build.compute import Compute
@@ -150,7 +151,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
         form = _format_of(model)
     else:
         form = compute.format(fallen_to(saved.state) or cfg.rollout.weights)
-        dtype = getattr(get_format(form), "dtype", compute.dtype)
+        dtype = get_format(form).dtype or compute.dtype
         note = _save_rollout(rollout_copy(model, form, dtype), out, source)
     return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step, gap, note)
 
@@ -171,7 +172,7 @@ def publish_adapter(
     def write(target: Path) -> None:
         nonlocal gap
         lora.write(model, target, cfg.model, source, scale, revision)
-        if batch and stands_on.rounds and layout(str(stands_on.weights)) != holds:
+        if batch and stands_on.rounds and stored_format(str(stands_on.weights)) != holds:
             gap = _gap_on(source, target, model, batch)
         card.write(target, cfg.model, stands_on, holds, "" if gap is None else f"Measured: {gap}.")
 
@@ -324,9 +325,7 @@ def _note(model: Transformer) -> str | None:
 
 
 def _format_of(model: Transformer) -> str:
-    return model.weight_format or {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(
-        model.dtype, str(model.dtype)
-    )
+    return model.weight_format or dense.of(model.dtype) or str(model.dtype)
 
 
 def _absent(out: str | Path) -> Path:

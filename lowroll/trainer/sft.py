@@ -26,8 +26,7 @@ from torch import Tensor
 
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import Counts
-from lowroll.objectives.reduce import aggregate, lay_out
+from lowroll.objectives.reduce import Counts, aggregate, sequences_of
 from lowroll.trainer import state as states
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer, OptimSettings
@@ -148,7 +147,10 @@ def sft_step(
 
     def likelihood(packed: Packed, learner_N: Tensor) -> Tensor:
         return aggregate(
-            learner_N, lay_out(packed.mask_N, packed.segments_N), mode="token-mean", counts=counts
+            learner_N,
+            sequences_of(packed.mask_N, packed.segments_N),
+            mode="token-mean",
+            counts=counts,
         )
 
     forward = Forward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk)

@@ -48,8 +48,10 @@ from lowroll.model import lora
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import Counts, Objective, by_length, mismatch, penalty
-from lowroll.objectives.reduce import masked_mean
+from lowroll.objectives.kl import penalty
+from lowroll.objectives.mismatch import by_length, mismatch
+from lowroll.objectives.objective import Objective
+from lowroll.objectives.reduce import Counts, masked_mean
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import Packed, PerToken, check, collate, gather, pack, split_groups
@@ -72,7 +74,7 @@ class TrainingDiverged(RunFailed):
 
 @dataclass(frozen=True)
 class LearnSettings:
-    """How a batch becomes updates. `objective` is what `lowroll.objectives.select(algorithm,
+    """How a batch becomes updates. `objective` is what `objectives.objective.select(algorithm,
     correction)` gives."""
 
     objective: Objective

@@ -24,7 +24,7 @@ from lowroll.model import hf
 from lowroll.model.linear import Adapter, Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
-from lowroll.quant.formats import QTensor, get_format, layout
+from lowroll.quant.formats import QTensor, get_format, stored_format
 from lowroll.weights.noise import Noise, draw, noisy_norms
 
 log = logging.getLogger(__name__)
@@ -287,11 +287,12 @@ def _note_source(made: QTensor, source: QTensor) -> None:
 def _note_conversion(model: Transformer, format: str) -> None:
     """Say when low-bit weights are about to be quantized a second time."""
     before = model.weight_format
-    if before is not None and not get_format(before).dense and layout(before) != layout(format):
+    if before is None or get_format(before).dense:
+        return
+    if stored_format(before) != stored_format(format):
         log.warning(
             "the model's weights are %s: %s is made from their dequantized values; with %s they "
-            "would be used "
-            "as they are",
+            "would be used as they are",
             before,
             format,
             before,

@@ -13,7 +13,7 @@ from lowroll.model.attention import MOST_STACKS, varlen
 from lowroll.model.linear import Linear
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import select
+from lowroll.objectives.objective import select
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
 from tests.fixtures.learner import make_batch, tiny_model

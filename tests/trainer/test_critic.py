@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lowroll.model import hf
-from lowroll.objectives import CORRECTIONS, select
+from lowroll.objectives.objective import select
+from lowroll.objectives.table import CORRECTIONS
 from lowroll.trainer.critic import Critic, CriticSettings, Judgement, explained_variance
 from lowroll.trainer.loop import Trainer
 from lowroll.trainer.optim import Optimizer, OptimSettings

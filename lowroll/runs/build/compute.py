@@ -8,9 +8,10 @@ import torch
 
 from lowroll.config import RunConfig
 from lowroll.engine.native import pick_device
+from lowroll.quant import dense
+from lowroll.quant.table import OWN
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
@@ -31,4 +32,8 @@ class Compute:
 
     def format(self, weights: str) -> str:
         """The format that `weights` stands for: `dense` is the run's own dtype."""
-        return _DENSE[self.dtype] if weights == "dense" else weights
+        if weights != OWN:
+            return weights
+        name = dense.of(self.dtype)
+        assert name is not None
+        return name

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from lowroll import objectives
 from lowroll.config import RunConfig
 from lowroll.config.critic import CriticConfig
 from lowroll.config.guard import GuardConfig
 from lowroll.config.loss import LossConfig
 from lowroll.config.schema import NoiseConfig, SftConfig, TrainConfig
+from lowroll.objectives.objective import select
 from lowroll.runs.build.mirror import Mirror
 from lowroll.trainer.critic import CriticSettings
 from lowroll.trainer.guard import Guard, GuardSettings
@@ -37,7 +37,7 @@ def learn(cfg: RunConfig) -> LearnSettings:
     return _LEARN(
         cfg.train,
         cfg.loss,
-        objective=objectives.select(cfg.algorithm, cfg.correction),
+        objective=select(cfg.algorithm, cfg.correction),
         options=cfg.objective_options,
     )
 
