@@ -43,6 +43,7 @@ from lowroll.model import lora
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
 from lowroll.quant.formats import formats
+from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import Forward, LearnSettings, learn
 from lowroll.types import Batch, Group, Prompt, Sample, Score
@@ -175,8 +176,9 @@ def _learner(case: Case, device: torch.device) -> Transformer:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_model(SHAPES[case.model], device, dtype)
     if case.rank is None:
-        return model.requires_grad_(True)
-    return lora.attach(quantize_base(model, case.weights), case.rank, 2.0 * case.rank)
+        return recompute.apply(model).requires_grad_(True)
+    lora.attach(quantize_base(model, case.weights), case.rank, 2.0 * case.rank)
+    return recompute.apply(model)
 
 
 def _count(token_ids: Sequence[int]) -> Score:

@@ -1,4 +1,4 @@
-"""What of this machine the process may use, and what a child of it may know.
+"""What of this machine the process may use, memory and cores, and what a child of it may know.
 
 Memory is in bytes, as the kernel says it (/proc/meminfo, and the control group of version 2 that a
 container sees as its own), less than there is where a container bounds it; None where the system
@@ -52,6 +52,19 @@ def free_memory() -> int | None:
         return None
     limit = _limit()
     return free if limit is None else max(0, min(free, limit - _held()))
+
+
+def usable_cores() -> int:
+    """Cores that the process may keep busy: a container's share of time counts as that many."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this system
+        cores = os.cpu_count() or 1
+    try:
+        share, period = (GROUP / "cpu.max").read_text().split()
+        return max(1, min(cores, -(-int(share) // int(period))))
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores
 
 
 def _limit() -> int | None:

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,16 @@ class QTensor:
     packed: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
     version: int = 0  # how often the codes have changed
+    # whose codes, in another format, these were made of: that tensor, its version and one's own then
+    source: tuple[ref[QTensor], int, int] | None = None
+
+    def note_source(self, source: QTensor) -> None:
+        """The codes were made of those of `source`, as both are now."""
+        self.source = ref(source), source.version, self.version
+
+    def is_made_of(self, source: QTensor) -> bool:
+        """Were the codes made of those that `source` has, and has neither changed since?"""
+        return self.source == (ref(source), source.version, self.version)
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
         """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor, a
@@ -363,7 +374,7 @@ class WeightOnly(Format):
     dtype.
 
     On CUDA few rows are multiplied with the exact one, whose bits are decoded as they arrive
-    (kernels.streamed).
+    (kernels.matmul.streamed).
     """
 
     fallback = "fp8"
@@ -374,7 +385,7 @@ class WeightOnly(Format):
             and x_MK.shape[0] > dense_from(q.shape)
             and f"dense {x_MK.dtype}" in q.packed
         )
-        if not kept and w4a16.takes(self.kernel, x_MK, q.shape):
+        if not kept and w4a16.supports(self.kernel, x_MK, q.shape):
             return w4a16.linear(self.kernel, q.tensors, x_MK, q.shape, bias_N)
         return F.linear(
             x_MK, multiplicand(q, x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype)

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
@@ -68,7 +68,9 @@ class Float8(Format):
         return (q.tensors["weight"].float() * q.tensors["weight_scale"]).to(dtype)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not (w_NK.is_cuda and fused(w_NK)):  # Triton's interpreter rounds to e4m3 wrongly
+        if not (
+            w_NK.is_cuda and triton_supports(w_NK)
+        ):  # Triton's interpreter rounds to e4m3 wrongly
             return super().encode_into(w_NK, amax_1, tensors)
         quantize_rows_into(w_NK, tensors["weight"], tensors["weight_scale"], KIND)
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.kernels.quantize.rows import quantize_rows
@@ -83,12 +83,12 @@ class Symmetric(Words):
         return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1])), "weight_scale": scale_NG}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not fused(w_NK):
+        if not triton_supports(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         quantize4(w_NK, self.kernel, GROUP, tensors["weight_packed"], tensors["weight_scale"])
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
-        if w4a16.expands(self.kernel, q.tensors, q.shape, dtype):
+        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
             return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
         return join(q_NGS * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)
@@ -126,7 +126,7 @@ class Int4Asymmetric(Words, WeightOnly):
         }
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not fused(w_NK):
+        if not triton_supports(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         zero_NG = quantize4(
             w_NK, self.kernel, GROUP, tensors["weight_packed"], tensors["weight_scale"]
@@ -135,7 +135,7 @@ class Int4Asymmetric(Words, WeightOnly):
         tensors["weight_zero_point"].copy_(_pack_zeros(zero_NG))
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
-        if w4a16.expands(self.kernel, q.tensors, q.shape, dtype):
+        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
             return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
         zero_NG = unpack_words(q.tensors["weight_zero_point"].t(), q.shape[0]).t()
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)

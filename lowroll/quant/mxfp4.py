@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.quant.formats import QTensor, WeightOnly
@@ -54,12 +54,12 @@ class MXFloat4(WeightOnly):
         return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1])), "weight_scale": exponent_NG}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not fused(w_NK):
+        if not triton_supports(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         quantize4(w_NK, self.name, BLOCK, tensors["weight_packed"], tensors["weight_scale"])
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
-        if w4a16.expands(self.kernel, q.tensors, q.shape, dtype):
+        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
             return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
         values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
         return join(values_NGS * power_of_two(q.tensors["weight_scale"])[..., None], q.shape[1]).to(

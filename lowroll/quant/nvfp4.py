@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.quant.formats import QTensor, WeightOnly, divide
@@ -61,7 +61,7 @@ class NVFloat4(WeightOnly):
         }
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not fused(w_NK):
+        if not triton_supports(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         global_1 = _global(amax_1)
         quantize4(
@@ -70,7 +70,7 @@ class NVFloat4(WeightOnly):
         tensors["weight_global_scale"].copy_(global_1)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
-        if w4a16.expands(self.kernel, q.tensors, q.shape, dtype):
+        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
             return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
         values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
         step_NG1 = _multiplier(q.tensors["weight_scale"], q.tensors["weight_global_scale"])

@@ -33,6 +33,7 @@ from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.packing import Packed, check
 from lowroll.trainer.step import MAX_REFUSALS, Forward, TrainingDiverged
 from lowroll.types import BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
+from lowroll.weights import derived
 
 ROLES = ("system", "user", "assistant")
 
@@ -161,6 +162,7 @@ def sft_step(
     )
     metrics = {"sft/loss": loss, "sft/tokens": float(counts.num_tokens), "optim/lr": rate}
     metrics |= optimizer.update(refuse=not math.isfinite(loss))
+    derived.renew(model)
     if optimizer.refused_in_a_row >= MAX_REFUSALS:
         raise TrainingDiverged(
             f"sft: loss {loss}, gradient norm {metrics['optim/grad_norm']}; {MAX_REFUSALS} updates "

@@ -56,7 +56,7 @@ from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import Packed, PerToken, check, collate, gather, pack, split_groups
 from lowroll.types import Batch, RunFailed, Sample
-from lowroll.weights import aligned, noise
+from lowroll.weights import derived, noise
 
 MAX_REFUSALS = 3  # non-finite updates in a row that end the run
 
@@ -295,7 +295,7 @@ def learn(
             else learning.update(refuse=not math.isfinite(record["policy/objective"]))
         )
         if learning is not None:
-            aligned.refresh(model)
+            derived.renew(model)
         if critic is not None and judged is not None:
             record |= critic.update(samples, minibatch.samples, judged)
         records.append(record)

@@ -11,6 +11,7 @@ from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.runs.build import trainer
 from lowroll.runs.build.compute import Compute
+from lowroll.trainer import recompute
 from lowroll.trainer.critic import Critic
 from lowroll.weights import aligned
 from lowroll.weights.publish import dequantize_base, quantize_base
@@ -48,8 +49,7 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
         model.requires_grad_(True)
     if train.forward == "aligned":
         aligned.align(model, format)
-    model.activation_checkpointing = train.activation_checkpointing
-    return model
+    return recompute.apply(model, train.activation_checkpointing)
 
 
 def tokenizer(source: str | Path) -> ChatTokenizer:
@@ -67,7 +67,7 @@ def critic(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Critic | No
         refuse_adapter("critic.model", source)
         refuse_other_vocabulary("critic.model", source, cfg, chat)
     body = hf.load(source or cfg.model, compute.device, compute.dtype)
-    dequantize_base(body).activation_checkpointing = cfg.train.activation_checkpointing
+    recompute.apply(dequantize_base(body), cfg.train.activation_checkpointing)
     return Critic(body, trainer.critic_optim(cfg), trainer.critic(cfg))
 
 
