@@ -35,7 +35,7 @@ from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import formats, get_format, quantize
-from lowroll.runs import build
+from lowroll.runs.build import environments, models
 from lowroll.runs.demo import CONFIG, build_model, engine_speed, settings
 from lowroll.runs.export import quantize_folder
 from lowroll.runs.sft import warm_start
@@ -46,7 +46,8 @@ NUM_TEXTS = 128
 
 def texts(cfg: RunConfig, folder: Path) -> list[list[int]]:
     """Token ids of held-out demonstrations: prompt and gold response."""
-    chat, (env,) = build.tokenizer(folder), build.environments(cfg.env, cfg.seed).values()
+    chat = models.tokenizer(folder)
+    (env,) = environments.make(cfg.env, cfg.seed).values()
     prompts = [env.prompt(i, "test") for i in range(NUM_TEXTS)]
     return [
         chat.encode_chat(prompt.messages) + chat.encode_response(env.gold(prompt))

@@ -1,8 +1,8 @@
-"""The memory and the cores of this machine that the process may use: less than there are where a
-container bounds them.
+"""What of this machine the process may use, memory and cores, and what a child of it may know.
 
-Memory in bytes, as the kernel says them (/proc/meminfo, and the control group of version 2 that a container
-sees as its own); None where the system does not say.
+Memory is in bytes, as the kernel says it (/proc/meminfo, and the control group of version 2 that a
+container sees as its own), less than there is where a container bounds it; None where the system
+does not say.
 """
 
 from __future__ import annotations
@@ -12,6 +12,23 @@ from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
 GROUP = Path("/sys/fs/cgroup")
+KEEP_ENV = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+)
+
+
+def kept_env(*more: str) -> dict[str, str]:
+    """The environment variables that a child process is started with: those of `KEEP_ENV` and
+    `more` that are set. Others may be keys and tokens."""
+    return {name: os.environ[name] for name in (*KEEP_ENV, *more) if name in os.environ}
 
 
 def total_memory() -> int | None:

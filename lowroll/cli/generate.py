@@ -82,7 +82,10 @@ def answer(engine: NativeEngine, arguments: argparse.Namespace, prompt: str) -> 
         seed=arguments.seed,
     )
     started = time.monotonic()
-    rollouts = engine.generate([request])[0].rollouts
+    try:
+        rollouts = engine.generate([request])[0].rollouts
+    except ValueError as error:
+        raise ValueError(_of_an_option(str(error))) from None
     seconds = time.monotonic() - started
     for rollout in rollouts:
         print(_printable(engine.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)))
@@ -97,6 +100,14 @@ def answer(engine: NativeEngine, arguments: argparse.Namespace, prompt: str) -> 
         f"  [{total / max(seconds, 1e-9):.1f} tokens/s, {engine.stats().weights} weights]",
         file=sys.stderr,
     )
+
+
+def _of_an_option(problem: str) -> str:
+    """What is wrong with a field of the request, as the option that sets it."""
+    field, colon, rest = problem.removeprefix("requests[0].").partition(":")
+    if colon and problem.startswith("requests[0]."):
+        return f"--{field.replace('_', '-')}:{rest}"
+    return problem
 
 
 def _printable(text: str) -> str:

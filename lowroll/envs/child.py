@@ -19,17 +19,6 @@ from typing import BinaryIO
 
 from lowroll import machine
 
-KEEP_ENV = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TZ",
-    "TMPDIR",
-    "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV",
-)
 SET_ENV = {
     "PYTHONHASHSEED": "0",
     "PYTHONUNBUFFERED": "1",
@@ -49,17 +38,16 @@ def start(
     """Run `python -m module <pid of this process>` with pipes for input and output, as leader of a
     new session.
 
-    Of this process's environment it sees `KEEP_ENV` and `pass_env` alone: no other keys or tokens.
+    Of this process's environment it sees `machine.KEEP_ENV` and `pass_env` alone: no other keys or tokens.
     """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    kept = {key: os.environ[key] for key in KEEP_ENV if key in os.environ}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
-        env={**kept, **(pass_env or {}), **SET_ENV, "PYTHONPATH": path},
+        env={**machine.kept_env(), **(pass_env or {}), **SET_ENV, "PYTHONPATH": path},
         start_new_session=True,
         bufsize=0,
     )

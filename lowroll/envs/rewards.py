@@ -19,7 +19,7 @@ Concurrency. `score` is one loop over the workers' pipes (`select`): it sends a 
 worker, and waits for the next reply or the next deadline, whichever comes first. A worker holds one
 chunk at a time and answers item by item, so the clock starts anew with each item. Callers in
 several threads are served one after the other. Messages are JSON; nothing that a worker says can
-run code here. Workers see no environment variables beyond `child.KEEP_ENV` and those that the pool
+run code here. Workers see no environment variables beyond `machine.KEEP_ENV` and those that the pool
 is told to pass, whose values are taken out of what they say. What they print is `output`'s.
 
 What a scorer leaves running ends with its worker, whoever its parent is by then (`keeper`).

@@ -105,6 +105,11 @@ class Rows(Generic[T]):
         return rows
 
 
+def no_text(error: UnicodeEncodeError) -> str:
+    """What is wrong with a string that UTF-8 cannot hold."""
+    return f"a lone surrogate ({ascii(error.object[error.start])[1:-1]}) is no text"
+
+
 def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("file:line", object) for every non-empty line. ValueError names the line that is not a
     JSON object, or whose text is not Unicode."""
@@ -120,8 +125,7 @@ def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: not UTF-8 text (byte {error.start})") from None
             except UnicodeEncodeError as error:
-                lone = ascii(error.object[error.start])[1:-1]
-                raise ValueError(f"{where}: a lone surrogate ({lone}) is no text") from None
+                raise ValueError(f"{where}: {no_text(error)}") from None
             except json.JSONDecodeError as error:
                 raise ValueError(f"{where}: not JSON: {error}") from error
             except RecursionError:

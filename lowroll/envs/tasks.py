@@ -7,6 +7,7 @@ import json
 
 from lowroll.envs.base import Environment
 from lowroll.envs.blame import blamed
+from lowroll.envs.rows import no_text
 from lowroll.envs.table import own_file
 from lowroll.types import Prompt
 
@@ -29,8 +30,7 @@ def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
     try:
         json.dumps(vars(prompt), ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        lone = ascii(error.object[error.start])[1:-1]
-        raise ValueError(f"{where}: a lone surrogate ({lone}) is no text") from None
+        raise ValueError(f"{where}: {no_text(error)}") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: info must be JSON data: {error}") from None
     if (odd := _odd(prompt.info)) is not None:

@@ -48,19 +48,23 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 def resolve(
-    source: str | Path, revision: str | None = None, weights: bool = True, connect: bool = True
+    source: str | Path,
+    revision: str | None = None,
+    weights: bool = True,
+    connect: bool = True,
+    key: str = "model",
 ) -> Path:
     """A local model folder, downloading a hub id (its newest commit, or the revision) when the path
     does not exist; without its weights when they are not wanted.
 
     connect: whether a connection may be made; without, the hub's cache on this machine is all that
-    is looked into. ValueError says what was tried."""
+    is looked into. key: the setting that names it. ValueError says what was tried."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
     name = str(source)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ValueError(f"model {name!r} is neither a folder nor a hub id of the form owner/name")
+        raise ValueError(f"{key}: {name!r} is neither a folder nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
@@ -77,7 +81,7 @@ def resolve(
             else "it is not in the hub's cache on this machine"
         )
         raise ValueError(
-            f"model: {name!r} is no local folder, and {why} "
+            f"{key}: {name!r} is no local folder, and {why} "
             f"({type(error).__name__}: {printable((str(error).splitlines() or [''])[0])})"
         ) from error
 

@@ -202,14 +202,20 @@ def save(
     `base` is the model that it belongs to, a folder or hub id; input_scale is explained at `state`.
     ValueError when the model has no adapter, FileExistsError when the folder exists already."""
     from lowroll.checkpoint.publish import publish_folder
+    from lowroll.model import base as bases
+    from lowroll.model import card
 
     if all(linear.adapter is None for _, linear in model.linears()):
         raise ValueError("the model has no adapter to save")
-    return publish_folder(
-        Path(folder),
-        lambda target: write(model, target, base, tokenizer_from, input_scale),
-        {"kind": "adapter"},
-    )
+    base = _absolute(base)
+
+    def write_all(target: Path) -> None:
+        write(model, target, base, tokenizer_from, input_scale)
+        here = base and (Path(base) / "config.json").is_file()
+        holds = low_bit_format(Path(base)) if here else None
+        card.write(target, base, bases.of(model, input_scale), holds)
+
+    return publish_folder(Path(folder), write_all, {"kind": "adapter"})
 
 
 def write(
@@ -220,16 +226,11 @@ def write(
     input_scale: float = 1.0,
     revision: str | None = None,
 ) -> None:
-    """Write the model's adapter into an existing folder, with what it stands on and a card for
-    people. revision: the commit of a base on the hub."""
+    """Write the model's adapter into an existing folder, with what it stands on; the card for people
+    is `model.card`'s. revision: the commit of a base on the hub."""
     from lowroll.model import base as bases
-    from lowroll.model import card
 
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
-    if (
-        base and Path(base).expanduser().is_dir()
-    ):  # a relative path would mean another folder, or a hub id, elsewhere
-        base = str(Path(base).expanduser().resolve())
     parts = {part for adapter in adapters for part in adapter.a}
     config = {
         "peft_type": "LORA",
@@ -241,22 +242,21 @@ def write(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": [part for part in TARGETS if part in parts],
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": _absolute(base),
     }
     config |= {} if revision is None else {"revision": revision}
     (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(
         state(model, input_scale), target / "adapter_model.safetensors", metadata={"format": "pt"}
     )
-    stands_on = bases.of(model, input_scale)
-    bases.write(stands_on, target)
-    card.write(
-        target,
-        base,
-        stands_on,
-        low_bit_format(Path(base)) if (Path(base) / "config.json").is_file() else None,
-    )
+    bases.write(bases.of(model, input_scale), target)
     copy_tokenizer(tokenizer_from, target)
+
+
+def _absolute(base: str) -> str:
+    """The name of a model; of a folder, one that means the same folder elsewhere, and no hub id."""
+    folder = Path(base).expanduser()
+    return str(folder.resolve()) if base and folder.is_dir() else base
 
 
 def base_of(folder: Path) -> str:

@@ -21,23 +21,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lowroll import machine
 from lowroll.types import printable
 
 SECONDS = 10.0  # for one conversation, and for the child to start; about 0.0001 and 0.1 are usual
 MEMORY_MB = 512
 MOST_TEMPLATE = 1 << 20  # characters
 _CHILD = Path(__file__).with_name("template_child.py")
-_KEEP_ENV = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TZ",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-)
 
 
 class Ended(ValueError):
@@ -125,13 +115,12 @@ def template(source: str, variables: tuple[tuple[str, str], ...]) -> Template:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    kept = {key: os.environ[key] for key in _KEEP_ENV if key in os.environ}
     child = subprocess.Popen(
         [sys.executable, "-P", str(_CHILD)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=kept,
+        env=machine.kept_env("PYTHONPATH"),
         start_new_session=True,
         bufsize=0,
     )

@@ -22,8 +22,7 @@ from lowroll.kv.cache import KVCache
 from lowroll.kv.capacity import UNKNOWN_FREE, Workload, capacity
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
-from lowroll.runs import build
-from lowroll.runs.build import Place
+from lowroll.runs.build.compute import Compute
 
 MASTER = 4  # bytes of a float32
 MOMENTS = {"adamw": 8.0, "adamw8bit": 2 + 2 * 4 / 256, "muon": 4.0}  # bytes a parameter
@@ -79,28 +78,28 @@ class Budget:
 
 def plan(
     cfg: RunConfig,
-    where: Place,
+    compute: Compute,
     model: Transformer,
     workloads: Sequence[Workload],
     beside: dict[str, Transformer],
 ) -> Budget:
     """The memory of a run of `lowroll grpo`. model: its shapes, on the meta device. beside: those
     of the frozen models and the critic, by name."""
-    train, free = cfg.train, free_memory(where.device)
-    format = build.rollout_format(cfg, where)
-    dtype = get_format(format).dtype or where.dtype
-    parts = learner(cfg, where, model)
-    parts["rollouts' weights"] = _engine(cfg, where, model, format)
+    train, free = cfg.train, free_memory(compute.device)
+    format = compute.format(cfg.rollout.weights)
+    dtype = get_format(format).dtype or compute.dtype
+    parts = learner(cfg, compute, model)
+    parts["rollouts' weights"] = _engine(cfg, compute, model, format)
     if train.weight_metrics:
         parts["what weights/* compares with"] = (
             MASTER * adapter_size(cfg, model)
             if train.lora
-            else (linear_size(model) * where.dtype.itemsize + linear_bytes(model, format))
+            else (linear_size(model) * compute.dtype.itemsize + linear_bytes(model, format))
         )
     for name, other in beside.items():
         size = sum(p.numel() for p in other.parameters())
-        parts[name] = size * where.dtype.itemsize + (
-            _learning(size, where, "adamw") if name == "critic" else 0
+        parts[name] = size * compute.dtype.itemsize + (
+            _learning(size, compute, "adamw") if name == "critic" else 0
         )
     each = KVCache.bytes_per_token(model.spec, dtype)
     left = (
@@ -121,27 +120,28 @@ def plan(
         (work.groups * work.n * (work.prompt + work.response) for work in workloads),
         default=1 << 62,
     )
-    return Budget(parts, activations(cfg, where, model, longest), free, str(where.device), tokens)
+    working = activations(cfg, compute, model, longest)
+    return Budget(parts, working, free, str(compute.device), tokens)
 
 
-def plan_sft(cfg: RunConfig, where: Place, model: Transformer, longest: int) -> Budget:
+def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int) -> Budget:
     """The memory of `lowroll sft`. longest: tokens of a whole batch."""
     return Budget(
-        learner(cfg, where, model),
-        activations(cfg, where, model, longest),
-        free_memory(where.device),
-        str(where.device),
+        learner(cfg, compute, model),
+        activations(cfg, compute, model, longest),
+        free_memory(compute.device),
+        str(compute.device),
     )
 
 
-def learner(cfg: RunConfig, where: Place, model: Transformer) -> dict[str, int]:
+def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
     """What learns, and what its optimiser holds."""
-    train, item = cfg.train, where.dtype.itemsize
+    train, item = cfg.train, compute.dtype.itemsize
     if train.lora:
         adapter = adapter_size(cfg, model)
         weights = (
             other_size(model) * item
-            + linear_bytes(model, build.rollout_format(cfg, where))
+            + linear_bytes(model, compute.format(cfg.rollout.weights))
             + MASTER * adapter
         )
         return {
@@ -150,24 +150,24 @@ def learner(cfg: RunConfig, where: Place, model: Transformer) -> dict[str, int]:
         }
     weights = (linear_size(model) + other_size(model)) * item
     if train.forward == "aligned":
-        weights += linear_bytes(model, build.rollout_format(cfg, where))
+        weights += linear_bytes(model, compute.format(cfg.rollout.weights))
     if train.optimizer != "muon":
         return {
             "learner's weights": weights,
             "its optimiser": _learning(
-                linear_size(model) + other_size(model), where, train.optimizer
+                linear_size(model) + other_size(model), compute, train.optimizer
             ),
         }
     return {
         "learner's weights": weights,
-        "its optimiser": _learning(linear_size(model), where, "muon")
-        + _learning(other_size(model), where, "adamw"),
+        "its optimiser": _learning(linear_size(model), compute, "muon")
+        + _learning(other_size(model), compute, "adamw"),
     }
 
 
-def activations(cfg: RunConfig, where: Place, model: Transformer, longest: int) -> int:
+def activations(cfg: RunConfig, compute: Compute, model: Transformer, longest: int) -> int:
     """About what the backward pass of one micro-batch holds. longest: tokens of a whole batch."""
-    spec, item = model.spec, where.dtype.itemsize
+    spec, item = model.spec, compute.dtype.itemsize
     tokens, share = (
         min(cfg.train.tokens_per_microbatch, longest),
         float(cfg.train.activation_checkpointing),
@@ -219,15 +219,15 @@ def adapter_size(cfg: RunConfig, model: Transformer) -> int:
     )
 
 
-def _learning(size: int, where: Place, optimizer: str) -> int:
+def _learning(size: int, compute: Compute, optimizer: str) -> int:
     """Master copies, gradients and moments of so many weights."""
-    masters = 0 if where.dtype == torch.float32 else MASTER
+    masters = 0 if compute.dtype == torch.float32 else MASTER
     return round(size * (masters + MASTER + MOMENTS[optimizer]))
 
 
-def _engine(cfg: RunConfig, where: Place, model: Transformer, format: str) -> int:
+def _engine(cfg: RunConfig, compute: Compute, model: Transformer, format: str) -> int:
     """The engine's own weights: under LoRA those of the adapters alone, as it shares the base."""
-    item = (get_format(format).dtype or where.dtype).itemsize
+    item = (get_format(format).dtype or compute.dtype).itemsize
     mine = (
         MASTER * adapter_size(cfg, model)
         if cfg.train.lora
@@ -236,7 +236,7 @@ def _engine(cfg: RunConfig, where: Place, model: Transformer, format: str) -> in
     if cfg.rollout.large_batch_weights is not None:
         mine += linear_bytes(model, cfg.rollout.large_batch_weights)
     kept = (
-        where.device.type == "cpu" or cfg.rollout.keep_dense
+        compute.device.type == "cpu" or cfg.rollout.keep_dense
     )  # dequantized for the product, beside the codes
     if kept and get_format(format).bits < 8:
         mine += linear_size(model) * item

@@ -38,7 +38,8 @@ from lowroll.model import hf, initialize
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.evaluate import evaluate
-from lowroll.runs import build
+from lowroll.runs.build import engines, environments, models, orchestrator
+from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.grpo import run
 from lowroll.runs.sft import warm_start
@@ -185,14 +186,14 @@ def held_out(
 ) -> float:
     """Mean reward of a model folder on held-out prompts, in a weight format: the policy as it
     samples (1.0), or its most likely responses (0.0)."""
-    where, chat = build.place(cfg), build.tokenizer(model)
-    master = hf.load(model, where.device, where.dtype)
-    (env,) = build.environments(cfg.env, cfg.seed).values()
-    sampling = replace(build.eval_sampling(cfg), temperature=temperature)
-    with build.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
+    compute, chat = Compute.of(cfg), models.tokenizer(model)
+    master = hf.load(model, compute.device, compute.dtype)
+    (env,) = environments.make(cfg.env, cfg.seed).values()
+    sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
+    with environments.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
         metrics = evaluate(
             env,
-            build.engine(cfg, where, master, chat, weights),
+            engines.make(cfg, compute, master, chat, weights),
             scorer,
             chat,
             num_examples=num_examples,
@@ -207,10 +208,10 @@ def engine_speed(
     cfg: RunConfig, model: Path, formats: tuple[str, ...], rounds: int = 5
 ) -> dict[str, float]:
     """Median tokens a second of each format on the run's own kind of batch, measured in turns."""
-    where, chat = build.place(cfg), build.tokenizer(model)
-    master = hf.load(model, where.device, where.dtype)
-    (env,) = build.environments(cfg.env, cfg.seed).values()
-    engines = {name: build.engine(cfg, where, master, chat, name) for name in formats}
+    compute, chat = Compute.of(cfg), models.tokenizer(model)
+    master = hf.load(model, compute.device, compute.dtype)
+    (env,) = environments.make(cfg.env, cfg.seed).values()
+    made = {name: engines.make(cfg, compute, master, chat, name) for name in formats}
 
     def requests(turn: int) -> list[Request]:
         return [
@@ -223,7 +224,7 @@ def engine_speed(
             for i in range(cfg.num_groups)
         ]
 
-    return _in_turns(engines, requests, rounds)
+    return _in_turns(made, requests, rounds)
 
 
 def larger_speed(
@@ -231,11 +232,11 @@ def larger_speed(
 ) -> tuple[float, dict[str, float]]:
     """Layers of a real size with random weights: their parameters in millions, and the median
     tokens a second of each format on 64 sequences, 8 a prompt, as in a batch of rollouts."""
-    where, prompts, length, new = build.place(cfg), 8, 16, 8
-    master = initialize(Transformer(spec_from_config(LARGER)), cfg.seed).to(where.device)
+    compute, prompts, length, new = Compute.of(cfg), 8, 16, 8
+    master = initialize(Transformer(spec_from_config(LARGER)), cfg.seed).to(compute.device)
     engines = {
         name: NativeEngine(
-            master, name, device=where.device, cache_tokens=prompts * 8 * (length + new + 16)
+            master, name, device=compute.device, cache_tokens=prompts * 8 * (length + new + 16)
         )
         for name in formats
     }

@@ -44,7 +44,9 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.orchestrator.source import draw_at
-from lowroll.runs import build
+from lowroll.runs.build import engines, environments, models, orchestrator, prompts
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.monitor import fallen_to
 from lowroll.trainer.state import restore_weights
 from lowroll.types import Request
 from lowroll.weights import aligned
@@ -168,10 +170,10 @@ def diagnose(
     responses a prompt. ValueError when nothing was drawn or the run cannot be read.
     """
     cfg = cfg.resolved()
-    where, chat = build.place(cfg), build.tokenizer(cfg.model)
-    model, notes = build.learner(cfg, where), list(_notes(cfg))
+    compute, chat = Compute.of(cfg), models.tokenizer(cfg.model)
+    model, notes = models.learner(cfg, compute), list(_notes(cfg))
     held = _checkpoint(run)
-    fallen_to = None if held is None else _fallen_to(held, cfg)
+    weights = cfg.rollout.weights if held is None else _weights(held, cfg)
     if held is not None:
         restore_weights(model, held.tensors["model"], held.state["trainer"])
         notes.append(f"weights of step {held.step}")
@@ -180,8 +182,8 @@ def diagnose(
     requests = _requests(cfg, model, chat, prompts, num_prompts, n)
     longest = max((len(request.prompt_ids) for request in requests), default=1)
     work = Workload(len(requests), n, longest, cfg.rollout.max_tokens)
-    format = build.rollout_format(cfg, where, fallen_to)
-    engine = build.engine(cfg, where, model, chat, fallen_to, [work])
+    format = compute.format(weights)
+    engine = engines.make(cfg, compute, model, chat, weights, [work])
     if not engine.capabilities.scores:
         raise ValueError("diagnose: this engine cannot score given tokens")
     rows = [
@@ -223,28 +225,25 @@ def _checkpoint(run: Path | None) -> Checkpoint | None:
     return store.load(steps[-1], only=("model",)) if steps else None
 
 
-def _fallen_to(held: Checkpoint, cfg: RunConfig) -> str | None:
-    """The format that the run's guard fell back to, unless another than the run's own is asked
-    for."""
-    guard, own = (
-        held.state.get("guard") or {},
-        yaml.safe_load(held.meta["config"])["rollout"]["weights"],
-    )
-    return guard["weights"] if guard.get("fallbacks") and cfg.rollout.weights == own else None
+def _weights(held: Checkpoint, cfg: RunConfig) -> str:
+    """The format of the run's rollouts: what its guard fell back to, unless another than the run's
+    own is asked for."""
+    asked = cfg.rollout.weights
+    own = yaml.safe_load(held.meta["config"])["rollout"]["weights"]
+    return (fallen_to(held.state) or asked) if asked == own else asked
 
 
 def _requests(
     cfg: RunConfig,
     model: Transformer,
     chat: ChatTokenizer,
-    prompts: Sequence[str],
+    texts: Sequence[str],
     num_prompts: int,
     n: int,
 ) -> list[Request]:
-    sampling = replace(
-        build.sampling(cfg), top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0
-    )
-    if prompts:
+    drawn = orchestrator.sampling(cfg)
+    sampling = replace(drawn, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0)
+    if texts:
         return [
             Request(
                 chat.encode_chat([{"role": "user", "content": text}]),
@@ -253,12 +252,10 @@ def _requests(
                 id=f"prompt/{i}",
                 **vars(sampling),
             )
-            for i, text in enumerate(prompts)
+            for i, text in enumerate(texts)
         ]
-    envs, longest = (
-        list(build.environments(cfg.env, cfg.seed).values()),
-        build.longest_prompt(cfg, model),
-    )
+    envs = list(environments.make(cfg.env, cfg.seed).values())
+    longest = prompts.longest(cfg, model.spec)
     chosen = [(envs[i % len(envs)], i // len(envs)) for i in range(num_prompts)]
     draws = [
         draw_at(env, env.name, position, "train", chat, sampling, n, cfg.seed)

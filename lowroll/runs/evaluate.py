@@ -3,8 +3,9 @@ weight formats."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,15 @@ from lowroll.model import hf
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.orchestrator.client import PhaseProgress
 from lowroll.orchestrator.evaluate import evaluate as evaluate_env
-from lowroll.runs import build
+from lowroll.runs.build import engines, environments, models, orchestrator, prompts
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.rollouts import RolloutEngine
+from lowroll.weights.update import WeightUpdate
 
-COMPARED = (
-    "reward",
-    "pass_at_1",
-)  # what is kept of the second sampler, and of the model before the first update
+log = logging.getLogger(__name__)
+
+# what is kept of the second sampler, and of the model before the first update
+COMPARED = ("reward", "pass_at_1")
 
 
 def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -36,17 +40,18 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
     """
     weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
     cfg = cfg.resolved().at(cfg.train.max_steps)
-    where, chat = build.place(cfg), build.tokenizer(cfg.model)
-    model = hf.load(cfg.model, where.device, where.dtype)
+    compute, chat = Compute.of(cfg), models.tokenizer(cfg.model)
+    model = hf.load(cfg.model, compute.device, compute.dtype)
     chosen = cfg.eval.env or cfg.env
-    envs = build.environments(chosen, cfg.seed)
-    rows, work = [], [build.eval_workload(cfg, model, chat, envs)]
-    with build.scorer(cfg, chosen) as scorer, phases() as on_phase:
+    envs = environments.make(chosen, cfg.seed)
+    work = [engines.eval_workload(cfg, model.spec, chat, envs)]
+    rows = []
+    with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
         for name in weights:
-            engine = build.engine(cfg, where, model, chat, name, work)
-            cfg = build.with_cache(cfg, engine.stats().cache_tokens)  # the same for all formats
-            most = build.longest_prompt(cfg, model)
-            build.check_prompts(cfg, model, chat, envs, "test")
+            engine = engines.make(cfg, compute, model, chat, name, work)
+            cfg = engines.with_cache(cfg, engine.stats().cache_tokens)  # the same for all formats
+            most = prompts.longest(cfg, model.spec)
+            prompts.check(cfg, model.spec, chat, envs, "test")
             for env in envs.values():
                 began = time.monotonic()
                 metrics = evaluate_env(
@@ -56,7 +61,7 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
                     chat,
                     num_examples=cfg.eval.num_examples,
                     rollouts_per_example=cfg.eval.rollouts_per_example,
-                    sampling=build.eval_sampling(cfg),
+                    sampling=orchestrator.eval_sampling(cfg),
                     seed=cfg.seed,
                     max_prompt_tokens=most,
                     on_phase=on_phase,
@@ -65,12 +70,73 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
                 rows.append(
                     {
                         "env": env.name,
-                        "weights": build.rollout_format(cfg, where, name),
+                        "weights": compute.format(name),
                         **short,
                         "seconds": time.monotonic() - began,
                     }
                 )
     return rows
+
+
+class Evaluations:
+    """`eval/*` of a run's policy on the test splits, in the rollout precision, without noise: before
+    the first step, after every `eval.interval` steps and after the last. `now` are the settings of
+    the step, `version` the policy's."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        rollouts: RolloutEngine,
+        envs: Mapping[str, Environment],
+        scorer: ScorerPool,
+        chat: ChatTokenizer,
+    ) -> None:
+        self.interval = cfg.eval.interval
+        self.last = cfg.train.max_steps
+        self.rollouts = rollouts
+        self.envs = envs
+        self.scorer = scorer
+        self.chat = chat
+        self.on_note: Callable[[str], object] = log.info
+        self.on_phase: PhaseProgress | None = None
+
+    def before(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
+        """Of the policy that the run begins with; {} before later steps."""
+        if not self.interval or step > 1:
+            return {}
+        self.on_note(
+            "evaluating the policy before step 1 (eval.interval: null leaves evaluations out)"
+        )
+        return self.measure(now, version, sampled=True)
+
+    def after(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
+        """Of the policy after a step; {} when none is due."""
+        last = step == self.last
+        if not self.interval or not (last or step % self.interval == 0):
+            return {}
+        return self.measure(now, version, sampled=last)
+
+    def measure(self, now: RunConfig, version: int, sampled: bool) -> dict[str, float]:
+        """Of the current policy; with `sampled`, drawn as the rollouts too."""
+        began = time.monotonic()
+        engine = self.rollouts.engine
+        noisy = engine.behavior.noise_sigma > 0
+        if noisy:
+            engine.update_weights(WeightUpdate.local(self.rollouts.model, version))
+        metrics = held_out(
+            now,
+            self.envs,
+            engine,
+            self.scorer,
+            self.chat,
+            sampled=sampled,
+            max_prompt_tokens=prompts.longest(now, self.rollouts.model.spec),
+            on_phase=self.on_phase,
+        )
+        engine.reset_prefix_cache()  # a resumed run has none of their pages
+        if noisy:
+            self.rollouts.update(version)
+        return metrics | {"time/eval": time.monotonic() - began}
 
 
 def held_out(
@@ -89,7 +155,7 @@ def held_out(
     With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn as the rollouts of `cfg`
     are.
     """
-    chosen, drawn = build.eval_sampling(cfg), build.sampling(cfg)
+    chosen, drawn = orchestrator.eval_sampling(cfg), orchestrator.sampling(cfg)
     metrics = {"eval/temperature": chosen.temperature}
     for env in envs.values():
         found = {}

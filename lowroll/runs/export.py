@@ -37,7 +37,9 @@ from lowroll.objectives.mismatch import mismatch
 from lowroll.quant import dense
 from lowroll.quant.formats import get_format, stored_format
 from lowroll.quant.layouts import unread_by_transformers
-from lowroll.runs import build
+from lowroll.runs.build import models
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.monitor import fallen_to
 from lowroll.trainer.state import restore_weights
 from lowroll.transport.codec import CodecError
 from lowroll.transport.rollout_log import read_rollouts, rollout_files
@@ -137,7 +139,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
             f"--as: {run} trains all weights and has no adapter; export it as merged or rollout"
         )
     saved = Store(run / "checkpoints").load(step)
-    model, where = _learner(cfg, saved)
+    model, compute = _learner(cfg, saved)
     source, gap, note = hf.resolve(cfg.model), None, None
     if kind == "adapter":
         gap = publish_adapter(cfg, model, out, newest_batch(run, saved.step), saved.step)
@@ -148,11 +150,8 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
         )
         form = _format_of(model)
     else:
-        fallen_to = (saved.state.get("guard") or {}).get(
-            "weights"
-        )  # by the guard, else the run's own format
-        form = build.rollout_format(cfg, where, fallen_to)
-        dtype = get_format(form).dtype or where.dtype
+        form = compute.format(fallen_to(saved.state) or cfg.rollout.weights)
+        dtype = get_format(form).dtype or compute.dtype
         note = _save_rollout(rollout_copy(model, form, dtype), out, source)
     return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step, gap, note)
 
@@ -222,17 +221,17 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
     return Exported(out, _format_of(model), _weight_bytes(out), _weight_bytes(source), note=note)
 
 
-def _learner(cfg: RunConfig, saved: Checkpoint) -> tuple[Transformer, build.Place]:
+def _learner(cfg: RunConfig, saved: Checkpoint) -> tuple[Transformer, Compute]:
     """The learner as it was after the checkpoint's step, on the CPU in the dtype that the run
     had."""
     cfg = cfg.model_copy(update={"device": "cpu"})
-    first = build.place(cfg)
+    first = Compute.of(cfg)
     dtypes = [first.dtype] if cfg.dtype != "auto" else [torch.float32, torch.bfloat16]
-    for where in (replace(first, dtype=dtype) for dtype in dtypes):
-        model = build.learner(cfg, where)
+    for compute in (replace(first, dtype=dtype) for dtype in dtypes):
+        model = models.learner(cfg, compute)
         if digest(model) == saved.meta["base"]:
             restore_weights(model, saved.tensors["model"], saved.state["trainer"])
-            return model, where
+            return model, compute
     raise ValueError(f"model: the weights of {cfg.model} are not those that the run began with")
 
 
@@ -307,7 +306,9 @@ def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
     def write(target: Path) -> None:
         (target / "base").mkdir()
         hf.write(files, target / "base", source)
-        lora.write(rollout, target, base=str(out.absolute() / "base"), tokenizer_from=source)
+        named = str(out.absolute() / "base")
+        lora.write(rollout, target, base=named, tokenizer_from=source)
+        card.write(target, named, base.of(rollout, 1.0))
 
     publish_folder(out, write, {"kind": "adapter"})
     return _note(rollout)

@@ -36,13 +36,20 @@ from lowroll.config import RunConfig
 from lowroll.metrics.record import (
     ABOUT_FILE,
     METRICS_FILE,
+    Record,
     Recorder,
     computed_otherwise,
     write_about,
 )
 from lowroll.metrics.report import REPORT_FILE, is_report
 from lowroll.runs import identity
-from lowroll.transport.rollout_log import is_rollouts, rollout_files, truncate_rollouts
+from lowroll.transport.rollout_log import (
+    is_rollouts,
+    rollout_files,
+    truncate_rollouts,
+    write_rollouts,
+)
+from lowroll.types import Batch
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +70,7 @@ class RunFolder:
         self.store = Store(self.path / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.space = Space(cfg.ckpt.wait_for_space)
         self.meta = META if command == "sft" else (*META, "cache_tokens")
+        self.recorder: Recorder  # of a run that has begun or gone on
         self.length = (
             ("train.max_steps", cfg.train.max_steps)
             if command == "grpo"
@@ -197,7 +205,7 @@ class RunFolder:
                 path.parent.mkdir(exist_ok=True)
                 self.space.write(path, partial(write_file, path, text.encode()))
 
-    def begin(self, about: Mapping[str, str]) -> Recorder:
+    def begin(self, about: Mapping[str, str]) -> None:
         """Begin a run: what an earlier one made goes, then what describes this one is written."""
         self._clear()
         self._write_config()
@@ -207,7 +215,7 @@ class RunFolder:
         )
         for name, words in about.items():
             log.info("%s: %s", name, words)
-        return Recorder(self.path)
+        self.recorder = Recorder(self.path)
 
     def find(self) -> Checkpoint | None:
         """The newest checkpoint; None when there is none, and the run begins again.
@@ -268,22 +276,30 @@ class RunFolder:
                 f"model: the weights of {self.cfg.model} are not those that the run began with"
             )
 
-    def resume(self, step: int, about: Mapping[str, str]) -> Recorder:
+    def resume(self, step: int, about: Mapping[str, str]) -> None:
         """Go on after the checkpoint of a step: what came after it goes, and the settings are those
         of now."""
         for words in computed_otherwise(self.path, about):
             log.warning(
                 "resumed elsewhere, so not bit for bit as the run would have gone on: %s", words
             )
-        recorder = Recorder(self.path)
+        self.recorder = Recorder(self.path)
         for later_gone in (
-            recorder.truncate,
+            self.recorder.truncate,
             partial(truncate_rollouts, self.path / "rollouts"),
             self.store.truncate,
         ):
             self.space.write(self.path, partial(later_gone, step))
         self._write_config()
-        return recorder
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> Record:
+        """Write the record of a step, of a run that has begun or gone on; returns it."""
+        return self.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
+
+    def keep_batch(self, name: str, batch: Batch) -> Path:
+        """Write a batch into the folder `name`, one of BATCHES; returns its file."""
+        folder = self.path / name
+        return self.space.write(folder, lambda: write_rollouts(folder, batch))
 
     def save(
         self,

@@ -70,7 +70,9 @@ def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
     }
     for key, source in beside.items():
         if source is not None:
-            found |= {f"{key}: {CONFIG}{name}": value for name, value in _meaning(source).items()}
+            found |= {
+                f"{key}: {CONFIG}{name}": value for name, value in _meaning(source, key).items()
+            }
     return found | _read_by_environments(cfg)
 
 
@@ -82,10 +84,10 @@ def _read_by_environments(cfg: RunConfig) -> dict[str, str]:
     }
 
 
-def _meaning(source: str | Path) -> dict[str, str]:
+def _meaning(source: str | Path, key: str = "model") -> dict[str, str]:
     """What config.json says to the model and to the tokenizer's loader; its other keys mean nothing
     here."""
-    folder = hf.resolve(source)
+    folder = hf.resolve(source, key=key)
     spec = read_spec(folder)
     return {
         field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare

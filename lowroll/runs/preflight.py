@@ -22,8 +22,9 @@ from lowroll.model import claims, hf, lora
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.runs import budget, build, sft
-from lowroll.runs.build import Place
+from lowroll.runs import budget, sft
+from lowroll.runs.build import engines, environments, models, prompts, trainer
+from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.sft import encode_all
@@ -56,27 +57,27 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     """What `lowroll grpo` would meet. cfg as loaded."""
     cfg, found = cfg.resolved(), Findings()
     found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
-    where = found.attempt(lambda: build.place(cfg))
-    model = found.attempt(lambda: _learner(cfg, where, found)) if where else None
-    chat = found.attempt(lambda: build.tokenizer(cfg.model)) if model else None
+    compute = found.attempt(lambda: Compute.of(cfg))
+    model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
+    chat = found.attempt(lambda: models.tokenizer(cfg.model)) if model else None
     found.attempt(lambda: child.check_count(cfg.score.workers))
     envs = _environments(cfg, cfg.env, found)
     held_out = _environments(cfg, cfg.eval.env, found) if cfg.eval.env else envs
     found.attempt(lambda: _settings(cfg))
     if model is not None:
-        found.attempt(lambda: build.longest_prompt(cfg, model))
-        found.attempt(lambda: build.check_stages(cfg, model))
+        found.attempt(lambda: prompts.longest(cfg, model.spec))
+        found.attempt(lambda: prompts.check_stages(cfg, model.spec))
     for env in envs.values():
         _ask(env, cfg, cfg.env, found)
     if cfg.eval.interval:
         for env in held_out.values():
             found.attempt(lambda env=env: _has_tests(env))  # type: ignore[misc]
-    if where is None or model is None or chat is None or found.problems:
+    if compute is None or model is None or chat is None or found.problems:
         return found
-    beside = found.attempt(lambda: _beside(cfg, where, model, chat))
+    beside = found.attempt(lambda: _beside(cfg, compute, model, chat))
     works = found.attempt(lambda: _workloads(cfg, model, chat, envs, held_out))
     if beside is not None and works is not None:
-        _budget(found, found.attempt(lambda: budget.plan(cfg, where, model, works, beside)))
+        _budget(found, found.attempt(lambda: budget.plan(cfg, compute, model, works, beside)))
     return found
 
 
@@ -84,12 +85,12 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     """What `lowroll sft` would meet."""
     cfg, found = sft.plain(cfg.resolved()), Findings()
     found.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
-    where = found.attempt(lambda: build.place(cfg))
-    model = found.attempt(lambda: _learner(cfg, where, found)) if where else None
-    chat = found.attempt(lambda: build.tokenizer(cfg.model)) if model else None
+    compute = found.attempt(lambda: Compute.of(cfg))
+    model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
+    chat = found.attempt(lambda: models.tokenizer(cfg.model)) if model else None
     found.attempt(lambda: _settings(cfg))
     examples = found.attempt(lambda: sft.examples(cfg))
-    if where is None or model is None or chat is None or examples is None:
+    if compute is None or model is None or chat is None or examples is None:
         return found
     samples = found.attempt(
         lambda: encode_all(chat.tokenizer, examples, model.spec.vocab_size, model.spec.max_position)
@@ -103,14 +104,14 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
             f"rate "
             f"{cfg.sft.learning_rate:g}"
         )
-        _budget(found, budget.plan_sft(cfg, where, model, max(lengths) * cfg.sft.batch_size))
+        _budget(found, budget.plan_sft(cfg, compute, model, max(lengths) * cfg.sft.batch_size))
     return found
 
 
-def _learner(cfg: RunConfig, where: Place, found: Findings) -> Transformer:
+def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
     """The shapes of the model that will learn."""
-    build.refuse_adapter("model", cfg.model)
-    model = _outline("model", cfg.model, where, found)
+    models.refuse_adapter("model", cfg.model)
+    model = _outline("model", cfg.model, compute, found)
     if cfg.train.lora:
         lora.check(
             model.spec, cfg.train.lora_rank, cfg.train.lora_alpha, cfg.train.lora_target_modules
@@ -118,16 +119,16 @@ def _learner(cfg: RunConfig, where: Place, found: Findings) -> Transformer:
     return model
 
 
-def _outline(key: str, source: str, where: Place, found: Findings) -> Transformer:
+def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transformer:
     """The shapes of a model, on the meta device, its headers checked where its weights are here."""
-    folder = hf.resolve(source, weights=False)
+    folder = hf.resolve(source, weights=False, key=key)
     if Path(source).expanduser().is_dir():
         spec, _, _ = hf.read_headers(folder)
     else:
         spec = read_spec(folder)
-        claims.check_memory(folder / "config.json", spec, claims.LEAST_BITS, where.device)
+        claims.check_memory(folder / "config.json", spec, claims.LEAST_BITS, compute.device)
         found.notes.append(f"{key}: {source} is a hub id; its weights are not looked at")
-    return Transformer(spec, "meta", where.dtype)
+    return Transformer(spec, "meta", compute.dtype)
 
 
 def _environments(
@@ -136,7 +137,7 @@ def _environments(
     """Those that can be made, by name."""
     made: dict[str, Environment] = {}
     for env in wanted:
-        made |= found.attempt(lambda env=env: build.environments((env,), cfg.seed)) or {}  # type: ignore[misc]
+        made |= found.attempt(lambda env=env: environments.make((env,), cfg.seed)) or {}  # type: ignore[misc]
     return made
 
 
@@ -214,7 +215,7 @@ def _score(
     own = tuple(one for one in envs if one.name == env.name)
     alone = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
     try:
-        with build.scorer(alone, own) as pool:
+        with environments.scorer(alone, own) as pool:
             return list(pool.score(responses))
     except RuntimeError as error:  # no worker could build the environment
         found.problems.append(f"env {env.name!r}: {error}")
@@ -231,35 +232,30 @@ def _has_tests(env: Environment) -> None:
 
 def _settings(cfg: RunConfig) -> None:
     """What the learner's parts refuse by themselves."""
-    for make in (
-        build.learn_settings,
-        build.optim_settings,
-        build.guard,
-        build.noise_schedule,
-    ):
+    for make in (trainer.learn, trainer.optim, trainer.guard, trainer.noise):
         make(cfg)
     if cfg.train.optimizer == "adamw8bit":
         adamw8bit.find()
 
 
 def _beside(
-    cfg: RunConfig, where: Place, model: Transformer, chat: ChatTokenizer
+    cfg: RunConfig, compute: Compute, model: Transformer, chat: ChatTokenizer
 ) -> dict[str, Transformer]:
     """The shapes of the models that a run holds beside the learner."""
     beside, scratch = {}, Findings()
-    if cfg.loss.kl_coef and not cfg.train.lora:
+    if models.asks_reference(cfg):
         beside["reference"] = model
-    if build.asks_teacher(cfg):
+    if models.asks_teacher(cfg):
         assert cfg.train.teacher is not None
-        build.refuse_other_vocabulary("train.teacher", cfg.train.teacher, cfg, chat)
-        beside["teacher"] = _outline("train.teacher", cfg.train.teacher, where, scratch)
+        models.refuse_other_vocabulary("train.teacher", cfg.train.teacher, cfg, chat)
+        beside["teacher"] = _outline("train.teacher", cfg.train.teacher, compute, scratch)
     if cfg.algorithm == "ppo":
         source = cfg.critic.model
         if source is not None:
-            build.refuse_adapter("critic.model", source)
-            build.refuse_other_vocabulary("critic.model", source, cfg, chat)
+            models.refuse_adapter("critic.model", source)
+            models.refuse_other_vocabulary("critic.model", source, cfg, chat)
         beside["critic"] = (
-            model if source is None else _outline("critic.model", source, where, scratch)
+            model if source is None else _outline("critic.model", source, compute, scratch)
         )
     return beside
 
@@ -273,8 +269,8 @@ def _workloads(
 ) -> list[Workload]:
     """What will be in the engine together. ValueError when no prompt of an environment leaves room
     for a response."""
-    build.check_prompts(cfg, model, chat, envs)
-    return build.workloads(build.with_cache(cfg, None), model, chat, envs, held_out)
+    prompts.check(cfg, model.spec, chat, envs)
+    return engines.workloads(engines.with_cache(cfg, None), model.spec, chat, envs, held_out)
 
 
 def _budget(found: Findings, planned: budget.Budget | None) -> None:

@@ -18,20 +18,16 @@ from pathlib import Path
 from lowroll.config import RunConfig
 from lowroll.metrics.live import duration
 from lowroll.metrics.progress import phases
-from lowroll.metrics.record import Record, Recorder, read
+from lowroll.metrics.record import Record, read
 from lowroll.model import hf, lora
-from lowroll.runs import build
 from lowroll.runs.attempt import RunResult, attempt, drive
+from lowroll.runs.build import environments, models, trainer
+from lowroll.runs.build.about import about, learned
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.stop import polite_stop
-from lowroll.trainer.optim import OptimSettings
-from lowroll.trainer.sft import (
-    Demonstration,
-    SftLearner,
-    SftSettings,
-    demonstrations,
-    read_demonstrations,
-)
+from lowroll.trainer.sft import Demonstration, SftLearner, demonstrations, read_demonstrations
 from lowroll.weights.publish import digest
 
 log = logging.getLogger(__name__)
@@ -48,10 +44,10 @@ def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) ->
     """
     cfg = cfg.resolved()
     with attempt(cfg, "sft", resume, overwrite) as folder:
-        session = SftSession(cfg, folder, resume)
-        first = session.resume() if resume else session.begin()
+        steps = SftRun(folder, resume)
+        first = steps.resume() if resume else steps.begin()
         with progress(cfg.sft.steps) as show, polite_stop() as stop:
-            signal = drive(session, first, cfg.sft.steps, cfg.ckpt.interval, show, stop)
+            signal = drive(steps, first, cfg.sft.steps, cfg.ckpt.interval, show, stop)
     return RunResult(folder.path, read(folder.path), signal=signal)
 
 
@@ -59,7 +55,7 @@ def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
     """Train the model of folder `source` on demonstrations, publish it as folder `target`; the last
     step's metrics."""
     cfg = cfg.model_copy(update={"model": str(source)})
-    learner, metrics = _learner(cfg, build.place(cfg)), dict[str, float]()
+    learner, metrics = _learner(cfg, Compute.of(cfg)), dict[str, float]()
     with progress(cfg.sft.steps) as show:
         for step in range(1, cfg.sft.steps + 1):
             metrics = learner.step()
@@ -68,36 +64,31 @@ def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
     return metrics
 
 
-class SftSession:
+class SftRun:
     """The parts of one supervised run. With `resume`, ValueError when the newest checkpoint is
     another run's."""
 
-    def __init__(self, cfg: RunConfig, home: RunFolder, resume: bool = False) -> None:
-        self.cfg, self.home = cfg, home
-        self.saved = home.find() if resume else None
-        self.where = build.place(cfg)
-        self.learner = _learner(cfg, self.where)
-        self.base_digest = digest(self.learner.model)
-        self.inputs = home.inputs
-        self.recorder: Recorder
-        self._saved_at: int | None = None
+    def __init__(self, home: RunFolder, resume: bool = False) -> None:
+        self.cfg = home.cfg
+        self.home = home
+        self.checkpoints = Checkpointing(home, resume)
+        self.compute = Compute.of(self.cfg)
+        self.learner = _learner(self.cfg, self.compute)
+        self.checkpoints.identify(digest(self.learner.model))
 
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""
-        self.recorder = self.home.begin(_about(self.cfg, self.where, self.learner))
+        self.home.begin(_about(self.cfg, self.compute, self.learner))
         return 1
 
     def resume(self) -> int:
         """Continue from the newest undamaged checkpoint, or begin again when there is none. Returns
         the next step."""
-        saved, self.saved = self.saved, None
+        saved = self.checkpoints.take()
         if saved is None:
-            log.warning("the run ended before its first checkpoint; it begins again with step 1")
             return self.begin()
-        self.home.check_base(saved, self.base_digest)
         self.learner.restore(saved.tensors, saved.state)
-        self.recorder = self.home.resume(saved.step, _about(self.cfg, self.where, self.learner))
-        self._saved_at = saved.step
+        self.home.resume(saved.step, _about(self.cfg, self.compute, self.learner))
         log.info("resumed after step %d", saved.step)
         return saved.step + 1
 
@@ -106,7 +97,7 @@ class SftSession:
         began = time.monotonic()
         metrics = self.learner.step()
         metrics |= {"time/step": time.monotonic() - began}
-        return self.home.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
+        return self.home.record(step, metrics)
 
     def drop(self, step: int) -> None:
         """A step is short, and never dropped."""
@@ -114,12 +105,7 @@ class SftSession:
 
     def checkpoint(self, step: int) -> None:
         """Model, optimizer and place after `step`, in one atomic folder."""
-        if self._saved_at == step:
-            return
-        tensors, state = self.learner.state()
-        self.home.save(step, tensors, state, {"base": self.base_digest, "read": self.inputs})
-        self._saved_at = step
-        log.info("checkpoint of step %d", step)
+        self.checkpoints.save(step, self.learner.state)
 
     def finish(self, step: int) -> None:
         """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face
@@ -166,37 +152,21 @@ def _shown(value: float | None, spec: str) -> str:
     return "nan" if value is None else format(value, spec)
 
 
-def _learner(cfg: RunConfig, where: build.Place) -> SftLearner:
+def _learner(cfg: RunConfig, compute: Compute) -> SftLearner:
     cfg = plain(cfg)
-    sft, train = cfg.sft, cfg.train
-    optim = OptimSettings(
-        sft.learning_rate,
-        sft.lr_scheduler_type,
-        sft.warmup_steps,
-        sft.steps,
-        sft.min_lr_ratio,
-        train.weight_decay,
-        train.betas,
-        train.eps,
-        train.max_grad_norm,
-        train.optimizer,
-    )
-    settings = SftSettings(
-        sft.steps, sft.batch_size, optim, train.tokens_per_microbatch, train.logprob_chunk, cfg.seed
-    )
-    model = build.learner(cfg, where)
-    return SftLearner(model, build.tokenizer(cfg.model).tokenizer, examples(cfg), settings)
+    model = models.learner(cfg, compute)
+    chat = models.tokenizer(cfg.model)
+    return SftLearner(model, chat.tokenizer, examples(cfg), trainer.sft(cfg))
 
 
-def _about(cfg: RunConfig, where: build.Place, learner: SftLearner) -> Mapping[str, str]:
+def _about(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapping[str, str]:
     """The run in words, for the report's header."""
-    shared = build.about(cfg, where, learner.model)
-    learned = f"LoRA rank {cfg.train.lora_rank}" if cfg.train.lora else "full fine-tuning"
+    shared = about(cfg, compute, learner.model.spec)
     source = cfg.sft.data or ", ".join(env.name or env.id for env in cfg.env)
     return {
         "title": shared["title"],
         "model": shared["model"],
-        "learning": f"supervised, {learned}, {cfg.train.optimizer}, learning rate "
+        "learning": f"supervised, {learned(cfg)}, {cfg.train.optimizer}, learning rate "
         f"{cfg.sft.learning_rate:g}",
         "data": f"{len(learner.samples):,} demonstrations of {source}, {cfg.sft.batch_size} a step",
         "device": shared["device"],
@@ -215,7 +185,7 @@ def examples(cfg: RunConfig) -> list[Demonstration]:
     """What is demonstrated. ValueError names the file and line, or the environment."""
     if cfg.sft.data is not None:
         return read_demonstrations(Path(cfg.sft.data))
-    envs = build.environments(cfg.env, cfg.seed)
+    envs = environments.make(cfg.env, cfg.seed)
     weights = [env.weight for env in cfg.env]
     return demonstrations(
         list(zip(envs.values(), weights, strict=True)), cfg.sft.num_examples, cfg.seed

@@ -61,7 +61,7 @@ def is_rollouts(path: Path) -> bool:
 
 def truncate_rollouts(folder: Path, step: int) -> None:
     """Remove the files of steps after `step`: they belong to a future that a resumed run will not
-    have."""
+    have. A file that only has such a name stays."""
     for later, path in rollout_files(folder):
-        if later > step:
+        if later > step and is_rollouts(path):
             path.unlink()

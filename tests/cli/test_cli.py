@@ -297,7 +297,7 @@ class FakeEngine:
     def generate(self, requests: list[Request]) -> list[Group]:
         self.requests.extend(requests)
         if requests[0].temperature < 0:
-            raise ValueError("temperature: must be at least 0")
+            raise ValueError("requests[0].temperature: must be at least 0")
         tag = BehaviorTag((PolicySpan(0, ""),), weights="int8")
         return [
             Group(r, [Rollout([7, 8], [-0.5, -1.5], "stop", tag) for _ in range(r.n)])
@@ -347,7 +347,7 @@ def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert main(["generate", "--model", "m", "--prompt", "x", "--n", "0"]) == 2
     assert capsys.readouterr().err == "error: --n: expected at least 1, got 0\n"
     assert main(["generate", "--model", "m", "--prompt", "x", "--temperature=-1"]) == 2
-    assert capsys.readouterr().err == "error: temperature: must be at least 0\n"
+    assert capsys.readouterr().err == "error: --temperature: must be at least 0\n"
 
 
 def test_report_and_demo(

@@ -103,6 +103,9 @@ LIGHT = (
     "kv.policy.dense",
     "quant.table",
     "objectives.table",
+    "runs.build.environments",
+    "runs.build.orchestrator",
+    "runs.build.prompts",
 )
 
 

@@ -28,8 +28,8 @@ from lowroll.metrics.report import write_report
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs import sft, stop
 from lowroll.runs.attempt import RunResult
-from lowroll.runs.grpo import Session
-from lowroll.runs.sft import SftSession, run_sft
+from lowroll.runs.evaluate import Evaluations
+from lowroll.runs.sft import SftRun, run_sft
 from lowroll.trainer.sft import SftLearner
 from tests.fixtures.runs import copy_stopped_after, fingerprint
 from tests.fixtures.runs import settings as grpo_settings
@@ -458,14 +458,14 @@ def at_step_two(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], objec
     """Something happens in the second step."""
 
     def arrange(action: Callable[[], object]) -> None:
-        step = SftSession.step
+        step = SftRun.step
 
-        def stepped(self: SftSession, number: int) -> Any:
+        def stepped(self: SftRun, number: int) -> Any:
             if number == 2:
                 action()
             return step(self, number)
 
-        monkeypatch.setattr(SftSession, "step", stepped)
+        monkeypatch.setattr(SftRun, "step", stepped)
 
     return arrange
 
@@ -612,15 +612,15 @@ def test_the_evaluation_before_the_first_step_can_be_dropped(
         eval={"interval": 2, "num_examples": 4},
     )
     whole = fingerprint(lowroll.run(from_mapping(tree)).folder)
-    cut, evaluate = {**tree, "output_dir": str(tmp_path / "cut")}, Session.evaluate
+    cut, evaluate = {**tree, "output_dir": str(tmp_path / "cut")}, Evaluations.measure
 
-    def evaluated(self: Session, sampled: bool) -> dict[str, float]:
+    def evaluated(self: Evaluations, *args: Any, **options: Any) -> dict[str, float]:
         signal.raise_signal(signal.SIGTERM)
-        return evaluate(self, sampled)
+        return evaluate(self, *args, **options)
 
     with monkeypatch.context() as slow:
         slow.setattr(stop, "DROP_S", 0.0)
-        slow.setattr(Session, "evaluate", evaluated)
+        slow.setattr(Evaluations, "measure", evaluated)
         assert lowroll.run(from_mapping(cut)).signal == signal.SIGTERM
     assert read(tmp_path / "cut") == [] and "step 1 was dropped" in story(tmp_path / "cut")
     assert fingerprint(lowroll.run(from_mapping(cut), resume=True).folder) == whole

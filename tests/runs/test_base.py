@@ -21,7 +21,8 @@ import lowroll
 from lowroll.cli.main import main
 from lowroll.model import base, hf, lora
 from lowroll.quant.formats import get_format
-from lowroll.runs import build, export
+from lowroll.runs import export
+from lowroll.runs.build import engines
 from lowroll.runs.export import export_run, quantize_folder
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights import aligned
@@ -82,14 +83,16 @@ def test_final_is_the_policy_that_learned(case: str, model: Path, tmp_path: Path
     with ExitStack() as stack:
         session = run_session(tree, stack)
         session.finish(2)
-        where, learner = session.where, session.model
+        where, learner = session.compute, session.model
         with aligned.suspended(learner), export.noise.muted(learner):
             wanted = logp(learner)
-        fallen = session.engine.behavior.weights != weights
-        session.engine.update_weights(WeightUpdate.local(learner, 3))  # without noise
+        fallen = session.rollouts.engine.behavior.weights != weights
+        session.rollouts.engine.update_weights(WeightUpdate.local(learner, 3))  # without noise
         requests = [lowroll.Request([6, 7, 8 + i], n=2, max_tokens=8, seed=i) for i in range(2)]
         drawn = [
-            rollout for group in session.engine.generate(requests) for rollout in group.rollouts
+            rollout
+            for group in session.rollouts.engine.generate(requests)
+            for rollout in group.rollouts
         ]
     final = hf.load(tmp_path / "run" / "final", dtype=where.dtype)
     torch.testing.assert_close(logp(final), wanted, rtol=0, atol=bound)
@@ -481,14 +484,14 @@ def test_evaluation_takes_the_format_that_the_model_stands_on(
 ) -> None:
     run, _ = finished(model, tmp_path / "run", "nf4")
     asked: list[str] = []
-    engine = build.engine
+    engine = engines.make
 
     def watched(*args: Any) -> lowroll.Engine:
         made = engine(*args)
         asked.append(made.behavior.weights)
         return made
 
-    monkeypatch.setattr(build, "engine", watched)
+    monkeypatch.setattr(engines, "make", watched)
     few = ["--n", "1", "--k", "1", "--max-tokens", "2"]
     for words in (
         ["--model", str(run / "final"), "--env", "reverse-text"],

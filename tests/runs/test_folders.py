@@ -32,7 +32,8 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant import int4
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.runs.export import export_run, quantize_folder
-from lowroll.runs.grpo import Session
+from lowroll.runs.folder import RunFolder
+from lowroll.runs.grpo import Run
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy, rollout_load
 from tests.fixtures.runs import ALWAYS, run_session, settings, train
@@ -578,7 +579,10 @@ def test_lora_keeps_the_tensors_of_the_folder(
     with ExitStack() as stack:
         session = run_session(tree, stack)
         for (_, learner), (_, engine), (_, file) in zip(
-            session.model.linears(), session.engine.model.linears(), stored.linears(), strict=True
+            session.model.linears(),
+            session.rollouts.engine.model.linears(),
+            stored.linears(),
+            strict=True,
         ):
             assert learner.weight is engine.weight and same_tensors(learner.weight, file.weight)
         session.finish(2)
@@ -598,7 +602,7 @@ def test_all_weights_of_a_low_bit_folder_learn_as_their_dequantized_values(
             train={"max_steps": 1, "warmup_steps": 0},
             loss={"kl_coef": 0.01},
         )
-        session = Session(from_mapping(tree).resolved(), stack)
+        session = Run(RunFolder(from_mapping(tree).resolved(), "grpo"), stack)
         start = hf.load(tmp_path / "low").blocks[0].o.weight.dequantize()
         assert (
             torch.equal(session.model.blocks[0].o.weight, start)
@@ -646,15 +650,15 @@ def test_an_exported_rollout_policy_is_the_engines(case: str, model: Path, tmp_p
         session = run_session(tree, stack)
         done, weights = (
             export_run(tmp_path / "run", tmp_path / "out", "rollout"),
-            session.engine.behavior.weights,
+            session.rollouts.engine.behavior.weights,
         )
         assert (weights == changes["rollout"]["weights"]) == ("guard" not in case)
         assert (done.step, done.format) == (2, weights)
         engine = lowroll.Engine(done.folder, weights=weights, device="cpu", cache_tokens=1024)
-        assert engine.behavior.policy[0].digest == session.engine.behavior.policy[0].digest
+        assert engine.behavior.policy[0].digest == session.rollouts.engine.behavior.policy[0].digest
         requests = [lowroll.Request([6, 7, 8 + i], n=3, max_tokens=8, seed=i) for i in range(3)]
         for mine, theirs in zip(
-            engine.generate(requests), session.engine.generate(requests), strict=True
+            engine.generate(requests), session.rollouts.engine.generate(requests), strict=True
         ):
             for a, b in zip(mine.rollouts, theirs.rollouts, strict=True):
                 assert a.token_ids == b.token_ids and a.logprobs == b.logprobs

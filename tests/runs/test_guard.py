@@ -18,14 +18,13 @@ from rich.console import Console
 import lowroll
 from lowroll.config import from_mapping
 from lowroll.config.auto import AUTO
-from lowroll.config.guard import GuardConfig
 from lowroll.metrics import read, reproducible
 from lowroll.metrics.live import LiveView, guard_words
 from lowroll.metrics.report import write_report
 from lowroll.objectives.objective import select
 from lowroll.quant.formats import get_format
 from lowroll.quant.table import FORMATS, OWN
-from lowroll.runs import build
+from lowroll.runs.build import engines
 from lowroll.runs.evaluate import evaluate
 from lowroll.trainer.guard import (
     ALARMS,
@@ -207,10 +206,6 @@ def test_state_is_all_that_decides() -> None:
     resumed.restore(json.loads(seen[29][1]))
     assert [(resumed.look(row), json.dumps(resumed.state())) for row in rows[30:]] == seen[30:]
     assert whole.fallbacks
-
-
-def test_settings_are_those_of_the_configuration() -> None:
-    assert GuardConfig().model_dump() == vars(GuardSettings())
 
 
 # bounds
@@ -438,14 +433,14 @@ def test_an_evaluation_compares_formats_and_not_their_bulk(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    engine = build.engine
+    engine = engines.make
 
     def watched(*args: Any, **options: Any) -> lowroll.Engine:
         made = engine(*args, **options)
         asked.append(made.behavior.weights)
         return made
 
-    monkeypatch.setattr(build, "engine", watched)
+    monkeypatch.setattr(engines, "make", watched)
     cfg = from_mapping(
         settings(
             model,

@@ -18,8 +18,11 @@ from lowroll.config import from_mapping, load
 from lowroll.model.spec import read_spec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor
-from lowroll.runs import budget, build, demo
-from lowroll.runs.grpo import Session
+from lowroll.runs import budget, demo
+from lowroll.runs.build import trainer
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.folder import RunFolder
+from lowroll.runs.grpo import Run
 from lowroll.runs.preflight import look_at_run
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
@@ -183,17 +186,17 @@ def test_the_memory_plan_is_what_the_run_holds(
     values = tree(model, tmp_path / "out", **changes)
     values["rollout"] = {"max_tokens": 6, **changes.get("rollout", {})}
     cfg = from_mapping(values).resolved()
-    where, shapes = (
-        build.place(cfg),
-        Transformer(read_spec(model), "meta", build.place(cfg).dtype),
-    )
+    compute = Compute.of(cfg)
+    shapes = Transformer(read_spec(model), "meta", compute.dtype)
     with ExitStack() as stack:
-        session = Session(cfg, stack)
+        session = Run(RunFolder(cfg, "grpo"), stack)
         assert look_at_run(cfg).problems == []
-        planned = budget.plan(cfg, where, shapes, session._workloads(), {})
-        learner, engine = session.model, session.engine.model
-        assert planned.cache_tokens == session.engine.stats().cache_tokens
-        assert planned.parts["KV cache"] == planned.cache_tokens * 2 * 2 * 16 * where.dtype.itemsize
+        planned = budget.plan(cfg, compute, shapes, session.rollouts.workloads(), {})
+        learner, engine = session.model, session.rollouts.engine.model
+        assert planned.cache_tokens == session.rollouts.engine.stats().cache_tokens
+        assert (
+            planned.parts["KV cache"] == planned.cache_tokens * 2 * 2 * 16 * compute.dtype.itemsize
+        )
         mine = tensors(learner) | {
             f"{name}.aligned.{key}": t
             for name, linear in learner.linears()
@@ -208,7 +211,7 @@ def test_the_memory_plan_is_what_the_run_holds(
         )  # dequantized, once used
         assert planned.parts["rollouts' weights"] == own + kept
         optimizer = Optimizer(
-            learner.trainable_parameters(), build.optim_settings(cfg), hidden_matrices(learner)
+            learner.trainable_parameters(), trainer.optim(cfg), hidden_matrices(learner)
         )
         for master in optimizer.masters.values():
             master.grad = torch.ones_like(master)
@@ -260,7 +263,7 @@ def test_a_model_of_the_hub_is_looked_at_without_its_weights(
     [
         (
             {"algorithm": "ppo", "rollouts_per_example": 1, "critic": {"model": "nowhere"}},
-            "'nowhere' is neither a folder",
+            "critic.model: 'nowhere' is neither a folder",
         ),
         (
             {
@@ -268,7 +271,7 @@ def test_a_model_of_the_hub_is_looked_at_without_its_weights(
                 "loss": {"aipo": {"teacher_tau": 0.1}},
                 "train": {"teacher": "nowhere"},
             },
-            "'nowhere' is",
+            "train.teacher: 'nowhere' is",
         ),
         (
             {"eval": {"interval": 1, "env": {"id": "gsm8k", "args": {"path": "only.jsonl"}}}},

@@ -31,10 +31,11 @@ from lowroll.model import hf, initialize, lora
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.loop import Orchestrator
-from lowroll.runs import build, demo
+from lowroll.runs import demo
+from lowroll.runs.build import environments
 from lowroll.runs.diagnose import diagnose
 from lowroll.runs.evaluate import evaluate
-from lowroll.runs.grpo import Session
+from lowroll.runs.monitor import Monitor
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.types import Batch, Score
 from lowroll.weights.publish import dequantize_base
@@ -200,14 +201,14 @@ def test_evaluation_may_score_otherwise_than_training_under_the_same_name(
         eval={"interval": 1, "num_examples": 2, "env": arithmetic(0.5)},
     )
     session_specs: list[Any] = []
-    original = build.ScorerPool
+    original = environments.ScorerPool
 
     def watched(specs: Any, *args: Any) -> Any:
         session_specs.append({name: spec[1]["format_weight"] for name, spec in specs.items()})
         return original(specs, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "ScorerPool", watched)
+        patch.setattr(environments, "ScorerPool", watched)
         train(tree)
     assert session_specs == [{"arithmetic": 0.0}, {"arithmetic": 0.5}]
 
@@ -786,13 +787,13 @@ def test_a_fallback_with_little_memory_takes_a_smaller_cache_and_is_resumed_with
         rollout={"cache_tokens": 2048},
         guard={"action": "fallback", "ratio_above": 1.0001, "patience": 2},
     )
-    looked = Session._watch_over
+    looked = Monitor.look
 
-    def tight(session: Session, metrics: dict[str, float]) -> dict[str, float]:
+    def tight(monitor: Monitor, step: int, metrics: dict[str, float]) -> dict[str, float]:
         free["bytes"] = 4 * 496 * each
-        return looked(session, metrics)
+        return looked(monitor, step, metrics)
 
-    monkeypatch.setattr(Session, "_watch_over", tight)
+    monkeypatch.setattr(Monitor, "look", tight)
     whole = train(tree)
     assert [r["rollout/weight_bits"] for r in whole.records] == [8, 8, 32, 32]
     store = Store(whole.folder / "checkpoints")

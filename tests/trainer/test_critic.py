@@ -866,7 +866,8 @@ def test_what_has_no_meaning_with_a_critic_is_refused():
 
 def test_the_section_reaches_the_critic(model, tmp_path):
     from lowroll.config import from_mapping
-    from lowroll.runs import build
+    from lowroll.runs.build import models, trainer
+    from lowroll.runs.build.compute import Compute
 
     section = {
         "learning_rate": 3e-3,
@@ -891,7 +892,7 @@ def test_the_section_reaches_the_critic(model, tmp_path):
         },
     )
     cfg = from_mapping(tree).resolved()
-    critic = build.critic(cfg, build.place(cfg), build.tokenizer(model))
+    critic = models.critic(cfg, Compute.of(cfg), models.tokenizer(model))
     assert critic.settings == CriticSettings(
         gamma=0.9, lam=0.8, whiten=False, value_clip=0.4, warmup_steps=3, tokens_per_microbatch=99
     )
@@ -900,15 +901,7 @@ def test_the_section_reaches_the_critic(model, tmp_path):
     )
     recomputed = recompute.apply(hf.load(model), True)
     assert critic.body.run_block == recomputed.run_block and not critic.weight_D.any()
-    assert build.optim_settings(cfg).total_steps == 7  # the policy's own steps
+    assert trainer.optim(cfg).total_steps == 7  # the policy's own steps
     other = from_mapping({**tree, "algorithm": "grpo", "rollouts_per_example": 4}).resolved()
-    assert build.critic(other, build.place(other), build.tokenizer(model)) is None
-    assert build.optim_settings(other).total_steps == 10
-
-
-def test_the_sections_defaults_are_the_programs():
-    from lowroll.config.critic import CriticConfig
-
-    ours, theirs = CriticConfig(), CriticSettings()
-    for name in ("gamma", "lam", "whiten", "value_clip", "warmup_steps"):
-        assert getattr(ours, name) == getattr(theirs, name)
+    assert models.critic(other, Compute.of(other), models.tokenizer(model)) is None
+    assert trainer.optim(other).total_steps == 10

@@ -439,11 +439,13 @@ def test_rollout_files_are_replaced_whole_and_truncated(
     assert read_rollouts(folder / "step_000002.jsonl") == again
     with pytest.raises(CodecError, match="info"):
         write_rollouts(folder, Batch(2, [sample_of(prompt=Prompt("p", "e", [], {"x": {1}}))], 1.0))
+    (folder / "step_000013.jsonl").write_text("somebody else's, though named like ours")
     truncate_rollouts(folder, 2)
-    assert [step for step, _ in rollout_files(folder)] == [1, 2]
+    assert [step for step, _ in rollout_files(folder)] == [1, 2, 13]
     assert sorted(path.name for path in folder.iterdir()) == [
         "step_000001.jsonl",
         "step_000002.jsonl",
+        "step_000013.jsonl",
         "step_x.jsonl",
     ]
     (folder / "step_000001.jsonl").write_bytes(b"{}\n")

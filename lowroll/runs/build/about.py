@@ -1,0 +1,75 @@
+"""The run in words, for the report's header."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from lowroll.config import RunConfig
+from lowroll.model.spec import ModelSpec
+from lowroll.runs.build.compute import Compute
+
+
+def about(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> Mapping[str, str]:
+    """The run in words, by subject."""
+    return {
+        "title": Path(cfg.output_dir).resolve().name,
+        "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
+        "algorithm": cfg.algorithm,
+        "learning": _learning(cfg),
+        "env": ", ".join(env.name or env.id for env in cfg.env),
+        "rollout": _rollouts(cfg, compute),
+        "correction": _correction(cfg),
+        "device": f"{compute.device}, {str(compute.dtype).removeprefix('torch.')}, "
+        f"{torch.get_num_threads()} threads",
+    }
+
+
+def learned(cfg: RunConfig) -> str:
+    """What of the model learns."""
+    return f"LoRA rank {cfg.train.lora_rank}" if cfg.train.lora else "full fine-tuning"
+
+
+def _learning(cfg: RunConfig) -> str:
+    train = cfg.train
+    words = learned(cfg)
+    if train.uaq_scale is not None:
+        words += f", update-aware scaling {train.uaq_scale:g}"
+    words += (
+        f", {cfg.algorithm}, {train.optimizer}, {train.forward} forward, learning rate "
+        f"{train.learning_rate:g}"
+    )
+    if cfg.algorithm == "ppo":
+        critic = cfg.critic
+        words += (
+            f"; critic {critic.model or 'of the same model'}, learning rate "
+            f"{critic.learning_rate:g}"
+        )
+    return words
+
+
+def _rollouts(cfg: RunConfig, compute: Compute) -> str:
+    rollout, noise = cfg.rollout, cfg.noise
+    words = (
+        f"{compute.format(rollout.weights)} weights, {cfg.rollouts_per_example} samples a prompt, "
+        f"at most {rollout.max_tokens} tokens"
+    )
+    for stage in cfg.stages:
+        words += f", {cfg.at(stage.step).rollout.max_tokens} from step {stage.step}"
+    if noise is not None:
+        words += (
+            f", noise {noise.sigma_start:g} to {noise.sigma_end:g} ({noise.schedule}, learner "
+            f"{noise.learner})"
+        )
+    if rollout.cache_tokens is not None:
+        words += f", a KV cache of {rollout.cache_tokens:,} tokens"
+    return words
+
+
+def _correction(cfg: RunConfig) -> str:
+    """The correction, with its reason when `auto` chose it."""
+    mark = "correction: "
+    reasons = [note.removeprefix(mark) for note in cfg.notes if note.startswith(mark)]
+    return reasons[0] if reasons else cfg.correction

@@ -1,0 +1,39 @@
+"""Where a run computes, and in what dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lowroll.config import RunConfig
+from lowroll.engine.native import pick_device
+from lowroll.quant import dense
+from lowroll.quant.table import OWN
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Device and dtype of a run."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, cfg: RunConfig) -> Compute:
+        """`auto` is CUDA with bfloat16 when there is one, else the CPU with float32. ValueError
+        when CUDA is asked for and missing."""
+        device = pick_device(cfg.device)
+        if cfg.dtype != "auto":
+            return cls(device, _DTYPES[cfg.dtype])
+        return cls(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def format(self, weights: str) -> str:
+        """The format that `weights` stands for: `dense` is the run's own dtype."""
+        if weights != OWN:
+            return weights
+        name = dense.of(self.dtype)
+        assert name is not None
+        return name

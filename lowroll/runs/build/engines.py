@@ -1,0 +1,121 @@
+"""The rollout engine of a run, and what the run will hold in it together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from lowroll.config import RunConfig
+from lowroll.engine.base import Capabilities, Engine
+from lowroll.engine.native import NativeEngine
+from lowroll.envs import Environment
+from lowroll.kv.capacity import Workload
+from lowroll.model.spec import ModelSpec
+from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.model.transformer import Transformer
+from lowroll.orchestrator.settings import Sampling
+from lowroll.quant.formats import get_format
+from lowroll.runs.build import orchestrator, prompts
+from lowroll.runs.build.compute import Compute
+
+
+def make(
+    cfg: RunConfig,
+    compute: Compute,
+    model: Transformer,
+    chat: ChatTokenizer,
+    weights: str | None = None,
+    workloads: Sequence[Workload] = (),
+) -> Engine:
+    """A rollout engine over `model`, in `weights` or the run's own rollout format, with a cache for
+    `workloads`. The second format (`rollout.large_batch_weights`) belongs to the run's own: any
+    other is asked for to be that format and nothing else.
+    """
+    rollout = cfg.rollout
+    own = compute.format(rollout.weights)
+    name = compute.format(weights or rollout.weights)
+    made = NativeEngine(
+        model,
+        weights=name,
+        dtype=None if get_format(name).dense else compute.dtype,
+        tokenizer=chat.tokenizer,
+        page_size=rollout.page_size,
+        cache_tokens=rollout.cache_tokens,
+        workloads=workloads,
+        max_batch=rollout.max_batch,
+        prefill_chunk=rollout.prefill_chunk,
+        noisy=cfg.noise is not None,
+        large_batch_weights=rollout.large_batch_weights if name == own else None,
+        keep_dense=rollout.keep_dense,
+    )
+    check_capabilities(cfg, made.capabilities)
+    return made
+
+
+def check_capabilities(cfg: RunConfig, able: Capabilities) -> None:
+    """ValueError names the settings of a run that an engine cannot follow."""
+    drawn, plain = vars(orchestrator.sampling(cfg)), vars(Sampling())
+    asked = [name for name, value in drawn.items() if value != plain[name]]
+    unheeded = [name for name in asked if name not in able.sampler]
+    if unheeded:
+        raise ValueError(f"rollout: this engine does not heed {', '.join(unheeded)}")
+    if not able.exact_logprobs:
+        raise ValueError(
+            "rollout: this engine's log-probs are not those of the distribution that it draws from"
+        )
+    if cfg.noise is not None and not able.noise:
+        raise ValueError("noise: this engine puts none on its norms")
+
+
+def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:
+    """The same settings with a cache of this size."""
+    return cfg.model_copy(
+        update={"rollout": cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})}
+    )
+
+
+def workloads(
+    cfg: RunConfig,
+    spec: ModelSpec,
+    chat: ChatTokenizer,
+    envs: Mapping[str, Environment],
+    held_out: Mapping[str, Environment],
+) -> list[Workload]:
+    """What a run has in its engine together: the batch of each stage and, if it evaluates, the
+    examples. Empty when the cache has a size already.
+
+    The longest of an environment's first prompts stands for all; a rare longer one finds room, and
+    others may wait.
+    """
+    if cfg.rollout.cache_tokens is not None:
+        return []
+    found = []
+    train = _lengths(envs, "train", prompts.LOOKED_AT, chat)
+    for now in cfg.each_stage():
+        found.append(_workload(now, spec, now.num_groups, now.rollouts_per_example, train))
+        if cfg.eval.interval:
+            found.append(eval_workload(now, spec, chat, held_out))
+    return found
+
+
+def eval_workload(
+    cfg: RunConfig, spec: ModelSpec, chat: ChatTokenizer, envs: Mapping[str, Environment]
+) -> Workload:
+    """What an evaluation has in the engine together."""
+    examples = cfg.eval.num_examples
+    test = _lengths(envs, "test", min(examples, prompts.LOOKED_AT), chat)
+    return _workload(cfg, spec, examples, cfg.eval.rollouts_per_example, test)
+
+
+def _workload(
+    cfg: RunConfig, spec: ModelSpec, groups: int, n: int, lengths: Iterable[int]
+) -> Workload:
+    most = prompts.longest(cfg, spec)
+    response = cfg.rollout.max_tokens
+    prompt = max((length for length in lengths if length <= most), default=most)
+    return Workload(groups, n, prompt, response, most + response)
+
+
+def _lengths(
+    envs: Mapping[str, Environment], split: str, count: int, chat: ChatTokenizer
+) -> list[int]:
+    return [n for env in envs.values() for n in prompts.lengths(env, split, count, chat)]

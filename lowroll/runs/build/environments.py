@@ -1,0 +1,41 @@
+"""Environments of a run, and the workers that score their responses. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lowroll import envs as room
+from lowroll.config import EnvConfig, RunConfig
+from lowroll.envs import Environment, child
+from lowroll.envs.output import readable
+from lowroll.envs.rewards import ScorerPool
+
+
+def make(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
+    """Environments by name. ValueError when two share a name, or a variable that one passes on is
+    not set."""
+    passed = [child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env") for env in envs]
+    made = [_environment(env, seed, secrets) for env, secrets in zip(envs, passed, strict=True)]
+    names = [env.name for env in made]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"env: two environments are named {max(names, key=names.count)!r}; give each a name"
+        )
+    return dict(zip(names, made, strict=True))
+
+
+def _environment(env: EnvConfig, seed: int, secrets: Mapping[str, str]) -> Environment:
+    try:
+        return room.make(env.id, name=env.name, args=env.args, seed=seed)
+    except ValueError as error:
+        raise ValueError(readable(str(error), secrets)) from (None if secrets else error)
+
+
+def scorer(cfg: RunConfig, envs: tuple[EnvConfig, ...]) -> ScorerPool:
+    """Scoring workers for these environments. Training and evaluation may use one name with
+    different arguments."""
+    specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in envs}
+    variables = sorted({name for env in envs for name in env.pass_env})
+    return ScorerPool(
+        specs, cfg.score.workers, cfg.score.time_limit, cfg.score.memory_limit_mb, variables
+    )

@@ -1,0 +1,53 @@
+"""A room's settings from sections of the configuration. The rooms do not know the configuration;
+their settings have the names of its keys, so that nothing is copied by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from lowroll.config.section import Section
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+
+class Mirror(Generic[T]):
+    """Settings of a room that have the names of a configuration's keys.
+
+    Each field of the dataclass `settings` is in `given` (the caller says it), in `default` (no key
+    sets it), or a key of the first of `sections` that has its name. TypeError for a field that is
+    none of these, and for a name of `given` or `default` that is no field.
+    """
+
+    def __init__(
+        self,
+        settings: type[T],
+        *sections: type[Section],
+        given: tuple[str, ...] = (),
+        default: tuple[str, ...] = (),
+    ) -> None:
+        names = [field.name for field in fields(settings) if field.init]
+        unknown = {*given, *default} - {*names}
+        if unknown:
+            raise TypeError(f"{settings.__name__} has no field {', '.join(sorted(unknown))}")
+        self.settings = settings
+        self.sections = sections
+        self.given = frozenset(given)
+        self.source: dict[str, int] = {}  # field -> the section that sets it
+        for name in names:
+            if name in given or name in default:
+                continue
+            having = [i for i, section in enumerate(sections) if name in section.model_fields]
+            if not having:
+                raise TypeError(f"{settings.__name__}.{name} is a key of none of its sections")
+            self.source[name] = having[0]
+
+    def __call__(self, *sections: Section, **given: Any) -> T:
+        """The settings that these sections (of the declared classes) and values make."""
+        assert tuple(map(type, sections)) == self.sections and given.keys() == self.given
+        read = {name: getattr(sections[i], name) for name, i in self.source.items()}
+        return self.settings(**read, **given)

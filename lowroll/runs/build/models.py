@@ -1,0 +1,120 @@
+"""The models of a run: what learns, and what is held beside it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from lowroll.config import RunConfig
+from lowroll.model import hf, lora, scaling
+from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
+from lowroll.model.transformer import Transformer
+from lowroll.runs.build import trainer
+from lowroll.runs.build.compute import Compute
+from lowroll.trainer import recompute
+from lowroll.trainer.critic import Critic
+from lowroll.weights import aligned
+from lowroll.weights.publish import dequantize_base, quantize_base
+
+log = logging.getLogger(__name__)
+
+
+def learner(cfg: RunConfig, compute: Compute) -> Transformer:
+    """The model that learns: all of it, or a fresh adapter on a frozen base that the engine shares
+    (LoRA).
+
+    Of a low-bit folder all of the dequantized weights learn, or LoRA keeps the folder's own tensors
+    as its base.
+
+    Its weights are scaled first and its forward is aligned last, when the configuration asks for
+    either.
+    """
+    train = cfg.train
+    format = compute.format(cfg.rollout.weights)
+    early = train.lora and train.uaq_scale is None  # dense weights are scaled
+    refuse_adapter("model", cfg.model)
+    model = hf.load(cfg.model, compute.device, compute.dtype, format if early else None)
+    if not train.lora and model.weight_format is not None:
+        log.warning(
+            "the model's weights are %s: their dequantized values are the weights that learn",
+            model.weight_format,
+        )
+        dequantize_base(model)
+    if train.uaq_scale is not None:
+        scaling.scale(model, train.uaq_scale)
+    if train.lora:
+        quantize_base(model, format)
+        lora.attach(model, train.lora_rank, train.lora_alpha, train.lora_target_modules, cfg.seed)
+    else:
+        model.requires_grad_(True)
+    if train.forward == "aligned":
+        aligned.align(model, format)
+    return recompute.apply(model, train.activation_checkpointing)
+
+
+def tokenizer(source: str | Path) -> ChatTokenizer:
+    """The chat tokenizer of a model folder or hub id."""
+    return ChatTokenizer(load_tokenizer(hf.resolve(source, weights=False)))
+
+
+def critic(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Critic | None:
+    """PPO's critic, with a head of zeros on the model that its section names; None for any other
+    algorithm."""
+    if cfg.algorithm != "ppo":
+        return None
+    source = cfg.critic.model
+    if source is not None:
+        refuse_adapter("critic.model", source)
+        refuse_other_vocabulary("critic.model", source, cfg, chat)
+    body = hf.load(source or cfg.model, compute.device, compute.dtype)
+    recompute.apply(dequantize_base(body), cfg.train.activation_checkpointing)
+    return Critic(body, trainer.critic_optim(cfg), trainer.critic(cfg))
+
+
+def reference(cfg: RunConfig, compute: Compute) -> Transformer | None:
+    """The frozen model of the KL term under full fine-tuning. Under LoRA it is the learner with its
+    adapter off."""
+    if not asks_reference(cfg):
+        return None
+    return hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
+
+
+def asks_reference(cfg: RunConfig) -> bool:
+    """Whether the loss reads log-probs of a second copy of the model."""
+    return cfg.loss.kl_coef > 0 and not cfg.train.lora
+
+
+def teacher(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Transformer | None:
+    """The frozen model of AIPO's teacher_tau. ValueError when its tokens are not those of the run's
+    model."""
+    if not asks_teacher(cfg):
+        return None
+    assert cfg.train.teacher is not None
+    refuse_other_vocabulary("train.teacher", cfg.train.teacher, cfg, chat)
+    return hf.load(cfg.train.teacher, compute.device, compute.dtype).requires_grad_(False)
+
+
+def asks_teacher(cfg: RunConfig) -> bool:
+    """Whether the loss reads log-probs of `train.teacher`."""
+    return (
+        cfg.train.teacher is not None and cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau > 0
+    )
+
+
+def refuse_adapter(key: str, source: str | Path) -> None:
+    """ValueError when the folder that a setting names holds an adapter, and no model of its own."""
+    if (hf.resolve(source, weights=False, key=key) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{key}: {source} is an adapter folder, and a whole model is needed here; merge it "
+            f"into its base first (lowroll export {source} OUT --as merged)"
+        )
+
+
+def refuse_other_vocabulary(key: str, source: str, cfg: RunConfig, chat: ChatTokenizer) -> None:
+    """ValueError when the tokens of the model that a setting names are not those of the run's."""
+    theirs = load_tokenizer(hf.resolve(source, weights=False, key=key))
+    if theirs.get_vocab() != chat.tokenizer.get_vocab():
+        raise ValueError(
+            f"{key}: the vocabulary of {source} is not that of {cfg.model}: the same ids would be "
+            f"other words"
+        )

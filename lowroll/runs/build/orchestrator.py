@@ -1,0 +1,92 @@
+"""The orchestrator's settings from the configuration. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lowroll.config import EnvConfig, RunConfig
+from lowroll.config.env import EvalConfig
+from lowroll.config.schema import DapoConfig, FilterConfig, RolloutConfig, ScoreConfig
+from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
+from lowroll.orchestrator.schedule import TemperatureSchedule
+from lowroll.orchestrator.settings import Sampling, Settings
+from lowroll.runs.build import prompts
+from lowroll.runs.build.mirror import Mirror
+
+if TYPE_CHECKING:
+    from lowroll.model.spec import ModelSpec
+
+_SAMPLING = Mirror(Sampling, RolloutConfig, given=("stop_strings",), default=("stop_ids",))
+_EVAL_SAMPLING = Mirror(
+    Sampling,
+    EvalConfig,
+    given=("max_tokens", "stop_strings"),
+    default=("min_tokens", "stop_ids"),
+)
+_SETTINGS = Mirror(
+    Settings,
+    RunConfig,
+    DapoConfig,
+    ScoreConfig,
+    given=(
+        "sampling",
+        "temperature_schedule",
+        "env_weights",
+        "advantage",
+        "max_prompt_tokens",
+        "dynamic_sampling",
+        "filters",
+    ),
+    default=("error_window", "canary_interval", "max_staleness"),
+)
+_GIBBERISH = Mirror(Gibberish, FilterConfig, given=("vocab_size",))
+_REPETITION = Mirror(Repetition, FilterConfig)
+
+
+def sampling(cfg: RunConfig) -> Sampling:
+    """How rollouts are drawn."""
+    return _SAMPLING(cfg.rollout, stop_strings=cfg.rollout.stop)
+
+
+def eval_sampling(cfg: RunConfig) -> Sampling:
+    """How evaluation draws: by a sampler of its own, up to the length and the stops of the
+    rollouts."""
+    return _EVAL_SAMPLING(
+        cfg.eval, max_tokens=cfg.rollout.max_tokens, stop_strings=cfg.rollout.stop
+    )
+
+
+def settings(cfg: RunConfig, spec: ModelSpec) -> Settings:
+    """What a step of rollouts depends on, in the run's first stage; see `RunConfig.at`."""
+    return _SETTINGS(
+        cfg,
+        cfg.dapo,
+        cfg.score,
+        sampling=sampling(cfg),
+        temperature_schedule=_temperatures(cfg),
+        env_weights=_weights(cfg.env),
+        advantage=cfg.advantage or "grpo",
+        max_prompt_tokens=prompts.longest(cfg, spec),
+        dynamic_sampling=bool(cfg.dapo.dynamic_sampling),
+        filters=tuple(_filter(section, spec.vocab_size) for section in cfg.filters),
+    )
+
+
+def _temperatures(cfg: RunConfig) -> TemperatureSchedule | None:
+    schedule = cfg.rollout.temp_scheduler
+    if schedule is None:
+        return None
+    return TemperatureSchedule(
+        schedule.start_temperature, schedule.end_temperature, cfg.train.max_steps, schedule.type
+    )
+
+
+def _weights(envs: tuple[EnvConfig, ...]) -> Mapping[str, float]:
+    return {env.name or env.id: env.weight for env in envs}
+
+
+def _filter(section: FilterConfig, vocab_size: int) -> Filter:
+    if section.type == "gibberish":
+        return _GIBBERISH(section, vocab_size=vocab_size)
+    return _REPETITION(section)

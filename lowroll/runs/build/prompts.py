@@ -1,0 +1,79 @@
+"""Which prompts leave room for a whole response, and how long an environment's are. No
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lowroll.config import RunConfig
+from lowroll.envs import Environment
+from lowroll.envs.tasks import prompt_at
+
+if TYPE_CHECKING:
+    from lowroll.model.spec import ModelSpec
+    from lowroll.model.tokenizer import ChatTokenizer
+
+LOOKED_AT = 128  # prompts of an environment whose lengths size the KV cache
+
+
+def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> list[int]:
+    """Tokens of the first prompts of a split."""
+    size = env.size(split)
+    return [
+        len(chat.encode_chat(prompt_at(env, i, split).messages))
+        for i in range(min(count, size or count))
+    ]
+
+
+def longest(cfg: RunConfig, spec: ModelSpec) -> int:
+    """Prompt tokens that leave room for a whole response. ValueError when there are none."""
+    most, _, owner = _limit(cfg, spec)
+    if most <= cfg.rollout.max_tokens:
+        raise ValueError(
+            f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in {owner} "
+            f"of {most} tokens"
+        )
+    return most - cfg.rollout.max_tokens
+
+
+def _limit(cfg: RunConfig, spec: ModelSpec) -> tuple[int, str, str]:
+    """(tokens, the key that says so, what it is) of the longest prompt and response together."""
+    limits = [
+        (spec.max_position, "model", "the model's context"),
+        (cfg.train.tokens_per_microbatch, "train.tokens_per_microbatch", "a micro-batch"),
+    ]
+    if cfg.rollout.cache_tokens is not None:
+        limits.append((cfg.rollout.cache_tokens, "rollout.cache_tokens", "the KV cache"))
+    return min(limits, key=lambda limit: limit[0])
+
+
+def check(
+    cfg: RunConfig,
+    spec: ModelSpec,
+    chat: ChatTokenizer,
+    envs: Mapping[str, Environment],
+    split: str = "train",
+) -> None:
+    """ValueError naming the setting to which all of an environment's first prompts are too long."""
+    for now in cfg.each_stage():
+        most = longest(now, spec)
+        for env in envs.values():
+            found = lengths(env, split, LOOKED_AT, chat)
+            if found and min(found) > most:
+                tokens, key, _ = _limit(now, spec)
+                response = now.rollout.max_tokens
+                raise ValueError(
+                    f"{key}: {tokens} tokens are too few: the shortest of the first {len(found)} "
+                    f"prompts of env {env.name!r} has {min(found)} and rollout.max_tokens is "
+                    f"{response}, which makes {min(found) + response}"
+                )
+
+
+def check_stages(cfg: RunConfig, spec: ModelSpec) -> None:
+    """ValueError when a stage of the run has no room for a prompt beside its longest response."""
+    for stage in cfg.stages:
+        try:
+            longest(cfg.at(stage.step), spec)
+        except ValueError as error:
+            raise ValueError(f"the stage that begins at step {stage.step}: {error}") from None

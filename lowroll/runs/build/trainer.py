@@ -1,0 +1,80 @@
+"""The settings of what learns, and of what watches it, from the configuration."""
+
+from __future__ import annotations
+
+from lowroll.config import RunConfig
+from lowroll.config.critic import CriticConfig
+from lowroll.config.guard import GuardConfig
+from lowroll.config.loss import LossConfig
+from lowroll.config.schema import NoiseConfig, SftConfig, TrainConfig
+from lowroll.objectives.objective import select
+from lowroll.runs.build.mirror import Mirror
+from lowroll.trainer.critic import CriticSettings
+from lowroll.trainer.guard import Guard, GuardSettings
+from lowroll.trainer.optim import OptimSettings
+from lowroll.trainer.sft import SftSettings
+from lowroll.trainer.step import LearnSettings
+from lowroll.weights.noise import NoiseSchedule
+
+_LEARN = Mirror(LearnSettings, TrainConfig, LossConfig, given=("objective", "options"))
+_OPTIM = Mirror(OptimSettings, TrainConfig, given=("total_steps",))
+_SFT_OPTIM = Mirror(OptimSettings, SftConfig, TrainConfig, given=("total_steps",))
+_SFT = Mirror(SftSettings, SftConfig, TrainConfig, RunConfig, given=("optim",))
+_CRITIC = Mirror(CriticSettings, CriticConfig, TrainConfig)
+_CRITIC_OPTIM = Mirror(
+    OptimSettings,
+    CriticConfig,
+    TrainConfig,
+    # a critic learns at a constant rate; its section's warmup_steps are the policy's pause
+    default=("lr_scheduler_type", "warmup_steps", "total_steps", "min_lr_ratio", "optimizer"),
+)
+_GUARD = Mirror(GuardSettings, GuardConfig)
+_NOISE = Mirror(NoiseSchedule, NoiseConfig, given=("total_steps", "seed"))
+
+
+def learn(cfg: RunConfig) -> LearnSettings:
+    """How a batch becomes updates."""
+    return _LEARN(
+        cfg.train,
+        cfg.loss,
+        objective=select(cfg.algorithm, cfg.correction),
+        options=cfg.objective_options,
+    )
+
+
+def optim(cfg: RunConfig) -> OptimSettings:
+    """The policy's; its schedule spans the steps in which it learns, those after a critic's
+    warm-up."""
+    pause = cfg.critic.warmup_steps if cfg.algorithm == "ppo" else 0
+    return _OPTIM(cfg.train, total_steps=cfg.train.max_steps - pause)
+
+
+def critic(cfg: RunConfig) -> CriticSettings:
+    """How values become advantages."""
+    return _CRITIC(cfg.critic, cfg.train)
+
+
+def critic_optim(cfg: RunConfig) -> OptimSettings:
+    """The critic's: a constant rate."""
+    return _CRITIC_OPTIM(cfg.critic, cfg.train)
+
+
+def sft(cfg: RunConfig) -> SftSettings:
+    """How demonstrations become updates."""
+    optim = _SFT_OPTIM(cfg.sft, cfg.train, total_steps=cfg.sft.steps)
+    return _SFT(cfg.sft, cfg.train, cfg, optim=optim)
+
+
+def guard(cfg: RunConfig) -> Guard | None:
+    """The watch over the mismatch. Under LoRA a wider format than the base's would only round the
+    base again, so a fallback leads to dense rollouts at once."""
+    if cfg.guard is None:
+        return None
+    return Guard(_GUARD(cfg.guard), cfg.rollout.weights, to_dense=cfg.train.lora)
+
+
+def noise(cfg: RunConfig) -> NoiseSchedule | None:
+    """The noise on the engine's norms over the run."""
+    if cfg.noise is None:
+        return None
+    return _NOISE(cfg.noise, total_steps=cfg.train.max_steps, seed=cfg.seed)

@@ -1,0 +1,64 @@
+"""What a run goes on from, and what it leaves to go on from."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lowroll.checkpoint.store import Checkpoint
+from lowroll.runs import identity
+from lowroll.runs.folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+Tensors = dict[str, dict[str, Any]]
+State = dict[str, Any]
+
+
+class Checkpointing:
+    """The checkpoints of one run. With `resume`, `found` is the one that it goes on from; ValueError
+    when that is another run's."""
+
+    def __init__(self, home: RunFolder, resume: bool) -> None:
+        self.home = home
+        self.found = home.find() if resume else None
+        self.base = ""
+        self.inputs: dict[str, str] = {}
+        self._newest: int | None = None  # step
+        self._seconds: dict[str, float] = {}
+
+    def identify(self, base: str, beside: Mapping[str, str] | None = None) -> None:
+        """Say what the run begins with: the digest of its weights, and what it reads beside them. A
+        run that goes on must have the same."""
+        self.base = base
+        self.inputs = self.home.inputs | dict(beside or {})
+
+    def take(self) -> Checkpoint | None:
+        """The checkpoint to go on from, once; None when the run ended before its first one."""
+        saved, self.found = self.found, None
+        if saved is None:
+            log.warning("the run ended before its first checkpoint; it begins again with step 1")
+            return None
+        self.home.check_base(saved, self.base)
+        identity.refuse_other_files(saved.meta["read"], self.inputs)
+        self._newest = saved.step
+        return saved
+
+    def save(self, step: int, capture: Callable[[], tuple[Tensors, State]], **meta: object) -> None:
+        """Keep what `capture()` gives, the state after `step`, in one atomic folder; nothing when
+        that is done already."""
+        if self._newest == step:
+            return
+        began = time.monotonic()
+        tensors, state = capture()
+        self.home.save(step, tensors, state, {"base": self.base, "read": self.inputs, **meta})
+        self._newest = step
+        self._seconds = {"time/checkpoint": time.monotonic() - began}
+        log.info("checkpoint of step %d", step)
+
+    def seconds(self) -> dict[str, float]:
+        """`time/checkpoint` of the one that was saved since the last call, else {}."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds

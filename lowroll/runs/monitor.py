@@ -1,0 +1,121 @@
+"""What watches how far the rollouts are from the learner, and what follows from it.
+
+    first look   before the first update: what `correction: auto` chose is widened while it silences
+                 over half of the batch
+    guard        after every step: its bounds are tightened, or the rollouts fall back to another
+                 format (`trainer.guard`)
+
+Both decide about the steps to come. `options` and `weights` say with what the next one is to be
+done; the run sees to it. All of it is a function of metrics that a run repeats bit for bit, and of
+the state here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lowroll.config import RunConfig
+from lowroll.runs.build import trainer
+from lowroll.trainer.guard import rescale
+from lowroll.trainer.probe import Probe
+
+log = logging.getLogger(__name__)
+
+# share of tokens, or of sequences, that an objective may silence before any update
+MOST_SILENT = 0.5
+MAX_WIDENED = 4
+
+
+class Monitor:
+    """The guard and the first look of a run. `on_note` hears what is worth a line."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self.cfg = cfg
+        self.guard = trainer.guard(cfg)
+        self.widened = 0  # doublings of the exponent of what `correction: auto` chose
+        self.on_note: Callable[[str], object] = log.info
+
+    @property
+    def weights(self) -> str:
+        """The format of the next rollouts."""
+        if self.guard is None or not self.guard.fallbacks:
+            return self.cfg.rollout.weights
+        return self.guard.weights
+
+    def options(self, now: RunConfig) -> dict[str, Any]:
+        """The objective's options in a stage, as the configuration, the first look and the guard
+        want them."""
+        options = now.objective_options
+        if self.widened:
+            options = rescale(options, 2.0**self.widened, self.cfg.chosen_options)
+        if self.guard is not None and self.guard.tightened:
+            options = rescale(options, self.guard.settings.factor**self.guard.tightened)
+        return options
+
+    def first_look(self, first: Probe | None, now: RunConfig) -> dict[str, float]:
+        """`spread/*` of the mismatch before the first update, against the objective's thresholds;
+        those of `auto` are widened. {} when there was nothing to look at."""
+        if first is None:
+            return {}
+        silent = first.silent(self.options(now))
+        for line in first.findings(self.options(now)):
+            self.on_note(line)
+        while (
+            max(silent.values()) > MOST_SILENT
+            and self.cfg.chosen_options
+            and self.widened < MAX_WIDENED
+        ):
+            self.widened += 1
+            silent = first.silent(self.options(now))
+        self._tell_widened(self.options(now), silent)
+        return first.spread | silent
+
+    def _tell_widened(self, options: Mapping[str, Any], silent: Mapping[str, float]) -> None:
+        if self.widened:
+            chosen = [f"{name} {options[name]:.3g}" for name in self.cfg.chosen_options]
+            log.warning(
+                "the mismatch silences over half of the batch: %s in the place of what auto chose",
+                ", ".join(chosen),
+            )
+        if max(silent.values()) > MOST_SILENT:
+            log.warning(
+                "correction %s silences %.0f %% of the tokens and %.0f %% of the sequences before "
+                "the first update: its thresholds are narrower than the mismatch of the rollouts",
+                self.cfg.correction,
+                *(100 * share for share in silent.values()),
+            )
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """`guard/*` of a step; what the guard decides holds from the next one on."""
+        if self.guard is None:
+            return {}
+        values, told = self.guard.look(metrics)
+        for line in told:
+            log.warning("guard: step %d: %s", step, line)
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """JSON data from which `restore` goes on bitwise: a checkpoint's `guard` and `widened`."""
+        return {"guard": self.guard and self.guard.state(), "widened": self.widened}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with the bounds and the format of a checkpoint. ValueError when there is no guard
+        to hold them."""
+        held = state["guard"]
+        if self.guard is None and held and (held["fallbacks"] or held["tightened"]):
+            raise ValueError(
+                f"guard: the run went on with {held['weights']} rollouts and bounds tightened "
+                f"{held['tightened']} times; keep a guard section (action: warn leaves it so)"
+            )
+        if self.guard is not None and held:
+            self.guard.restore(held)
+        self.widened = state["widened"]
+
+
+def fallen_to(state: Mapping[str, Any]) -> str | None:
+    """The format that the guard of a checkpoint's state has fallen back to; None when it has
+    not."""
+    guard = state.get("guard") or {}
+    return guard["weights"] if guard.get("fallbacks") else None

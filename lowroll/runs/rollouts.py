@@ -1,0 +1,120 @@
+"""The engine of a run in one process: made for what the run will ask of it, brought to the
+learner's version after every step, replaced when the guard falls back to another format."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping
+
+from lowroll.config import RunConfig
+from lowroll.engine.base import Engine
+from lowroll.kv.capacity import NoRoom, Workload
+from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.model.transformer import Transformer
+from lowroll.orchestrator.client import Progress
+from lowroll.runs.build import engines, trainer
+from lowroll.runs.build.compute import Compute
+from lowroll.types import Group, Request
+from lowroll.weights.aligned import realign
+from lowroll.weights.noise import share
+from lowroll.weights.update import WeightUpdate
+from lowroll.weights.watch import AdapterWatch, WeightWatch
+
+log = logging.getLogger(__name__)
+
+
+class RolloutEngine:
+    """The engine over a learner's weights, and the orchestrator's client.
+
+    workloads: what will be in it together, asked when its cache is sized. cache_tokens: of a run
+    that goes on, which keeps the cache that it began with; ValueError when there is no room for it.
+    `cfg` are the settings with the size of the cache filled in.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        compute: Compute,
+        model: Transformer,
+        chat: ChatTokenizer,
+        workloads: Callable[[], list[Workload]],
+        cache_tokens: int | None = None,
+    ) -> None:
+        self.compute = compute
+        self.model = model
+        self.chat = chat
+        self.workloads = workloads
+        self.weights: str = cfg.rollout.weights
+        if cache_tokens is None:
+            self.engine = engines.make(cfg, compute, model, chat, workloads=workloads())
+        else:
+            self.engine = self._with_cache(cfg, cache_tokens)
+        self.cfg = engines.with_cache(cfg, self.engine.stats().cache_tokens)
+        self.noise = trainer.noise(cfg)
+        self.watch = self._watch()
+
+    def _with_cache(self, cfg: RunConfig, cache_tokens: int) -> Engine:
+        cfg = engines.with_cache(cfg, cache_tokens)
+        try:
+            return engines.make(cfg, self.compute, self.model, self.chat)
+        except NoRoom as error:
+            raise ValueError(
+                f"resume: a run keeps the KV cache that it began with: rollout.{error}"
+            ) from None
+
+    def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
+        """As `Engine.generate`."""
+        return self.engine.generate(requests, on_progress=on_progress)
+
+    def publish(self, version: int) -> Mapping[str, float]:
+        """Give the engine the weights of a version; `weights/*` of what has changed in them."""
+        self.update(version)
+        return {} if self.watch is None else self.watch.measure()
+
+    def update(self, version: int) -> None:
+        """Weights and noise of a version for the engine; the noise for the learner too, when they
+        share it."""
+        noise = None if self.noise is None else self.noise.at(version)
+        self.engine.update_weights(WeightUpdate.local(self.model, version, noise))
+        if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
+            share(self.model, noise)
+
+    def metrics(self, version: int) -> dict[str, float]:
+        """How the rollouts of a version are drawn."""
+        drawn = {"rollout/weight_bits": self.engine.stats().weight_bits}
+        if self.noise is not None:
+            drawn["rollout/noise_sigma"] = self.noise.sigma(version)
+        return drawn
+
+    def change_format(self, weights: str) -> None:
+        """Another engine in the place of the old one, which is gone before the new one takes its
+        memory."""
+        cfg = self.cfg
+        if cfg.train.forward == "aligned":
+            realign(self.model, self.compute.format(weights))
+        del self.engine, self.watch
+        gc.collect()  # the engine and its scheduler hold each other
+        try:
+            self.engine = engines.make(cfg, self.compute, self.model, self.chat, weights)
+        except NoRoom as error:
+            smaller = engines.with_cache(cfg, None)
+            self.engine = engines.make(
+                smaller, self.compute, self.model, self.chat, weights, self.workloads()
+            )
+            log.warning(
+                "beside %s weights the KV cache is smaller than before, of %d tokens: %s",
+                weights,
+                self.engine.stats().cache_tokens,
+                error,
+            )
+        self.weights = weights
+        self.watch = self._watch()
+
+    def _watch(self) -> WeightWatch | AdapterWatch | None:
+        if not self.cfg.train.weight_metrics:
+            return None
+        if self.cfg.train.lora:
+            return AdapterWatch(self.model)
+        held = self.engine.linear_weights()
+        return WeightWatch(self.model, held) if held else None
