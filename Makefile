@@ -5,11 +5,13 @@ VLLM := .venv-vllm
 .PHONY: setup demo test quick goldens test-vllm fuzz torture lint mutants bench bench-gpu
 setup: $(STAMP)
 
-# torch first and alone: the build that is pinned here is the one that everything after it finds installed.
-$(STAMP): pyproject.toml
+# The versions that the tests ran with; `make setup VERSIONS=` takes the newest. torch first and alone: everything after
+# it finds that build installed.
+VERSIONS := -c constraints.txt
+$(STAMP): pyproject.toml constraints.txt
 	python3 -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	.venv/bin/pip install --quiet --disable-pip-version-check -e '.[test,envs]'
+	.venv/bin/pip install --quiet --disable-pip-version-check $(VERSIONS) torch
+	.venv/bin/pip install --quiet --disable-pip-version-check $(VERSIONS) -e '.[test,envs]'
 	touch $@
 
 demo: $(STAMP)

@@ -1,4 +1,5 @@
-"""The pictures of docs/results.md, drawn from `results/curves.json`: `python -m bench.pictures`.
+"""The pictures of docs/results.md and of the README, drawn from `results/curves.json` and
+`baselines/decode.json`: `python -m bench.pictures`.
 
 Lines are means over the seeds, smoothed over ten steps; bands reach from the lowest seed to the
 highest. Prompts differ from step to step and are the same in every variant, so what the curves
@@ -15,7 +16,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.record import RESULTS
+from bench.record import BASELINES, RESULTS
+from bench.targets import rollout
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
 WINDOW = 10
@@ -30,6 +32,9 @@ PRICES = (
     "int4 aligned tbpo",
 )
 NOISE = ("bf16", "bf16 noise", "nvfp4", "nvfp4 noise")
+LEARNT = ("bf16", "int4 acr", "int4 tis", "int4 naive")
+FORMATS = ("bf16", "fp8", "int8", "nvfp4")
+BATCHES = (1, 64, 256)
 ALIGNED = 1e-9  # a KL below this is rounding; it would stretch the axis
 
 
@@ -83,8 +88,39 @@ def picture(
         figure.savefig(path, metadata={"Software": None})
 
 
+def gains(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Rollouts of 7B over vLLM's in the same format: a group of bars a format, a bar a batch."""
+    ratio = {row["name"]: row["ratio"] for row in rows}
+    width = 0.8 / len(BATCHES)
+    for i, batch in enumerate(BATCHES):
+        places = [place + (i - 1) * width for place in range(len(FORMATS))]
+        heights = [ratio[rollout("qwen2.5-7b", format, batch)] for format in FORMATS]
+        label = "1 row" if batch == 1 else f"{batch} rows"
+        bars = axes.bar(places, heights, width, label=label, color=f"C{i}", alpha=0.85)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(FORMATS)), FORMATS)
+    axes.set(ylabel="tokens/s over vLLM's", ylim=(0, 2.3))
+    axes.set_title("Qwen2.5-7B rollouts with log-probs, one H200", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=len(BATCHES))
+
+
+def front(path: Path, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    """The README's picture: what rollouts gain on the left, what a correction saves on the
+    right."""
+    with matplotlib.rc_context({"font.size": 9}):
+        figure = Figure(figsize=(10, 3.4), layout="constrained", dpi=120)
+        left, right = figure.subplots(1, 2)
+        gains(left, rows)
+        draw(right, runs, LEARNT, "reward/mean", "reward of the rollouts")
+        right.set_title("GRPO with INT4 rollouts, 3.2 M parameters, 3 seeds", fontsize=9)
+        right.legend(frameon=False, fontsize=8, loc="lower left")
+        figure.savefig(path, metadata={"Software": None})
+
+
 def main() -> None:
-    """Draw both pictures."""
+    """Draw the three pictures."""
     runs = json.loads((RESULTS / "curves.json").read_text())["runs"]
     picture(
         FOLDER / "prices.png",
@@ -96,6 +132,7 @@ def main() -> None:
     picture(
         FOLDER / "noise.png", runs, NOISE, ("policy/entropy", "entropy of the learner, nats"), False
     )
+    front(FOLDER / "front.png", runs, json.loads((BASELINES / "decode.json").read_text())["rows"])
 
 
 if __name__ == "__main__":

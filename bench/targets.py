@@ -15,7 +15,7 @@ from bench.record import Goal, Row
 @dataclass(frozen=True)
 class Target:
     """`rows` are names of rows in `file`; `must` and `aim` have one entry for each, None where
-    nothing is reserved_pages."""
+    nothing is promised."""
 
     quantity: str
     file: str

@@ -1,19 +1,20 @@
 """The generated parts of the documentation: `python docs/tables.py` writes them, a test keeps them
 true.
 
-A part stands between `<!-- table: NAME -->` and `<!-- end -->` in README.md or docs/*.md and comes
-from the code, or from the numbers that `make bench` stored. Edit the source, then run this.
+A part stands between `<!-- table: NAME -->` and `<!-- end -->` in README.md or a page of docs/, and
+comes from the code, or from the numbers that `make bench` stored. Edit the source, then run this.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from bench.record import Row
@@ -34,7 +35,7 @@ def main() -> None:
 
 def pages() -> list[Path]:
     """The files that may hold generated parts."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def filled(text: str) -> str:
@@ -298,6 +299,119 @@ def prices() -> str:
     )
 
 
+def rooms() -> str:
+    """The import arrows of the package as a drawing; those that follow from others are left out."""
+    arrows = _arrows(ROOT / "lowroll")
+    lines = ["```mermaid", "graph TD"]
+    for room, below in arrows.items():
+        implied = {far for near in below for far in _below(near, arrows)}
+        lines += [f"  {room} --> {near}" for near in sorted(below - implied)]
+    return "\n".join([*lines, "```"])
+
+
+def _arrows(package: Path) -> dict[str, set[str]]:
+    """The rooms, and what the files of each import of the others."""
+    homes = {path.relative_to(package): path for path in sorted(package.rglob("*.py"))}
+    arrows: dict[str, set[str]] = {
+        file.parts[0].removesuffix(".py"): set()
+        for file in homes
+        if not file.name.startswith("__") or len(file.parts) > 1
+    }
+    for file, path in homes.items():
+        room = file.parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())) if room in arrows else ():
+            arrows[room] |= {name for name in _imported(node) if name in arrows} - {room}
+    return arrows
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """The rooms that an import statement names."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    else:
+        return []
+    return [name.split(".")[1] for name in names if name.startswith("lowroll.")]
+
+
+def _below(room: str, arrows: Mapping[str, set[str]]) -> set[str]:
+    """Every room that the room reaches."""
+    return arrows[room] | {far for near in arrows[room] for far in _below(near, arrows)}
+
+
+class Front(NamedTuple):
+    """A row of the first screen: what was measured, and the stored rows that say it."""
+
+    what: str
+    against: str
+    file: str
+    rows: tuple[str, ...]
+
+
+ROLLOUT = "Qwen2.5-{size}, {format} rollouts, tokens/s with 1 / 64 / 256 rows"
+FRONT = (
+    Front(
+        ROLLOUT.format(size="7B", format="FP8"),
+        "vLLM, FP8",
+        "decode",
+        tuple(f"qwen2.5-7b fp8 B={rows}: rollout" for rows in (1, 64, 256)),
+    ),
+    Front(
+        ROLLOUT.format(size="7B", format="NVFP4"),
+        "vLLM, NVFP4",
+        "decode",
+        tuple(f"qwen2.5-7b nvfp4 B={rows}: rollout" for rows in (1, 64, 256)),
+    ),
+    Front(
+        ROLLOUT.format(size="7B", format="bfloat16"),
+        "vLLM, bfloat16",
+        "decode",
+        tuple(f"qwen2.5-7b bf16 B={rows}: rollout" for rows in (1, 64, 256)),
+    ),
+    Front(
+        "Qwen2.5-7B, LoRA, a training step of 16,384 tokens, tokens/s",
+        "transformers + PEFT, at its fastest",
+        "train",
+        ("qwen2.5-7b LoRA r16, 16384 tokens: transformers + PEFT (2 x rows/2, no checkpointing)",),
+    ),
+    Front(
+        "Qwen2.5-7B, new weights from bfloat16 into the FP8 engine, ms",
+        "nothing to compare with",
+        "step",
+        ("qwen2.5-7b publish bf16 to fp8 in place",),
+    ),
+)
+
+
+def front() -> str:
+    """The six rows of the first screen: five of stored benchmarks, and the learning curves."""
+    lines = []
+    for entry in FRONT:
+        stored = {row["name"]: row for row in _stored(entry.file)["rows"]}
+        rows = [stored[name] for name in entry.rows]
+        ours, other = (" / ".join(_number(row[side]) for row in rows) for side in ("ours", "peer"))
+        ratio = " / ".join("-" if row["ratio"] is None else f"{row['ratio']:.2f}x" for row in rows)
+        other = entry.against if other == "-" else f"{other} ({entry.against})"
+        lines.append((entry.what, ours, other, ratio))
+    head = ("measured", "lowroll", "the other", "ratio")
+    return f"{table(head, [*lines, _learnt()])}\n\n{_machine(_stored('decode'))}."
+
+
+def _learnt() -> tuple[str, ...]:
+    """What 150 steps with INT4 rollouts leave of a model, corrected and not."""
+    from bench.curves import summary
+
+    record = json.loads((RESULTS / "curves.json").read_text())
+    reward = {name: cell.split()[0] for name, cell, *_ in summary(record["runs"])}
+    return (
+        f"reward after {record['steps']} steps with INT4 rollouts, small model",
+        f"{reward['int4 acr']} (`correction: acr`)",
+        f"{reward['int4 naive']} (one clipped ratio); {reward['bf16']} with bfloat16 rollouts",
+        "-",
+    )
+
+
 def _comparison(row: Mapping[str, Any]) -> tuple[str, ...]:
     spread, bound = row["spread"], row["must"]
     extent = f" ({spread[0]:.2f} to {spread[1]:.2f})" if spread and spread[0] != spread[1] else ""
@@ -328,6 +442,8 @@ PARTS: dict[str, Callable[[], str]] = {
         targets,
         curves,
         prices,
+        front,
+        rooms,
     )
 }
 

@@ -55,6 +55,10 @@ COPIED = [
     "examples",
     "pyproject.toml",
     "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "constraints.txt",
     "Makefile",
 ]
 OPTIONS = [

@@ -24,9 +24,15 @@ from lowroll.model import hf, lora
 from lowroll.runs import demo
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes" / "README.md"]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "recipes" / "README.md",
+]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+# commands that a page names and that are still to come
+COMING = {("make", "quick"), ("lowroll", "doctor")}
 TINY = {
     **demo.CONFIG,
     "hidden_size": 32,
@@ -71,10 +77,10 @@ def run_block(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     return runpy.run_path(str(script))
 
 
-def test_the_tour_of_the_readme_runs(
+def test_the_tour_of_the_python_page_runs(
     clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tour,) = blocks(ROOT / "README.md", "python")
+    (tour,) = blocks(ROOT / "docs/python.md", "python")
     assert sum(bool(line.strip()) and not line.startswith("#") for line in tour.splitlines()) <= 40
     left = run_block(tour, clone, monkeypatch)
     assert left["first"].behavior.weights == "int8"
@@ -132,14 +138,25 @@ def commands_of(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in [*(match[1] for match in found if match), *inline]]
 
 
+def targets() -> set[str]:
+    """What `make` can be asked for."""
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_what_is_to_come_is_not_there() -> None:
+    there = {(p, c) for p, c in COMING if c in (targets() if p == "make" else COMMANDS)}
+    assert not there, f"{sorted(there)} is there: take it out of COMING"
+
+
 @pytest.mark.parametrize(
     "page", [*PAGES, *RECIPES, *EXAMPLES, ROOT / "examples/three_files/train.yaml"], ids=name
 )
 def test_the_commands_exist_and_take_these_arguments(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for program, command, *arguments in commands_of(page.read_text()):
+        if (program, command) in COMING:
+            continue
         if program == "make":
-            assert command in targets, f"make {command}"
+            assert command in targets(), f"make {command}"
         else:
             assert command in COMMANDS, f"lowroll {command}"
             parser = importlib.import_module(f"lowroll.cli.{command}").parser()
