@@ -164,6 +164,7 @@ def test_the_commands_exist_and_take_these_arguments(page: Path) -> None:
                 parser.parse_intermixed_args(arguments)
 
 
+@pytest.mark.slow
 def test_the_commands_on_cheap_rollouts_run(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the usage page that need the demo's model alone, with few rollouts and two steps."""
     page = ROOT / "docs/usage.md"

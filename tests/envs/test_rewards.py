@@ -146,6 +146,7 @@ def prompt(i: int) -> Prompt:
     return Prompt(id=str(i), env="bombs", messages=[], info={"answer": i})
 
 
+@pytest.mark.slow
 def test_every_bomb_is_its_own_error_and_good_items_are_unaffected(pool):
     items, kinds = [], []
     for i, (bomb, kind) in enumerate(EXPECTED.items()):
@@ -303,6 +304,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
         ScorerPool({}, time_limit=0)
 
 
+@pytest.mark.slow
 def test_pool_equals_direct_scoring_and_math_bombs_are_wrong(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"problem": "q", "answer": "\\\\frac{1}{2}"}\n')
     specs = {
@@ -331,6 +333,7 @@ def test_pool_equals_direct_scoring_and_math_bombs_are_wrong(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_pool_scores_generators_that_depend_on_the_hash_seed():
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     specs = {
@@ -549,6 +552,7 @@ def test_an_environment_may_say_what_a_response_scores_that_takes_too_long(bombs
     ]
 
 
+@pytest.mark.slow
 def test_answers_that_cannot_be_judged_are_wrong_also_where_the_worker_must_be_killed(
     tmp_path, monkeypatch
 ):
@@ -564,7 +568,7 @@ class Slow(Math):
 """)
     env = make("math", name="m", args={"path": str(tmp_path / "m.jsonl")})
     spec = (f"{tmp_path / 'slow_math.py'}:Slow", {"path": str(tmp_path / "m.jsonl")}, 0)
-    with ScorerPool({"m": spec}, 1, time_limit=1.5) as pool:
+    with ScorerPool({"m": spec}, 1, time_limit=3.0) as pool:
         results = pool.score(
             [
                 (env.prompt(0), text)

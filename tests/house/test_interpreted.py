@@ -47,6 +47,7 @@ def test_after_them():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(unusable()), reason=unusable())
 def test_every_test_has_its_own_outcome(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.fixtures.interpreted"]\n')

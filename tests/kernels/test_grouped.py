@@ -21,9 +21,8 @@ from lowroll.kernels.quantize import rows
 from lowroll.model import experts
 from lowroll.model.experts import Experts
 from lowroll.model.spec import spec_from_config
-from lowroll.quant.formats import quantize
 from tests.fixtures.compiled import built
-from tests.fixtures.experts import TENSORS, normal, rounded, stack_of
+from tests.fixtures.experts import TENSORS, encoded, normal, rounded, stack_of
 
 # -- routing ---------------------------------------------------------------------------------------
 
@@ -165,7 +164,7 @@ def test_products_are_those_of_the_dequantized_matrices(format: str) -> None:
     """Rows, features and places that no tile divides; an expert without rows, and one with more
     than a tile."""
     num_out, num_in, count = 40, 96, 4
-    q = quantize(normal(count * num_out, num_in, seed=1), format)
+    q = encoded(normal(count * num_out, num_in, seed=1), format)
     experts_P = torch.tensor([3] * 20 + [0] * 3 + [1] * 5).int()
     x_PK, groups = normal(28, num_in), route.sort_slots(experts_P[:, None], count)
     stack, sorted_PK = stack_of(q, count), x_PK[groups.slot_P]
@@ -199,7 +198,7 @@ def test_the_learners_products_take_matrices_that_lie_either_way() -> None:
 @pytest.mark.interpreted
 def test_a_global_scale_a_row_is_read_by_row() -> None:
     parts = [
-        quantize(normal(32, 32, seed=seed) * size, "nvfp4") for seed, size in ((0, 1.0), (1, 7.0))
+        encoded(normal(32, 32, seed=seed) * size, "nvfp4") for seed, size in ((0, 1.0), (1, 7.0))
     ]
     rows = {
         name: torch.cat([part.tensors[name] for part in parts]) for name in TENSORS["nvfp4"][:2]
@@ -222,8 +221,8 @@ def test_a_mixture_of_experts_is_the_formula(format: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(grouped, "tiles", lambda stack, slots: Tiles(16, 128, 64))
     tokens, hidden, wide, count, choices = 13, 128, 96, 6, 2
     x_TD, router_ED = normal(tokens, hidden), normal(count, hidden, seed=1)
-    gate_up = quantize(normal(count * 2 * wide, hidden, seed=2) * 0.2, format)
-    down = quantize(normal(count * hidden, wide, seed=3) * 0.2, format)
+    gate_up = encoded(normal(count * 2 * wide, hidden, seed=2) * 0.2, format)
+    down = encoded(normal(count * hidden, wide, seed=3) * 0.2, format)
     got = grouped.experts(
         x_TD, router_ED, stack_of(gate_up, count), stack_of(down, count), choices, True
     )
@@ -285,8 +284,8 @@ def test_a_learner_has_the_same_bits_with_gradients_and_without_and_an_aligned_o
         (learner.gate_up, learner.down), (engine.gate_up, engine.down), strict=True
     ):
         if format:
-            ours.aligned = quantize(ours.weight, format)
-        theirs.set_weight(ours.aligned or quantize(ours.weight, "fp32"))
+            ours.aligned = encoded(ours.weight, format)
+        theirs.set_weight(ours.aligned or encoded(ours.weight, "fp32"))
         theirs.low_bit = True
     want = learner(x_TD)
     with torch.no_grad():
@@ -303,7 +302,7 @@ def test_formats_without_a_kernel_of_their_own_round_activations_as_in_a_dense_l
     """Against each expert's own product, an expert at a time."""
     module, x_TD = module_of(hidden=128, wide=128), normal(7, 128, seed=9)
     for linear in (module.gate_up, module.down):
-        linear.set_weight(quantize(linear.weight, format))
+        linear.set_weight(encoded(linear.weight, format))
         linear.low_bit = True
     monkeypatch.setattr(rows, "fused", lambda x: False)  # the interpreter rounds to e4m3 wrongly
     with torch.no_grad():
@@ -317,6 +316,7 @@ def test_formats_without_a_kernel_of_their_own_round_activations_as_in_a_dense_l
 # -- the machine code ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "types", "features"),
     [
@@ -419,6 +419,7 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["nvfp4", "int4"])
@@ -438,9 +439,10 @@ def test_streamed_codes_compile_without_spills(kind: str, tmp_path: Path) -> Non
     assert spills and set(spills) == {("0", "0")}, said
 
 
+@pytest.mark.slow
 def test_streamed_codes_are_for_few_rows_of_packed_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, bytes_, odd = (
-        stack_of(quantize(normal(8 * 32, features), format), 8)  # 192: no whole chunks of 128
+        stack_of(encoded(normal(8 * 32, features), format), 8)  # 192: no whole chunks of 128
         for features, format in ((256, "nvfp4"), (256, "fp8"), (192, "nvfp4"))
     )
     monkeypatch.setattr(routed, "available", lambda kind, device: True)

@@ -47,6 +47,7 @@ def check_bytes_are_those_of_plain_torch() -> None:
                     )
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run = subprocess.run(
         [sys.executable, "-m", __name__],

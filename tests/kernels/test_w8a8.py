@@ -180,6 +180,7 @@ def test_a_row_that_is_not_finite_shows_in_its_scale(bad: float) -> None:
     assert scale.isfinite().flatten().tolist() == [True, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [True, False])
 @pytest.mark.parametrize(
     ("num_rows", "num_out", "num_in"),

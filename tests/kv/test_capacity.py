@@ -70,6 +70,7 @@ def serve(
     return plans, pool.hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(150))
 def test_nothing_waits_that_would_not_wait_in_a_cache_without_end(seed: int) -> None:
     rng = random.Random(seed)

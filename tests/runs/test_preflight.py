@@ -74,6 +74,7 @@ class Env(Environment):
 """
 
 
+@pytest.mark.slow
 def test_a_dry_run_fails_where_the_run_would(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +162,7 @@ def test_sft_has_one_too(model: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
