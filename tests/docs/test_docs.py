@@ -32,7 +32,7 @@ PAGES = [
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 # commands that a page names and that are still to come
-COMING = {("make", "quick"), ("lowroll", "doctor")}
+COMING = {("lowroll", "doctor")}
 TINY = {
     **demo.CONFIG,
     "hidden_size": 32,

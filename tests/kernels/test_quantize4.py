@@ -60,6 +60,7 @@ def test_in_the_interpreter() -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4", "int4_asym"])
 def test_compiled_for_a_gpu_nothing_spills(name: str) -> None:
     group = get_format(name).group

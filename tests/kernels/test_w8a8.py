@@ -239,6 +239,7 @@ def test_the_product_compiles_for_hopper_and_fits(
     assert code.metadata.shared * tile.blocks <= 227 * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("integer", [True, False])
 def test_the_quantizer_compiles_for_hopper_without_spills(integer: bool) -> None:
     pytest.importorskip("triton")
@@ -248,6 +249,7 @@ def test_the_quantizer_compiles_for_hopper_without_spills(integer: bool) -> None
     assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
     pytest.importorskip("triton")

@@ -590,6 +590,7 @@ def test_lora_keeps_the_tensors_of_the_folder(
     assert engine.behavior.weights == "nvfp4"
 
 
+@pytest.mark.slow
 def test_all_weights_of_a_low_bit_folder_learn_as_their_dequantized_values(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -229,6 +229,7 @@ def test_a_stage_may_not_change_on_resume(model: Path, whole: RunResult, tmp_pat
         train({**tree, "stages": [STAGES[0], {"step": 4, "max_tokens": 8}]}, resume=True)
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_the_run_itself_changes_nothing(model: Path, tmp_path: Path) -> None:
     three = {"max_steps": 3, "lr_scheduler_type": "constant"}
     plain = fingerprint(train(settings(model, tmp_path / "plain", train=three)).folder)
