@@ -77,6 +77,7 @@ def run_block(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     return runpy.run_path(str(script))
 
 
+@pytest.mark.slow
 def test_the_tour_of_the_python_page_runs(
     clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

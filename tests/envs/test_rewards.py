@@ -165,6 +165,7 @@ def test_every_bomb_is_its_own_error_and_good_items_are_unaffected(pool):
     assert pool.score([(prompt(4), "good")]) == [Score(1.0, {"half": 0.5})]  # and it goes on
 
 
+@pytest.mark.slow
 def test_more_hung_scorers_than_workers_starve_nobody(pool):
     results = pool.score([(prompt(0), "hang")] * 4 + [(prompt(i), "good") for i in range(5)])
     assert [r.kind for r in results[:4]] == ["timeout"] * 4
@@ -249,6 +250,7 @@ def test_a_worker_that_dies_between_calls_costs_no_item(pool):
     assert pool.replaced == len(pids)
 
 
+@pytest.mark.slow
 def test_the_scorers_children_die_too_and_close_ends_all(bombs, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     pool = ScorerPool({"bombs": (bombs, {}, 0)}, num_workers=1, time_limit=LIMIT)
@@ -485,6 +487,7 @@ def test_a_workers_share_of_what_is_left(bombs, monkeypatch, count, workers, fir
     )
 
 
+@pytest.mark.slow
 def test_the_clock_starts_anew_with_each_item_and_is_kept(bombs):
     with ScorerPool({"bombs": (bombs, {}, 0)}, 1, time_limit=1.2, memory_limit_mb=256) as pool:
         results = pool.score(
@@ -515,6 +518,7 @@ def test_killing_twice_is_once(pool):
     assert worker.kill() == "signal 9" and worker.kill() == ""
 
 
+@pytest.mark.slow
 def test_a_worker_has_so_long_to_start(tmp_path, monkeypatch):
     (tmp_path / "sleepy.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(rewards, "START_LIMIT", 2.0)

@@ -337,6 +337,7 @@ def test_it_compiles_for_hopper_without_spills(
     assert "st.local" not in ptx and compiled.metadata.shared <= 227 * 1024
 
 
+@pytest.mark.slow
 def test_where_a_token_lies_is_counted_in_64_bits() -> None:
     """Half a million tokens of 4,096 features, or shares of 512 experts' logits, are beyond
     2^31."""

@@ -216,6 +216,7 @@ def test_evaluation_may_score_otherwise_than_training_under_the_same_name(
     assert session_specs == [{"arithmetic": 0.0}, {"arithmetic": 0.5}]
 
 
+@pytest.mark.slow
 def test_evaluation_has_a_sampler_of_its_own(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +275,7 @@ def test_evaluation_has_a_sampler_of_its_own(
         asked.clear()
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_before_its_first_step_and_after_its_last(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -297,6 +297,7 @@ def model_folder(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_command_publishes_a_model_that_learned_the_demonstrations(tmp_path, model_folder):
     rows = [
         {"messages": [*d.messages, {"role": "assistant", "content": d.response}]} for d in REVERSED
