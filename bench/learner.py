@@ -36,6 +36,7 @@ from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.runs.demo import CONFIG as DEMO
+from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 
 LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -68,7 +69,7 @@ def measure(side: str, tokens: int, vocab: int, hidden: int) -> dict[str, float]
             "vocab_size": vocab,
         }
     )
-    model = initialize(Transformer(spec), seed=0)
+    model = recompute.apply(initialize(Transformer(spec), seed=0))
     optimizer = Optimizer(dict(model.named_parameters()), OptimSettings())
     step(
         model, optimizer, SIDES[side], tokens=64

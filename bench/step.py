@@ -37,11 +37,13 @@ from bench.record import Row, merge, settle, show
 from bench.roofline import synchronize
 from bench.shapes import SHAPES, random_model
 from bench.targets import aimed, publishing
-from lowroll import Engine, Request, objectives
+from lowroll import Engine, Request
 from lowroll.advantages.group import grpo
 from lowroll.model import lora
 from lowroll.model.transformer import Transformer
+from lowroll.objectives.objective import select
 from lowroll.quant.formats import formats
+from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import Forward, LearnSettings, learn
 from lowroll.types import Batch, Group, Prompt, Sample, Score
@@ -132,7 +134,7 @@ class Loop:
             self.model.trainable_parameters(), OptimSettings(learning_rate=1e-6)
         )
         self.settings = LearnSettings(
-            objectives.select("grpo", "tis"), tokens_per_microbatch=case.tokens_per_microbatch
+            select("grpo", "tis"), tokens_per_microbatch=case.tokens_per_microbatch
         )
 
     def step(self) -> dict[str, float]:
@@ -174,8 +176,9 @@ def _learner(case: Case, device: torch.device) -> Transformer:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_model(SHAPES[case.model], device, dtype)
     if case.rank is None:
-        return model.requires_grad_(True)
-    return lora.attach(quantize_base(model, case.weights), case.rank, 2.0 * case.rank)
+        return recompute.apply(model).requires_grad_(True)
+    lora.attach(quantize_base(model, case.weights), case.rank, 2.0 * case.rank)
+    return recompute.apply(model)
 
 
 def _count(token_ids: Sequence[int]) -> Score:

@@ -37,7 +37,8 @@ import torch
 from bench.record import Row, merge, settle, show
 from bench.shapes import SHAPES, random_model
 from lowroll.model import lora
-from lowroll.objectives import select
+from lowroll.objectives.objective import select
+from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
@@ -58,7 +59,7 @@ class Job:
     length: int = 2048
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
-    checkpointing: bool | float = False  # ours: `Transformer.activation_checkpointing`
+    checkpointing: bool | float = False  # ours: `trainer.recompute.apply`
     logprob_chunk: int = 1024
 
     @property
@@ -133,7 +134,7 @@ def ours(job: Job) -> Callable[[], object]:
         lora.attach(model, RANK, ALPHA)
     else:
         model.requires_grad_(True)
-    model.activation_checkpointing = job.checkpointing
+    recompute.apply(model, job.checkpointing)
     optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=RATE))
     settings = LearnSettings(
         select("grpo"), tokens_per_microbatch=job.tokens, logprob_chunk=job.logprob_chunk

@@ -64,26 +64,23 @@ def metrics() -> str:
 
 
 def objectives() -> str:
-    from lowroll.objectives import TABLE
+    from lowroll.objectives.objective import named
+    from lowroll.objectives.table import ALGORITHMS, CORRECTIONS
 
     rows = []
-    for name, objective in TABLE.items():
-        needs = [
-            "learner",
-            *["proximal"] * objective.needs_proximal,
-            *["behavior"] * objective.needs_behavior,
-        ]
+    for name in (*ALGORITHMS, *CORRECTIONS):
+        objective = named(name)
+        row = objective.row
         options = ", ".join(
             f"{key} {value}" for key, value in objective.options.items() if value is not None
         )
-        rows.append(
-            (f"`{name}`", f"`{objective.formula}`", ", ".join(needs), options, objective.source)
-        )
+        needs = ", ".join(("learner", *row.log_probs))
+        rows.append((f"`{name}`", f"`{row.formula}`", needs, options, row.source))
     return table(("name", "token term, to maximise", "log-probs", "options", "source"), rows)
 
 
 def algorithms() -> str:
-    from lowroll.config.algorithms import ALGORITHMS
+    from lowroll.objectives.table import ALGORITHMS
 
     return table(
         ("algorithm", "advantage", "clip", "reduce", "dynamic sampling"),
@@ -91,8 +88,8 @@ def algorithms() -> str:
             (
                 f"`{name}`",
                 f"`{a.advantage}`",
-                f"{a.eps_low:g} / {a.eps_high:g}",
-                f"`{a.reduce}`",
+                f"{a.options['eps_low']:g} / {a.options['eps_high']:g}",
+                f"`{a.options['reduce']}`",
                 "yes" if a.dynamic_sampling else "no",
             )
             for name, a in ALGORITHMS.items()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from lowroll.types import BehaviorTag, Group, Request, Rollout
 
 if TYPE_CHECKING:
-    from lowroll import objectives as objectives
     from lowroll.engine.native import Engine as Engine
     from lowroll.model.scoring import score as score
     from lowroll.quant.formats import QTensor as QTensor
@@ -30,7 +29,6 @@ __all__ = [
     "Request",
     "Rollout",
     "formats",
-    "objectives",
     "quantize",
     "run",
     "score",
@@ -54,8 +52,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "objectives":
-        return importlib.import_module("lowroll.objectives")
     if name in _HOMES:
         return getattr(importlib.import_module(f"lowroll.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'lowroll' has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""The memory of this machine that the process may use: less than there is where a container bounds
-it.
+"""The memory and the cores of this machine that the process may use: less than there are where a
+container bounds them.
 
-Bytes, as the kernel says them (/proc/meminfo, and the control group of version 2 that a container
+Memory in bytes, as the kernel says them (/proc/meminfo, and the control group of version 2 that a container
 sees as its own); None where the system does not say.
 """
 
@@ -35,6 +35,19 @@ def free_memory() -> int | None:
         return None
     limit = _limit()
     return free if limit is None else max(0, min(free, limit - _held()))
+
+
+def usable_cores() -> int:
+    """Cores that the process may keep busy: a container's share of time counts as that many."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this system
+        cores = os.cpu_count() or 1
+    try:
+        share, period = (GROUP / "cpu.max").read_text().split()
+        return max(1, min(cores, -(-int(share) // int(period))))
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores
 
 
 def _limit() -> int | None:

@@ -61,7 +61,9 @@ def built() -> None:
         if (module, kind) != (routed, "int4_asym")
     ]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda pair: pair[0].available(pair[1], torch.device("cuda", 0)), kinds))
+        list(
+            pool.map(lambda pair: pair[0].supports_device(pair[1], torch.device("cuda", 0)), kinds)
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,13 +1,12 @@
 """Rewards in, advantages out: lists of floats, standard library only.
 
-`TABLE[name](rewards, lengths)` estimates the advantages of one group; `BY_ALGORITHM` names each
-algorithm's estimator; `overlong` is DAPO's length penalty. `gae`, `place` and `whiten` are PPO's,
-which has a critic.
+`TABLE[name](rewards, lengths)` estimates the advantages of one group; the rows of
+`lowroll.objectives.table` name each algorithm's estimator; `overlong` is DAPO's length penalty.
+`gae`, `place` and `whiten` are PPO's, which has a critic.
 """
 
 from lowroll.advantages.gae import gae, place, whiten
 from lowroll.advantages.group import (
-    BY_ALGORITHM,
     TABLE,
     Estimator,
     grpo,
@@ -18,7 +17,6 @@ from lowroll.advantages.group import (
 from lowroll.advantages.shaping import overlong
 
 __all__ = [
-    "BY_ALGORITHM",
     "TABLE",
     "Estimator",
     "gae",

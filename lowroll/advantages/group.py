@@ -102,17 +102,6 @@ TABLE: dict[str, Estimator] = {
     "gae": reward,
 }
 
-BY_ALGORITHM: dict[str, str] = {
-    "grpo": "grpo",
-    "grpo_no_std": "grpo_no_std",
-    "dr_grpo": "grpo_no_std",
-    "rloo": "rloo",
-    "dapo": "grpo",
-    "gspo": "grpo",
-    "ppo": "gae",
-}
-"""Algorithm name -> name of its estimator in TABLE."""
-
 
 def _centre(scored: list[float]) -> list[float]:
     mean = math.fsum(scored) / len(scored)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from lowroll.quant.table import DEFAULT, FORMATS
+
 if TYPE_CHECKING:
     from lowroll.engine.native import Engine
 
@@ -23,8 +25,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", required=True, help="a folder or a hub id")
     p.add_argument(
         "--weights",
-        help="format of the linear weights: int8, fp8, nvfp4, bf16, ... (default: what the "
-        "folder holds if it is low-bit, else int8)",
+        help=f"format of the linear weights: {', '.join(FORMATS)} (default: what the folder holds "
+        f"if it is low-bit, else {DEFAULT})",
     )
     p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     p.add_argument(

@@ -30,6 +30,7 @@ COMMANDS = {
     "diagnose": "say how much of the mismatch comes from weights, kernels, KV and staleness",
     "report": "write a run's page of plots",
     "demo": "build a tiny model and train it, in a few minutes and without a GPU",
+    "doctor": "print what this machine has, which kernels run here, and why a faster one does not",
     "completion": "print a script that completes commands, options and settings in bash, zsh or "
     "fish",
 }
@@ -50,6 +51,8 @@ MEANT = {
     "merge": "export RUN OUT --as merged",
     "convert": "quantize",
     "plot": "report",
+    "check": "doctor",
+    "env": "doctor",
     "resume": "grpo run.yaml --resume",
 }
 

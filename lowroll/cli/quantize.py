@@ -7,6 +7,8 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lowroll.quant.table import low_bit
+
 if TYPE_CHECKING:
     from lowroll.model.transformer import Transformer
 
@@ -16,10 +18,8 @@ def parser() -> argparse.ArgumentParser:
         prog="lowroll quantize",
         description=(
             "Quantize the linear weights of a dense model and write them as a folder that lowroll, "
-            "transformers and vLLM "
-            "read: compressed-tensors for int8, fp8, int4, nvfp4 and mxfp4, bitsandbytes for nf4. "
-            "Embeddings, norms and "
-            "lm_head stay as they are."
+            "transformers and vLLM read: compressed-tensors, and bitsandbytes for nf4. Embeddings, "
+            "norms and lm_head stay as they are."
         ),
     )
     p.add_argument("model", metavar="MODEL", help="a dense model: a folder or a hub id")
@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--format",
         required=True,
-        help="int8, fp8, fp8_block, int4, int4_asym, w4a8, nvfp4, mxfp4, nf4, nf4_dq",
+        help=", ".join(low_bit()),
     )
     p.add_argument(
         "--device",

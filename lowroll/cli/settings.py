@@ -53,7 +53,7 @@ def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig
 
     tell: print what was chosen for the user, which is about learning from rollouts.
     """
-    from lowroll.config import ConfigError, load, load_reference
+    from lowroll.config import ConfigError, load, load_surogate
 
     files, overrides = split(arguments.settings)
     three = {name: getattr(arguments, name) for name in ("train", "infer", "orch")}
@@ -65,7 +65,7 @@ def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig
         for name in ("train", "orch"):
             if not three[name]:
                 raise ConfigError(f"--{name}: this file is required beside the others")
-        cfg = load_reference(three["train"], three["infer"], three["orch"], overrides)
+        cfg = load_surogate(three["train"], three["infer"], three["orch"], overrides)
     elif len(files) != 1:
         odd = any(not word.endswith((".yaml", ".yml")) for word in files[1:])
         hint = "; a setting is one word with its value, such as train.max_steps=20" if odd else ""

@@ -1,10 +1,10 @@
-"""The run's settings: a strict schema, loading with file and line in every error, and the reference
-files."""
+"""The run's settings: a strict schema, loading with file and line in every error, and Surogate's
+three files."""
 
 from lowroll.config.document import ConfigError
 from lowroll.config.load import as_config, from_mapping, load
 from lowroll.config.schema import EnvConfig, RunConfig
-from lowroll.config.surogate.read import load_reference
+from lowroll.config.surogate.read import load_surogate
 
 __all__ = [
     "ConfigError",
@@ -13,5 +13,5 @@ __all__ = [
     "as_config",
     "from_mapping",
     "load",
-    "load_reference",
+    "load_surogate",
 ]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowroll.config.algorithms import DENSE
+from lowroll.quant.table import is_dense
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Rollouts:
 
     @property
     def low_bit(self) -> bool:
-        return self.weights not in DENSE
+        return not is_dense(self.weights)
 
     @property
     def words(self) -> str:

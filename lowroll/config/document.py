@@ -82,6 +82,18 @@ class Document:
             del self.marks[old]
             self.marks[(*path, 0, *old[end:])] = mark
 
+    def move(self, old: Path, new: Path, mark: Mark) -> None:
+        """Take a value, with the marks of all that is beneath it, from one path of sections to
+        another. mark: where it was written."""
+        node: Any = self.value
+        for part in old[:-1]:
+            node = node[part]
+        inner = {path: kept for path, kept in self.marks.items() if path[: len(old)] == old}
+        for path in inner:
+            del self.marks[path]
+        self.put(new, node.pop(old[-1]), mark)
+        self.marks |= {(*new, *path[len(old) :]): kept for path, kept in inner.items()}
+
     def put(self, path: Path, value: Any, mark: Mark) -> None:
         """Write a value, making the sections above it; whatever stood there before is gone."""
         node: Any = self.value

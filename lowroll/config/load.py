@@ -5,8 +5,8 @@ known key.
     run.yaml:8: train.max_stepz: unknown key (did you mean max_steps?)
     override train.max_stepz: unknown key (did you mean max_steps?)
 
-A file with the sections `orch:` and `infer:` or `train:` is a reference file in one piece: see
-`reference.py`.
+A file with a section `orch:` or `infer:` is Surogate's three files in one piece: see
+`surogate/read.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from lowroll.config.document import (
 )
 from lowroll.config.foreign import explain, foreign_keys
 from lowroll.config.paths import anchor
+from lowroll.config.renamed import carry_over, renamed_overrides
 from lowroll.config.schema import RunConfig
 
 M = TypeVar("M", bound=BaseModel)
@@ -92,11 +93,14 @@ def read(path: str | FilePath) -> Document:
 
 
 def build(document: Document, overrides: Overrides = ()) -> RunConfig:
-    """Overrides, checks, resolution."""
-    for key, value in _pairs(overrides):
-        _override(document, key, value)
+    """Names of now, overrides, checks, resolution."""
+    notes = carry_over(document)
+    for key, value, written, note in renamed_overrides(list(_pairs(overrides))):
+        _override(document, key, value, Mark("override", written))
+        notes += [note] if note else []
+    notes += carry_over(document)  # of an override that is a whole section
     anchor(document)
-    return validate(RunConfig, document).resolved()
+    return validate(RunConfig, document).resolved().with_notes(*notes)
 
 
 def validate(model: type[M], document: Document) -> M:
@@ -124,8 +128,7 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
         yield key.strip(), parse_value(text, Mark("override", key.strip()))
 
 
-def _override(document: Document, key: str, value: Any) -> None:
-    mark = Mark("override", key)
+def _override(document: Document, key: str, value: Any, mark: Mark) -> None:
     parts = key.replace("[", ".").replace("]", "").split(".")
     if not all(parts):
         raise ConfigError(mark.blame("not a dotted key"))

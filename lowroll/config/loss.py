@@ -1,9 +1,10 @@
 """The `loss:` section: the policy objective's numbers, a section for each correction that has
 options of its own.
 
-The names and defaults of a section are those of the function in `lowroll.objectives`; a test holds
-them together. A section that the run's correction does not read has no effect, and a note says so
-when it was changed.
+The options that objectives share have their defaults in `lowroll.objectives.table`. The names and
+defaults of a section are those of the function in `lowroll.objectives`; a test holds them together.
+A section that the run's correction does not read has no effect, and a note says so when it was
+changed.
 """
 
 from __future__ import annotations
@@ -13,24 +14,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from lowroll.config.algorithms import CAPPED, CLIPLESS, OWN_SECTION, TOKEN_LEVEL
 from lowroll.config.document import Path
-from lowroll.config.section import NotNegative, Positive, Problem, Section
+from lowroll.config.section import NotNegative, Positive, Problem, Section, one_of
+from lowroll.objectives.table import ALGORITHMS, BOUNDS, CORRECTIONS, MODES, RULES, forms, pair
 
 Bounds = Annotated[tuple[NotNegative, Positive], Strict(False)]
-Rule = Literal[
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-]
+Rule = Annotated[str, one_of(lambda: RULES)]
+Reduce = Annotated[str, one_of(lambda: MODES)]
 
 
 class TbpoConfig(Section):
@@ -99,11 +89,9 @@ class LossConfig(Section):
     eps_low: NotNegative | None = None
     eps_high: NotNegative | None = None
     # C of tis, acr, tbpo, reweight: the largest mismatch weight
-    cap: Annotated[float, Field(ge=1)] = 2.0
+    cap: Annotated[float, Field(ge=1)] | None = None
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    reduce: (
-        Literal["seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum"] | None
-    ) = None
+    reduce: Reduce | None = None
     kl_coef: NotNegative = 0.0  # weight of the KL to the frozen reference model
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     tbpo: TbpoConfig = TbpoConfig()
@@ -113,44 +101,42 @@ class LossConfig(Section):
     reweight: ReweightConfig = ReweightConfig()
 
     def options(self, algorithm: str, correction: str, max_tokens: int) -> dict[str, Any]:
-        """The options of `lowroll.objectives.select(algorithm, correction)`, once every null is
+        """The options of `objectives.objective.select(algorithm, correction)`, once every null is
         filled in."""
+        row = pair(algorithm, correction)
         length = max_tokens if self.reduce == "constant" else None
-        options: dict[str, Any] = {"reduce": self.reduce, "max_length": length}
-        if correction not in CLIPLESS:
-            options |= {"eps_low": self.eps_low, "eps_high": self.eps_high}
-        if not without_dual_clip(algorithm, correction):
-            options["dual_clip"] = self.dual_clip
-        if correction in CAPPED:
-            options["cap"] = self.cap
-        if correction in OWN_SECTION:
+        options: dict[str, Any] = {name: getattr(self, name) for name in row.options}
+        if correction in own_sections():
             options |= getattr(self, correction).model_dump()
-        return options
+        return options | {"max_length": length}
+
+
+def own_sections() -> list[str]:
+    """The corrections with a section under `loss`."""
+    return [name for name in CORRECTIONS if name in LossConfig.model_fields]
 
 
 def without_dual_clip(algorithm: str, correction: str) -> str:
     """The name of what has no dual clip, "" when there is one."""
-    return (
-        correction if correction in ("tbpo", *CLIPLESS) else "gspo" if algorithm == "gspo" else ""
-    )
+    rows = {correction: CORRECTIONS[correction], algorithm: ALGORITHMS[algorithm]}
+    return next((name for name, row in rows.items() if "dual_clip" not in row.options), "")
 
 
 def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator[Problem]:
     """Settings of the objective that cannot work together."""
-    if algorithm == "gspo" and correction in TOKEN_LEVEL:
+    if correction not in ("none", *forms(algorithm)):
         yield (
             (("correction",), ("algorithm",)),
-            f"{correction} bounds single tokens and has no form under gspo; use auto, tis, "
-            f"decoupled, tbpo or none",
+            f"{correction} bounds single tokens and has no form under {algorithm}; use auto, "
+            f"{', '.join(forms(algorithm))} or none",
         )
     owner = without_dual_clip(algorithm, correction)
     if owner and loss.dual_clip is not None:
-        key = "algorithm" if owner == "gspo" else "correction"
+        key = "correction" if owner == correction else "algorithm"
         yield ((("loss", "dual_clip"), (key,)), f"{owner} has no dual clip; write null")
-    if correction in CLIPLESS:
-        for name in ("eps_low", "eps_high"):
-            if getattr(loss, name) is not None:
-                yield (("loss", name), ("correction",)), f"{correction} does not clip; write null"
+    for name in BOUNDS:
+        if name not in CORRECTIONS[correction].options and getattr(loss, name) is not None:
+            yield (("loss", name), ("correction",)), f"{correction} does not clip; write null"
     for name in ("token_mask", "geo_mask", "sequence_mask"):
         low, high = getattr(loss.aipo, f"{name}_low"), getattr(loss.aipo, f"{name}_high")
         if low > high:
@@ -187,6 +173,6 @@ def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator
 
 def loss_notes(correction: str, loss: LossConfig) -> Iterator[str]:
     """Changed sections that the correction does not read."""
-    for name in OWN_SECTION:
+    for name in own_sections():
         if name != correction and getattr(loss, name) != LossConfig.model_fields[name].default:
             yield f"loss.{name}: no effect, the correction is {correction}"

@@ -16,7 +16,6 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
-from lowroll.config.algorithms import ALGORITHMS, DENSE, bounds
 from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
 from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
@@ -24,8 +23,12 @@ from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems
 from lowroll.config.guard import GuardConfig
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
 from lowroll.config.section import (
+    Advantage,
+    Algorithm,
+    Correction,
     Count,
     GroupSize,
+    LargeBatchWeights,
     NotNegative,
     Penalty,
     Positive,
@@ -36,8 +39,11 @@ from lowroll.config.section import (
     Section,
     Temperature,
     Text,
+    Weights,
 )
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
+from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
+from lowroll.quant.table import DEFAULT, is_dense
 
 
 def _no_kv_policy(value: Any) -> Any:
@@ -66,22 +72,7 @@ class RolloutConfig(Section):
     """How the engine samples. `weights` is the format of its linear weights; `dense` is the run's
     own dtype."""
 
-    weights: Literal[
-        "int8",
-        "fp8",
-        "fp8_block",
-        "int4",
-        "int4_asym",
-        "w4a8",
-        "nvfp4",
-        "mxfp4",
-        "mxfp4_floor",
-        "nf4",
-        "nf4_dq",
-        "dense",
-        "bf16",
-        "fp32",
-    ] = "int8"
+    weights: Weights = DEFAULT
     kv: Annotated[None, BeforeValidator(_no_kv_policy)] = None
     max_tokens: Count = 64  # a response's longest length, in tokens
     min_tokens: Annotated[int, Field(ge=0)] = 0
@@ -95,7 +86,7 @@ class RolloutConfig(Section):
     page_size: Count = 16  # tokens in a page of the KV cache
     max_batch: Count = 256  # sequences decoded together
     # a second format, used while many rows decode
-    large_batch_weights: Literal["int8", "fp8", "bf16"] | None = None
+    large_batch_weights: LargeBatchWeights | None = None
     keep_dense: bool = False  # 4 bits on CUDA: dense weights beside, for many rows
     release_cache: bool = False  # give the cache's memory to the learner between rollouts
     cache_tokens: Count | None = None  # tokens that the KV cache holds; null: what the run uses
@@ -225,12 +216,9 @@ class RunConfig(Section):
     batch_size: Count = 64  # rollouts a step
     rollouts_per_example: GroupSize = 8  # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = "grpo"
-    # null: the algorithm's
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "length_weighted", "gae"] | None = None
-    correction: Literal[
-        "auto", "none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "ipo", "reweight"
-    ] = "auto"
+    algorithm: Algorithm = "grpo"
+    advantage: Advantage | None = None  # null: the algorithm's
+    correction: Correction = "auto"
     force: bool = False  # run what is known to collapse, to compare with
     loss: LossConfig = LossConfig()
     critic: CriticConfig = CriticConfig()  # read by ppo alone
@@ -287,7 +275,7 @@ class RunConfig(Section):
 
     @property
     def objective_options(self) -> dict[str, Any]:
-        """The options of `lowroll.objectives.select(cfg.algorithm, cfg.correction)`, with the
+        """The options of `objectives.objective.select(cfg.algorithm, cfg.correction)`, with the
         defaults filled in."""
         cfg = self.resolved()
         return cfg.loss.options(cfg.algorithm, cfg.correction, cfg.rollout.max_tokens)
@@ -303,10 +291,12 @@ class RunConfig(Section):
         stay: they are the machine's). Idempotent."""
         default = ALGORITHMS[self.algorithm]
         correction, reason = _correction(self)
-        low, high = bounds(self.algorithm, correction)
+        options = pair(self.algorithm, correction).options
+        # of a correction that does not clip or cap there are no bounds, and nobody reads the cap
+        defaults = {"cap": CAP, **dict.fromkeys(BOUNDS), **options}
         loss = {
-            name: value
-            for name, value in (("eps_low", low), ("eps_high", high), ("reduce", default.reduce))
+            name: defaults[name]
+            for name in ("cap", *BOUNDS, "reduce")
             if getattr(self.loss, name) is None
         }
         chosen = _thresholds(self)
@@ -347,7 +337,8 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
     cut = {name: getattr(rollout, name) for name in off if getattr(rollout, name) != off[name]}
     second = rollout.large_batch_weights if rollout.large_batch_weights != rollout.weights else None
-    low_bit = second not in (None, *DENSE)  # a dense second format is that of LoRA's own base
+    # a dense second format is that of LoRA's own base
+    low_bit = second is not None and not is_dense(second)
     return Rollouts(
         f"{rollout.weights}+{second}" if low_bit else rollout.weights,
         truncated=tuple(f"{name} {value}" for name, value in cut.items()),
@@ -524,7 +515,7 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
             "warning: noise with correction none: rollouts of the noisy policy are learnt from as if they were the "
             "learner's own (QeRL's setting)"
         )
-    if cfg.train.forward == "aligned" and rollout.weights in DENSE:
+    if cfg.train.forward == "aligned" and is_dense(rollout.weights):
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
     faithful = not (price.low_bit or price.truncated or price.noisy)
     if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):

@@ -3,24 +3,26 @@ that refuse by name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
+from lowroll.advantages import TABLE as ESTIMATORS
 from lowroll.config.document import Path
+from lowroll.objectives.table import ALGORITHMS, CORRECTIONS
+from lowroll.quant.table import FORMATS, OWN, is_dense, large_batch
 from lowroll.types import MAX_SAMPLES, PENALTIES, TEMPERATURES
 
-Problem = tuple[
-    tuple[Path, ...], str
-]  # the keys it concerns, the one to blame first; what is wrong
+# the keys it concerns, the one to blame first; what is wrong
+Problem = tuple[tuple[Path, ...], str]
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
-Rate = Annotated[
-    float, Field(gt=0, le=10)
-]  # of learning: a larger one leaves float32 within a step
+# of learning: a larger one leaves float32 within a step
+Rate = Annotated[float, Field(gt=0, le=10)]
 NotNegative = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 GroupSize = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
@@ -28,6 +30,27 @@ Temperature = Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])]
 Penalty = Annotated[float, Field(ge=PENALTIES[0], le=PENALTIES[1])]
 Text = Annotated[str, Field(min_length=1)]
 Schedule = Literal["constant", "linear", "cosine"]
+
+
+def one_of(names: Callable[[], Iterable[str]]) -> PlainValidator:
+    """A validator of one word: those of a table, as it is when a file is read."""
+
+    def check(value: Any) -> Any:
+        known = list(names())
+        if value not in known:
+            *most, last = [repr(name) for name in known]
+            expected = f"{', '.join(most)} or {last}" if most else last
+            raise PydanticKnownError("literal_error", {"expected": expected})
+        return value
+
+    return PlainValidator(check)
+
+
+Algorithm = Annotated[str, one_of(lambda: ALGORITHMS)]
+Correction = Annotated[str, one_of(lambda: ("auto", *CORRECTIONS))]
+Advantage = Annotated[str, one_of(lambda: ESTIMATORS)]
+Weights = Annotated[str, one_of(lambda: sorted((OWN, *FORMATS), key=is_dense))]
+LargeBatchWeights = Annotated[str, one_of(lambda: sorted(large_batch(), key=is_dense))]
 
 
 def only(*neutral: Any, why: str = "not available yet") -> AfterValidator:

@@ -32,11 +32,10 @@ from lowroll.model.experts import StackedLinear
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
+from lowroll.quant.table import DEFAULT
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import beside, digest, publish, rollout_copy, rollout_load
-
-_DENSE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
@@ -387,9 +386,9 @@ class Engine:
 
     def _own_format(self, model: Transformer | str | Path) -> str:
         if isinstance(model, Transformer):
-            return model.weight_format or "int8"
+            return model.weight_format or DEFAULT
         assert self.folder is not None
-        return hf.low_bit_format(self.folder) or "int8"
+        return hf.low_bit_format(self.folder) or DEFAULT
 
     def _give_up(self) -> None:
         """After a step that failed: nothing in flight can go on, and no K/V may be trusted."""
@@ -423,7 +422,7 @@ class Engine:
     def _pick_dtype(
         self, weights: str, dtype: torch.dtype | None, device: torch.device
     ) -> torch.dtype:
-        fixed = _DENSE_DTYPES.get(weights)
+        fixed = get_format(weights).dtype
         if fixed is not None and dtype not in (None, fixed):
             raise ValueError(f"dtype: weights={weights!r} computes in {fixed}, not in {dtype}")
         if fixed is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import fused, jit, tl
+from lowroll.kernels.launch import jit, tl, triton_supports
 
 GOLDEN = -7046029254386353131
 BLOCK_BYTES = 1 << 18  # what one program reads
@@ -97,7 +97,7 @@ def _extent(tensor: Tensor) -> Tensor:
 
 def _checksums(tensors: list[Tensor]) -> Tensor:
     """Of tensors on one device, int64."""
-    if not fused(tensors[0]):
+    if not triton_supports(tensors[0]):
         return torch.stack([_checksum(t) for t in tensors])
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     _sweep(_checksum_kernel, tensors, sums)
@@ -106,7 +106,7 @@ def _checksums(tensors: list[Tensor]) -> Tensor:
 
 def _amax(tensors: list[Tensor]) -> Tensor:
     """Of tensors on one device and of one dtype, in that dtype."""
-    if not fused(tensors[0]):
+    if not triton_supports(tensors[0]):
         return torch.stack([_extent(t) for t in tensors])
     whole = {2: torch.int16, 4: torch.int32}[tensors[0].itemsize]
     bits = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
@@ -140,6 +140,9 @@ def _aligned(tensor: Tensor) -> Tensor:
     """Row-major, and at an address from which 16 bytes can be read at once."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+# -- Triton ----------------------------------------------------------------------------------------
 
 
 @jit

@@ -38,20 +38,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowroll.kernels.support import NO_CUDA, NO_TRITON, YES, Support, cuda_supports
+
 triton: Any = import_module("triton") if find_spec("triton") else None
 tl: Any = import_module("triton.language") if triton else None
 jit: Callable[..., Any] = (
     triton.jit if triton else lambda function=None, **options: function or (lambda f: f)
 )
+constexpr: Callable[[Any], Any] = tl.constexpr if tl else lambda value: value  # read by kernels
 
 _OVERLAPPING: ContextVar[bool] = ContextVar("overlapping", default=False)
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def fused(x: Tensor) -> bool:
+def triton_supports(x: Tensor) -> Support:
     """Do Triton's kernels run on this tensor, rather than plain torch?"""
-    return triton is not None and (x.is_cuda or INTERPRETED)
+    if triton is None:
+        return NO_TRITON
+    return YES if x.is_cuda or INTERPRETED else NO_CUDA
+
+
+def triton_supports_device(device: torch.device) -> Support:
+    """Do Triton's kernels run there?"""
+    if triton is None:
+        return NO_TRITON
+    return YES if device.type == "cuda" or INTERPRETED else NO_CUDA
+
+
+def early_start_supports(device: torch.device) -> Support:
+    """Can kernels start early there?"""
+    return cuda_supports(device, (9, 0))
 
 
 def block(size: int) -> int:
@@ -72,8 +89,7 @@ def overlapping(device: torch.device) -> Iterator[None]:
     For a step of decoding: a chain of short kernels on one stream, without gradients, that begins
     with a plain launch.
     """
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    token = _OVERLAPPING.set(able)
+    token = _OVERLAPPING.set(bool(early_start_supports(device)))
     try:
         yield
     finally:

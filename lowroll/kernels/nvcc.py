@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -21,11 +22,17 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
+import torch
+
+from lowroll.kernels.support import YES, Support, cuda_supports, no
+
 log = logging.getLogger(__name__)
 
 HEADERS = Path(__file__).parent
 
-DEADLINE_S = 300
+DEADLINE_S = 300  # of a build
+TRIAL_S = 30  # of a question
+NO_NVCC = no("no nvcc in $CUDA_HOME, on the PATH or in /usr/local/cuda")
 
 
 @cache
@@ -37,6 +44,19 @@ def compiler() -> Path | None:
         found.append(Path(on_path))
     found.append(Path("/usr/local/cuda/bin/nvcc"))
     return next((path for path in found if os.access(path, os.X_OK)), None)
+
+
+def version() -> str:
+    """The release that nvcc says it is; "" where it says none."""
+    nvcc = compiler()
+    if nvcc is None:
+        return ""
+    try:
+        told = _run([str(nvcc), "--version"], "nvcc", TRIAL_S)
+    except (RuntimeError, OSError):
+        return ""
+    found = re.search(r"release ([\d.]+)", told)
+    return found[1] if found else ""
 
 
 def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]:
@@ -61,9 +81,7 @@ def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]
     """
     folder, flags, nvcc = cache_folder(), options(capability, macros), compiler()
     if nvcc is None:
-        raise RuntimeError(
-            f"{source.name}: no nvcc in $CUDA_HOME, on the PATH or in /usr/local/cuda"
-        )
+        raise RuntimeError(f"{source.name}: {NO_NVCC.why_not}")
     version = _run([str(nvcc), "--version"], source.name)
     texts = [path.read_text() for path in (source, *sorted(HEADERS.glob("*.cuh")))]
     digest = hashlib.sha256("\0".join([*texts, version, *flags]).encode()).hexdigest()[:24]
@@ -80,17 +98,38 @@ def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]
     return ctypes.CDLL(str(path))
 
 
-def builds(make: Callable[[], object], otherwise: str) -> bool:
+def supports(make: Callable[[], object], otherwise: str) -> Support:
     """Is there an nvcc, and does it make the library? Where it fails, a warning says what happens
     `otherwise`."""
     if compiler() is None:
-        return False
+        return NO_NVCC
     try:
         make()
     except (RuntimeError, OSError) as error:
         log.warning("%s: their kernel cannot be built (%s)", otherwise, error)
-        return False
-    return True
+        return no(f"cannot be built: {error}")
+    return YES
+
+
+@cache
+def supports_device(device: torch.device) -> Support:
+    """Does nvcc compile for this device? It is tried on a source without kernels, in a second or
+    two, and nothing is kept."""
+    if not (found := cuda_supports(device)):
+        return found
+    nvcc = compiler()
+    if nvcc is None:
+        return NO_NVCC
+    flags = options(torch.cuda.get_device_capability(device), {})
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "empty.cu"
+        source.write_text("__global__ void nothing() {}\n")
+        try:
+            shared = ["--shared", "-Xcompiler", "-fPIC", str(source), "-o", f"{source}.so"]
+            _run([str(nvcc), *flags, *shared], "a trial", TRIAL_S)
+        except (RuntimeError, OSError) as error:
+            return no(f"{nvcc} cannot compile for it: {error}")
+    return YES
 
 
 def cache_folder() -> Path:
@@ -108,11 +147,12 @@ def cache_folder() -> Path:
     return folder
 
 
-def _run(command: list[str], what: str) -> str:
+def _run(command: list[str], what: str, deadline_s: float | None = None) -> str:
+    deadline_s = DEADLINE_S if deadline_s is None else deadline_s
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{what}: nvcc did not end within {DEADLINE_S} s") from None
+        raise RuntimeError(f"{what}: nvcc did not end within {deadline_s} s") from None
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()[:8]
         raise RuntimeError(f"{what}: nvcc failed ({done.returncode}):\n" + "\n".join(lines))

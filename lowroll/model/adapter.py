@@ -7,7 +7,7 @@ All parts share one product with A = [A_p; ...] and one with the block-diagonal 
 B_p), and the base product is added into the second in place: y is written once and no part is added
 by itself. A reader that goes over y tile by tile (`kernels.training.low_rank`) may take the update
 apart from it. A and B are float32; the products use copies in the dtype of x, made once for all
-uses between two updates.
+uses between two updates. Who writes A or B calls `changed`, or `renew` where a graph reads the copies.
 
 Backward, with l = A x and W the matrix that the layer stands for (dequantized where it is codes):
 
@@ -21,7 +21,7 @@ adapter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Adapter(nn.Module):
     def __init__(self, rank: int, alpha: float) -> None:
         super().__init__()
         self.rank, self.alpha, self.enabled = rank, alpha, True
+        self.version = 0  # how often the parameters are known to have changed
         self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
         self._made_of: tuple[object, ...] = ()
         self._made: tuple[Tensor, Tensor] | None = None
@@ -59,18 +60,20 @@ class Adapter(nn.Module):
         return found
 
     def matrices(self, parts: Mapping[str, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [L, K] and the scaled block-diagonal B [N, L] in a dtype, made again when a parameter
-        changed.
+        """A [L, K] and the scaled block-diagonal B [N, L] in a dtype, made again when the
+        parameters have `changed`.
 
         In the storages that they have, if they fit: a CUDA graph may read them, and `renew` is all
-        that it takes to give it new ones.
+        that it takes to give it new ones. An in-place operation of torch on a parameter is noticed
+        without `changed`: autograd counts it.
         """
         masters = [*self.a.values(), *self.b.values()]
         made_of = (
             dtype,
             masters[0].device,
             self.alpha,
-            *((p.data_ptr(), p._version) for p in masters),
+            self.version,
+            *(p._version for p in masters),
         )
         if made_of == self._made_of and self._made is not None:
             return self._made
@@ -91,9 +94,19 @@ class Adapter(nn.Module):
                 self._made = a_LK, b_NL
         return self._made
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
+        """Moved to a device, or cast: torch replaces the parameters' storages."""
+        self.changed()
+        return super()._apply(fn, recurse)
+
+    def changed(self) -> None:
+        """The parameters have changed: the next product makes its copies again."""
+        self.version += 1
+
     def renew(self) -> None:
         """The parameters have changed: so must what the products use, before a graph that reads it
         runs again."""
+        self.changed()
         if self._made is not None:
             self.matrices(self._parts, self._made[0].dtype)
 

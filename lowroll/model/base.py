@@ -25,12 +25,12 @@ from lowroll.model import hf, lora, scaling
 from lowroll.model.folder import read_json
 from lowroll.model.spec import LARGE
 from lowroll.model.transformer import Transformer
+from lowroll.quant import dense
 from lowroll.quant.formats import formats, get_format
 from lowroll.types import printable
 
 FILE = "adapter_base.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PLAIN = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Base:
     @property
     def rounds(self) -> bool:
         """Whether the linear weights are other numbers than those that were read."""
-        return self.low_bit or self.weights not in (None, _PLAIN.get(self.dtype))
+        return self.low_bit or self.weights not in (None, dense.of(getattr(torch, self.dtype)))
 
 
 def of(model: Transformer, uaq_scale: float) -> Base:

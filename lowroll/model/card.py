@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lowroll.model.base import Base
-from lowroll.quant.formats import layout
+from lowroll.quant.formats import stored_format
 
 FILE = "README.md"
 _UNMEASURED = (
@@ -32,7 +32,7 @@ def write(folder: Path, named: str, base: Base, holds: str | None = None, cost: 
             "The very weights that it stands on are in the folder `base`: put it on those, and on "
             "no others."
         ]
-    elif base.rounds and layout(str(base.weights)) != holds:
+    elif base.rounds and stored_format(str(base.weights)) != holds:
         body += _rounded(base, cost or _UNMEASURED)
     (folder / FILE).write_text(_front(named) + "\n\n".join(body) + "\n", encoding="utf-8")
 

@@ -24,25 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from lowroll.kernels.fused.swiglu import silu_mul
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.moe import grouped
 from lowroll.kernels.moe.grouped import Stack
 from lowroll.kernels.moe.route import Groups, choose, combine, gather, sort_slots
+from lowroll.model.engine_linear import refuse_gradient
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import QTensor, get_format
-
-# what kernels call a format, and its tensors: codes, scales, the global scale
-_STORED = {
-    "int8": ("w8a8", "codes", "scale"),
-    "fp8": ("w8a8", "weight", "weight_scale"),
-    "nvfp4": ("nvfp4", "weight_packed", "weight_scale", "weight_global_scale"),
-    "mxfp4": ("mxfp4", "weight_packed", "weight_scale"),
-    "mxfp4_floor": ("mxfp4", "weight_packed", "weight_scale"),
-    "int4": ("int4", "weight_packed", "weight_scale"),
-    "bf16": ("dense", "weight"),
-    "fp32": ("dense", "weight"),
-}
 
 
 class Router(nn.Module):
@@ -90,59 +79,61 @@ class StackedLinear(Linear):
             _experts(weight, self.num_experts)
         super().set_weight(weight)
 
-    @property
-    def serves(self) -> bool:
-        """Is it an engine's, without gradients? A learner's numbers are the same with gradients and
-        without."""
-        return self.low_bit and self.aligned is None and isinstance(self.weight, QTensor)
-
-    def stack(self, x: Tensor) -> Stack:
-        """The matrices of an engine as kernels multiply them with activations like x."""
-        self._refuse_gradient(x)
-        return _stack(self.weight, self.num_experts, x.dtype, True)
-
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
         """Sorted rows times the matrices of their experts."""
-        self._refuse_gradient(x_PK)
-        weight, low_bit = (
-            (self.weight, self.low_bit) if self.aligned is None else (self.aligned, True)
-        )
+        raise NotImplementedError
+
+
+class LearnerStack(StackedLinear):
+    """A learner's: the numbers are the same with gradients and without."""
+
+    @property
+    def codes(self) -> QTensor | None:
+        return self.aligned
+
+    def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
+        weight = self.weight if self.aligned is None else self.aligned
         master_NK = None if isinstance(self.weight, QTensor) else self.weight
-        y_PN = _GroupedProduct.apply(x_PK, master_NK, weight, groups, self.num_experts, low_bit)
+        y_PN = _GroupedProduct.apply(
+            x_PK, master_NK, weight, groups, self.num_experts, self.aligned is not None
+        )
         assert isinstance(y_PN, Tensor)
         return y_PN
 
-    def _refuse_gradient(self, x: Tensor) -> None:
-        if self.serves and torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(
-                "low_bit: the engine's arithmetic has no gradient; a learner runs the dequantized "
-                "weights (run_low_bit(False)) or the aligned forward"
-            )
+
+class EngineStack(StackedLinear):
+    """An engine's: QTensors in their format's own arithmetic, without gradients."""
+
+    @property
+    def codes(self) -> QTensor:
+        assert isinstance(self.weight, QTensor), "an engine's layer multiplies a QTensor"
+        return self.weight
+
+    def stack(self, x: Tensor) -> Stack:
+        """The matrices as kernels multiply them with activations like x."""
+        refuse_gradient(x)
+        return _stack(self.codes, self.num_experts, x.dtype)
+
+    def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
+        refuse_gradient(x_PK)
+        return _low_bit(x_PK, self.codes, groups, self.num_experts)
 
 
 class Experts(nn.Module):
     """The block's MLP in a mixture of experts."""
 
+    stacked: type[StackedLinear]
+
     def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, wide = spec.hidden_size, spec.moe_intermediate_size
         self.router = Router(spec, device, dtype)
-        self.gate_up = StackedLinear(
+        self.gate_up = self.stacked(
             spec.num_experts, hidden, {"gate_proj": wide, "up_proj": wide}, device, dtype
         )
-        self.down = StackedLinear(spec.num_experts, wide, {"down_proj": hidden}, device, dtype)
+        self.down = self.stacked(spec.num_experts, wide, {"down_proj": hidden}, device, dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        if fused(x_TD) and self.gate_up.serves and self.down.serves:
-            gate_up, down = (linear.stack(x_TD) for linear in (self.gate_up, self.down))
-            return grouped.experts(
-                x_TD,
-                self.router.weight,
-                gate_up,
-                down,
-                self.router.choices,
-                self.router.renormalize,
-            )
         weights_TS, experts_TS = self.router(x_TD)
         groups = sort_slots(experts_TS, self.gate_up.num_experts)
         gate_up_P = self.gate_up.multiply(gather(x_TD, groups, self.router.choices), groups)
@@ -152,12 +143,36 @@ class Experts(nn.Module):
         return combine(y_PD, weights_TS, x_TD.dtype, groups)
 
 
+class LearnerExperts(Experts):
+    stacked = LearnerStack
+
+
+class EngineExperts(Experts):
+    """On a device all of it is the work of a few kernels."""
+
+    stacked = EngineStack
+    gate_up: EngineStack
+    down: EngineStack
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        if not triton_supports(x_TD):
+            return super().forward(x_TD)
+        return grouped.experts(
+            x_TD,
+            self.router.weight,
+            self.gate_up.stack(x_TD),
+            self.down.stack(x_TD),
+            self.router.choices,
+            self.router.renormalize,
+        )
+
+
 class _GroupedProduct(torch.autograd.Function):
-    """Forward with `weight`, in the engine's arithmetic if it is low_bit; backward with what its
-    codes stand for.
+    """Forward with `weight`, in its format's own arithmetic if it is `aligned`; backward with what
+    its codes stand for.
 
     The gradient of the matrices reaches the master straight through the quantizer, as in
-    `model.linear`.
+    `model.learner_linear`.
     """
 
     @staticmethod
@@ -168,17 +183,13 @@ class _GroupedProduct(torch.autograd.Function):
         weight: Tensor | QTensor,
         groups: Groups,
         num_experts: int,
-        low_bit: bool,
+        aligned: bool,
     ) -> Tensor:
         ctx.weight, ctx.groups, ctx.num_experts = weight, groups, num_experts
         ctx.master_dtype = None if master_NK is None else master_NK.dtype
         ctx.save_for_backward(x_PK if ctx.needs_input_grad[1] else None)
-        if isinstance(weight, QTensor) and low_bit:
-            if fused(x_PK):
-                return grouped.multiply(
-                    x_PK.detach(), _stack(weight, num_experts, x_PK.dtype, True), groups
-                )
-            return _low_bit_product(x_PK.detach(), weight, groups, num_experts)
+        if isinstance(weight, QTensor) and aligned:
+            return _low_bit(x_PK.detach(), weight, groups, num_experts)
         w_ENK = _dense(weight, num_experts, x_PK.dtype)
         return grouped.product(x_PK.detach(), w_ENK.transpose(1, 2), groups)
 
@@ -203,18 +214,25 @@ def _dense(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Te
     return w_NK.view(num_experts, -1, w_NK.shape[1])
 
 
-def _stack(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype, low_bit: bool) -> Stack:
+def _stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
     """The weight as it is stored where the kernels know its format, else what it stands for."""
-    if isinstance(weight, QTensor) and low_bit:
-        if (names := _STORED.get(weight.format)) is not None:
-            kind, tensors = names[0], [weight.tensors[name] for name in names[1:]]
-            stack = Stack(kind, num_experts, *tensors)
-            if grouped.runs(stack, dtype):
-                return stack
-        elif (format := get_format(weight.format)).rounds:
-            w_NK = _dense(weight, num_experts, torch.float32).flatten(0, 1)
-            return Stack("dense", num_experts, w_NK, rounded=format.rounded)
+    format = get_format(weight.format)
+    if format.stacked:
+        kind, *names = format.stacked
+        stack = Stack(kind, num_experts, *(weight.tensors[name] for name in names))
+        if grouped.supports(stack, dtype):
+            return stack
+    elif format.rounds:
+        w_NK = _dense(weight, num_experts, torch.float32).flatten(0, 1)
+        return Stack("dense", num_experts, w_NK, rounded=format.rounded)
     return Stack("dense", num_experts, _dense(weight, num_experts, dtype).flatten(0, 1))
+
+
+def _low_bit(x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int) -> Tensor:
+    """Sorted rows times their experts' matrices in the format's own arithmetic."""
+    if triton_supports(x_PK):
+        return grouped.multiply(x_PK, _stack(weight, num_experts, x_PK.dtype), groups)
+    return _low_bit_product(x_PK, weight, groups, num_experts)
 
 
 def _low_bit_product(x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int) -> Tensor:

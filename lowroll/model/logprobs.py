@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.training import logprobs as kernels
@@ -48,6 +49,31 @@ def token_log_probs(
     if not temperature > 0:
         raise ValueError(f"temperature: log-probs need a temperature above 0, got {temperature}")
     return _TokenLogProbs.apply(hidden_TD, weight_VD, targets_T, temperature, chunk)
+
+
+def logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
+    """Logits [T, V]: on CUDA the float32 sums of half-precision products, unrounded before the
+    softmax; elsewhere in the model's dtype. Differentiable in both."""
+    if not _wide(hidden_TD):
+        return F.linear(hidden_TD, weight_VD)
+    return _Logits.apply(hidden_TD, weight_VD)
+
+
+class _Logits(torch.autograd.Function):
+    """torch's float32 product of half-precision matrices has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_TD, weight_VD)
+        return float32_product(hidden_TD, weight_VD.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad_TV: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD = ctx.saved_tensors
+        grad_TV = grad_TV.to(weight_VD.dtype)
+        hidden_grad = grad_TV @ weight_VD if ctx.needs_input_grad[0] else None
+        weight_grad = grad_TV.t() @ hidden_TD if ctx.needs_input_grad[1] else None
+        return hidden_grad, weight_grad
 
 
 class _TokenLogProbs(torch.autograd.Function):

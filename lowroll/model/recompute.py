@@ -13,7 +13,9 @@ the backward pass however many saved its output.
 The functions must be deterministic and free of side effects; the gradient is then bit for bit what
 it is without. A tensor is announced after it was made, so what its own maker saved of it stays.
 
-Outside of `remaking`, and without gradients, `remake` does nothing.
+Outside of `remaking`, `remake` does nothing. A block announces what can be made again and decides
+nothing: whoever trains the model opens the book around it (`trainer.recompute`), and only where
+gradients are recorded, since a book holds what is announced until it is closed.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class _Book:
     """The recipes of one `remaking` block. It holds their outputs, so that no other tensor takes
     their place."""
 
-    def __init__(self) -> None:
+    def __init__(self, products: bool) -> None:
+        self.products = products
         self.recipes: dict[_Key, _Recipe] = {}
         self.outputs: list[Tensor] = []
 
@@ -88,13 +91,11 @@ class _Book:
 
 
 @contextmanager
-def remaking(enabled: bool = True) -> Iterator[None]:
-    """Inside, tensors announced by `remake` are saved as recipes."""
-    if not (enabled and torch.is_grad_enabled()):
-        yield
-        return
+def remaking(products: bool = False) -> Iterator[None]:
+    """Inside, tensors announced by `remake` are saved as recipes. products: those, too, that cost a
+    matrix product to make again."""
     before = getattr(_active, "book", None)
-    _active.book = book = _Book()
+    _active.book = book = _Book(products)
     try:
         with torch.autograd.graph.saved_tensors_hooks(book.pack, _unpack):
             yield
@@ -103,11 +104,11 @@ def remaking(enabled: bool = True) -> Iterator[None]:
         book.close()
 
 
-def remake(output: Any, function: Callable[..., Any], *inputs: Any) -> Any:
+def remake(output: Any, function: Callable[..., Any], *inputs: Any, product: bool = False) -> Any:
     """Announce that function(*inputs) gives `output` again; returns it. Inputs are detached in the
-    backward pass."""
+    backward pass. product: the function is a matrix product."""
     book = getattr(_active, "book", None)
-    if book is not None and torch.is_grad_enabled():
+    if book is not None and (book.products or not product):
         book.add(output, function, inputs)
     return output
 

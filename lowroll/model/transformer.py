@@ -12,22 +12,21 @@ Legend: T tokens, D hidden size, H query heads, G key-value heads, d head size, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.quantize.rows import Product, Rows
 from lowroll.kernels.training.low_rank import silu_mul_adapted
+from lowroll.model import logprobs
 from lowroll.model.attention import Attend
-from lowroll.model.experts import Experts
+from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.linear import Linear
-from lowroll.model.logprobs import float32_product
-from lowroll.model.recompute import remake, remaking
+from lowroll.model.recompute import remake
 from lowroll.model.rope import inverse_frequencies, rotations
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import QTensor
@@ -68,10 +67,14 @@ class Block(nn.Module):
     """Pre-norm attention and SwiGLU (or experts of SwiGLU), each with a residual."""
 
     def __init__(
-        self, spec: ModelSpec, layer: int, device: torch.device | str, dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        layer: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        layers: Layers,
     ) -> None:
         super().__init__()
-        self.remakes_gate_up = False  # in the backward pass, from the residual stream
         self.layer, self.heads, self.kv_heads, self.head_dim = (
             layer,
             spec.num_heads,
@@ -85,29 +88,29 @@ class Block(nn.Module):
             spec.intermediate_size,
         )
         self.input_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
-        self.qkv = Linear(
+        self.qkv = layers.linear(
             hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, spec.qkv_bias, device, dtype
         )
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
-        self.o = Linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
+        self.o = layers.linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
         self.post_attention_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
-        self.experts = Experts(spec, device, dtype) if spec.num_experts else None
+        self.experts = layers.experts(spec, device, dtype) if spec.num_experts else None
         if self.experts is not None:
             return
-        self.gate_up = Linear(
+        self.gate_up = layers.linear(
             hidden, {"gate_proj": wide, "up_proj": wide}, spec.mlp_bias, device, dtype
         )
-        self.down = Linear(wide, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
+        self.down = layers.linear(wide, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
 
     def forward(
         self, x_TD: Tensor, update_TD: Stream | None, cos: Tensor, sin: Tensor, attend: Attend
     ) -> tuple[Tensor, Stream]:
         """The residual stream, and what this block adds to it. The next norm does the addition in
         its own pass: `update` is what the block before adds."""
-        x_TD, normed = self.input_norm.add(x_TD, update_TD, self.qkv.reads)
+        x_TD, normed = self.input_norm.add(x_TD, update_TD, self.qkv.row_kind)
         remake(normed, self.input_norm, x_TD)
-        rows = None if self.experts is not None else self.gate_up.reads
+        rows = None if self.experts is not None else self.gate_up.row_kind
         x_TD, normed = self.post_attention_norm.add(
             x_TD, self.attention(normed, cos, sin, attend), rows
         )
@@ -136,39 +139,60 @@ class Block(nn.Module):
         if self.experts is not None:
             assert isinstance(x_TD, Tensor)
             return self.experts(x_TD)
-        gate_up, update = self.gate_up.without_update(x_TD)
-        if self.remakes_gate_up:
-            remake(gate_up, lambda x: self.gate_up.without_update(x)[0], x_TD)
+        gate_up, update = self.gate_up.base_and_update(x_TD)
+        remake(gate_up, lambda x: self.gate_up.base_and_update(x)[0], x_TD, product=True)
         if update is None:
-            return self.down.of_gate(gate_up)
+            return self.down.after_swiglu(gate_up)
         assert isinstance(gate_up, Tensor)
-        return self.down(
-            self.down.read(
-                remake(silu_mul_adapted(gate_up, *update), silu_mul_adapted, gate_up, *update)
-            )
-        )
+        h_TF = silu_mul_adapted(gate_up, *update)
+        remake(h_TF, silu_mul_adapted, gate_up, *update)
+        return self.down(self.down.read(h_TF))
+
+
+# how a model runs a block: (block, x, update, cos, sin, attend) -> (x, update)
+RunBlock = Callable[
+    [Block, Tensor, Stream | None, Tensor, Tensor, Attend], tuple[Tensor, Stream | None]
+]
+
+
+def run_block(
+    block: Block,
+    x_TD: Tensor,
+    update_TD: Stream | None,
+    cos: Tensor,
+    sin: Tensor,
+    attend: Attend,
+) -> tuple[Tensor, Stream | None]:
+    """Call the block, and no more."""
+    return block(x_TD, update_TD, cos, sin, attend)
 
 
 class Transformer(nn.Module):
     """The decoder. Parameters are made empty: `lowroll.model.hf.load` or `initialize` fills
-    them."""
+    them.
+
+    layers: the kind of its layers, a learner's unless an engine asks for its own. `run_block` is
+    how it runs a block; whoever trains it may put another way there (`trainer.recompute`)."""
 
     def __init__(
         self,
         spec: ModelSpec,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        layers: Layers = LEARNER,
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.activation_checkpointing: bool | float = False
+        self.run_block: RunBlock = run_block
         self.shared: frozenset[str] = (
             frozenset()
         )  # names of weights whose storages belong to another model too
         self.embedding = nn.Parameter(
             torch.empty(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
         )
-        self.blocks = nn.ModuleList(Block(spec, i, device, dtype) for i in range(spec.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(spec, i, device, dtype, layers) for i in range(spec.num_layers)
+        )
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device, dtype)
         self.lm_head = (
             None if spec.tie_embeddings else nn.Parameter(torch.empty_like(self.embedding))
@@ -182,26 +206,11 @@ class Transformer(nn.Module):
         if self.freqs.device != ids_T.device:
             self.freqs = self.freqs.to(ids_T.device)
         cos, sin = rotations(pos_T, self.freqs)
-        x_TD, update_TD = F.embedding(ids_T, self.embedding), None
+        x_TD = F.embedding(ids_T, self.embedding)
+        update_TD: Stream | None = None
         for block in self.blocks:
             assert isinstance(block, Block)
-            if self.activation_checkpointing is True and torch.is_grad_enabled():
-                x_TD = checkpoint(
-                    whole,
-                    block,
-                    x_TD,
-                    cos,
-                    sin,
-                    attend,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            else:
-                block.remakes_gate_up = block.layer < self.activation_checkpointing * len(
-                    self.blocks
-                )
-                with remaking():
-                    x_TD, update_TD = block(x_TD, update_TD, cos, sin, attend)
+            x_TD, update_TD = self.run_block(block, x_TD, update_TD, cos, sin, attend)
         normed_TD = self.norm.add(x_TD, update_TD)[1]
         assert isinstance(normed_TD, Tensor)
         return normed_TD
@@ -213,15 +222,11 @@ class Transformer(nn.Module):
         return self.embedding if self.lm_head is None else self.lm_head
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, V]: on CUDA float32 sums, unrounded before the softmax; elsewhere in the
+        """Logits [T, V], float32 on CUDA in half precision (`logprobs.logits`); elsewhere in the
         model's dtype."""
-        if hidden_TD.is_cuda and not torch.is_grad_enabled():
-            return float32_product(hidden_TD, self.lm_head_weight.t())
-        return (
-            F.linear(hidden_TD, self.lm_head_weight)
-            if self.head is None
-            else self.head.linear(hidden_TD)
-        )
+        if self.head is None or hidden_TD.is_cuda:
+            return logprobs.logits(hidden_TD, self.lm_head_weight)
+        return self.head.linear(hidden_TD)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Every linear layer that a format may quantize, by name (lm_head and embedding are not
@@ -246,13 +251,6 @@ class Transformer(nn.Module):
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that learn: all of them, or the adapter's under LoRA."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
-
-    def run_low_bit(self, enabled: bool) -> Transformer:
-        """Multiply quantized weights in their format's arithmetic (True, the engine) or dequantized
-        (False)."""
-        for _, linear in self.linears():
-            linear.low_bit = enabled
-        return self
 
     @property
     def dtype(self) -> torch.dtype:

@@ -39,14 +39,14 @@ def acr(
     mask: Tensor,
     segments: Tensor | None = None,
     counts: Counts | None = None,
-    cap: float = 2.0,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
-    reduce: str = "seq-mean-token-mean",
+    cap: float,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None,
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `cap` is C, infinity gives
+    """J to maximise and its statistics. Shapes as in `clipped`; `cap` is C, infinity gives
     `decoupled`."""
     tokens = prepare(
         learner=learner,
@@ -67,10 +67,16 @@ def acr(
         stretch_N=stretch_N,
     )
     J = aggregate(
-        weight_N * clipped.value_N, tokens.layout, mode=reduce, counts=counts, max_length=max_length
+        weight_N * clipped.value_N,
+        tokens.sequences,
+        mode=reduce,
+        counts=counts,
+        max_length=max_length,
     )
     # Active here although TIS would have clipped them.
     extended_N = (tokens.advantages_N > 0) & (tokens.ratio_N > 1 + eps_high) & ~clipped.above_N
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, cap)
-    statistics["correction/acr_extended_fraction"] = masked_mean(extended_N, tokens.layout.mask_N)
+    statistics["correction/acr_extended_fraction"] = masked_mean(
+        extended_N, tokens.sequences.mask_N
+    )
     return J, as_floats(statistics)

@@ -33,7 +33,7 @@ from torch import Tensor
 from lowroll.objectives.correction import rejection_statistics
 from lowroll.objectives.reduce import (
     Counts,
-    Layout,
+    Sequences,
     aggregate,
     masked_mean,
     sequence_any,
@@ -68,10 +68,10 @@ def aipo(
     sequence_mask_low: float = 0.0,
     sequence_mask_high: float = 100.0,
     sequence_clip_high: float = 10.0,
-    reduce: str = "token-mean",
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `teacher` log-probs go with
+    """J to maximise and its statistics. Shapes as in `clipped`; `teacher` log-probs go with
     teacher_tau.
 
     ValueError for an unknown ratio_type or mode, bounds in the wrong order, or teacher_tau without
@@ -94,13 +94,13 @@ def aipo(
     tokens = prepare(
         learner=learner, behavior=behavior, advantages=advantages, mask=mask, segments=segments
     )
-    layout, ratio_N = tokens.layout, tokens.ratio_N.detach()
-    learner_N = torch.where(layout.mask_N, flatten("learner", learner, mask), 0)
+    sequences, ratio_N = tokens.sequences, tokens.ratio_N.detach()
+    learner_N = torch.where(sequences.mask_N, flatten("learner", learner, mask), 0)
     advantages_N = adv_tau * tokens.advantages_N - kl_tau * tokens.log_ratio_N.detach()
     if teacher_tau:
         if teacher is None:
             raise ValueError(f"teacher: teacher_tau {teacher_tau} needs the teacher's log-probs")
-        teacher_N = torch.where(layout.mask_N, flatten("teacher", teacher.detach(), mask), 0)
+        teacher_N = torch.where(sequences.mask_N, flatten("teacher", teacher.detach(), mask), 0)
         advantages_N = advantages_N + teacher_tau * (teacher_N - learner_N.detach())
     scale_N = ratio_N.clamp(max=token_mask_high) if mode == "truncate" else ratio_N
     if ratio_type == "sequence":
@@ -112,23 +112,25 @@ def aipo(
     masked_N = masked_N | (ratio_N < token_mask_low)
     kept_N = ~masked_N if mode == "truncate" else ~(masked_N | above_N)
     value_N = torch.where(kept_N, scale_N * advantages_N * learner_N, 0)
-    J = aggregate(value_N, layout, mode=reduce, counts=counts, max_length=max_length)
+    J = aggregate(value_N, sequences, mode=reduce, counts=counts, max_length=max_length)
     truncated_N = above_N & kept_N & (ratio_type == "token")
     statistics = {
-        "policy/ratio_mean": masked_mean(ratio_N, layout.mask_N),
-        "policy/ratio_max": masked_max(ratio_N, layout.mask_N),
-        "correction/truncated_fraction": masked_mean(truncated_N, layout.mask_N),
+        "policy/ratio_mean": masked_mean(ratio_N, sequences.mask_N),
+        "policy/ratio_max": masked_max(ratio_N, sequences.mask_N),
+        "correction/truncated_fraction": masked_mean(truncated_N, sequences.mask_N),
         "correction/dropped_tokens": tokens.num_dropped,
     }
-    return J, as_floats(statistics | rejection_statistics(kept_N, layout))
+    return J, as_floats(statistics | rejection_statistics(kept_N, sequences))
 
 
 def _sequence_scale(tokens: Tokens, clip_high: float) -> Tensor:
     """min(exp(sum l), clip_high) / |o| for the tokens of each sequence, the sum capped at 10 before
     exp."""
-    layout = tokens.layout
-    ratio_S = exp_ratio(sequence_sum(tokens.log_ratio_N, layout).clamp(max=10)).clamp(max=clip_high)
-    return (ratio_S / token_counts(layout)).to(tokens.ratio_N.dtype)[layout.segments_N]
+    sequences = tokens.sequences
+    ratio_S = exp_ratio(sequence_sum(tokens.log_ratio_N, sequences).clamp(max=10)).clamp(
+        max=clip_high
+    )
+    return (ratio_S / token_counts(sequences)).to(tokens.ratio_N.dtype)[sequences.segments_N]
 
 
 def _sequences_outside(
@@ -136,8 +138,8 @@ def _sequences_outside(
 ) -> Tensor:
     """Tokens of sequences whose geometric mean, smallest or largest ratio leaves its bounds, bool
     [N]."""
-    layout: Layout = tokens.layout
-    mean_S = exp_ratio(sequence_mean(tokens.log_ratio_N, layout))
+    sequences: Sequences = tokens.sequences
+    mean_S = exp_ratio(sequence_mean(tokens.log_ratio_N, sequences))
     ratio_N = tokens.ratio_N.detach()
-    extreme_S = sequence_any((ratio_N < extremes[0]) | (ratio_N > extremes[1]), layout)
-    return ((mean_S < geometric[0]) | (mean_S > geometric[1]) | extreme_S)[layout.segments_N]
+    extreme_S = sequence_any((ratio_N < extremes[0]) | (ratio_N > extremes[1]), sequences)
+    return ((mean_S < geometric[0]) | (mean_S > geometric[1]) | extreme_S)[sequences.segments_N]

@@ -40,7 +40,7 @@ from torch import Tensor
 from lowroll.objectives.kl import ESTIMATORS
 from lowroll.objectives.reduce import (
     Counts,
-    Layout,
+    Sequences,
     aggregate,
     masked_mean,
     sequence_any,
@@ -57,25 +57,12 @@ from lowroll.objectives.surrogate import (
     truncate,
     weight_statistics,
 )
+from lowroll.objectives.table import RULES
 
 WEIGHTS = ("token", "sequence", "none")
-RULES = (
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-)
 Bounds = tuple[float, float]
-Reject = Mapping[
-    str, float | Bounds
-]  # rule -> its upper bound, or for k1 (low, high) of behavior / proximal
+# rule -> its upper bound, or for k1 (low, high) of behavior / proximal
+Reject = Mapping[str, float | Bounds]
 
 
 @dataclass(frozen=True)
@@ -86,12 +73,12 @@ class Verdict:
     weight_N: Tensor
     cut_N: Tensor
     kept_N: Tensor
-    layout: Layout
+    sequences: Sequences
 
     @property
     def weight_sum(self) -> float:
         """The sum of the weights over the unmasked tokens, for `Counts.weight_sum`."""
-        return float(torch.where(self.layout.mask_N, self.weight_N, 0).double().sum())
+        return float(torch.where(self.sequences.mask_N, self.weight_N, 0).double().sum())
 
 
 def reweight(
@@ -104,19 +91,19 @@ def reweight(
     segments: Tensor | None = None,
     counts: Counts | None = None,
     weight: str = "token",
-    cap: float = 2.0,
+    cap: float,
     icepop: Bounds | None = None,
     normalize: bool = False,
     reject: Reject | None = None,
     veto: float | None = None,
     bypass: bool = False,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
-    reduce: str = "seq-mean-token-mean",
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None,
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `proximal` is needed without `bypass`.
+    """J to maximise and its statistics. Shapes as in `clipped`; `proximal` is needed without `bypass`.
 
     With `normalize`, `counts` must bring the weights' sum over the batch (`Objective.count`).
     ValueError for an unknown weight or rule, or bounds that leave nothing.
@@ -151,7 +138,7 @@ def judge(
     tokens: Tokens,
     *,
     weight: str = "token",
-    cap: float = 2.0,
+    cap: float,
     icepop: Bounds | None = None,
     reject: Reject | None = None,
     veto: float | None = None,
@@ -160,14 +147,14 @@ def judge(
     """Weigh every token and say which are rejected, by the options of `reweight`."""
     if weight not in WEIGHTS:
         raise ValueError(f"weight: unknown {weight!r}; expected one of {', '.join(WEIGHTS)}")
-    layout = tokens.layout
+    sequences = tokens.sequences
     log_weight_N = (
         (tokens.log_ratio_N + tokens.log_weight_N).detach() if bypass else tokens.log_weight_N
     )
     raw_N = exp_ratio(log_weight_N)
     if weight == "sequence":
-        raw_N = exp_ratio(sequence_sum(log_weight_N, layout)).to(log_weight_N.dtype)[
-            layout.segments_N
+        raw_N = exp_ratio(sequence_sum(log_weight_N, sequences)).to(log_weight_N.dtype)[
+            sequences.segments_N
         ]
     if weight == "none" or bypass:
         raw_N = weight_N = torch.ones_like(log_weight_N)
@@ -176,14 +163,14 @@ def judge(
     else:
         low, high = _bounds("icepop", icepop)
         weight_N = torch.where((raw_N < low) | (raw_N > high), 0, raw_N)
-    rejected_N = torch.zeros_like(layout.mask_N)
+    rejected_N = torch.zeros_like(sequences.mask_N)
     if veto is not None:
         if not veto > 0:
             raise ValueError(f"veto: {veto} must be positive")
-        rejected_N = sequence_any(log_weight_N < math.log(veto), layout)[layout.segments_N]
+        rejected_N = sequence_any(log_weight_N < math.log(veto), sequences)[sequences.segments_N]
     for rule, bound in (reject or {}).items():
-        rejected_N = rejected_N | _breaks(rule, bound, -log_weight_N, layout)
-    return Verdict(weight_N, weight_N != raw_N, ~rejected_N, layout)
+        rejected_N = rejected_N | _breaks(rule, bound, -log_weight_N, sequences)
+    return Verdict(weight_N, weight_N != raw_N, ~rejected_N, sequences)
 
 
 def correct(
@@ -200,10 +187,16 @@ def correct(
 ) -> tuple[Tensor, dict[str, float]]:
     """The clipped surrogate under the verdict's weights, without the rejected tokens; J and its
     statistics."""
-    layout, weight_N = tokens.layout, verdict.weight_N
+    sequences, weight_N = tokens.sequences, verdict.weight_N
     if normalize:
-        total = counts or Counts(int(layout.mask_N.sum()), layout.num_sequences, verdict.weight_sum)
-        if total.num_tokens and not total.weight_sum > 0 and bool((weight_N * layout.mask_N).any()):
+        total = counts or Counts(
+            int(sequences.mask_N.sum()), sequences.num_sequences, verdict.weight_sum
+        )
+        if (
+            total.num_tokens
+            and not total.weight_sum > 0
+            and bool((weight_N * sequences.mask_N).any())
+        ):
             raise ValueError(
                 "counts: the weights are normalised over the batch, so counts need their weight_sum"
             )
@@ -213,28 +206,28 @@ def correct(
     )
     J = aggregate(
         torch.where(verdict.kept_N, weight_N * clipped.value_N, 0),
-        layout,
+        sequences,
         mode=reduce,
         counts=counts,
         max_length=max_length,
     )
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, math.inf)
-    statistics["correction/truncated_fraction"] = masked_mean(verdict.cut_N, layout.mask_N)
-    return J, as_floats(statistics | rejection_statistics(verdict.kept_N, layout))
+    statistics["correction/truncated_fraction"] = masked_mean(verdict.cut_N, sequences.mask_N)
+    return J, as_floats(statistics | rejection_statistics(verdict.kept_N, sequences))
 
 
-def rejection_statistics(kept_N: Tensor, layout: Layout) -> dict[str, Tensor]:
+def rejection_statistics(kept_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
     """How much of the batch carries no gradient: of the tokens, and of the sequences as a whole."""
-    heard_S = sequence_any(torch.ones_like(kept_N), layout)
+    heard_S = sequence_any(torch.ones_like(kept_N), sequences)
     return {
-        "correction/rejected_fraction": masked_mean(~kept_N, layout.mask_N),
+        "correction/rejected_fraction": masked_mean(~kept_N, sequences.mask_N),
         "correction/rejected_sequence_fraction": masked_mean(
-            ~sequence_any(kept_N, layout), heard_S
+            ~sequence_any(kept_N, sequences), heard_S
         ),
     }
 
 
-def _breaks(rule: str, bound: float | Bounds, d_N: Tensor, layout: Layout) -> Tensor:
+def _breaks(rule: str, bound: float | Bounds, d_N: Tensor, sequences: Sequences) -> Tensor:
     """Which tokens a rule rejects, bool [N]. A NaN is never rejected: it has to show."""
     if rule not in RULES:
         raise ValueError(f"reject: unknown rule {rule!r}; expected one of {', '.join(RULES)}")
@@ -249,9 +242,9 @@ def _breaks(rule: str, bound: float | Bounds, d_N: Tensor, layout: Layout) -> Te
     if level == "token":
         return (statistic_N < low) | (statistic_N > high)
     if level == "seq_max":
-        return sequence_any(statistic_N > high, layout)[layout.segments_N]
-    statistic_S = (sequence_sum if level == "seq_sum" else sequence_mean)(statistic_N, layout)
-    return ((statistic_S < low) | (statistic_S > high))[layout.segments_N]
+        return sequence_any(statistic_N > high, sequences)[sequences.segments_N]
+    statistic_S = (sequence_sum if level == "seq_sum" else sequence_mean)(statistic_N, sequences)
+    return ((statistic_S < low) | (statistic_S > high))[sequences.segments_N]
 
 
 def _bounds(name: str, bounds: float | Bounds) -> Bounds:

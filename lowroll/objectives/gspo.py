@@ -25,6 +25,7 @@ from lowroll.objectives.surrogate import (
     truncate,
     weight_statistics,
 )
+from lowroll.objectives.table import CAP
 
 
 def gspo(
@@ -36,13 +37,13 @@ def gspo(
     behavior: Tensor | None = None,
     segments: Tensor | None = None,
     counts: Counts | None = None,
-    cap: float = 2.0,
-    eps_low: float = 3e-4,
-    eps_high: float = 4e-4,
-    reduce: str = "seq-mean-token-mean",
+    cap: float = CAP,
+    eps_low: float,
+    eps_high: float,
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `behavior` is optional, `cap` goes
+    """J to maximise and its statistics. Shapes as in `clipped`; `behavior` is optional, `cap` goes
     with it."""
     tokens = prepare(
         learner=learner,
@@ -53,14 +54,18 @@ def gspo(
         segments=segments,
     )
     log_ratio_N = tokens.log_ratio_N
-    sequence_ratio_S = exp_ratio(sequence_mean(log_ratio_N, tokens.layout)).to(log_ratio_N.dtype)
+    sequence_ratio_S = exp_ratio(sequence_mean(log_ratio_N, tokens.sequences)).to(log_ratio_N.dtype)
     ratio_N = (
-        sequence_ratio_S[tokens.layout.segments_N] * (log_ratio_N - log_ratio_N.detach()).exp()
+        sequence_ratio_S[tokens.sequences.segments_N] * (log_ratio_N - log_ratio_N.detach()).exp()
     )
     weight_N = tokens.weight_N if behavior is None else truncate(tokens.weight_N, cap)
     clipped = clip(ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high)
     J = aggregate(
-        weight_N * clipped.value_N, tokens.layout, mode=reduce, counts=counts, max_length=max_length
+        weight_N * clipped.value_N,
+        tokens.sequences,
+        mode=reduce,
+        counts=counts,
+        max_length=max_length,
     )
     statistics = policy_statistics(tokens, clipped, ratio_N)
     if behavior is not None:

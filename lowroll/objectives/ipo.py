@@ -42,10 +42,10 @@ def ipo(
     width: float = 0.2,
     ratio_cap: float = math.exp(2),
     kl_tau: float = 1e-3,
-    reduce: str = "token-mean",
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`. ValueError for a width below 0 or a
+    """J to maximise and its statistics. Shapes as in `clipped`. ValueError for a width below 0 or a
     cap not above 0."""
     if not width >= 0:
         raise ValueError(f"width: {width} must be 0 or more")
@@ -54,8 +54,8 @@ def ipo(
     tokens = prepare(
         learner=learner, behavior=behavior, advantages=advantages, mask=mask, segments=segments
     )
-    layout, ratio_N, A_N = tokens.layout, tokens.ratio_N.detach(), tokens.advantages_N
-    learner_N = torch.where(layout.mask_N, flatten("learner", learner, mask), 0)
+    sequences, ratio_N, A_N = tokens.sequences, tokens.ratio_N.detach(), tokens.advantages_N
+    learner_N = torch.where(sequences.mask_N, flatten("learner", learner, mask), 0)
     behavior_N = learner_N.detach() - tokens.log_ratio_N.detach()
     moved_N = learner_N.detach().exp() - behavior_N.exp()
     far_N = (
@@ -65,11 +65,13 @@ def ipo(
     value_N = (
         torch.where(far_N, 0, A_N * scale_N * learner_N) - kl_tau * tokens.log_ratio_N.square()
     )
-    J = aggregate(value_N, layout, mode=reduce, counts=counts, max_length=max_length)
+    J = aggregate(value_N, sequences, mode=reduce, counts=counts, max_length=max_length)
     statistics = {
-        "policy/ratio_mean": masked_mean(ratio_N, layout.mask_N),
-        "policy/ratio_max": masked_max(ratio_N, layout.mask_N),
-        "correction/truncated_fraction": masked_mean(~far_N & (ratio_N > ratio_cap), layout.mask_N),
+        "policy/ratio_mean": masked_mean(ratio_N, sequences.mask_N),
+        "policy/ratio_max": masked_max(ratio_N, sequences.mask_N),
+        "correction/truncated_fraction": masked_mean(
+            ~far_N & (ratio_N > ratio_cap), sequences.mask_N
+        ),
         "correction/dropped_tokens": tokens.num_dropped,
     }
-    return J, as_floats(statistics | rejection_statistics(~far_N, layout))
+    return J, as_floats(statistics | rejection_statistics(~far_N, sequences))

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowroll.objectives.reduce import Counts, aggregate, lay_out, masked_mean
+from lowroll.objectives.reduce import Counts, aggregate, masked_mean, sequences_of
 from lowroll.objectives.surrogate import LOG_RATIO_LIMIT, as_floats, flatten
 
 
@@ -70,9 +70,9 @@ def penalty(
         raise ValueError(
             f"estimator: unknown {estimator!r}; expected one of {', '.join(ESTIMATORS)}"
         )
-    layout = lay_out(mask, segments)
-    learner_N = torch.where(layout.mask_N, flatten("learner", learner, mask), 0)
-    reference_N = torch.where(layout.mask_N, flatten("reference", reference.detach(), mask), 0)
+    sequences = sequences_of(mask, segments)
+    learner_N = torch.where(sequences.mask_N, flatten("learner", learner, mask), 0)
+    reference_N = torch.where(sequences.mask_N, flatten("reference", reference.detach(), mask), 0)
     kl_N = ESTIMATORS[estimator](learner_N - reference_N)
-    KL = aggregate(kl_N, layout, mode=reduce, counts=counts, max_length=max_length)
-    return KL, as_floats({"policy/kl_reference": masked_mean(kl_N, layout.mask_N)})
+    KL = aggregate(kl_N, sequences, mode=reduce, counts=counts, max_length=max_length)
+    return KL, as_floats({"policy/kl_reference": masked_mean(kl_N, sequences.mask_N)})

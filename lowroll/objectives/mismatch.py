@@ -35,11 +35,11 @@ import torch
 from torch import Tensor
 
 from lowroll.objectives.reduce import (
-    Layout,
-    lay_out,
+    Sequences,
     masked_mean,
     sequence_mean,
     sequence_sum,
+    sequences_of,
     token_counts,
 )
 from lowroll.objectives.surrogate import as_floats, exp_ratio, flatten, masked_max
@@ -57,16 +57,16 @@ def mismatch(
     log-probs). `pearson` is absent where it is undefined (constant probabilities), and everything
     is where no token is left.
     """
-    layout, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
-    mask_N = layout.mask_N
+    sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
+    mask_N = sequences.mask_N
     if not bool(mask_N.any()):
         return {}
     log_ratio_N = learner_N - behavior_N
     weight_N = exp_ratio(log_ratio_N)
     prob_diff_N = (learner_N.exp() - behavior_N.exp()).abs()
-    has_tokens_S = sequence_sum(mask_N, layout) > 0
-    mean_log_ratio_S = sequence_mean(log_ratio_N, layout)
-    product_S = exp_ratio(mean_log_ratio_S * token_counts(layout))
+    has_tokens_S = sequence_sum(mask_N, sequences) > 0
+    mean_log_ratio_S = sequence_mean(log_ratio_N, sequences)
+    product_S = exp_ratio(mean_log_ratio_S * token_counts(sequences))
     statistics = {
         "kl_k1": masked_mean(-log_ratio_N, mask_N),
         "kl_k3": masked_mean(weight_N - log_ratio_N - 1, mask_N),
@@ -81,8 +81,8 @@ def mismatch(
         "chi2_token": masked_mean(weight_N.square(), mask_N) - 1,
         "chi2_sequence": masked_mean(product_S.square(), has_tokens_S) - 1,
         "geo_ratio_mean": masked_mean(exp_ratio(mean_log_ratio_S), has_tokens_S),
-        "ppl_learner": masked_mean(exp_ratio(-sequence_mean(learner_N, layout)), has_tokens_S),
-        "ppl_sampler": masked_mean(exp_ratio(-sequence_mean(behavior_N, layout)), has_tokens_S),
+        "ppl_learner": masked_mean(exp_ratio(-sequence_mean(learner_N, sequences)), has_tokens_S),
+        "ppl_sampler": masked_mean(exp_ratio(-sequence_mean(behavior_N, sequences)), has_tokens_S),
         "ppl_ratio": masked_mean(exp_ratio(-mean_log_ratio_S), has_tokens_S),
         "pearson": pearson(learner_N.exp(), behavior_N.exp(), mask_N),
     }
@@ -103,13 +103,16 @@ def spread(
     "spread/token_std", "spread/token_p99" (the 99th percentile of |l - b|), and the same of
     "sequence".
     """
-    layout, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
-    if not bool(layout.mask_N.any()):
+    sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
+    if not bool(sequences.mask_N.any()):
         return {}
-    log_ratio_N, has_tokens_S = learner_N - behavior_N, sequence_sum(layout.mask_N, layout) > 0
+    log_ratio_N, has_tokens_S = (
+        learner_N - behavior_N,
+        sequence_sum(sequences.mask_N, sequences) > 0,
+    )
     levels = {
-        "token": log_ratio_N[layout.mask_N],
-        "sequence": sequence_mean(log_ratio_N, layout)[has_tokens_S],
+        "token": log_ratio_N[sequences.mask_N],
+        "sequence": sequence_mean(log_ratio_N, sequences)[has_tokens_S],
     }
     values = {
         f"spread/{name}_{part}": value
@@ -121,31 +124,31 @@ def spread(
 
 def _usable(
     learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None
-) -> tuple[Layout, Tensor, Tensor]:
-    """The layout without the tokens that nothing can be said of, and both log-probs in float64, 0
+) -> tuple[Sequences, Tensor, Tensor]:
+    """The sequences without the tokens that nothing can be said of, and both log-probs in float64, 0
     under the mask."""
-    layout = lay_out(mask, segments)
+    sequences = sequences_of(mask, segments)
     learner_N, behavior_N = (
         flatten("learner", learner.detach(), mask),
         flatten("behavior", behavior.detach(), mask),
     )
-    layout = layout.drop(~behavior_N.isfinite())
+    sequences = sequences.drop(~behavior_N.isfinite())
     learner_N, behavior_N = (
-        torch.where(layout.mask_N, x_N, 0).double() for x_N in (learner_N, behavior_N)
+        torch.where(sequences.mask_N, x_N, 0).double() for x_N in (learner_N, behavior_N)
     )
-    return layout, learner_N, behavior_N
+    return sequences, learner_N, behavior_N
 
 
 def by_length(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
     """{"mismatch/length_<tokens>/<name>": value} of every class of lengths that has a sequence."""
-    layout, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
+    sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
     log_ratio_N, statistics = learner_N - behavior_N, dict[str, Tensor]()
-    weight_N, has_tokens_S = exp_ratio(log_ratio_N), sequence_sum(layout.mask_N, layout) > 0
-    power_S = token_counts(layout).double().log2().ceil().long().clamp(min=SHORTEST)
+    weight_N, has_tokens_S = exp_ratio(log_ratio_N), sequence_sum(sequences.mask_N, sequences) > 0
+    power_S = token_counts(sequences).double().log2().ceil().long().clamp(min=SHORTEST)
     for power in power_S[has_tokens_S].unique().tolist():
-        mask_N = layout.mask_N & (power_S == power)[layout.segments_N]
+        mask_N = sequences.mask_N & (power_S == power)[sequences.segments_N]
         statistics |= {
             f"mismatch/length_{2**power}/{name}": value
             for name, value in (

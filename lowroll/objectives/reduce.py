@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MODES = ("seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum")
+from lowroll.objectives.table import MODES
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,19 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Sequences:
     """Which tokens count (mask_N, bool) and which sequence each belongs to (segments_N, int64)."""
 
     mask_N: Tensor
     segments_N: Tensor
     num_sequences: int
 
-    def drop(self, drop_N: Tensor) -> Layout:
-        """The same layout with the tokens of `drop_N` (bool) masked."""
-        return Layout(self.mask_N & ~drop_N, self.segments_N, self.num_sequences)
+    def drop(self, drop_N: Tensor) -> Sequences:
+        """The same sequences with the tokens of `drop_N` (bool) masked."""
+        return Sequences(self.mask_N & ~drop_N, self.segments_N, self.num_sequences)
 
 
-def lay_out(mask: Tensor, segments: Tensor | None = None) -> Layout:
+def sequences_of(mask: Tensor, segments: Tensor | None = None) -> Sequences:
     """Lay padded [B, T] or packed [N] tokens end to end.
 
     `mask` is bool, or 0/1 in any dtype. `segments` (int64 [N], sequence ids from 0 up, in any
@@ -80,7 +80,7 @@ def lay_out(mask: Tensor, segments: Tensor | None = None) -> Layout:
             )
         num_rows, length = mask.shape
         segments_N = torch.arange(num_rows, device=mask.device).repeat_interleave(length)
-        return Layout(mask.reshape(-1).bool(), segments_N, num_rows)
+        return Sequences(mask.reshape(-1).bool(), segments_N, num_rows)
     if mask.dim() != 1:
         raise ValueError(f"mask: expected [B, T] or packed [N], got shape {list(mask.shape)}")
     if segments is None:
@@ -91,11 +91,11 @@ def lay_out(mask: Tensor, segments: Tensor | None = None) -> Layout:
             f"{list(segments.shape)}"
         )
     if not len(segments):
-        return Layout(mask.bool(), segments, 0)
+        return Sequences(mask.bool(), segments, 0)
     lowest, highest = torch.stack(segments.aminmax()).tolist()
     if lowest < 0:
         raise ValueError(f"segments: {lowest} is negative")
-    return Layout(mask.bool(), segments, highest + 1)
+    return Sequences(mask.bool(), segments, highest + 1)
 
 
 def count(
@@ -106,15 +106,15 @@ def count(
     With `behavior`, tokens without a finite behaviour log-prob are left out, as the objectives that
     need it do.
     """
-    layout = lay_out(mask, segments)
+    sequences = sequences_of(mask, segments)
     if behavior is not None:
-        layout = layout.drop(~behavior.reshape(-1).isfinite())
-    return Counts(int(layout.mask_N.sum()), layout.num_sequences)
+        sequences = sequences.drop(~behavior.reshape(-1).isfinite())
+    return Counts(int(sequences.mask_N.sum()), sequences.num_sequences)
 
 
 def aggregate(
     x_N: Tensor,
-    layout: Layout,
+    sequences: Sequences,
     *,
     mode: str,
     counts: Counts | None = None,
@@ -129,8 +129,8 @@ def aggregate(
     """
     if mode not in MODES:
         raise ValueError(f"reduce: unknown mode {mode!r}; expected one of {', '.join(MODES)}")
-    mask_N = layout.mask_N
-    num_sequences = max(layout.num_sequences if counts is None else counts.num_sequences, 1)
+    mask_N = sequences.mask_N
+    num_sequences = max(sequences.num_sequences if counts is None else counts.num_sequences, 1)
     weight_N: Tensor
     if mode == "token-mean":
         num_tokens = (
@@ -140,7 +140,7 @@ def aggregate(
         )
         weight_N = 1 / num_tokens.clamp(min=1).to(x_N.dtype)
     elif mode == "seq-mean-token-mean":
-        weight_N = 1 / (token_counts(layout)[layout.segments_N] * num_sequences).to(x_N.dtype)
+        weight_N = 1 / (token_counts(sequences)[sequences.segments_N] * num_sequences).to(x_N.dtype)
     elif mode == "constant":
         if max_length is None or not max_length > 0:
             raise ValueError(
@@ -152,30 +152,32 @@ def aggregate(
     return (torch.where(mask_N, x_N, 0) * weight_N).sum()
 
 
-def token_counts(layout: Layout) -> Tensor:
+def token_counts(sequences: Sequences) -> Tensor:
     """Unmasked tokens of each sequence, int64 [S], at least 1 so that an empty sequence may be
     divided by it."""
     # Integer addition has one result in any order; a float sum of scattered values would not on a
     # GPU.
-    counts_S = torch.zeros(layout.num_sequences, dtype=torch.int64, device=layout.mask_N.device)
-    return counts_S.index_add(0, layout.segments_N, layout.mask_N.long()).clamp(min=1)
+    counts_S = torch.zeros(
+        sequences.num_sequences, dtype=torch.int64, device=sequences.mask_N.device
+    )
+    return counts_S.index_add(0, sequences.segments_N, sequences.mask_N.long()).clamp(min=1)
 
 
-def sequence_sum(x_N: Tensor, layout: Layout) -> Tensor:
+def sequence_sum(x_N: Tensor, sequences: Sequences) -> Tensor:
     """Sum over the unmasked tokens of each sequence, float64 [S], detached."""
-    x_N = torch.where(layout.mask_N, x_N.detach(), 0).double()
-    return x_N.new_zeros(layout.num_sequences).index_add(0, layout.segments_N, x_N)
+    x_N = torch.where(sequences.mask_N, x_N.detach(), 0).double()
+    return x_N.new_zeros(sequences.num_sequences).index_add(0, sequences.segments_N, x_N)
 
 
-def sequence_mean(x_N: Tensor, layout: Layout) -> Tensor:
+def sequence_mean(x_N: Tensor, sequences: Sequences) -> Tensor:
     """Mean over the unmasked tokens of each sequence (0 for one without), float64 [S], detached."""
-    return sequence_sum(x_N, layout) / token_counts(layout)
+    return sequence_sum(x_N, sequences) / token_counts(sequences)
 
 
-def sequence_any(flag_N: Tensor, layout: Layout) -> Tensor:
+def sequence_any(flag_N: Tensor, sequences: Sequences) -> Tensor:
     """Which sequences have an unmasked token with the flag, bool [S]."""
-    flags_S = torch.zeros(layout.num_sequences, dtype=torch.int64, device=flag_N.device)
-    return flags_S.index_add(0, layout.segments_N, (flag_N & layout.mask_N).long()) > 0
+    flags_S = torch.zeros(sequences.num_sequences, dtype=torch.int64, device=flag_N.device)
+    return flags_S.index_add(0, sequences.segments_N, (flag_N & sequences.mask_N).long()) > 0
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

@@ -40,13 +40,13 @@ def sparse(
     token_rs: Bounds | None = None,
     normalize_xi: bool = False,
     veto: float | None = 1e-4,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
-    reduce: str = "seq-mean-token-mean",
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None,
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `token_rs` are bounds (low, high) on
+    """J to maximise and its statistics. Shapes as in `clipped`; `token_rs` are bounds (low, high) on
     xi.
 
     With `normalize_xi`, `counts` must bring the sum of xi over the batch (`Objective.count`).

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.objectives.reduce import Layout, lay_out, masked_mean
+from lowroll.objectives.reduce import Sequences, masked_mean, sequences_of
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -48,7 +48,7 @@ class Tokens:
     weight_N      w, its exponential
     """
 
-    layout: Layout
+    sequences: Sequences
     log_ratio_N: Tensor
     ratio_N: Tensor
     log_weight_N: Tensor
@@ -87,7 +87,7 @@ def prepare(
     All tensors are [B, T], or packed [N] with `segments`; half precision is computed in float32.
     ValueError names the tensor whose shape differs.
     """
-    layout = lay_out(mask, segments)
+    sequences = sequences_of(mask, segments)
     given = {
         "learner": learner,
         "advantages": advantages,
@@ -101,16 +101,16 @@ def prepare(
     }
     num_dropped = torch.zeros((), dtype=torch.int64, device=mask.device)
     if "behavior" in flat:
-        unusable_N = layout.mask_N & ~flat["behavior"].isfinite()
-        layout, num_dropped = layout.drop(unusable_N), unusable_N.sum()
-    clean = {name: torch.where(layout.mask_N, x_N, 0) for name, x_N in flat.items()}
+        unusable_N = sequences.mask_N & ~flat["behavior"].isfinite()
+        sequences, num_dropped = sequences.drop(unusable_N), unusable_N.sum()
+    clean = {name: torch.where(sequences.mask_N, x_N, 0) for name, x_N in flat.items()}
     anchor_N = clean["proximal"] if "proximal" in clean else clean["behavior"]
     log_ratio_N = clean["learner"] - anchor_N
     log_weight_N = torch.zeros_like(anchor_N)
     if "proximal" in clean and "behavior" in clean:
         log_weight_N = clean["proximal"] - clean["behavior"]
     return Tokens(
-        layout,
+        sequences,
         log_ratio_N,
         exp_ratio(log_ratio_N),
         log_weight_N,
@@ -174,7 +174,7 @@ def policy_statistics(
 ) -> dict[str, Tensor]:
     """Clip fractions and the ratio that was clipped (that of `tokens` unless given), over the
     unmasked tokens."""
-    mask_N = tokens.layout.mask_N
+    mask_N = tokens.sequences.mask_N
     ratio_N = tokens.ratio_N if ratio_N is None else ratio_N
     return {
         "policy/clip_fraction_high": masked_mean(clipped.above_N, mask_N),
@@ -188,7 +188,7 @@ def policy_statistics(
 def weight_statistics(tokens: Tokens, weight_N: Tensor, cap: float) -> dict[str, Tensor]:
     """The weight as it was applied, how often the cap cut it, and the tokens dropped for want of a
     behaviour."""
-    mask_N = tokens.layout.mask_N
+    mask_N = tokens.sequences.mask_N
     return {
         "correction/weight_mean": masked_mean(weight_N, mask_N),
         "correction/weight_max": masked_max(weight_N, mask_N),

@@ -1,324 +1,232 @@
-"""The objectives by name, and how an algorithm and a correction make one of them.
+"""The tables of algorithms and corrections: a row each, readable without torch.
 
-An algorithm says which bounds and which reduction; a correction says what is done about the
-sampler's mismatch. `select("dapo", "acr")` is the function of ACR with the bounds and the reduction
-of DAPO. TBPO brings bounds of its own and AIPO and IPO have none: they take the reduction alone.
+An *algorithm* says how rewards become advantages and how the token terms are clipped and averaged.
+A *correction* says how the gap between the rollout policy (quantized, maybe truncated) and the
+learner is paid for. They combine freely: `dapo` with `acr` is ACR's token term with DAPO's clip
+range and DAPO's token mean. GSPO's ratio belongs to a whole sequence, so the corrections that bound
+single tokens have no form under it. TBPO brings bounds of its own, AIPO and IPO have none: they
+take the algorithm's advantages and its average.
+
+A row names the function (`home`), the log-probs that it takes beside the learner's, and the options
+that objectives share, with their defaults: `eps_low`, `eps_high`, `dual_clip`, `cap`, `reduce`.
+What is an option of one function alone has its default there, and its section under `loss` in a
+configuration.
+
+Defaults: GRPO, Dr. GRPO and RLOO clip at 0.2; DAPO clips higher (0.28) and averages over tokens
+(arXiv 2503.14476); GSPO clips the sequence ratio at 3e-4 / 4e-4 (arXiv 2507.18071); PPO has a
+critic in the place of the group, clips at 0.2 and averages over tokens (verl, which QuRL's runs
+use). The corrections are those of QuRL (Eq. 3-9), QaRL (TBPO), Sparse-RL, AIPO (arXiv 2505.24034)
+and verl (`reweight`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from lowroll.objectives.acr import acr
-from lowroll.objectives.aipo import aipo
-from lowroll.objectives.correction import Verdict, judge, reweight
-from lowroll.objectives.dapo import dapo
-from lowroll.objectives.decoupled import decoupled
-from lowroll.objectives.dr_grpo import dr_grpo
-from lowroll.objectives.grpo import grpo
-from lowroll.objectives.gspo import gspo
-from lowroll.objectives.ipo import ipo
-from lowroll.objectives.naive_is import naive_is
-from lowroll.objectives.ppo import ppo
-from lowroll.objectives.reduce import Counts, count
-from lowroll.objectives.rloo import rloo
-from lowroll.objectives.sparse import judge_sparse, sparse
-from lowroll.objectives.surrogate import prepare
-from lowroll.objectives.tbpo import tbpo
-from lowroll.objectives.tis import tis
-
-INPUTS = ("learner", "proximal", "behavior", "teacher", "advantages", "mask", "segments", "counts")
+MODES = ("seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum")  # of `reduce`
+RULES = (  # by which `reweight` rejects
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
+CLIP: Mapping[str, Any] = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None, "reduce": MODES[0]}
+SEQUENCE_CLIP: Mapping[str, Any] = {"eps_low": 3e-4, "eps_high": 4e-4, "reduce": MODES[0]}
+CAP = 2.0  # C, FlashRL's for GSM8K
+BOUNDS = ("eps_low", "eps_high")
+CLIPPED = "lowroll.objectives.clipped:clipped"
+WEIGHTED = "lowroll.objectives.clipped:weighted"
+_MIN = "min(R A, clip(R, 1-el, 1+eh) A)"
 
 
 @dataclass(frozen=True)
-class Objective:
-    """A policy objective: its function, which log-probs it needs, and options that differ from the
-    function's own.
+class Row:
+    """A policy objective as data."""
 
-    `judge` (of those that reject tokens for their mismatch) gives the weights and what is kept from
-    `prepare`'s tokens.
-    """
-
-    name: str
-    function: Callable[..., tuple[Tensor, dict[str, float]]]
-    needs_proximal: bool
-    needs_behavior: bool
-    formula: str
+    formula: str  # the token term, to maximise
     source: str
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    judge: Callable[..., Verdict] | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Every option that may be set (eps_low, cap, reduce, ...) with its default."""
-        parameters = inspect.signature(self.function).parameters
-        own = {name: p.default for name, p in parameters.items() if name not in INPUTS}
-        return own | dict(self.overrides)
-
-    def __call__(
-        self,
-        *,
-        learner: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        proximal: Tensor | None = None,
-        behavior: Tensor | None = None,
-        teacher: Tensor | None = None,
-        segments: Tensor | None = None,
-        counts: Counts | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Call the function with the log-probs that it needs; others may be given and are not
-        looked at.
-
-        ValueError for missing log-probs or for an option that this objective does not have.
-        """
-        options = self._complete(options)
-        needed = {"proximal": proximal} if self.needs_proximal else {}
-        needed |= {"behavior": behavior} if self.needs_behavior else {}
-        for name, log_probs in needed.items():
-            if log_probs is None:
-                raise ValueError(f"{name}: objective {self.name} needs these log-probs")
-        if "teacher" in inspect.signature(self.function).parameters:
-            needed["teacher"] = teacher
-        return self.function(
-            learner=learner,
-            advantages=advantages,
-            mask=mask,
-            segments=segments,
-            counts=counts,
-            **needed,
-            **options,
-        )
-
-    def normalizes(self, **options: Any) -> bool:
-        """Whether the weights are divided by their mean over the batch, so that `counts` must bring
-        their sum."""
-        options = self._complete(options)
-        return any(options.get(name) for name in ("normalize", "normalize_xi"))
-
-    def needs_advantage(self, **options: Any) -> bool:
-        """Whether a token without an advantage is without a gradient: not so for AIPO with a KL or
-        a teacher."""
-        options = self._complete(options)
-        return not any(options.get(name) for name in ("kl_tau", "teacher_tau"))
-
-    def verdict(
-        self,
-        *,
-        learner: Tensor,
-        proximal: Tensor,
-        behavior: Tensor,
-        mask: Tensor,
-        segments: Tensor | None = None,
-        **options: Any,
-    ) -> Verdict | None:
-        """The weights and rejections of these tokens; None for an objective that rejects nothing
-        for its mismatch."""
-        if self.judge is None:
-            return None
-        tokens = prepare(
-            learner=learner.detach(),
-            proximal=proximal,
-            behavior=behavior,
-            mask=mask,
-            segments=segments,
-            advantages=torch.zeros_like(learner, requires_grad=False),
-        )
-        options = self._complete(options)
-        wanted = inspect.signature(self.judge).parameters
-        return self.judge(
-            tokens, **{name: value for name, value in options.items() if name in wanted}
-        )
-
-    def count(
-        self,
-        *,
-        mask: Tensor,
-        segments: Tensor | None = None,
-        proximal: Tensor | None = None,
-        behavior: Tensor | None = None,
-        **options: Any,
-    ) -> Counts:
-        """The denominators of these tokens under these options; add them up over micro-batches and
-        ranks.
-
-        `behavior` and `proximal` as the objective needs them: the first says which tokens are left
-        out, both together the sum of the weights.
-        """
-        total = count(
-            mask=mask, segments=segments, behavior=behavior if self.needs_behavior else None
-        )
-        if not self.normalizes(**options):
-            return total
-        if proximal is None or behavior is None:
-            raise ValueError(
-                f"proximal, behavior: objective {self.name} needs both to normalise its weights"
-            )
-        verdict = self.verdict(
-            learner=proximal,
-            proximal=proximal,
-            behavior=behavior,
-            mask=mask,
-            segments=segments,
-            **options,
-        )
-        assert verdict is not None
-        return dataclasses.replace(total, weight_sum=verdict.weight_sum)
-
-    def _complete(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Every option with its value. ValueError for one that this objective does not have."""
-        if unknown := options.keys() - self.options.keys():
-            raise ValueError(
-                f"{min(unknown)}: objective {self.name} has no such option; it has "
-                f"{', '.join(self.options)}"
-            )
-        return self.options | dict(options)
+    home: str = CLIPPED  # module:function
+    log_probs: tuple[str, ...] = ("proximal",)  # that it takes beside the learner's
+    options: Mapping[str, Any] = field(default_factory=lambda: CLIP)  # shared ones, with defaults
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that are no options of it
+    judge: str = ""  # module:function of the weights and rejections; "": it rejects nothing
 
 
-def _entry(
-    name: str,
-    function: Callable[..., tuple[Tensor, dict[str, float]]],
-    formula: str,
-    source: str,
-    *,
-    proximal: bool = True,
-    behavior: bool = False,
-    judge: Callable[..., Verdict] | None = None,
-) -> Objective:
-    return Objective(name, function, proximal, behavior, formula, source, judge=judge)
+@dataclass(frozen=True)
+class Algorithm(Row):
+    """A row of `ALGORITHMS`. `advantage` is a name in the table of `lowroll.advantages`."""
+
+    advantage: str = "grpo"
+    dynamic_sampling: bool = False  # draw again for groups whose rewards are all equal
+    # of a ratio that is no single token's: the corrections that its own function applies, and the
+    # options that they bring
+    applies: Mapping[str, Mapping[str, Any]] | None = None
 
 
-_CLIP = "min(R A, clip(R, 1-el, 1+eh) A)"
+@dataclass(frozen=True)
+class Correction(Row):
+    """A row of `CORRECTIONS`."""
 
-TABLE: dict[str, Objective] = {
-    entry.name: entry
-    for entry in (
-        _entry("grpo", grpo, _CLIP, "arXiv 2402.03300 eq. 3"),
-        _entry(
-            "grpo_no_std",
-            grpo,
-            f"{_CLIP}, A without the std",
-            "arXiv 2402.03300 eq. 3, 2503.20783 sec. 3.2",
-        ),
-        _entry("dr_grpo", dr_grpo, f"{_CLIP}, sum / (S max_length)", "arXiv 2503.20783 sec. 3.2"),
-        _entry("rloo", rloo, f"{_CLIP}, sum over each sequence", "arXiv 2402.14740"),
-        _entry("dapo", dapo, f"{_CLIP}, eh > el, mean over tokens", "arXiv 2503.14476 eq. 8"),
-        _entry(
-            "gspo", gspo, "min(s A, clip(s, 1-el, 1+eh) A), s = exp(mean log R)", "arXiv 2507.18071"
-        ),
-        _entry(
-            "ppo",
-            ppo,
-            f"{_CLIP}, A a token's, mean over tokens",
-            "arXiv 1707.06347 eq. 7, 1506.02438",
-        ),
-        _entry(
-            "none", grpo, f"{_CLIP} on the sampler's tokens: the mismatch is ignored", "QuRL eq. 1"
-        ),
-        _entry(
-            "is",
-            naive_is,
-            "min(rho A, clip(rho, 1-el, 1+eh) A)",
-            "QuRL eq. 3",
-            proximal=False,
-            behavior=True,
-        ),
-        _entry("decoupled", decoupled, f"w {_CLIP}", "QuRL eq. 4, arXiv 2110.00641", behavior=True),
-        _entry("tis", tis, f"min(w, C) {_CLIP}", "QuRL eq. 5", behavior=True),
-        _entry(
-            "acr",
-            acr,
-            "min(w, C) min(R A, clip(R, 1-el, (1+eh)/r) A), r = min(1, C/w)",
-            "QuRL eq. 9",
-            behavior=True,
-        ),
-        _entry(
-            "tbpo",
-            tbpo,
-            "w min(s A, clip(s, 1-el, 1+eh) A), and w clip(s, 1-el, 1+en) A for A < 0, w = "
-            "exp(mean "
-            "log w) in [1/C, C]",
-            "QaRL sec. 3.2",
-            behavior=True,
-        ),
-        _entry(
-            "sparse",
-            sparse,
-            f"M w {_CLIP}, M = 0 for a sequence with any w < veto",
-            "Sparse-RL eq. 5-7",
-            behavior=True,
-            judge=judge_sparse,
-        ),
-        _entry(
-            "aipo",
-            aipo,
-            "keep sg[rho (adv_tau A + teacher_tau (teacher - learner) - kl_tau log rho)] log pi",
-            "arXiv 2505.24034, Surogate",
-            proximal=False,
-            behavior=True,
-        ),
-        _entry(
-            "ipo",
-            ipo,
-            "keep A sg[min(rho, ratio_cap)] log pi - kl_tau (log rho)^2, keep where |pi - b| <= "
-            "width",
-            "Surogate, prime-rl",
-            proximal=False,
-            behavior=True,
-        ),
-        _entry(
-            "reweight",
-            reweight,
-            f"keep v {_CLIP}, v from w, keep by rules on w",
-            "verl, rollout correction",
-            behavior=True,
-            judge=judge,
-        ),
-    )
+    takes: tuple[str, ...] = (*BOUNDS, "reduce")  # options that are the algorithm's
+    sequences: bool = False  # its ratio is a whole sequence's: it combines with every algorithm
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm(_MIN, "arXiv 2402.03300 eq. 3"),
+    "grpo_no_std": Algorithm(
+        f"{_MIN}, A without the std",
+        "arXiv 2402.03300 eq. 3, 2503.20783 sec. 3.2",
+        advantage="grpo_no_std",
+    ),
+    "dr_grpo": Algorithm(
+        f"{_MIN}, sum / (S max_length)",
+        "arXiv 2503.20783 sec. 3.2",
+        options={**CLIP, "reduce": "constant"},
+        advantage="grpo_no_std",
+    ),
+    "rloo": Algorithm(
+        f"{_MIN}, sum over each sequence",
+        "arXiv 2402.14740",
+        options={**CLIP, "reduce": "seq-mean-token-sum"},
+        advantage="rloo",
+    ),
+    "dapo": Algorithm(
+        f"{_MIN}, eh > el, mean over tokens",
+        "arXiv 2503.14476 eq. 8",
+        options={**CLIP, "eps_high": 0.28, "reduce": "token-mean"},
+        dynamic_sampling=True,
+    ),
+    "gspo": Algorithm(
+        "min(s A, clip(s, 1-el, 1+eh) A), s = exp(mean log R)",
+        "arXiv 2507.18071",
+        "lowroll.objectives.gspo:gspo",
+        options=SEQUENCE_CLIP,
+        applies={"tis": {"cap": CAP}, "decoupled": {}},
+    ),
+    "ppo": Algorithm(
+        f"{_MIN}, A a token's, mean over tokens",
+        "arXiv 1707.06347 eq. 7, 1506.02438",
+        options={**CLIP, "reduce": "token-mean"},
+        advantage="gae",
+    ),
 }
 
-ALGORITHMS = ("grpo", "grpo_no_std", "dr_grpo", "rloo", "dapo", "gspo", "ppo")
-CORRECTIONS = ("none", "is", "decoupled", "tis", "acr", "tbpo", "sparse", "aipo", "ipo", "reweight")
+CORRECTIONS: dict[str, Correction] = {
+    "none": Correction(
+        f"{_MIN} on the sampler's tokens: the mismatch is ignored",
+        "QuRL eq. 1",
+    ),
+    "is": Correction(
+        "min(rho A, clip(rho, 1-el, 1+eh) A)",
+        "QuRL eq. 3",
+        log_probs=("behavior",),
+    ),
+    "decoupled": Correction(
+        f"w {_MIN}",
+        "QuRL eq. 4, arXiv 2110.00641",
+        WEIGHTED,
+        ("proximal", "behavior"),
+        fixed={"cap": math.inf},
+    ),
+    "tis": Correction(
+        f"min(w, C) {_MIN}",
+        "QuRL eq. 5",
+        WEIGHTED,
+        ("proximal", "behavior"),
+        {"cap": CAP, **CLIP},
+    ),
+    "acr": Correction(
+        "min(w, C) min(R A, clip(R, 1-el, (1+eh)/r) A), r = min(1, C/w)",
+        "QuRL eq. 9",
+        "lowroll.objectives.acr:acr",
+        ("proximal", "behavior"),
+        {"cap": CAP, **CLIP},
+    ),
+    "tbpo": Correction(
+        "w min(s A, clip(s, 1-el, 1+eh) A), and w clip(s, 1-el, 1+en) A for A < 0, w = exp(mean "
+        "log w) in [1/C, C]",
+        "QaRL sec. 3.2",
+        "lowroll.objectives.tbpo:tbpo",
+        ("proximal", "behavior"),
+        {"cap": CAP, **SEQUENCE_CLIP},
+        takes=("reduce",),
+        sequences=True,
+    ),
+    "sparse": Correction(
+        f"M w {_MIN}, M = 0 for a sequence with any w < veto",
+        "Sparse-RL eq. 5-7",
+        "lowroll.objectives.sparse:sparse",
+        ("proximal", "behavior"),
+        judge="lowroll.objectives.sparse:judge_sparse",
+    ),
+    "aipo": Correction(
+        "keep sg[rho (adv_tau A + teacher_tau (teacher - learner) - kl_tau log rho)] log pi",
+        "arXiv 2505.24034, Surogate",
+        "lowroll.objectives.aipo:aipo",
+        ("behavior",),
+        {"reduce": "token-mean"},
+        takes=("reduce",),
+    ),
+    "ipo": Correction(
+        "keep A sg[min(rho, ratio_cap)] log pi - kl_tau (log rho)^2, keep where |pi - b| <= width",
+        "Surogate, prime-rl",
+        "lowroll.objectives.ipo:ipo",
+        ("behavior",),
+        {"reduce": "token-mean"},
+        takes=("reduce",),
+    ),
+    "reweight": Correction(
+        f"keep v {_MIN}, v from w, keep by rules on w",
+        "verl, rollout correction",
+        "lowroll.objectives.correction:reweight",
+        ("proximal", "behavior"),
+        {"cap": CAP, **CLIP},
+        judge="lowroll.objectives.correction:judge",
+    ),
+}
 
-OWN_BOUNDS = ("tbpo", "aipo", "ipo")  # corrections that do not take the algorithm's clip
+
+def forms(algorithm: str) -> tuple[str, ...]:
+    """The corrections that combine with an algorithm, `none` aside."""
+    applies = ALGORITHMS[algorithm].applies
+    if applies is None:
+        return tuple(name for name in CORRECTIONS if name != "none")
+    return (*applies, *(name for name, row in CORRECTIONS.items() if row.sequences))
 
 
-def select(algorithm: str, correction: str = "none") -> Objective:
-    """The objective of an algorithm under a correction. ValueError for unknown names, or a pair
-    that has no form."""
-    if algorithm not in ALGORITHMS:
-        raise ValueError(
-            f"algorithm: unknown {algorithm!r}; expected one of {', '.join(ALGORITHMS)}"
-        )
-    if correction not in CORRECTIONS:
-        raise ValueError(
-            f"correction: unknown {correction!r}; expected one of {', '.join(CORRECTIONS)}"
-        )
-    base = TABLE[algorithm]
+def pair(algorithm: str, correction: str) -> Row:
+    """The row of an algorithm under a correction. ValueError for unknown names, or a pair that has
+    no form."""
+    for kind, name, known in (
+        ("algorithm", algorithm, tuple(ALGORITHMS)),
+        ("correction", correction, tuple(CORRECTIONS)),
+    ):
+        if name not in known:
+            raise ValueError(f"{kind}: unknown {name!r}; expected one of {', '.join(known)}")
+    base, corrected = ALGORITHMS[algorithm], CORRECTIONS[correction]
     if correction == "none":
         return base
-    if algorithm == "gspo" and correction != "tbpo":
-        if correction not in ("tis", "decoupled"):
-            raise ValueError(
-                f"correction: {correction!r} bounds single tokens and has no form under gspo; "
-                "use tis, decoupled or tbpo"
-            )
-        return dataclasses.replace(
-            base,
-            name=f"gspo+{correction}",
-            needs_behavior=True,
-            overrides={"cap": math.inf} if correction == "decoupled" else {},
+    if correction not in forms(algorithm):
+        *others, last = forms(algorithm)
+        raise ValueError(
+            f"correction: {correction!r} bounds single tokens and has no form under {algorithm}; "
+            f"use {', '.join(others)} or {last}"
         )
-    corrected = TABLE[correction]
-    names = ("reduce",) if correction in OWN_BOUNDS else ("eps_low", "eps_high", "reduce")
-    shared = {name: base.options[name] for name in names}
-    return dataclasses.replace(corrected, name=f"{algorithm}+{correction}", overrides=shared)
+    if base.applies is not None and correction in base.applies:
+        options = {**base.applies[correction], **base.options}
+        return dataclasses.replace(
+            base, log_probs=corrected.log_probs, options=options, fixed=corrected.fixed
+        )
+    shared = {name: base.options[name] for name in corrected.takes}
+    return dataclasses.replace(corrected, options={**corrected.options, **shared})

@@ -46,14 +46,14 @@ def tbpo(
     mask: Tensor,
     segments: Tensor | None = None,
     counts: Counts | None = None,
-    cap: float = 2.0,
-    eps_low: float = 3e-4,
-    eps_high: float = 4e-4,
+    cap: float,
+    eps_low: float,
+    eps_high: float,
     eps_negative: float = 7e-4,
-    reduce: str = "seq-mean-token-mean",
+    reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `grpo`; `cap` is C >= 1, `eps_negative` bounds
+    """J to maximise and its statistics. Shapes as in `clipped`; `cap` is C >= 1, `eps_negative` bounds
     A < 0 above."""
     if not cap >= 1:
         raise ValueError(f"cap: {cap} must be 1 or more; weights are kept in [1/cap, cap]")
@@ -67,25 +67,27 @@ def tbpo(
         mask=mask,
         segments=segments,
     )
-    layout, dtype = tokens.layout, tokens.log_ratio_N.dtype
-    ratio_S = exp_ratio(sequence_mean(tokens.log_ratio_N, layout)).to(dtype)
-    mismatch_S = exp_ratio(sequence_mean(tokens.log_weight_N, layout)).to(dtype)
-    ratio_N = ratio_S[layout.segments_N] * (tokens.log_ratio_N - tokens.log_ratio_N.detach()).exp()
-    weight_N = mismatch_S.clamp(1 / cap, cap)[layout.segments_N]
+    sequences, dtype = tokens.sequences, tokens.log_ratio_N.dtype
+    ratio_S = exp_ratio(sequence_mean(tokens.log_ratio_N, sequences)).to(dtype)
+    mismatch_S = exp_ratio(sequence_mean(tokens.log_weight_N, sequences)).to(dtype)
+    ratio_N = (
+        ratio_S[sequences.segments_N] * (tokens.log_ratio_N - tokens.log_ratio_N.detach()).exp()
+    )
+    weight_N = mismatch_S.clamp(1 / cap, cap)[sequences.segments_N]
     # For A < 0 the upper bound is the dual clip's: below it nothing but the band is left.
     clipped = clip(
         ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=1 + eps_negative
     )
     J = aggregate(
-        weight_N * clipped.value_N, layout, mode=reduce, counts=counts, max_length=max_length
+        weight_N * clipped.value_N, sequences, mode=reduce, counts=counts, max_length=max_length
     )
-    cut_N = ((mismatch_S > cap) | (mismatch_S < 1 / cap))[layout.segments_N]
-    outside_S = sequence_any(clipped.above_N | clipped.below_N | clipped.dual_N, layout)
+    cut_N = ((mismatch_S > cap) | (mismatch_S < 1 / cap))[sequences.segments_N]
+    outside_S = sequence_any(clipped.above_N | clipped.below_N | clipped.dual_N, sequences)
     statistics = policy_statistics(tokens, clipped, ratio_N) | weight_statistics(
         tokens, weight_N, cap
     )
-    statistics["correction/truncated_fraction"] = masked_mean(cut_N, layout.mask_N)
+    statistics["correction/truncated_fraction"] = masked_mean(cut_N, sequences.mask_N)
     statistics["policy/band_masked_fraction"] = masked_mean(
-        outside_S, sequence_any(torch.ones_like(cut_N), layout)
+        outside_S, sequence_any(torch.ones_like(cut_N), sequences)
     )
     return J, as_floats(statistics)

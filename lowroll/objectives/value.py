@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.objectives.reduce import Counts, aggregate, lay_out, masked_mean
+from lowroll.objectives.reduce import Counts, aggregate, masked_mean, sequences_of
 from lowroll.objectives.surrogate import as_floats, flatten
 
 
@@ -39,24 +39,24 @@ def value_loss(
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip: {clip} must be positive")
-    layout = lay_out(mask, segments)
+    sequences = sequences_of(mask, segments)
     given = {"values": values, "old_values": old_values.detach(), "returns": returns.detach()}
     values_N, old_N, returns_N = (
-        torch.where(layout.mask_N, flatten(name, x, mask), 0) for name, x in given.items()
+        torch.where(sequences.mask_N, flatten(name, x, mask), 0) for name, x in given.items()
     )
     error_N = (values_N - returns_N).square()
-    clipped_N = torch.zeros_like(layout.mask_N)
+    clipped_N = torch.zeros_like(sequences.mask_N)
     if clip is not None:
         bounded_N = (
             torch.maximum(torch.minimum(values_N.detach(), old_N + clip), old_N - clip) - returns_N
         ).square()
         clipped_N = bounded_N > error_N
         error_N = torch.where(clipped_N, bounded_N, error_N)
-    loss = aggregate(error_N / 2, layout, mode=reduce, counts=counts, max_length=max_length)
+    loss = aggregate(error_N / 2, sequences, mode=reduce, counts=counts, max_length=max_length)
     statistics = {
-        "critic/loss": masked_mean(error_N / 2, layout.mask_N),
-        "critic/clip_fraction": masked_mean(clipped_N, layout.mask_N),
-        "critic/value_mean": masked_mean(values_N, layout.mask_N),
-        "critic/return_mean": masked_mean(returns_N, layout.mask_N),
+        "critic/loss": masked_mean(error_N / 2, sequences.mask_N),
+        "critic/clip_fraction": masked_mean(clipped_N, sequences.mask_N),
+        "critic/value_mean": masked_mean(values_N, sequences.mask_N),
+        "critic/return_mean": masked_mean(returns_N, sequences.mask_N),
     }
     return loss, as_floats(statistics)

@@ -17,15 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.quant.formats import Format, QTensor
+from lowroll.quant.formats import Format, QTensor, get_format
+from lowroll.quant.table import FORMATS
 
 PACK_FROM = 1 << 18  # weights in a matrix from which on packing pays
 PACK_ROWS = 64  # the batch that oneDNN chooses the layout for
 
 
 class Dense(Format):
+    """Plain floating point."""
+
     dtype: torch.dtype
-    dense = True
+    fallback = ""
+    stacked = ("dense", "weight")
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         return {"weight": w_NK.to(self.dtype, copy=True).contiguous()}
@@ -51,16 +55,17 @@ class Dense(Format):
 
 
 class Float32(Dense):
-    name, bits, dtype, summary = (
-        "fp32",
-        32,
-        torch.float32,
-        "float32 weights and arithmetic, the reference",
-    )
+    name = "fp32"
+    summary = "float32 weights and arithmetic, the reference"
+    bits = 32
+    dtype = torch.float32
 
 
 class BFloat16(Dense):
-    name, bits, dtype, summary = "bf16", 16, torch.bfloat16, "bfloat16 weights and arithmetic"
+    name = "bf16"
+    summary = "bfloat16 weights and arithmetic"
+    bits = 16
+    dtype = torch.bfloat16
 
 
 def over(w_NK: Tensor) -> QTensor | None:
@@ -68,12 +73,16 @@ def over(w_NK: Tensor) -> QTensor | None:
 
     Whoever writes to the storage calls `renew`.
     """
-    name = next((f.name for f in (Float32, BFloat16) if f.dtype == w_NK.dtype), None)
-    return (
-        None
-        if name is None
-        else QTensor(name, (w_NK.shape[0], w_NK.shape[1]), {"weight": w_NK.detach()})
-    )
+    name = of(w_NK.dtype)
+    if name is None:
+        return None
+    return QTensor(name, (w_NK.shape[0], w_NK.shape[1]), {"weight": w_NK.detach()})
+
+
+def of(dtype: torch.dtype) -> str | None:
+    """The dense format of a dtype; None when there is none."""
+    dense = (name for name, row in FORMATS.items() if row.dense)
+    return next((name for name in dense if get_format(name).dtype == dtype), None)
 
 
 def _pack(w_NK: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 A format knows bits, never layer names. `quantize` turns a matrix w_NK ([out, in]) into codes and
 scales, `dequantize` gives the matrix that the codes stand for, and `linear` multiplies activations
-with it the way the rollout engine does. One file a format; a new one is a subclass of `Format` and
-a row in `formats()`.
+with it the way the rollout engine does. All that is known of a format stands on its class; a new
+one is a file with a subclass of `Format`, and a row in `table.FORMATS`.
 
 Scales are computed and kept in the dtype that is stored (float32 unless the format says otherwise),
 whatever the dtype of the matrix: the codes depend on the weights' values alone. Tensors carry the
@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,8 @@ from torch import Tensor
 from lowroll.kernels import checksum
 from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.rows import Product, Rows
+from lowroll.quant.scheme import Header, Scheme
+from lowroll.quant.table import DEFAULT, FORMATS, OWN
 
 LARGE = (
     1 << 26
@@ -59,6 +62,16 @@ class QTensor:
     packed: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
     version: int = 0  # how often the codes have changed
+    # whose codes, in another format, these were made of: that tensor, its version and one's own then
+    source: tuple[ref[QTensor], int, int] | None = None
+
+    def note_source(self, source: QTensor) -> None:
+        """The codes were made of those of `source`, as both are now."""
+        self.source = ref(source), source.version, self.version
+
+    def is_made_of(self, source: QTensor) -> bool:
+        """Were the codes made of those that `source` has, and has neither changed since?"""
+        return self.source == (ref(source), source.version, self.version)
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
         """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor, a
@@ -140,15 +153,13 @@ class QTensor:
         return self
 
     def seen_as(self, format: str) -> QTensor | None:
-        """The same storages in another format of the same layout (int4 and w4a8); None when the
-        layouts differ."""
+        """The same storages in another format that stores the same tensors (int4 and w4a8); None
+        when they differ."""
         if format == self.format:
             return self
-        return (
-            QTensor(format, self.shape, self.tensors)
-            if layout(format) == layout(self.format)
-            else None
-        )
+        if stored_format(format) != stored_format(self.format):
+            return None
+        return QTensor(format, self.shape, self.tensors)
 
     def to(self, device: torch.device | str) -> QTensor:
         return QTensor(
@@ -207,18 +218,35 @@ def _tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 class Format(ABC):
-    """How a matrix is stored and multiplied. Implementations are stateless."""
+    """How a matrix is stored and multiplied, and every fact about that. Implementations are
+    stateless."""
 
     name: str
-    bits: float  # bits a weight, with the scales of its group; those of a long row left out
     summary: str
+    bits: float  # bits a weight, with the scales of its group; those of a long row left out
     group: int | None = None  # weights of a row that share a scale; None: the whole row
-    dense: bool = False  # dense formats hold plain floating point: there is nothing to correct for
     once: tuple[str, ...] = ()  # stored tensors that have one entry for the whole matrix
     stored_as: str | None = None  # another format that has the same stored tensors
+    dtype: torch.dtype | None = None  # of a dense format: what it holds and computes in
+    fallback: str = OWN  # the guard's next format; "": nothing is left to fall back to
+
     rounds: bool = False  # activations, to what `rounded` says, for a product in float32
-    # the kind of codes that `product` takes; None: the format has no such product
-    rows: str | None = None
+    rows: str | None = None  # kind of codes that `product` takes; None: it has no such product
+    kernel: str = ""  # what the 4-bit kernels call it; "": they do not know it
+    # what the kernels of experts call it, and the tensors that they take; (): they do not know it
+    stacked: tuple[str, ...] = ()
+
+    scheme: Scheme | None = None  # compressed-tensors' words; None: another tool's, or no file's
+    # what files call a stored tensor, where that is another name; None: it is not one of theirs
+    suffixes: Mapping[str, str | None] = {}
+    whole_groups: bool = False  # transformers reads no matrix that ends within a group
+    read_experts: bool = True  # transformers reads experts in it
+    unread: str = ""  # what else keeps transformers from such a folder, for people
+
+    @property
+    def dense(self) -> bool:
+        """Is it plain floating point? Then there is nothing to correct for."""
+        return FORMATS[self.name].dense
 
     @abstractmethod
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -265,6 +293,28 @@ class Format(ABC):
         """Entries along the first dimension of a stored tensor for one row of a matrix with
         `num_in` columns."""
         return Fraction(1)
+
+    def finite(self, name: str, tensor: Tensor) -> bool:
+        """Has a stored tensor neither a NaN nor an infinity?"""
+        return not tensor.is_floating_point() or all_finite(tensor.float())
+
+    def describe(self, dtype: torch.dtype, routers: bool) -> dict[str, Any] | None:
+        """The `quantization_config` of a folder in another tool's words; None: it has a scheme, or
+        no other tool knows it. routers: the model has experts, whose routers stay dense."""
+        return None
+
+    def headers_beside(self) -> dict[str, Header]:
+        """What a file holds for a matrix beside its stored tensors, by suffix."""
+        return {}
+
+    def write_beside(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of `headers_beside`. dtype: the model's."""
+        return {}
+
+    def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Stored tensors that a file holds there. ValueError names the suffix whose values are
+        wrong."""
+        return {}
 
     def cut(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
         """The parts, of `rows` rows each, with copies of the codes and scales that they have in the
@@ -324,52 +374,38 @@ class WeightOnly(Format):
     dtype.
 
     On CUDA few rows are multiplied with the exact one, whose bits are decoded as they arrive
-    (kernels.streamed).
+    (kernels.matmul.streamed).
     """
 
+    fallback = "fp8"
+
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        kind = self.stored_as or self.name
         kept = (
             x_MK.is_cuda
             and x_MK.shape[0] > dense_from(q.shape)
             and f"dense {x_MK.dtype}" in q.packed
         )
-        if not kept and w4a16.takes(kind, x_MK, q.shape):
-            return w4a16.linear(kind, q.tensors, x_MK, q.shape, bias_N)
+        if not kept and w4a16.supports(self.kernel, x_MK, q.shape):
+            return w4a16.linear(self.kernel, q.tensors, x_MK, q.shape, bias_N)
         return F.linear(
             x_MK, multiplicand(q, x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype)
         )
 
 
-_TABLE = {
-    "fp32": "lowroll.quant.dense:Float32",
-    "bf16": "lowroll.quant.dense:BFloat16",
-    "int8": "lowroll.quant.int8:Int8",
-    "fp8": "lowroll.quant.fp8:Float8",
-    "fp8_block": "lowroll.quant.fp8:Float8Block",
-    "int4": "lowroll.quant.int4:Int4",
-    "int4_asym": "lowroll.quant.int4:Int4Asymmetric",
-    "w4a8": "lowroll.quant.int4:Int4Int8",
-    "nvfp4": "lowroll.quant.nvfp4:NVFloat4",
-    "mxfp4": "lowroll.quant.mxfp4:MXFloat4",
-    "mxfp4_floor": "lowroll.quant.mxfp4:MXFloat4Floor",
-    "nf4": "lowroll.quant.nf4:NormalFloat4",
-    "nf4_dq": "lowroll.quant.nf4:NormalFloat4Double",
-}
 _MADE: dict[str, Format] = {}
 
 
 def get_format(name: str) -> Format:
     """The format of that name. ValueError names the known ones."""
-    if name not in _TABLE:
-        raise ValueError(f"unknown weight format {name!r}; known: {', '.join(_TABLE)}")
+    if name not in FORMATS:
+        raise ValueError(f"unknown weight format {name!r}; known: {', '.join(FORMATS)}")
     if name not in _MADE:
-        module, cls = _TABLE[name].split(":")
+        module, _, cls = FORMATS[name].home.partition(":")
         _MADE[name] = getattr(importlib.import_module(module), cls)()
     return _MADE[name]
 
 
-def layout(name: str) -> str:
+def stored_format(name: str) -> str:
     """The format under whose name files hold the tensors of this one."""
     return get_format(name).stored_as or name
 
@@ -378,10 +414,10 @@ def formats() -> dict[str, str]:
     """The table of formats: name and one line about it."""
     return {
         name: f"{get_format(name).bits:g} bits a weight: {get_format(name).summary}"
-        for name in _TABLE
+        for name in FORMATS
     }
 
 
-def quantize(w_NK: Tensor, format: str = "int8") -> QTensor:
+def quantize(w_NK: Tensor, format: str = DEFAULT) -> QTensor:
     """Quantize a matrix [out, in] into `format`."""
     return get_format(format).quantize(w_NK)

@@ -28,16 +28,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 from lowroll.quant.formats import Format, QTensor, divide, multiplicand, nonzero
 from lowroll.quant.groups import join, split
+from lowroll.quant.scheme import Scheme, arguments
 
 E4M3 = torch.float8_e4m3fn
 MAX = 448.0
 BLOCK = 128
+KIND = "fp8"  # of the codes of activations
 
 
 def to_e4m3(x: Tensor) -> Tensor:
@@ -46,12 +48,16 @@ def to_e4m3(x: Tensor) -> Tensor:
 
 
 class Float8(Format):
-    name, bits, summary = (
-        "fp8",
-        8,
-        "e4m3 W8A8, per-channel weights, per-token activations, float32 accumulation",
+    name = "fp8"
+    summary = "e4m3 W8A8, per-channel weights, per-token activations, float32 accumulation"
+    bits = 8
+    rows = KIND
+    stacked = ("w8a8", "weight", "weight_scale")
+    scheme = Scheme(
+        "float-quantized",
+        arguments(8, "float", "channel"),
+        arguments(8, "float", "token", dynamic=True),
     )
-    rows = "fp8"
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NK = w_NK.float()
@@ -62,12 +68,14 @@ class Float8(Format):
         return (q.tensors["weight"].float() * q.tensors["weight_scale"]).to(dtype)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not (w_NK.is_cuda and fused(w_NK)):  # Triton's interpreter rounds to e4m3 wrongly
+        if not (
+            w_NK.is_cuda and triton_supports(w_NK)
+        ):  # Triton's interpreter rounds to e4m3 wrongly
             return super().encode_into(w_NK, amax_1, tensors)
-        quantize_rows_into(w_NK, tensors["weight"], tensors["weight_scale"], "fp8")
+        quantize_rows_into(w_NK, tensors["weight"], tensors["weight_scale"], KIND)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        return self.product(quantize_rows(x_MK, "fp8"), q, bias_N).dense()
+        return self.product(quantize_rows(x_MK, KIND), q, bias_N).dense()
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
         if rows.codes_MK.device.type != "cpu":
@@ -83,12 +91,16 @@ class Float8(Format):
 
 
 class Float8Block(Format):
-    name, bits, summary = (
-        "fp8_block",
-        8,
-        "e4m3 W8A8, weights in 128 x 128 tiles, activations a token and 128 features",
+    name = "fp8_block"
+    summary = "e4m3 W8A8, weights in 128 x 128 tiles, activations a token and 128 features"
+    bits = 8
+    group = BLOCK
+    rounds = True
+    scheme = Scheme(
+        "float-quantized",
+        arguments(8, "float", "block", block_structure=[BLOCK, BLOCK]),
+        arguments(8, "float", "group", group_size=BLOCK, dynamic=True),
     )
-    group, rounds = BLOCK, True
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         num_out, num_in = w_NK.shape
@@ -112,5 +124,5 @@ class Float8Block(Format):
 
     def rounded(self, x_MK: Tensor) -> Tensor:
         blocks_MGS = split(x_MK, BLOCK)
-        rows = quantize_rows(blocks_MGS.flatten(0, 1), "fp8")
+        rows = quantize_rows(blocks_MGS.flatten(0, 1), KIND)
         return join((rows.codes_MK.float() * rows.scale_M1).view_as(blocks_MGS), x_MK.shape[1])

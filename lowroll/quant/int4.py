@@ -23,14 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.quant.formats import Format, QTensor, WeightOnly, divide, multiplicand, nonzero
 from lowroll.quant.groups import join, pack, split, unpack
+from lowroll.quant.int8 import KIND as ROWS
+from lowroll.quant.scheme import INT8_TOKENS, Header, Scheme, arguments
 
 GROUP = 128
+PACKED = "pack-quantized"
 LEVELS = tuple(float(q) for q in range(-8, 8))  # by stored code: q + 8
 
 
@@ -46,10 +49,32 @@ def unpack_words(words: Tensor, num_in: int) -> Tensor:
     return unpack(_in_order(words).view(torch.uint8), LEVELS, num_in)
 
 
-class Symmetric(Format):
+class Words(Format):
+    """What int4 in words has in common: files hold the matrix' shape beside it."""
+
+    group = GROUP
+    fallback = "fp8"
+    whole_groups = True
+
+    def headers_beside(self) -> dict[str, Header]:
+        return {"weight_shape": ((2,), ("I64", "I32"))}
+
+    def write_beside(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"weight_shape": torch.tensor(q.shape)}
+
+    def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        if "weight_shape" in stored and stored["weight_shape"].tolist() != list(shape):
+            raise ValueError(
+                f"weight_shape: {stored['weight_shape'].tolist()} instead of {list(shape)}"
+            )
+        return {}
+
+
+class Symmetric(Words):
     """The weights of int4 and w4a8."""
 
-    bits, group = 4.25, GROUP
+    bits = 4.25
+    kernel = "int4"
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, GROUP)
@@ -58,28 +83,35 @@ class Symmetric(Format):
         return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1])), "weight_scale": scale_NG}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not fused(w_NK):
+        if not triton_supports(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
-        quantize4(w_NK, "int4", GROUP, tensors["weight_packed"], tensors["weight_scale"])
+        quantize4(w_NK, self.kernel, GROUP, tensors["weight_packed"], tensors["weight_scale"])
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
-        if w4a16.expands("int4", q.tensors, q.shape, dtype):
-            return w4a16.dequantize("int4", q.tensors, q.shape, dtype)
+        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
+            return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
         return join(q_NGS * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)
 
 
 class Int4(Symmetric, WeightOnly):
-    name, summary = "int4", "W4A16, symmetric, groups of 128"
+    name = Symmetric.kernel
+    summary = "W4A16, symmetric, groups of 128"
+    stacked = (name, "weight_packed", "weight_scale")
+    scheme = Scheme(PACKED, arguments(4, "int", "group", group_size=GROUP))
 
 
-class Int4Asymmetric(WeightOnly):
-    name, bits, summary = (
-        "int4_asym",
-        4.28125,
-        "W4A16, asymmetric (a zero point a group), groups of 128",
+class Int4Asymmetric(Words, WeightOnly):
+    name = "int4_asym"
+    summary = "W4A16, asymmetric (a zero point a group), groups of 128"
+    bits = 4.28125
+    kernel = name
+    scheme = Scheme(PACKED, arguments(4, "int", "group", group_size=GROUP, symmetric=False))
+    read_experts = False
+    unread = (
+        "transformers loads this folder with CompressedTensorsConfig(dequantize=True) only: it does "
+        "not run packed zero points"
     )
-    group = GROUP
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, GROUP)
@@ -94,17 +126,17 @@ class Int4Asymmetric(WeightOnly):
         }
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not fused(w_NK):
+        if not triton_supports(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         zero_NG = quantize4(
-            w_NK, self.name, GROUP, tensors["weight_packed"], tensors["weight_scale"]
+            w_NK, self.kernel, GROUP, tensors["weight_packed"], tensors["weight_scale"]
         )
         assert zero_NG is not None
         tensors["weight_zero_point"].copy_(_pack_zeros(zero_NG))
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
-        if w4a16.expands("int4_asym", q.tensors, q.shape, dtype):
-            return w4a16.dequantize("int4_asym", q.tensors, q.shape, dtype)
+        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
+            return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
         zero_NG = unpack_words(q.tensors["weight_zero_point"].t(), q.shape[0]).t()
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
         return join(
@@ -116,22 +148,26 @@ class Int4Asymmetric(WeightOnly):
 
 
 class Int4Int8(Symmetric):
-    name, stored_as, summary = (
-        "w4a8",
-        "int4",
-        "int4's weights, INT8 activations with a scale a token",
-    )
+    name = "w4a8"
+    summary = "int4's weights, INT8 activations with a scale a token"
+    stored_as = Int4.name
     rounds = True
+    scheme = Scheme(
+        PACKED,
+        arguments(4, "int", "group", group_size=GROUP),
+        INT8_TOKENS,
+        unpacked="int-quantized",
+    )
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        rows = quantize_rows(x_MK, "int8")
+        rows = quantize_rows(x_MK, ROWS)
         y_MN = F.linear(rows.codes_MK.float(), multiplicand(q, torch.float32)).mul_(rows.scale_M1)
         if bias_N is not None:
             y_MN += bias_N
         return y_MN.to(x_MK.dtype)
 
     def rounded(self, x_MK: Tensor) -> Tensor:
-        rows = quantize_rows(x_MK, "int8")
+        rows = quantize_rows(x_MK, ROWS)
         return rows.codes_MK.float() * rows.scale_M1
 
 

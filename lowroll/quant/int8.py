@@ -18,25 +18,29 @@ Legend: N out features, K in features, M rows of activations.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
+from lowroll.kernels.matmul import onednn
 from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 from lowroll.quant.formats import Format, QTensor, divide, nonzero
+from lowroll.quant.scheme import INT8_TOKENS, Scheme, arguments
+
+KIND = "int8"  # of the codes of activations
 
 
 class Int8(Format):
-    name, bits, summary = (
-        "int8",
-        8,
-        "W8A8, per-channel weights, per-token activations, int32 accumulation",
-    )
-    rows = "int8"
+    name = "int8"
+    summary = "W8A8, per-channel weights, per-token activations, int32 accumulation"
+    bits = 8
+    rows = KIND
+    stacked = ("w8a8", "codes", "scale")
+    scheme = Scheme("int-quantized", arguments(8, "int", "channel"), INT8_TOKENS)
+    suffixes = {"codes": "weight", "scale": "weight_scale"}
+    read_experts = False
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NK = w_NK.float()
@@ -45,53 +49,23 @@ class Int8(Format):
         return {"codes": codes_NK, "scale": scale_N1}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not fused(w_NK):
+        if not triton_supports(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
-        quantize_rows_into(w_NK, tensors["codes"], tensors["scale"], "int8")
+        quantize_rows_into(w_NK, tensors["codes"], tensors["scale"], KIND)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return (q.tensors["codes"].float() * q.tensors["scale"]).to(dtype)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        return self.product(quantize_rows(x_MK, "int8"), q, bias_N).dense()
+        return self.product(quantize_rows(x_MK, KIND), q, bias_N).dense()
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
-        if rows.codes_MK.device.type == "cpu" and _onednn_is_exact():
-            return Product(
-                _onednn_product(rows.codes_MK, q), rows.scale_M1, None, bias_N, rows.dtype
-            )
+        if onednn.supports_device(rows.codes_MK.device):
+            packed = q.derive("onednn", _pack)
+            sums_MN = onednn.multiply(rows.codes_MK, packed)
+            return Product(sums_MN, rows.scale_M1, None, bias_N, rows.dtype)
         return multiply(rows, q.tensors["codes"], q.tensors["scale"], bias_N)
 
 
-def _onednn_product(codes_MK: Tensor, q: QTensor) -> Tensor:
-    """(sum_k q_x q_w) * s_w in float32, by oneDNN on the packed weight."""
-    weight, scale_N, zero_N = q.derive("onednn", _prepack)
-    shifted_MK = codes_MK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
-    return torch.ops.onednn.qlinear_pointwise(
-        shifted_MK, 1.0, 128, weight, scale_N, zero_N, None, 1.0, 0, torch.float32, "none", [], ""
-    )
-
-
-def _prepack(q: QTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The weight in oneDNN's layout, its scales, and their zero points."""
-    return (
-        torch.ops.onednn.qlinear_prepack(q.tensors["codes"], None),
-        q.tensors["scale"].flatten(),
-        torch.zeros(q.shape[0], dtype=torch.int32),
-    )
-
-
-@cache
-def _onednn_is_exact() -> bool:
-    """Does this CPU's oneDNN kernel accumulate without saturating? (Chips without VNNI add pairs in
-    16 bits.)"""
-    codes_NK = torch.full((64, 256), -128, dtype=torch.int8)
-    codes_NK[::2] = 127
-    codes_MK = torch.full((2, 256), 127, dtype=torch.int8)
-    codes_MK[1] = -127
-    probe = QTensor("int8", (64, 256), {"codes": codes_NK, "scale": torch.ones(64, 1)})
-    try:
-        got_MN = _onednn_product(codes_MK, probe)
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return False
-    return torch.equal(got_MN.double(), codes_MK.double() @ codes_NK.double().t())
+def _pack(q: QTensor) -> onednn.Packed:
+    return onednn.pack(q.tensors["codes"], q.tensors["scale"])

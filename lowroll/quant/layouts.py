@@ -26,73 +26,22 @@ several formats in one folder.
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowroll.quant.formats import QTensor, all_finite, get_format, layout
+from lowroll.quant import nf4
+from lowroll.quant.formats import Format, QTensor, get_format
+from lowroll.quant.fp8 import Float8Block
 from lowroll.quant.int4 import pack_words
-from lowroll.quant.nf4 import BLOCK as NF4_BLOCK
-from lowroll.quant.nf4 import LEVELS as NF4_LEVELS
-from lowroll.quant.nf4 import NESTED_BLOCK, dynamic_levels
+from lowroll.quant.scheme import Header, Scheme
+from lowroll.quant.table import FORMATS
 
 FLOATS = ("F32", "BF16", "F16")
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}
-_NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
-_MOST_STATE = 1 << 14  # bytes of JSON
 _ADVICE = "; quantize the dense model with `lowroll quantize`, or load the dense one"
-
-
-def _args(num_bits: int, type: str, strategy: str, **more: Any) -> dict[str, Any]:
-    return {
-        "num_bits": num_bits,
-        "type": type,
-        "strategy": strategy,
-        "symmetric": True,
-        "dynamic": False,
-        "group_size": None,
-        "block_structure": None,
-        **more,
-    }
-
-
-_INT8_TOKENS = _args(8, "int", "token", dynamic=True)
-# format: (compression, arguments of the weights, arguments of the activations)
-_SCHEMES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
-    "int8": ("int-quantized", _args(8, "int", "channel"), _INT8_TOKENS),
-    "fp8": (
-        "float-quantized",
-        _args(8, "float", "channel"),
-        _args(8, "float", "token", dynamic=True),
-    ),
-    "fp8_block": (
-        "float-quantized",
-        _args(8, "float", "block", block_structure=[128, 128]),
-        _args(8, "float", "group", group_size=128, dynamic=True),
-    ),
-    "int4": ("pack-quantized", _args(4, "int", "group", group_size=128), None),
-    "int4_asym": (
-        "pack-quantized",
-        _args(4, "int", "group", group_size=128, symmetric=False),
-        None,
-    ),
-    "w4a8": ("pack-quantized", _args(4, "int", "group", group_size=128), _INT8_TOKENS),
-    "nvfp4": ("nvfp4-pack-quantized", _args(4, "float", "tensor_group", group_size=16), None),
-    "mxfp4": ("mxfp4-pack-quantized", _args(4, "float", "group", group_size=32), None),
-}
-_SCALE_DTYPE = {"nvfp4": "torch.float8_e4m3fn", "mxfp4": "torch.uint8"}
-_SUFFIXES = {
-    "codes": "weight",
-    "scale": "weight_scale",
-    "absmax": "weight.absmax",
-    "nested_absmax": "weight.nested_absmax",
-}
-
-Header = tuple[tuple[int, ...] | None, tuple[str, ...]]  # shape, None for any; safetensors dtypes
 
 
 @dataclass(frozen=True)
@@ -109,26 +58,22 @@ class Layout:
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
         """Everything that a file holds for a matrix, by suffix."""
-        tensors = get_format(self.format).encode(torch.empty(shape, device="meta"))
+        form = get_format(self.format)
+        tensors = form.encode(torch.empty(shape, device="meta"))
         found: dict[str, Header] = {}
         for name, tensor in tensors.items():
             if (suffix := self._suffix(name)) is not None:
                 dtypes = FLOATS if tensor.dtype == torch.float32 else (_DTYPES[tensor.dtype],)
                 found[suffix] = (tuple(tensor.shape), dtypes)
         if self.unpacked:
-            found["weight"] = (shape, ("I8",))
-        elif "int4" in layout(self.format):
-            found["weight_shape"] = ((2,), ("I64", "I32"))
-        if self.format.startswith("nf4"):
-            found |= {_NF4_STATE: (None, ("U8",)), "weight.quant_map": ((16,), ("F32",))}
-        if self.format == "nf4_dq":
-            found["weight.nested_quant_map"] = ((256,), ("F32",))
-        return found
+            return found | {"weight": (shape, ("I8",))}
+        return found | form.headers_beside()
 
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor:
         """The matrix that a file's tensors (by suffix) hold. ValueError names the suffix whose
         values are wrong."""
-        wanted = get_format(self.format).encode(torch.empty(shape, device="meta"))
+        form = get_format(self.format)
+        wanted = form.encode(torch.empty(shape, device="meta"))
         tensors = {}
         if self.unpacked:
             if int(stored["weight"].min()) < -8 or int(stored["weight"].max()) > 7:
@@ -137,14 +82,8 @@ class Layout:
         for name, like in wanted.items():
             if (suffix := self._suffix(name)) is not None:
                 tensors[name] = stored[suffix].to(like.dtype).contiguous()
-                _check_values(suffix, name, tensors[name], self.format)
-        if "weight_shape" in stored and stored["weight_shape"].tolist() != list(shape):
-            raise ValueError(
-                f"weight_shape: {stored['weight_shape'].tolist()} instead of {list(shape)}"
-            )
-        if self.format.startswith("nf4"):
-            tensors |= self._decode_nf4(shape, stored)
-        return QTensor(self.format, shape, tensors)
+                _check_values(suffix, name, tensors[name], form)
+        return QTensor(self.format, shape, tensors | form.read_beside(shape, stored))
 
     def encode(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """What a file holds for a matrix, by suffix. dtype: the model's, which bitsandbytes
@@ -154,72 +93,11 @@ class Layout:
             for name, t in q.tensors.items()
             if (suffix := self._suffix(name)) is not None
         }
-        if "int4" in layout(self.format):
-            stored["weight_shape"] = torch.tensor(q.shape)
-        if not self.format.startswith("nf4"):
-            return stored
-        state: dict[str, Any] = {
-            "quant_type": "nf4",
-            "blocksize": NF4_BLOCK,
-            "dtype": _name(dtype),
-            "shape": list(q.shape),
-        }
-        stored["weight.quant_map"] = torch.tensor(NF4_LEVELS)
-        if self.format == "nf4_dq":
-            if len(q.tensors["nested_offset"]) > 1:
-                raise ValueError(
-                    "nf4_dq: a part of a fused matrix has several offsets, and files hold one"
-                )
-            state |= {
-                "nested_blocksize": NESTED_BLOCK,
-                "nested_dtype": "float32",
-                "nested_offset": q.tensors["nested_offset"].item(),
-            }
-            stored["weight.nested_quant_map"] = torch.tensor(dynamic_levels())
-        stored[_NF4_STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-        return stored
+        return stored | get_format(self.format).write_beside(q, dtype)
 
     def _suffix(self, name: str) -> str | None:
-        if name == "nested_offset":  # in the state's JSON
-            return None
-        suffix = _SUFFIXES.get(name, name)
-        return self.renamed.get(suffix, suffix)
-
-    def _decode_nf4(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Check the levels and the state; the tensors that are in the state's JSON."""
-        try:
-            if stored[_NF4_STATE].numel() > _MOST_STATE:
-                raise ValueError(f"{stored[_NF4_STATE].numel()} bytes")
-            state = json.loads(bytes(stored[_NF4_STATE].tolist()).decode())
-            wanted = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "shape": list(shape)}
-            if self.format == "nf4_dq":
-                wanted["nested_blocksize"] = NESTED_BLOCK
-            odd = [key for key, value in wanted.items() if state.get(key) != value]
-            offset = float(state.get("nested_offset", 0.0))
-        except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"{_NF4_STATE}: not the JSON of a quantization state ({error})"
-            ) from None
-        if odd:
-            raise ValueError(
-                f"{_NF4_STATE}: {odd[0]} is {state.get(odd[0])!r} instead of {wanted[odd[0]]!r}"
-            )
-        if not math.isfinite(offset):
-            raise ValueError(f"{_NF4_STATE}: nested_offset is {offset}")
-        for suffix, levels in (
-            ("weight.quant_map", NF4_LEVELS),
-            ("weight.nested_quant_map", dynamic_levels()),
-        ):
-            if suffix in stored and not torch.allclose(
-                stored[suffix].cpu(), torch.tensor(levels), rtol=0, atol=1e-6
-            ):
-                raise ValueError(f"{suffix}: the levels are not those of {self.format}")
-        device = stored[_NF4_STATE].device
-        return (
-            {"nested_offset": torch.tensor([offset], device=device)}
-            if self.format == "nf4_dq"
-            else {}
-        )
+        suffix = get_format(self.format).suffixes.get(name, name)
+        return None if suffix is None else self.renamed.get(suffix, suffix)
 
 
 def read_layout(config: dict[str, Any]) -> Layout:
@@ -229,7 +107,7 @@ def read_layout(config: dict[str, Any]) -> Layout:
     if method == "compressed-tensors":
         return _read_compressed_tensors(config)
     if method == "bitsandbytes":
-        return Layout(_read_bitsandbytes(config))
+        return Layout(nf4.read_description(config, _ADVICE))
     if method == "fp8":
         blocks, scheme = config.get("weight_block_size"), config.get("activation_scheme")
         if blocks != [128, 128] or scheme != "dynamic":
@@ -237,7 +115,7 @@ def read_layout(config: dict[str, Any]) -> Layout:
                 "weight_block_size, activation_scheme: expected [128, 128] and dynamic, got "
                 f"{blocks!r} and {scheme!r}{_ADVICE}"
             )
-        return Layout("fp8_block", {"weight_scale": "weight_scale_inv"})
+        return Layout(Float8Block.name, {"weight_scale": "weight_scale_inv"})
     raise ValueError(
         f"quant_method: {method!r} is not one of compressed-tensors, bitsandbytes, fp8{_ADVICE}"
     )
@@ -248,35 +126,27 @@ def describe(format: str, dtype: torch.dtype, routers: bool = False) -> dict[str
     model's.
 
     routers: the model has experts, whose routers stay dense."""
-    if format.startswith("nf4"):
-        return {
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": True,
-            "load_in_8bit": False,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": format == "nf4_dq",
-            "bnb_4bit_compute_dtype": _name(dtype),
-            "bnb_4bit_quant_storage": "uint8",
-            "llm_int8_skip_modules": ["lm_head", *(["mlp.gate"] if routers else [])],
-        }
-    compression, weights, inputs = _SCHEMES[_described_as(format)]
-    weights = {key: value for key, value in weights.items() if value is not None}
-    if scale_dtype := _SCALE_DTYPE.get(layout(format)):
-        weights["scale_dtype"] = scale_dtype
+    form = get_format(format)
+    theirs, scheme = form.describe(dtype, routers), form.scheme
+    if theirs is not None:
+        return theirs
+    if scheme is None:
+        raise ValueError(f"{format}: no other tool has a layout for it, so no folder can hold it")
+    weights = _given(scheme.weights)
+    if scheme.scale_dtype is not None:
+        weights["scale_dtype"] = scheme.scale_dtype
     if not weights["symmetric"]:
         weights["zp_dtype"] = "torch.int8"
-    if inputs is not None:
-        inputs = {key: value for key, value in inputs.items() if value is not None}
     group = {
         "targets": ["Linear"],
         "weights": weights,
-        "input_activations": inputs,
+        "input_activations": None if scheme.inputs is None else _given(scheme.inputs),
         "output_activations": None,
-        "format": compression,
+        "format": scheme.compression,
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": compression,
+        "format": scheme.compression,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "kv_cache_scheme": None,
@@ -284,34 +154,31 @@ def describe(format: str, dtype: torch.dtype, routers: bool = False) -> dict[str
     }
 
 
-_WHOLE_BLOCKS = {"int4": 128, "int4_asym": 128, "w4a8": 128, "mxfp4": 32, "nf4": 64, "nf4_dq": 64}
-
-
 def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str | None:
     """Why transformers cannot load a folder of ours, if it cannot: 5.23, with compressed-tensors
     0.20 and bitsandbytes 0.50. lowroll reads all of them. columns: those of the quantized matrices;
     experts: whether the model has any."""
-    block = _WHOLE_BLOCKS.get(_described_as(format), 1)
+    form = get_format(format)
+    block = form.group if form.whole_groups and form.group is not None else 1
     odd = sorted(count for count in columns if count % block)
     if odd:
         return (
             f"transformers cannot load this folder: it wants whole blocks of {block} columns in "
-            f"{format}, and "
-            f"matrices here have {', '.join(map(str, odd))}"
+            f"{format}, and matrices here have {', '.join(map(str, odd))}"
         )
-    if experts and (format.startswith("nf4") or format in ("int8", "int4_asym")):
+    if experts and not form.read_experts:
         return f"transformers cannot load this folder: it does not read experts in {format}"
-    if format == "int4_asym":
-        return (
-            "transformers loads this folder with CompressedTensorsConfig(dequantize=True) only: it "
-            "does not run "
-            "packed zero points"
-        )
-    return None
+    return form.unread or None
 
 
-def _described_as(format: str) -> str:
-    return format if format in _SCHEMES else layout(format)
+def _schemes() -> dict[str, Scheme]:
+    """The formats that compressed-tensors has words for, one for each way to store."""
+    found: dict[str, Scheme] = {}
+    for name in FORMATS:
+        scheme = get_format(name).scheme
+        if scheme is not None and scheme not in found.values():
+            found[name] = scheme
+    return found
 
 
 def _read_compressed_tensors(config: dict[str, Any]) -> Layout:
@@ -350,18 +217,24 @@ def _read_group(where: str, group: Any, compression: object) -> Layout:
             f"of "
             f"activations are not supported{_ADVICE}"
         )
-    for name, (stored, wanted, wanted_inputs) in _SCHEMES.items():
-        if (weights, inputs) == (wanted, wanted_inputs):
-            found = group.get("format") or compression
-            if (name, found) == ("w4a8", "int-quantized"):
-                return Layout(name, {"weight_packed": "weight"}, unpacked=True)
-            if found != stored and not (found == "naive-quantized" and wanted["num_bits"] == 8):
-                raise ValueError(
-                    f"{where}.format: {name} is stored as {stored}, not as {found!r}{_ADVICE}"
-                )
-            return Layout(name)
+    schemes = _schemes()
+    for name, scheme in schemes.items():
+        if (weights, inputs) == (scheme.weights, scheme.inputs):
+            return _named(where, name, scheme, group.get("format") or compression)
     words = ["weights " + _words(weights), "activations " + _words(inputs)]
-    raise ValueError(f"{where}: {', '.join(words)}: not one of {', '.join(_SCHEMES)}{_ADVICE}")
+    raise ValueError(f"{where}: {', '.join(words)}: not one of {', '.join(schemes)}{_ADVICE}")
+
+
+def _named(where: str, name: str, scheme: Scheme, found: object) -> Layout:
+    """The layout of a format under a compression. ValueError when it is not stored so."""
+    if scheme.unpacked is not None and found == scheme.unpacked:
+        return Layout(name, {"weight_packed": "weight"}, unpacked=True)
+    bytewise = found == "naive-quantized" and scheme.weights["num_bits"] == 8
+    if found != scheme.compression and not bytewise:
+        raise ValueError(
+            f"{where}.format: {name} is stored as {scheme.compression}, not as {found!r}{_ADVICE}"
+        )
+    return Layout(name)
 
 
 def _normal(where: str, args: Any) -> dict[str, Any] | None:
@@ -396,38 +269,15 @@ def _words(args: dict[str, Any] | None) -> str:
     return " ".join(f"{key} {value}" for key, value in args.items() if value is not None)
 
 
-def _read_bitsandbytes(config: dict[str, Any]) -> str:
-    four = config.get("load_in_4bit", config.get("_load_in_4bit"))
-    kind, storage = (
-        config.get("bnb_4bit_quant_type", "fp4"),
-        config.get("bnb_4bit_quant_storage", "uint8"),
-    )
-    if not four:
-        raise ValueError(f"load_in_4bit: LLM.int8() folders are not supported{_ADVICE}")
-    for key, value, wanted in (
-        ("bnb_4bit_quant_type", kind, "nf4"),
-        ("bnb_4bit_quant_storage", storage, "uint8"),
-    ):
-        if value != wanted:
-            raise ValueError(f"{key}: expected {wanted}, got {value!r}{_ADVICE}")
-    return "nf4_dq" if config.get("bnb_4bit_use_double_quant") else "nf4"
+def _given(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in arguments.items() if value is not None}
 
 
-def _check_values(suffix: str, name: str, tensor: Tensor, format: str) -> None:
-    finite = all_finite(tensor.float()) if tensor.is_floating_point() else True
-    if format.startswith("mxfp4") and name == "weight_scale":
-        finite = bool((tensor < 255).all())  # e8m0's NaN
-    if not finite:
+def _check_values(suffix: str, name: str, tensor: Tensor, form: Format) -> None:
+    if not form.finite(name, tensor):
         raise ValueError(f"{suffix}: holds a non-finite value")
     if name == "weight_global_scale" and not bool((tensor > 0).all()):
         raise ValueError(f"{suffix}: expected a positive number")
-    if (
-        ("scale" in name or "absmax" in name)
-        and tensor.is_floating_point()
-        and bool((tensor.float() < 0).any())
-    ):
+    scales = "scale" in name or "absmax" in name
+    if scales and tensor.is_floating_point() and bool((tensor.float() < 0).any()):
         raise ValueError(f"{suffix}: holds a negative scale")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

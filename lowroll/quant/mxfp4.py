@@ -19,25 +19,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.quant.formats import QTensor, WeightOnly
 from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
+from lowroll.quant.scheme import Scheme, arguments
 
 BLOCK = 32
-QUARTER_OCTAVE = (
-    1 << 21
-)  # of float32's mantissa: added to amax, it carries into the exponent from 1.75 on
+# of float32's mantissa: added to amax, it carries into the exponent from 1.75 on
+QUARTER_OCTAVE = 1 << 21
 
 
 class MXFloat4(WeightOnly):
-    name, bits, summary = (
-        "mxfp4",
-        4.25,
-        "W4A16, e2m1 in blocks of 32 with powers of two as scales, rounded EVEN",
+    name = "mxfp4"
+    summary = "W4A16, e2m1 in blocks of 32 with powers of two as scales, rounded EVEN"
+    bits = 4.25
+    group = BLOCK
+    bump = QUARTER_OCTAVE
+    kernel = name
+    stacked = (kernel, "weight_packed", "weight_scale")
+    scheme = Scheme(
+        "mxfp4-pack-quantized",
+        arguments(4, "float", "group", group_size=BLOCK),
+        scale_dtype="torch.uint8",
     )
-    group, bump = BLOCK, QUARTER_OCTAVE
+    whole_groups = True
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, BLOCK)
@@ -47,21 +54,28 @@ class MXFloat4(WeightOnly):
         return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1])), "weight_scale": exponent_NG}
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not fused(w_NK):
+        if not triton_supports(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         quantize4(w_NK, self.name, BLOCK, tensors["weight_packed"], tensors["weight_scale"])
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
-        if w4a16.expands("mxfp4", q.tensors, q.shape, dtype):
-            return w4a16.dequantize("mxfp4", q.tensors, q.shape, dtype)
+        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
+            return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
         values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
         return join(values_NGS * power_of_two(q.tensors["weight_scale"])[..., None], q.shape[1]).to(
             dtype
         )
 
+    def finite(self, name: str, tensor: Tensor) -> bool:
+        if name == "weight_scale":  # e8m0's NaN
+            return bool((tensor < 255).all())
+        return super().finite(name, tensor)
+
 
 class MXFloat4Floor(MXFloat4):
-    name, stored_as, summary = "mxfp4_floor", "mxfp4", "mxfp4 with the FLOOR rule for its scales"
+    name = "mxfp4_floor"
+    summary = "mxfp4 with the FLOOR rule for its scales"
+    stored_as = MXFloat4.name
     bump = 0
 
 

@@ -17,13 +17,19 @@ The mean is summed in float64, so that it does not depend on device or threads. 
 holds with different means keep them, one for 256 blocks: `nested_offset` has one entry or as many
 as `nested_absmax`.
 
+Files hold the levels beside the codes, and the rest (sizes, the offset) as JSON in a tensor of
+bytes; the folder's `quantization_config` is bitsandbytes' own.
+
 Legend: L weights of the matrix, B blocks, P bytes.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +37,13 @@ from torch import Tensor
 
 from lowroll.quant.formats import QTensor, WeightOnly
 from lowroll.quant.groups import pack, unpack
+from lowroll.quant.scheme import Header
 
 BLOCK = 64
 NESTED_BLOCK = 256
+TYPE = "nf4"  # bitsandbytes' word for the levels
+STATE = "weight.quant_state.bitsandbytes__nf4"
+MOST_STATE = 1 << 14  # bytes of JSON
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -55,8 +65,14 @@ LEVELS = (
 
 
 class NormalFloat4(WeightOnly):
-    name, bits, summary = "nf4", 4.5, "W4A16, QLoRA's normal levels in blocks of 64"
+    name = "nf4"
+    summary = "W4A16, QLoRA's normal levels in blocks of 64"
+    bits = 4.5
     group = BLOCK
+    double = False  # is the absmax quantized too?
+    suffixes = {"absmax": "weight.absmax"}
+    whole_groups = True
+    read_experts = False
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         scaled_BS, absmax_B = _scale(w_NK.float().reshape(-1), BLOCK)
@@ -83,10 +99,77 @@ class NormalFloat4(WeightOnly):
     def pitch(self, name: str, num_in: int) -> Fraction:
         return Fraction(num_in, {"weight": 2, "absmax": BLOCK}.get(name, BLOCK * NESTED_BLOCK))
 
+    def levels(self) -> dict[str, tuple[float, ...]]:
+        """The levels that a file holds, by suffix."""
+        return {"weight.quant_map": LEVELS}
+
+    def state(self, shape: tuple[int, int], **more: str) -> dict[str, Any]:
+        """What the JSON of a matrix must say, and more."""
+        return {"quant_type": TYPE, "blocksize": BLOCK, **more, "shape": list(shape)}
+
+    def describe(self, dtype: torch.dtype, routers: bool) -> dict[str, Any]:
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": TYPE,
+            "bnb_4bit_use_double_quant": self.double,
+            "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": ["lm_head", *(["mlp.gate"] if routers else [])],
+        }
+
+    def headers_beside(self) -> dict[str, Header]:
+        maps: dict[str, Header] = {
+            suffix: ((len(levels),), ("F32",)) for suffix, levels in self.levels().items()
+        }
+        return {STATE: (None, ("U8",)), **maps}
+
+    def write_beside(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        said = self.state(q.shape, dtype=str(dtype).removeprefix("torch."))
+        maps = {suffix: torch.tensor(levels) for suffix, levels in self.levels().items()}
+        return maps | {STATE: _as_bytes(said | self.write_offset(q))}
+
+    def write_offset(self, q: QTensor) -> dict[str, Any]:
+        """What the JSON of a matrix says of its values."""
+        return {}
+
+    def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        wanted = self.state(shape)
+        try:
+            said = _as_json(stored[STATE])
+            odd = [key for key, value in wanted.items() if said.get(key) != value]
+            offset = float(said.get("nested_offset", 0.0))
+        except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{STATE}: not the JSON of a quantization state ({error})") from None
+        if odd:
+            raise ValueError(
+                f"{STATE}: {odd[0]} is {said.get(odd[0])!r} instead of {wanted[odd[0]]!r}"
+            )
+        if not math.isfinite(offset):
+            raise ValueError(f"{STATE}: nested_offset is {offset}")
+        for suffix, levels in self.levels().items():
+            same = torch.allclose(stored[suffix].cpu(), torch.tensor(levels), rtol=0, atol=1e-6)
+            if not same:
+                raise ValueError(f"{suffix}: the levels are not those of {self.name}")
+        return self.read_offset(torch.tensor([offset], device=stored[STATE].device))
+
+    def read_offset(self, offset_1: Tensor) -> dict[str, Tensor]:
+        """Stored tensors that the JSON holds."""
+        return {}
+
 
 class NormalFloat4Double(NormalFloat4):
-    name, bits, summary = "nf4_dq", 4.127, "nf4 with its absmax in 8 bits (double quantization)"
+    name = "nf4_dq"
+    summary = "nf4 with its absmax in 8 bits (double quantization)"
+    bits = 4.127
     once = ("nested_offset",)
+    double = True
+    suffixes = {
+        "absmax": "weight.absmax",
+        "nested_absmax": "weight.nested_absmax",
+        "nested_offset": None,  # in the JSON
+    }
 
     def encode_absmax(self, absmax_B: Tensor) -> dict[str, Tensor]:
         offset = absmax_B.double().mean().float()
@@ -110,6 +193,50 @@ class NormalFloat4Double(NormalFloat4):
             offset if len(offset) == 1 else offset.repeat_interleave(NESTED_BLOCK)[: len(codes_B)]
         )
         return _dynamic_table(codes_B.device)[codes_B.int()] * scale_B[: len(codes_B)] + offset
+
+    def levels(self) -> dict[str, tuple[float, ...]]:
+        return super().levels() | {"weight.nested_quant_map": dynamic_levels()}
+
+    def state(self, shape: tuple[int, int], **more: str) -> dict[str, Any]:
+        return super().state(shape, **more) | {"nested_blocksize": NESTED_BLOCK}
+
+    def write_offset(self, q: QTensor) -> dict[str, Any]:
+        if len(q.tensors["nested_offset"]) > 1:
+            raise ValueError(
+                f"{self.name}: a part of a fused matrix has several offsets, and files hold one"
+            )
+        return {"nested_dtype": "float32", "nested_offset": q.tensors["nested_offset"].item()}
+
+    def read_offset(self, offset_1: Tensor) -> dict[str, Tensor]:
+        return {"nested_offset": offset_1}
+
+
+def read_description(config: dict[str, Any], advice: str) -> str:
+    """The format of bitsandbytes' `quantization_config`. ValueError names the key that is not
+    supported, and gives advice."""
+    four = config.get("load_in_4bit", config.get("_load_in_4bit"))
+    if not four:
+        raise ValueError(f"load_in_4bit: LLM.int8() folders are not supported{advice}")
+    for key, default, wanted in (
+        ("bnb_4bit_quant_type", "fp4", TYPE),
+        ("bnb_4bit_quant_storage", "uint8", "uint8"),
+    ):
+        value = config.get(key, default)
+        if value != wanted:
+            raise ValueError(f"{key}: expected {wanted}, got {value!r}{advice}")
+    if config.get("bnb_4bit_use_double_quant"):
+        return NormalFloat4Double.name
+    return NormalFloat4.name
+
+
+def _as_bytes(state: dict[str, Any]) -> Tensor:
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+def _as_json(state: Tensor) -> Any:
+    if state.numel() > MOST_STATE:
+        raise ValueError(f"{state.numel()} bytes")
+    return json.loads(bytes(state.tolist()).decode())
 
 
 def encode_normal(x: Tensor) -> Tensor:

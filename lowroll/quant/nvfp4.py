@@ -22,23 +22,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.quant.formats import QTensor, WeightOnly, divide
 from lowroll.quant.fp8 import MAX, to_e4m3
 from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
+from lowroll.quant.scheme import Scheme, arguments
 
 BLOCK = 16
 
 
 class NVFloat4(WeightOnly):
-    name, bits, summary = (
-        "nvfp4",
-        4.5,
-        "W4A16, e2m1 in blocks of 16 with e4m3 scales, a global scale a matrix",
+    name = "nvfp4"
+    summary = "W4A16, e2m1 in blocks of 16 with e4m3 scales, a global scale a matrix"
+    bits = 4.5
+    group = BLOCK
+    once = ("weight_global_scale",)
+    kernel = name
+    stacked = (kernel, "weight_packed", "weight_scale", "weight_global_scale")
+    scheme = Scheme(
+        "nvfp4-pack-quantized",
+        arguments(4, "float", "tensor_group", group_size=BLOCK),
+        scale_dtype="torch.float8_e4m3fn",
     )
-    group, once = BLOCK, ("weight_global_scale",)
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, BLOCK)
@@ -54,15 +61,17 @@ class NVFloat4(WeightOnly):
         }
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not fused(w_NK):
+        if not triton_supports(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
         global_1 = _global(amax_1)
-        quantize4(w_NK, "nvfp4", BLOCK, tensors["weight_packed"], tensors["weight_scale"], global_1)
+        quantize4(
+            w_NK, self.name, BLOCK, tensors["weight_packed"], tensors["weight_scale"], global_1
+        )
         tensors["weight_global_scale"].copy_(global_1)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
-        if w4a16.expands("nvfp4", q.tensors, q.shape, dtype):
-            return w4a16.dequantize("nvfp4", q.tensors, q.shape, dtype)
+        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
+            return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
         values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
         step_NG1 = _multiplier(q.tensors["weight_scale"], q.tensors["weight_global_scale"])
         return join(values_NGS * step_NG1, q.shape[1]).to(dtype)

@@ -34,7 +34,6 @@ LESS = {
     "KV cache": "a smaller rollout.cache_tokens takes less",
     "what weights/* compares with": "train.weight_metrics: false takes none of it",
 }
-DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def plan(
     of the frozen models and the critic, by name."""
     train, free = cfg.train, free_memory(where.device)
     format = build.rollout_format(cfg, where)
-    dtype = DENSE.get(format, where.dtype)
+    dtype = get_format(format).dtype or where.dtype
     parts = learner(cfg, where, model)
     parts["rollouts' weights"] = _engine(cfg, where, model, format)
     if train.weight_metrics:
@@ -228,7 +227,7 @@ def _learning(size: int, where: Place, optimizer: str) -> int:
 
 def _engine(cfg: RunConfig, where: Place, model: Transformer, format: str) -> int:
     """The engine's own weights: under LoRA those of the adapters alone, as it shares the base."""
-    item = DENSE.get(format, where.dtype).itemsize
+    item = (get_format(format).dtype or where.dtype).itemsize
     mine = (
         MASTER * adapter_size(cfg, model)
         if cfg.train.lora

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from lowroll import objectives
 from lowroll.config import EnvConfig, RunConfig, as_config
 from lowroll.engine.native import Engine, pick_device
 from lowroll.envs import Environment, cells, child, make
@@ -24,11 +23,14 @@ from lowroll.kv.capacity import Workload
 from lowroll.model import hf, lora, scaling
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
+from lowroll.objectives.objective import select
 from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import Sampling, Settings
+from lowroll.quant import dense
 from lowroll.quant.formats import get_format
 from lowroll.runs.folder import ENVIRONMENTS
+from lowroll.trainer import recompute
 from lowroll.trainer.critic import Critic, CriticSettings
 from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.trainer.optim import OptimSettings
@@ -41,7 +43,6 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOOKED_AT = 128  # prompts of an environment whose lengths size the KV cache
-_DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class Place:
     @property
     def dense(self) -> str:
         """The format that is the run's own dtype."""
-        return _DENSE[self.dtype]
+        name = dense.of(self.dtype)
+        assert name is not None
+        return name
 
 
 def configuration(
@@ -133,8 +136,7 @@ def learner(cfg: RunConfig, where: Place) -> Transformer:
         model.requires_grad_(True)
     if cfg.train.forward == "aligned":
         aligned.align(model, rollout_format(cfg, where))
-    model.activation_checkpointing = cfg.train.activation_checkpointing
-    return model
+    return recompute.apply(model, cfg.train.activation_checkpointing)
 
 
 def tokenizer(source: str | Path) -> ChatTokenizer:
@@ -389,7 +391,7 @@ def _filters(cfg: RunConfig, vocab_size: int) -> tuple[Filter, ...]:
 def learn_settings(cfg: RunConfig) -> LearnSettings:
     train = cfg.train
     return LearnSettings(
-        objectives.select(cfg.algorithm, cfg.correction),
+        select(cfg.algorithm, cfg.correction),
         cfg.objective_options,
         minibatches=train.minibatches,
         tokens_per_microbatch=train.tokens_per_microbatch,
@@ -440,7 +442,7 @@ def critic(cfg: RunConfig, where: Place, chat: ChatTokenizer) -> Critic | None:
         refuse_adapter("critic.model", mine.model)
         refuse_other_vocabulary("critic.model", mine.model, cfg, chat)
     body = hf.load(mine.model or cfg.model, where.device, where.dtype)
-    dequantize_base(body).activation_checkpointing = train.activation_checkpointing
+    recompute.apply(dequantize_base(body), train.activation_checkpointing)
     optim = OptimSettings(
         mine.learning_rate,
         weight_decay=mine.weight_decay,

@@ -65,7 +65,7 @@ _NUMBERS = ("kl_k1", "kl_k3", "logp_diff_mean", "logp_diff_max", "ess")
 @dataclass(frozen=True)
 class Part:
     """One step of the way: its cause, its ends, and how far they are apart (names as in
-    `objectives.mismatch`)."""
+    `objectives.mismatch.mismatch`)."""
 
     cause: str
     start: str

@@ -34,7 +34,8 @@ from lowroll.model.scoring import score
 from lowroll.model.spec import read_config
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
-from lowroll.quant.formats import get_format, layout
+from lowroll.quant import dense
+from lowroll.quant.formats import get_format, stored_format
 from lowroll.quant.layouts import unread_by_transformers
 from lowroll.runs import build
 from lowroll.trainer.state import restore_weights
@@ -151,7 +152,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
             "weights"
         )  # by the guard, else the run's own format
         form = build.rollout_format(cfg, where, fallen_to)
-        dtype = getattr(get_format(form), "dtype", where.dtype)
+        dtype = get_format(form).dtype or where.dtype
         note = _save_rollout(rollout_copy(model, form, dtype), out, source)
     return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step, gap, note)
 
@@ -172,7 +173,7 @@ def publish_adapter(
     def write(target: Path) -> None:
         nonlocal gap
         lora.write(model, target, cfg.model, source, scale, revision)
-        if batch and stands_on.rounds and layout(str(stands_on.weights)) != holds:
+        if batch and stands_on.rounds and stored_format(str(stands_on.weights)) != holds:
             gap = _gap_on(source, target, model, batch)
         card.write(target, cfg.model, stands_on, holds, "" if gap is None else f"Measured: {gap}.")
 
@@ -323,9 +324,7 @@ def _note(model: Transformer) -> str | None:
 
 
 def _format_of(model: Transformer) -> str:
-    return model.weight_format or {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(
-        model.dtype, str(model.dtype)
-    )
+    return model.weight_format or dense.of(model.dtype) or str(model.dtype)
 
 
 def _absent(out: str | Path) -> Path:

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from lowroll.config import EnvConfig, RunConfig
+from lowroll.config.renamed import renamed_tree
 from lowroll.envs.table import split_file
 from lowroll.model import hf
 from lowroll.model.spec import read_config, read_spec
@@ -138,7 +139,7 @@ def refuse_other_settings(
     What is computed in a step may not change, but for settings of `more`. A run may be lengthened
     when nothing is scheduled over its length.
     """
-    before, after = _flatten(saved), _flatten(yaml.safe_load(cfg.dump()))
+    before, after = _flatten(renamed_tree(saved)), _flatten(yaml.safe_load(cfg.dump()))
     unscheduled = (
         cfg.train.lr_scheduler_type == "constant"
         and cfg.rollout.temp_scheduler is None

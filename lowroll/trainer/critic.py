@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from lowroll.advantages import gae, place, whiten
 from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import Counts, value_loss
+from lowroll.objectives.reduce import Counts
+from lowroll.objectives.value import value_loss
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.packing import Packed, PerToken, check, collate, gather, pack
 from lowroll.types import RunFailed, Sample

@@ -13,7 +13,7 @@ row with any alarm comes the action, and the count begins again:
 
     warn        says so
     tighten     every bound b of the objective becomes b^p around its neutral value (see `rescale`); thrice at most
-    fallback    the rollouts get the next format of LADDER, until they are dense
+    fallback    the rollouts get the format that theirs names (`Format.fallback`), until dense
 
 What the guard decides is a function of the metrics that a run repeats bit for bit, and of the state
 that it saves, so a resumed run decides the same. A guard that never fires changes nothing.
@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowroll.checkpoint.store import check_pieces
+from lowroll.quant.formats import get_format
+from lowroll.quant.table import OWN
 
 BASELINE = 5  # steps whose mean KL is the level to grow from
 HORIZON = 10  # steps of the moving average
@@ -34,10 +36,6 @@ MAX_TIGHTENED = 3  # more would leave no room to learn
 ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
 STAGE = ("rollout/noise_sigma", "rollout/stage")  # a baseline holds as long as these do
 WATCHED = ("mismatch/ess", "mismatch/kl_k3", "mismatch/weight_max")
-
-LADDER: dict[str, str] = {"int8": "dense", "fp8": "dense", "fp8_block": "dense"} | dict.fromkeys(
-    ("int4", "int4_asym", "w4a8", "nvfp4", "mxfp4", "mxfp4_floor", "nf4", "nf4_dq"), "fp8"
-)
 
 # How far an option is from doing nothing: a distance that shrinks, or a ratio that draws near 1.
 _DISTANCES = ("eps_low", "eps_high", "eps_negative", "width")
@@ -186,13 +184,13 @@ class Guard:
                 f"tightened the objective's bounds (power {self.settings.factor**self.tightened:g})"
             ]
         if self.settings.action == "fallback":
-            after = LADDER.get(self.weights, "")
+            after = "" if self.weights == OWN else get_format(self.weights).fallback
             if not after:
                 return [
                     f"the rollouts have {self.weights} weights already: nothing is left to fall "
                     f"back to"
                 ]
-            before, self.weights = self.weights, "dense" if self.to_dense else after
+            before, self.weights = self.weights, OWN if self.to_dense else after
             self.fallbacks += 1
             self._forget()
             return [f"fell back from {before} to {self.weights} rollouts for the following steps"]

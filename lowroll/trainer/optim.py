@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from lowroll.checkpoint.store import check_pieces
+from lowroll.kernels.training import adamw
 from lowroll.kernels.training.adamw import Addresses, Tensors
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import Muon
@@ -245,7 +246,7 @@ class Optimizer:
         return (
             bool(self.others)
             and not self.in_8_bits
-            and all(m.is_cuda for m in self.others.values())
+            and all(adamw.supports(m) for m in self.others.values())
         )
 
     def _fused_adamw(self) -> Tensors:
@@ -264,7 +265,7 @@ class Optimizer:
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
                 [
-                    None if m is self.params[name] else self.params[name].detach()
+                    None if m is self.params[name] else self.params[name]
                     for name, m in self.others.items()
                 ],
                 [groups[id(m)]["weight_decay"] for m in self.others.values()],

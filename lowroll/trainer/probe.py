@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import spread
-from lowroll.objectives.reduce import lay_out, masked_mean, sequence_any
+from lowroll.objectives.mismatch import spread
+from lowroll.objectives.reduce import masked_mean, sequence_any, sequences_of
 from lowroll.trainer.packing import Packed
 from lowroll.trainer.step import Forward, LearnSettings, gather
 from lowroll.types import Batch
@@ -86,12 +86,12 @@ class Probe:
                 **options,
             )
             (gradient_N,) = torch.autograd.grad(J, learner_N)
-        heard_N, layout = gradient_N != 0, lay_out(packed.mask_N, packed.segments_N)
-        has_tokens_S = sequence_any(torch.ones_like(heard_N), layout)
+        heard_N, sequences = gradient_N != 0, sequences_of(packed.mask_N, packed.segments_N)
+        has_tokens_S = sequence_any(torch.ones_like(heard_N), sequences)
         return {
-            "spread/silent_fraction": masked_mean(~heard_N, layout.mask_N).item(),
+            "spread/silent_fraction": masked_mean(~heard_N, sequences.mask_N).item(),
             "spread/silent_sequence_fraction": masked_mean(
-                ~sequence_any(heard_N, layout), has_tokens_S
+                ~sequence_any(heard_N, sequences), has_tokens_S
             ).item(),
         }
 

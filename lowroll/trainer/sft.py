@@ -26,14 +26,14 @@ from torch import Tensor
 
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import Counts
-from lowroll.objectives.reduce import aggregate, lay_out
+from lowroll.objectives.reduce import Counts, aggregate, sequences_of
 from lowroll.trainer import state as states
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.packing import Packed, check
 from lowroll.trainer.step import MAX_REFUSALS, Forward, TrainingDiverged
 from lowroll.types import BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
+from lowroll.weights import derived
 
 ROLES = ("system", "user", "assistant")
 
@@ -148,7 +148,10 @@ def sft_step(
 
     def likelihood(packed: Packed, learner_N: Tensor) -> Tensor:
         return aggregate(
-            learner_N, lay_out(packed.mask_N, packed.segments_N), mode="token-mean", counts=counts
+            learner_N,
+            sequences_of(packed.mask_N, packed.segments_N),
+            mode="token-mean",
+            counts=counts,
         )
 
     forward = Forward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk)
@@ -159,6 +162,7 @@ def sft_step(
     )
     metrics = {"sft/loss": loss, "sft/tokens": float(counts.num_tokens), "optim/lr": rate}
     metrics |= optimizer.update(refuse=not math.isfinite(loss))
+    derived.renew(model)
     if optimizer.refused_in_a_row >= MAX_REFUSALS:
         raise TrainingDiverged(
             f"sft: loss {loss}, gradient norm {metrics['optim/grad_norm']}; {MAX_REFUSALS} updates "

@@ -25,7 +25,7 @@ from lowroll.model import scaling
 from lowroll.model.transformer import Transformer
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
-from lowroll.weights import aligned
+from lowroll.weights import derived
 
 Tensors = dict[str, dict[str, Tensor]]
 
@@ -83,7 +83,7 @@ def restore_weights(
     _check(model, saved, state)
     for name, param in model.trainable_parameters().items():
         param.copy_(saved[name])
-    aligned.refresh(model)
+    derived.renew(model)
 
 
 def _check(model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:

@@ -48,13 +48,15 @@ from lowroll.model import lora
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import Counts, Objective, by_length, mismatch, penalty
-from lowroll.objectives.reduce import masked_mean
+from lowroll.objectives.kl import penalty
+from lowroll.objectives.mismatch import by_length, mismatch
+from lowroll.objectives.objective import Objective
+from lowroll.objectives.reduce import Counts, masked_mean
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import Packed, PerToken, check, collate, gather, pack, split_groups
 from lowroll.types import Batch, RunFailed, Sample
-from lowroll.weights import aligned, noise
+from lowroll.weights import derived, noise
 
 MAX_REFUSALS = 3  # non-finite updates in a row that end the run
 
@@ -72,7 +74,7 @@ class TrainingDiverged(RunFailed):
 
 @dataclass(frozen=True)
 class LearnSettings:
-    """How a batch becomes updates. `objective` is what `lowroll.objectives.select(algorithm,
+    """How a batch becomes updates. `objective` is what `objectives.objective.select(algorithm,
     correction)` gives."""
 
     objective: Objective
@@ -293,7 +295,7 @@ def learn(
             else learning.update(refuse=not math.isfinite(record["policy/objective"]))
         )
         if learning is not None:
-            aligned.refresh(model)
+            derived.renew(model)
         if critic is not None and judged is not None:
             record |= critic.update(samples, minibatch.samples, judged)
         records.append(record)

@@ -283,16 +283,13 @@ def _relative_size(w_NK: Tensor, group: int | None) -> Tensor:
 @contextmanager
 def _multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
     """The linears multiply in the arithmetic of the quantized weights inside the block."""
-    before = [(linear, linear.weight, linear.low_bit) for linear, _ in pairs]
     for linear, q in pairs:
-        linear.set_weight(q)
-        linear.low_bit = True
+        linear.aligned = q
     try:
         yield
     finally:
-        for linear, weight, low_bit in before:
-            linear.set_weight(weight)
-            linear.low_bit = low_bit
+        for linear, _ in pairs:
+            linear.aligned = None
 
 
 def _input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:

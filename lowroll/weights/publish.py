@@ -14,17 +14,18 @@ import logging
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from lowroll.kernels import checksum
 from lowroll.model import hf
-from lowroll.model.linear import Adapter, Linear
+from lowroll.model.adapter import Adapter
+from lowroll.model.layers import ENGINE
+from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
-from lowroll.quant.formats import QTensor, get_format, layout
+from lowroll.quant.formats import QTensor, get_format, stored_format
 from lowroll.weights.noise import Noise, draw, noisy_norms
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def rollout_copy(
     """
     _note_conversion(master, format)
     shares_base = master.dtype == dtype and (owned or master.weight_format == format)
-    rollout = Transformer(master.spec, "meta", dtype)
+    rollout = Transformer(master.spec, "meta", dtype, ENGINE)
     mine, shared = dict(master.named_parameters()), set[str]()
     disturbed = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     for name, _ in list(rollout.named_parameters()):
@@ -93,13 +94,13 @@ def rollout_copy(
             ours.adapter = _copy_adapter(theirs.adapter)
     rollout.freqs, rollout.shared = master.freqs, frozenset() if owned else frozenset(shared)
     rollout.head = over(rollout.lm_head_weight)
-    return rollout.requires_grad_(False).run_low_bit(True).eval()
+    return rollout.requires_grad_(False).eval()
 
 
 def beside(master: Transformer, rollout: Transformer, format: str) -> Transformer:
     """A second model for the engine: the linear weights in another format, all else the very
     tensors of `rollout`."""
-    other = Transformer(rollout.spec, "meta", rollout.dtype)
+    other = Transformer(rollout.spec, "meta", rollout.dtype, ENGINE)
     for name, p in rollout.named_parameters():
         if ".adapter." not in name:
             _set_parameter(other, name, p.detach())
@@ -109,7 +110,7 @@ def beside(master: Transformer, rollout: Transformer, format: str) -> Transforme
         ours.set_weight(_engines(name, theirs, format))
         ours.adapter = same.adapter
     other.freqs, other.shared, other.head = rollout.freqs, rollout.shared, rollout.head
-    return other.requires_grad_(False).run_low_bit(True).eval()
+    return other.requires_grad_(False).eval()
 
 
 @torch.no_grad()
@@ -259,7 +260,7 @@ def _engines(name: str, linear: Linear, format: str) -> QTensor:
         and linear.aligned is None
         and weight is not linear.weight
     ):
-        _note_source(weight, linear.weight)
+        weight.note_source(linear.weight)
     return weight
 
 
@@ -270,28 +271,20 @@ def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -
         target.copy_(linear.aligned)
     elif isinstance(linear.weight, nn.Parameter):
         target.quantize_(linear.weight, amax_1)
-    elif _SOURCES.get(target) != (ref(linear.weight), linear.weight.version, target.version):
+    elif not target.is_made_of(linear.weight):
         target.copy_(_quantize(name, linear, target.format))
-        _note_source(target, linear.weight)
-
-
-# whose codes, in another format, a tensor was made of: that tensor, its version then, and the
-# version of what was made
-_SOURCES: WeakKeyDictionary[QTensor, tuple[ref[QTensor], int, int]] = WeakKeyDictionary()
-
-
-def _note_source(made: QTensor, source: QTensor) -> None:
-    _SOURCES[made] = ref(source), source.version, made.version
+        target.note_source(linear.weight)
 
 
 def _note_conversion(model: Transformer, format: str) -> None:
     """Say when low-bit weights are about to be quantized a second time."""
     before = model.weight_format
-    if before is not None and not get_format(before).dense and layout(before) != layout(format):
+    if before is None or get_format(before).dense:
+        return
+    if stored_format(before) != stored_format(format):
         log.warning(
             "the model's weights are %s: %s is made from their dequantized values; with %s they "
-            "would be used "
-            "as they are",
+            "would be used as they are",
             before,
             format,
             before,

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowroll.advantages import gae, place, whiten
-from lowroll.objectives import count, value_loss
-from lowroll.objectives.reduce import Counts
+from lowroll.objectives.reduce import Counts, count
+from lowroll.objectives.value import value_loss
 
 REWARDS, VALUES = [0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4]
 

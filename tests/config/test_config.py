@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lowroll.config import ConfigError, RunConfig, from_mapping, load
-from lowroll.config.algorithms import ALGORITHMS
 from lowroll.config.auto import AUTO, Rollouts, Row, choose_correction
 from lowroll.config.document import ConfigDumper, parse, resolve_plain
 from lowroll.config.foreign import ABSENT, NEEDLESS, RENAMED
 from lowroll.config.load import known_keys
+from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, RULES
 
 ROOT = Path(__file__).parents[2]
 
@@ -166,8 +166,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
         "model: m\nalgorithm: grop\n",
         [],
         [
-            "run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, "
-            "ppo, got 'grop' "
+            f"run.yaml:2: algorithm: must be one of {', '.join(ALGORITHMS)}, got 'grop' "
             "(did you mean grpo?)"
         ],
     ),
@@ -175,9 +174,8 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
         "model: m\ncorrection: sprase\n",
         [],
         [
-            "run.yaml:2: correction: must be one of auto, none, is, decoupled, tis, acr, tbpo, "
-            "sparse, aipo, ipo, "
-            "reweight, got 'sprase' (did you mean sparse?)"
+            f"run.yaml:2: correction: must be one of auto, {', '.join(CORRECTIONS)}, "
+            "got 'sprase' (did you mean sparse?)"
         ],
     ),
     (
@@ -445,8 +443,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
         "model: m\nalgorithm: GRPO\n",
         [],
         [
-            "run.yaml:2: algorithm: must be one of grpo, grpo_no_std, dr_grpo, rloo, dapo, gspo, "
-            "ppo, got 'GRPO' "
+            f"run.yaml:2: algorithm: must be one of {', '.join(ALGORITHMS)}, got 'GRPO' "
             "(did you mean grpo?)"
         ],
     ),
@@ -761,7 +758,7 @@ def test_auto_under_an_aligned_forward(algorithm: str, weights: str, expected: s
         )
         assert (
             cfg.advantage == ALGORITHMS[algorithm].advantage
-            and cfg.loss.reduce == ALGORITHMS[algorithm].reduce
+            and cfg.loss.reduce == ALGORITHMS[algorithm].options["reduce"]
         )
         assert from_mapping(tree | {"correction": "tis"}).correction == "tis"
         with pytest.raises(
@@ -868,12 +865,8 @@ def test_warnings_for_what_rarely_is_meant() -> None:
 
 
 def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:
-    from lowroll import advantages
-    from lowroll.objectives import CORRECTIONS, select
+    from lowroll.objectives.objective import select
 
-    assert {
-        name: algorithm.advantage for name, algorithm in ALGORITHMS.items()
-    } == advantages.BY_ALGORITHM
     for algorithm in ALGORITHMS:
         for correction in CORRECTIONS:
             tree = {"model": "m", "algorithm": algorithm, "correction": correction, "force": True}
@@ -884,6 +877,7 @@ def test_defaults_agree_with_the_tables_of_the_other_rooms() -> None:
                     from_mapping(tree)
                 continue
             cfg = from_mapping(tree)
+            assert cfg.objective_options.keys() <= options.keys()
             length = cfg.rollout.max_tokens if algorithm == "dr_grpo" else None
             for name, value in cfg.objective_options.items():
                 assert value == (length if name == "max_length" else options[name]), (
@@ -921,14 +915,18 @@ def test_what_loads_is_what_the_orchestrator_takes(
 
 
 def test_the_choices_are_those_of_the_objectives() -> None:
-    from typing import get_args
-
-    from lowroll.config.loss import Rule
-    from lowroll.objectives import CORRECTIONS
-    from lowroll.objectives.correction import RULES
-
-    assert get_args(Rule) == RULES
-    assert get_args(RunConfig.model_fields["correction"].annotation) == ("auto", *CORRECTIONS)
+    for correction in ("auto", *CORRECTIONS):
+        tree = {"model": "m", "correction": correction, "force": True}
+        assert from_mapping(tree).correction == ("acr" if correction == "auto" else correction)
+    for rule in RULES:
+        bound = [0.5, 2.0] if rule.endswith("k1") else 3.0
+        given = {"correction": "reweight", "loss": {"reweight": {"reject": {rule: bound}}}}
+        assert from_mapping({"model": "m", **given}).loss.reweight.reject.keys() == {rule}
+    for key in ("algorithm", "advantage", "correction", "rollout.weights", "loss.reduce"):
+        with pytest.raises(ConfigError, match=f"override {key}: must be one of .*, got 'dapper'"):
+            from_mapping({"model": "m"}, {key: "dapper"})
+    with pytest.raises(ConfigError, match="must be one of .*, got 3$"):
+        from_mapping({"model": "m"}, {"rollout.weights": 3})
 
 
 @pytest.mark.parametrize(
@@ -963,7 +961,7 @@ def test_a_corrections_own_section_reaches_its_objective(
     loss: dict[str, object],
     expected: dict[str, object],
 ) -> None:
-    from lowroll.objectives import select
+    from lowroll.objectives.objective import select
 
     cfg = from_mapping({"model": "m", "correction": correction, "loss": loss, "algorithm": "dapo"})
     options = cfg.objective_options

@@ -25,7 +25,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant import fp8
 from lowroll.quant.formats import get_format
 from lowroll.types import Group
-from lowroll.weights.publish import digest, quantize_base
+from lowroll.weights.publish import digest, quantize_base, rollout_copy
 from tests.fixtures.tiny import COMMON, FAMILIES, hf_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
@@ -194,7 +194,7 @@ def test_low_bit_codes_values_and_products_are_the_cpus(name: str, shape: tuple[
 def test_fp8_products_are_the_devices(shape: tuple[int, int]) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this device has no e4m3 product")
-    assert w8a8.has_e4m3(torch.device("cuda", 0))
+    assert w8a8.scaled_mm_supports(torch.device("cuda", 0))
     torch.manual_seed(0)
     codes_NK, codes_MK = (
         fp8.to_e4m3(torch.randn(shape).cuda() * 99),
@@ -288,7 +288,9 @@ def test_lora_shares_its_base_and_adopts_in_place_on_the_device(folder: Path) ->
         stamp = engine.behavior.policy[0].digest
         assert engine.update_weights(learner, 1).policy[0].digest != stamp
         assert {name: p.data_ptr() for name, p in engine.model.named_parameters()} == theirs
-        assert torch.equal(forward(learner.run_low_bit(True)), forward(engine.model))
+        assert torch.equal(
+            forward(rollout_copy(learner, "int8", learner.dtype)), forward(engine.model)
+        )
     assert not torch.equal(forward(engine.model), before)
 
 

@@ -14,7 +14,7 @@ from lowroll.kernels.moe import grouped, route, routed
 from lowroll.kernels.moe.grouped import Stack
 from lowroll.model import hf
 from lowroll.model.attention import varlen
-from lowroll.model.experts import Experts, _low_bit_product
+from lowroll.model.experts import EngineExperts, Experts, LearnerExperts, _low_bit_product
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import spec_from_config
 from lowroll.quant.formats import quantize
@@ -117,7 +117,7 @@ def test_the_learner_in_bfloat16_is_near_the_cpu_in_float32() -> None:
         assert torch.equal(gpu(x_TD.cuda()), got)
 
 
-def layer(device: str, dtype: torch.dtype) -> Experts:
+def layer(device: str, dtype: torch.dtype, kind: type[Experts] = LearnerExperts) -> Experts:
     spec = spec_from_config(
         {
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -133,7 +133,7 @@ def layer(device: str, dtype: torch.dtype) -> Experts:
             "norm_topk_prob": True,
         }
     )
-    experts = Experts(spec, device, dtype)
+    experts = kind(spec, device, dtype)
     with torch.no_grad():
         for seed, p in enumerate(experts.parameters()):
             p.copy_((normal(*p.shape, seed=seed) * 0.1).bfloat16())
@@ -143,11 +143,11 @@ def layer(device: str, dtype: torch.dtype) -> Experts:
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_aligned_learner_has_the_engines_bits_with_gradients_and_without(format: str) -> None:
     """But for few rows of 4-bit codes, which the engine streams and the learner does not."""
-    learner, engine = (layer("cuda", torch.bfloat16) for _ in range(2))
+    learner = layer("cuda", torch.bfloat16)
+    engine = layer("cuda", torch.bfloat16, EngineExperts)
     for ours, theirs in ((learner.gate_up, engine.gate_up), (learner.down, engine.down)):
         ours.aligned = quantize(ours.weight.detach(), format)
         theirs.set_weight(ours.aligned)
-        theirs.low_bit = True
     for tokens in (9, 700):
         x_TD = normal(tokens, HIDDEN, seed=9).bfloat16().cuda()
         with_gradients = learner(x_TD)
@@ -155,7 +155,7 @@ def test_an_aligned_learner_has_the_engines_bits_with_gradients_and_without(form
             assert with_gradients.requires_grad and torch.equal(learner(x_TD), with_gradients)
             got = engine(x_TD)
             streams = all(
-                routed.takes(linear.stack(x_TD), x_TD, tokens * CHOICES)
+                routed.supports(linear.stack(x_TD), x_TD, tokens * CHOICES)
                 for linear in (engine.gate_up, engine.down)
             )
         assert (
@@ -168,10 +168,10 @@ def test_an_aligned_learner_has_the_engines_bits_with_gradients_and_without(form
 @pytest.mark.parametrize("format", ["w4a8", "fp8_block"])
 def test_formats_without_a_kernel_round_activations(format: str) -> None:
     """Against each expert's own product, which is that of a dense layer."""
-    engine, x_TD = layer("cuda", torch.bfloat16), normal(9, HIDDEN, seed=9).bfloat16().cuda()
+    engine = layer("cuda", torch.bfloat16, EngineExperts)
+    x_TD = normal(9, HIDDEN, seed=9).bfloat16().cuda()
     for linear in (engine.gate_up, engine.down):
         linear.set_weight(quantize(linear.weight.detach(), format))
-        linear.low_bit = True
     with torch.no_grad():
         groups = route.sort_slots(engine.router(x_TD)[1], COUNT)
         x_PK = route.gather(x_TD, groups, CHOICES)
@@ -224,7 +224,7 @@ def test_streamed_codes_are_multiplied_as_what_they_stand_for(
         route.sort_slots(experts_TS, count),
         normal(38, features, seed=2).bfloat16().cuda(),
     )
-    if not routed.available(format, x_TD.device):
+    if not routed.supports_device(format, x_TD.device):
         pytest.skip("needs compute capability 9.0 and nvcc")
     x_PK, e_P = x_TD[groups.slot_P // choices], experts_TS.flatten()[groups.slot_P].long()
     want_PN = torch.bmm(w_ENK[e_P], x_PK.float()[..., None]).squeeze(-1)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lowroll.model import lora
 from lowroll.model.attention import MOST_STACKS, varlen
-from lowroll.model.linear import Linear
+from lowroll.model.learner_linear import LearnerLinear
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer
-from lowroll.objectives import select
+from lowroll.objectives.objective import select
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
 from tests.fixtures.learner import make_batch, tiny_model
@@ -85,7 +85,7 @@ def test_attention_of_packed_sequences(lengths: list[int], kv_heads: int) -> Non
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_adapted_product_in_half_precision(parts: dict[str, int], bias: bool) -> None:
     torch.manual_seed(0)
-    linear = Linear(96, parts, bias, "cuda", torch.bfloat16).requires_grad_(False)
+    linear = LearnerLinear(96, parts, bias, "cuda", torch.bfloat16).requires_grad_(False)
     linear.weight.normal_(0, 0.1)
     if linear.bias is not None:
         linear.bias.normal_()

@@ -40,7 +40,7 @@ def error(y: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_exact_up_to_float32_sums(kind: str, shape: tuple[int, int]) -> None:
-    if not streamed.available("nvfp4", torch.device("cuda", 0)):
+    if not streamed.supports_device("nvfp4", torch.device("cuda", 0)):
         pytest.skip("needs capability 9.0 and nvcc")
     q = matrix(kind, shape)
     w_NK, bias_N = q.dequantize().double(), torch.randn(shape[0], device="cuda")
@@ -60,7 +60,7 @@ def test_dequantized_bits_are_those_of_plain_torch(kind: str) -> None:
     for shape in SHAPES:
         q = matrix(kind, shape)
         for dtype in (torch.float32, torch.bfloat16):
-            assert w4a16.expands(kind, q.tensors, shape, dtype)
+            assert w4a16.supports_dequantize(kind, q.tensors, shape, dtype)
             assert torch.equal(q.dequantize(dtype).cpu(), q.to("cpu").dequantize(dtype))
 
 

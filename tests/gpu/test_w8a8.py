@@ -64,7 +64,7 @@ def test_integer_products_are_exact(shape: tuple[int, int], dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_e4m3_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """The bound: what the device's sums lose, and two roundings to the dtype."""
-    if not w8a8.has_e4m3(torch.device("cuda", 0)):
+    if not w8a8.scaled_mm_supports(torch.device("cuda", 0)):
         pytest.skip("this device has no e4m3 product")
     for num_rows in ROWS:
         rows, codes, scale, bias = problem("fp8", num_rows, shape, dtype)
@@ -102,7 +102,7 @@ def test_few_rows_are_those_of_more() -> None:
     batch = w8a8.multiply(rows, codes, scale, bias).dense()
     for size in (1, 2, 4, 5, 16, 32):
         part = Rows(rows.codes_MK[:size], rows.scale_M1[:size])
-        assert gemv.takes(part.codes_MK, codes) == (size <= gemv.MOST[torch.int8])
+        assert gemv.supports(part.codes_MK, codes) == (size <= gemv.MOST[torch.int8])
         assert torch.equal(w8a8.multiply(part, codes, scale, bias).dense(), batch[:size])
 
 

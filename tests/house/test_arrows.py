@@ -20,8 +20,12 @@ FILES = {
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
     "machine": (set(), set()),
-    # config -> types: what the engine can be asked for bounds what a file may ask for
-    "config": ({"types"}, {"pydantic", "pydantic_core", "yaml"}),
+    # config -> types: what the engine can be asked for bounds what a file may ask for; quant,
+    # objectives, advantages: their tables are the words that it may ask with, and need no torch
+    "config": (
+        {"types", "quant", "objectives", "advantages"},
+        {"pydantic", "pydantic_core", "yaml"},
+    ),
     # quant -> kernels: a format multiplies by its kernel
     "quant": ({"kernels"}, {"torch"}),
     "checkpoint": ({"types"}, {"torch", "safetensors"}),
@@ -57,6 +61,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "model",
             "kernels",
             "weights",
+            "quant",
             "objectives",
             "advantages",
             "transport",
@@ -75,6 +80,8 @@ TORCH_FREE = (
     "engine/request.py",
     "kv/pages.py",
     "kv/capacity.py",
+    "quant/table.py",
+    "objectives/table.py",
 )
 LIGHT = (
     "types",
@@ -90,6 +97,8 @@ LIGHT = (
     "engine.request",
     "kv.pages",
     "kv.capacity",
+    "quant.table",
+    "objectives.table",
 )
 
 

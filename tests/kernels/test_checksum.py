@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import checksum
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from tests.fixtures.compiled import built
 
 pytest.importorskip("triton")
@@ -144,7 +144,7 @@ def test_compiled_for_a_gpu_nothing_spills(kernel: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    assert fused(torch.empty(0))
+    assert triton_supports(torch.empty(0))
     checksum.BLOCK_BYTES, checksum.STEP_BYTES = 4096, 2048  # the interpreter takes its time
     for check in CHECKS:
         check()

@@ -17,7 +17,7 @@ import lowroll.kernels.sampling.draw
 from lowroll.kernels import nvcc
 from lowroll.kernels.attention import decode, paged
 from lowroll.kernels.attention.decode import write_pages
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.sampling.draw import TILE, draw, uniform
 from tests.fixtures.compiled import built
 from tests.fixtures.decode import Case
@@ -82,7 +82,7 @@ def test_dead_rows_on_the_cpu() -> None:
 
 @both
 def test_write_pages_skips_negative_slots(path: str) -> None:
-    assert fused(torch.zeros(1)) == (path == "triton")
+    assert triton_supports(torch.zeros(1)) == (path == "triton")
     k, v = torch.randn(7, 3, 20), torch.randn(7, 6, 20)[:, :3]
     keys, values = torch.zeros(4, 4, 3, 20), torch.ones(4, 4, 3, 20)
     slots = torch.tensor([3, -1, 15, 0, 4, -1, 9])

@@ -95,7 +95,7 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 
 # what is read before the wait: a row's length and pages, of the step before; weights
-AHEAD = {"_decode_kernel": "LDG.E R", "_few": "LDG.E.128.STRONG.GPU"}
+AHEAD = {"_decode_kernel": "LDG.E R", "_gemv_kernel": "LDG.E.128.STRONG.GPU"}
 
 
 @pytest.fixture

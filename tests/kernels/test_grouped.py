@@ -19,7 +19,7 @@ from lowroll.kernels.moe import grouped, route, routed
 from lowroll.kernels.moe.grouped import Stack, Tiles
 from lowroll.kernels.quantize import rows
 from lowroll.model import experts
-from lowroll.model.experts import Experts
+from lowroll.model.experts import EngineExperts, Experts, LearnerExperts
 from lowroll.model.spec import spec_from_config
 from tests.fixtures.compiled import built
 from tests.fixtures.experts import TENSORS, encoded, normal, rounded, stack_of
@@ -160,7 +160,9 @@ def test_gathering_and_summing_by_place_have_the_gradients_of_plain_torch(
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("format", TENSORS)
-def test_products_are_those_of_the_dequantized_matrices(format: str) -> None:
+def test_products_are_those_of_the_dequantized_matrices(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows, features and places that no tile divides; an expert without rows, and one with more
     than a tile."""
     num_out, num_in, count = 40, 96, 4
@@ -169,7 +171,8 @@ def test_products_are_those_of_the_dequantized_matrices(format: str) -> None:
     x_PK, groups = normal(28, num_in), route.sort_slots(experts_P[:, None], count)
     stack, sorted_PK = stack_of(q, count), x_PK[groups.slot_P]
     operand, scale = grouped._operand(sorted_PK, stack)
-    got = grouped._launch(operand, scale, stack, groups, torch.float32, chosen=Tiles(16, 32, 64))
+    monkeypatch.setattr(grouped, "tiles", lambda stack, slots: Tiles(16, 32, 64))
+    got = grouped._launch(operand, scale, stack, groups, torch.float32)
     w_ENK = q.dequantize(torch.float32).view(count, num_out, num_in)
     want = torch.stack(
         [
@@ -196,7 +199,7 @@ def test_the_learners_products_take_matrices_that_lie_either_way() -> None:
 
 
 @pytest.mark.interpreted
-def test_a_global_scale_a_row_is_read_by_row() -> None:
+def test_a_global_scale_a_row_is_read_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [
         encoded(normal(32, 32, seed=seed) * size, "nvfp4") for seed, size in ((0, 1.0), (1, 7.0))
     ]
@@ -206,9 +209,8 @@ def test_a_global_scale_a_row_is_read_by_row() -> None:
     scale_N = torch.cat([part.tensors["weight_global_scale"].expand(32) for part in parts])
     groups, x_PK = route.sort_slots(torch.tensor([[0], [1]]), 2), normal(2, 32, seed=5)
     stack = Stack("nvfp4", 2, rows["weight_packed"], rows["weight_scale"], scale_N)
-    got = grouped._launch(
-        *grouped._operand(x_PK, stack), stack, groups, torch.float32, chosen=Tiles(16, 16, 32)
-    )
+    monkeypatch.setattr(grouped, "tiles", lambda stack, slots: Tiles(16, 16, 32))
+    got = grouped._launch(*grouped._operand(x_PK, stack), stack, groups, torch.float32)
     want = torch.stack([part.dequantize() @ x for part, x in zip(parts, x_PK, strict=True)])
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
@@ -241,7 +243,12 @@ def test_a_mixture_of_experts_is_the_formula(format: str, monkeypatch: pytest.Mo
     assert (got - want).abs().max() < bound * want.abs().max()
 
 
-def module_of(dtype: torch.dtype = torch.float32, hidden: int = 64, wide: int = 32) -> Experts:
+def module_of(
+    dtype: torch.dtype = torch.float32,
+    hidden: int = 64,
+    wide: int = 32,
+    kind: type[Experts] = LearnerExperts,
+) -> Experts:
     spec = spec_from_config(
         {
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -257,7 +264,7 @@ def module_of(dtype: torch.dtype = torch.float32, hidden: int = 64, wide: int = 
             "norm_topk_prob": True,
         }
     )
-    module = Experts(spec, "cpu", dtype)
+    module = kind(spec, "cpu", dtype)
     with torch.no_grad():
         for seed, p in enumerate(module.parameters()):
             p.copy_(normal(*p.shape, seed=seed) * 0.3)
@@ -279,14 +286,15 @@ def module_of(dtype: torch.dtype = torch.float32, hidden: int = 64, wide: int = 
 def test_a_learner_has_the_same_bits_with_gradients_and_without_and_an_aligned_one_the_engines(
     format: str | None, dtype: torch.dtype
 ) -> None:
-    learner, engine, x_TD = module_of(dtype), module_of(dtype), normal(7, 64, seed=9).to(dtype)
+    learner = module_of(dtype)
+    engine = module_of(dtype, kind=EngineExperts)
+    x_TD = normal(7, 64, seed=9).to(dtype)
     for ours, theirs in zip(
         (learner.gate_up, learner.down), (engine.gate_up, engine.down), strict=True
     ):
         if format:
             ours.aligned = encoded(ours.weight, format)
         theirs.set_weight(ours.aligned or encoded(ours.weight, "fp32"))
-        theirs.low_bit = True
     want = learner(x_TD)
     with torch.no_grad():
         again, got = learner(x_TD), engine(x_TD)
@@ -300,15 +308,17 @@ def test_formats_without_a_kernel_of_their_own_round_activations_as_in_a_dense_l
     format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against each expert's own product, an expert at a time."""
-    module, x_TD = module_of(hidden=128, wide=128), normal(7, 128, seed=9)
+    module = module_of(hidden=128, wide=128, kind=EngineExperts)
+    x_TD = normal(7, 128, seed=9)
     for linear in (module.gate_up, module.down):
         linear.set_weight(encoded(linear.weight, format))
-        linear.low_bit = True
-    monkeypatch.setattr(rows, "fused", lambda x: False)  # the interpreter rounds to e4m3 wrongly
+    monkeypatch.setattr(
+        rows, "triton_supports", lambda x: False
+    )  # the interpreter rounds to e4m3 wrongly
     with torch.no_grad():
         got = module(x_TD)
         for owner in (experts, swiglu, route):
-            monkeypatch.setattr(owner, "fused", lambda x: False)
+            monkeypatch.setattr(owner, "triton_supports", lambda x: False)
         want = module(x_TD)
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
@@ -342,7 +352,6 @@ def test_where_a_token_lies_is_counted_in_64_bits() -> None:
     """Half a million tokens of 4,096 features, or shares of 512 experts' logits, are beyond
     2^31."""
     pytest.importorskip("triton")
-    from lowroll.kernels.moe import triton_route
 
     types = {
         "x_ptr": "*bf16",
@@ -365,8 +374,8 @@ def test_where_a_token_lies_is_counted_in_64_bits() -> None:
         "EARLY": False,
     }
     for kernel, pointers in (
-        (triton_route.logits, ("x_ptr", "part_ptr")),
-        (triton_route.choose, ("part_ptr", "weights_ptr", "experts_ptr")),
+        (route._logits_kernel, ("x_ptr", "part_ptr")),
+        (route._choose_kernel, ("part_ptr", "weights_ptr", "experts_ptr")),
     ):
         names = kernel.arg_names
         code = built(
@@ -384,7 +393,6 @@ def test_where_a_token_lies_is_counted_in_64_bits() -> None:
 
 def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
     pytest.importorskip("triton")
-    from lowroll.kernels.moe import triton_grouped
 
     signature = {
         "x_ptr": "*bf16",
@@ -400,7 +408,7 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
         **types,
     }
     constants = {
-        "rows": 768,
+        "channels": 768,
         "features": 2048,
         "KIND": kind,
         "CHOICES": 8,
@@ -416,7 +424,7 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
         "EARLY": False,
     }
     return built(
-        triton_grouped.multiply, signature, constants, ("slots",), num_warps=4, num_stages=3
+        grouped._multiply_kernel, signature, constants, ("slots",), num_warps=4, num_stages=3
     )
 
 
@@ -440,22 +448,21 @@ def test_streamed_codes_compile_without_spills(kind: str, tmp_path: Path) -> Non
     assert spills and set(spills) == {("0", "0")}, said
 
 
-@pytest.mark.slow
 def test_streamed_codes_are_for_few_rows_of_packed_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, bytes_, odd = (
         stack_of(encoded(normal(8 * 32, features), format), 8)  # 192: no whole chunks of 128
         for features, format in ((256, "nvfp4"), (256, "fp8"), (192, "nvfp4"))
     )
-    monkeypatch.setattr(routed, "available", lambda kind, device: True)
+    monkeypatch.setattr(routed, "supports_device", lambda kind, device: True)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     x_TD = torch.empty(1, 256, dtype=torch.bfloat16)
-    assert [routed.takes(packed, x_TD, slots) for slots in (1, 8 * 32, 8 * 32 + 1)] == [
+    assert [routed.supports(packed, x_TD, slots) for slots in (1, 8 * 32, 8 * 32 + 1)] == [
         True,
         True,
         False,
     ]
     assert not any(
-        routed.takes(stack, x, 1)
+        routed.supports(stack, x, 1)
         for stack, x in ((bytes_, x_TD), (odd, x_TD), (packed, x_TD.half()))
     )
 
@@ -465,7 +472,7 @@ def test_streamed_codes_fit_into_shared_memory_or_are_not_taken(
 ) -> None:
     """226 KiB: 32 rows of 2048 features and the rings of eight warps fit, 32 of 4096 do not, 16 of
     those do."""
-    monkeypatch.setattr(routed, "available", lambda kind, device: True)
+    monkeypatch.setattr(routed, "supports_device", lambda kind, device: True)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     for features, slots, taken in (
         (2048, 256, True),
@@ -475,5 +482,5 @@ def test_streamed_codes_fit_into_shared_memory_or_are_not_taken(
     ):
         stack = Stack("nvfp4", 8, torch.empty(8, features // 2, dtype=torch.uint8))
         assert (
-            routed.takes(stack, torch.empty(1, features, dtype=torch.bfloat16), slots) == taken
+            routed.supports(stack, torch.empty(1, features, dtype=torch.bfloat16), slots) == taken
         ), (features, slots)

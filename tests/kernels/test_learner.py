@@ -20,7 +20,7 @@ from lowroll.model import logprobs as model_logprobs
 from lowroll.model import lora
 from lowroll.model.adapter import Adapter
 from lowroll.model.attention import varlen
-from lowroll.model.linear import Linear
+from lowroll.model.learner_linear import LearnerLinear
 from tests.fixtures.compiled import built, compiled
 from tests.fixtures.learner import tiny_model
 
@@ -154,9 +154,9 @@ def test_updates_of_large_ranks_are_plain_products(
     rank: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tile has no room for them: a model's gate and the function itself go another way."""
-    assert low_rank.holds(rank - 1, dtype) and not low_rank.holds(rank, dtype)
-    monkeypatch.setattr(low_rank, "_silu_mul_adapted", None)
-    monkeypatch.setattr(low_rank, "_silu_mul_adapted_backward", None)
+    assert low_rank.supports(rank - 1, dtype) and not low_rank.supports(rank, dtype)
+    monkeypatch.setattr(low_rank, "_silu_mul_adapted_kernel", None)
+    monkeypatch.setattr(low_rank, "_silu_mul_adapted_backward_kernel", None)
     gate_up, low, b = (
         random(*shape, seed=i).to(dtype) for i, shape in enumerate([(5, 14), (5, rank), (14, rank)])
     )
@@ -166,13 +166,14 @@ def test_updates_of_large_ranks_are_plain_products(
         got.float(), torch.nn.functional.silu(gate) * up, rtol=1e-2, atol=0.3
     )
     got.float().sum().backward()
-    linear = Linear(6, {"gate_proj": 4, "up_proj": 4}, False, dtype=dtype).requires_grad_(False)
+    linear = LearnerLinear(6, {"gate_proj": 4, "up_proj": 4}, False, dtype=dtype)
+    linear.requires_grad_(False)
     linear.weight.normal_()
     linear.adapter = Adapter(rank, 1.0)
     linear.adapter.a["up_proj"], linear.adapter.b["up_proj"] = (
         torch.nn.Parameter(random(*shape)) for shape in ((rank, 6), (4, rank))
     )
-    y_TN, update = linear.without_update(random(3, 6).to(dtype))
+    y_TN, update = linear.base_and_update(random(3, 6).to(dtype))
     assert update is None and torch.equal(y_TN, linear(random(3, 6).to(dtype)))
 
 
@@ -180,7 +181,7 @@ def test_updates_of_large_ranks_are_plain_products(
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
 def test_the_largest_update_of_a_tile_fits_into_shared_memory() -> None:
     constants = {"TOKENS": low_rank.TOKENS, "FEATURES": low_rank.FEATURES, "RANK": 256}
-    for function in (low_rank._silu_mul_adapted, low_rank._silu_mul_adapted_backward):
+    for function in (low_rank._silu_mul_adapted_kernel, low_rank._silu_mul_adapted_backward_kernel):
         types = {
             name: "i32" if name in ("num_tokens", "size", "columns", "rank") else "*bf16"
             for name in function.arg_names
@@ -202,7 +203,10 @@ def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> N
         model = lora.attach(tiny_model(), 4, 8.0, targets) if targets else tiny_model()
         for p in model.trainable_parameters().values():
             p.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(p.numel()))
-        with patch("lowroll.model.linear.fused", lambda x, plain=plain: not plain):
+        with (
+            patch("lowroll.model.linear.triton_supports", lambda x, plain=plain: not plain),
+            patch("lowroll.model.learner_linear.triton_supports", lambda x, plain=plain: not plain),
+        ):
             hidden = model(torch.arange(9), torch.arange(9), varlen([9]))
             (hidden * random(*hidden.shape)).sum().backward()
         found.append([hidden.detach(), *(p.grad for p in model.trainable_parameters().values())])
@@ -269,12 +273,12 @@ def test_adamws_moments_weigh_a_gradient_by_what_the_betas_leave(
     """
 
     class OnDevice:
-        def __getitem__(self, grid: tuple[int, ...], kernel: Any = adamw._adamw) -> Any:
+        def __getitem__(self, grid: tuple[int, ...], kernel: Any = adamw._adamw_kernel) -> Any:
             return lambda *args, **named: kernel[grid](
                 *(torch.tensor(x).item() if isinstance(x, float) else x for x in args), **named
             )
 
-    monkeypatch.setattr(adamw, "_adamw", OnDevice())
+    monkeypatch.setattr(adamw, "_adamw_kernel", OnDevice())
     master, first, second = random(70), torch.zeros(70), torch.zeros(70)
     truth = torch.nn.Parameter(master.double())
     torchs = torch.optim.AdamW([truth], lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
@@ -330,7 +334,9 @@ def test_adamw_refuses_tensors_that_it_cannot_write(odd: Tensor) -> None:
 def test_nothing_spills(kernel: str) -> None:
     from triton import language
 
-    function: Any = getattr({"token_log_probs": logprobs, "adamw": adamw}[kernel], f"_{kernel}")
+    function: Any = getattr(
+        {"token_log_probs": logprobs, "adamw": adamw}[kernel], f"_{kernel}_kernel"
+    )
     constants: dict[str, Any] = {"BLOCK": logprobs.LANES}
     types = dict.fromkeys(function.arg_names, "fp32") | {
         "logits_ptr": "*fp32",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize import quantize4
 from lowroll.quant.formats import get_format
 from tests.fixtures.compiled import built
@@ -82,7 +82,7 @@ def test_compiled_for_a_gpu_nothing_spills(name: str) -> None:
         "UNIT": 8,
     }
     sass = built(
-        quantize4._quantize4, types, constants, loose=("num_groups", "G", "U"), num_warps=4
+        quantize4._quantize4_kernel, types, constants, loose=("num_groups", "G", "U"), num_warps=4
     ).asm["sass"]
     assert "STL" not in sass and "LDG.E.128" in sass
 
@@ -91,5 +91,5 @@ if __name__ == "__main__":
     import warnings
 
     warnings.simplefilter("ignore")  # numpy counts overflows that are meant
-    assert fused(torch.empty(0))
+    assert triton_supports(torch.empty(0))
     check_bytes_are_those_of_plain_torch()

@@ -22,6 +22,7 @@ from lowroll.kernels import nvcc
 from lowroll.kernels.attention import paged
 from lowroll.kernels.matmul import streamed, w4a16
 from lowroll.kernels.moe import routed
+from lowroll.kernels.support import Support
 from lowroll.quant.formats import QTensor, get_format, quantize
 from lowroll.quant.groups import E2M1_LEVELS
 
@@ -57,7 +58,7 @@ def test_dequantized_bits_are_those_of_plain_torch(kind: str, dtype: torch.dtype
             q.tensors["weight_scale"][1:3] = torch.tensor([0, 254], dtype=torch.uint8)[:, None]
         got_NK = w4a16.dequantize(kind, q.tensors, shape, dtype)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(w4a16, "expands", lambda *_: False)
+            patch.setattr(w4a16, "supports_dequantize", lambda *_: False)
             assert torch.equal(got_NK, q.dequantize(dtype)), (kind, shape)
 
 
@@ -105,7 +106,7 @@ def test_int4_bits_are_exact_in_bf16() -> None:
 def test_the_cpu_is_as_it_was(kind: str) -> None:
     q = quantize(torch.randn(8, 256, generator=torch.Generator().manual_seed(1)), kind)
     x_MK = torch.randn(3, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
-    assert not w4a16.takes(kind, x_MK, q.shape)
+    assert not w4a16.supports(kind, x_MK, q.shape)
     assert torch.equal(
         q.linear(x_MK), torch.nn.functional.linear(x_MK, q.dequantize(torch.bfloat16))
     )
@@ -151,6 +152,28 @@ def test_a_build_has_a_deadline(
     nvcc.compiler.cache_clear()
 
 
+def asked(monkeypatch: pytest.MonkeyPatch) -> Support:
+    """Whether nvcc compiles, asked for a device of capability 9.0."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    return nvcc.supports_device.__wrapped__(torch.device("cuda", 0))
+
+
+@pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
+def test_an_nvcc_that_works_is_known_by_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(monkeypatch) and re.fullmatch(r"\d+\.\d+", nvcc.version())
+    assert nvcc.supports_device(torch.device("cpu")).why_not == "needs a CUDA device"
+
+
+def test_an_nvcc_that_fails_says_why_and_keeps_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvcc(tmp_path, 'echo "unsupported GNU version" >&2; exit 1', monkeypatch)
+    found = asked(monkeypatch)
+    assert not found and "unsupported GNU version" in found.why_not
+    assert nvcc.version() == "" and not cache.exists()
+    nvcc.compiler.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [(streamed, ("nvfp4",)), (routed, ("nvfp4",)), (paged, (128, torch.bfloat16))],
@@ -161,7 +184,8 @@ def test_a_cache_that_cannot_be_written_costs_speed_and_no_more(
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(nvcc, "compiler", lambda: Path("/usr/bin/true"))
-    assert module.available.__wrapped__(*arguments, torch.device("cuda", 0)) is False
+    found = module.supports_device.__wrapped__(*arguments, torch.device("cuda", 0))
+    assert not found and "cannot be built" in found.why_not
 
 
 def test_a_folder_of_someone_else_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,14 +227,14 @@ def test_compiled_for_hopper_nothing_spills_and_the_workspace_is_large_enough(
             ctypes.byref(problem), processors, needed, None
         )  # asks, launches nothing
         assert needed[0] <= processors * streamed.PARTIAL
-        assert needed[1] <= streamed.TILES or not streamed.fits(rows, num_out)
+        assert needed[1] <= streamed.TILES or not streamed.workspace_supports(rows, num_out)
 
 
 def test_products_that_the_workspace_has_no_room_for_are_not_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """65,536 counters: two for 256 rows of weights and 64 of activations."""
-    monkeypatch.setattr(streamed, "available", lambda kind, device: True)
+    monkeypatch.setattr(streamed, "supports_device", lambda kind, device: True)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     for rows, num_out, taken in (
         (64, 1 << 23, True),
@@ -222,13 +246,13 @@ def test_products_that_the_workspace_has_no_room_for_are_not_taken(
     ):
         x_MK = torch.empty(rows, 128, dtype=torch.bfloat16)
         assert (
-            streamed.takes("nvfp4", x_MK, (num_out, 128))
-            == w4a16.takes("nvfp4", x_MK, (num_out, 128))
+            streamed.supports("nvfp4", x_MK, (num_out, 128))
+            == w4a16.supports("nvfp4", x_MK, (num_out, 128))
             == taken
         )
     many_MK = torch.empty(
         1 << 14, 128, dtype=torch.bfloat16
     )  # are dequantized, without the workspace
-    assert w4a16.takes("nvfp4", many_MK, (152_064, 128)) and not streamed.takes(
+    assert w4a16.supports("nvfp4", many_MK, (152_064, 128)) and not streamed.supports(
         "nvfp4", many_MK, (152_064, 128)
     )

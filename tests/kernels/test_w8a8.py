@@ -64,7 +64,7 @@ def test_integer_products_are_exact(
     rows, codes, scale, bias, want = problem(*shape)
     small = integers.Tile(16, 64, 64, 2, 4, 1, True)
     monkeypatch.setattr(integers, "choose", lambda *sizes: small)
-    monkeypatch.setattr(integers, "_has_copy_engine", lambda device: engine)
+    monkeypatch.setattr(integers, "copy_engine_supports", lambda device: engine)
     if dealt:
         monkeypatch.setattr(integers, "deal", lambda *sizes: dealt)
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_tiles_are_dealt_in_full_rounds_and_no_part_is_empty(
 @pytest.mark.parametrize("shape", [(1, 9, 48), (2, 37, 528), (1, 5, 2048), (2, 6, 2576)])
 def test_few_rows_are_exact(shape: tuple[int, int, int]) -> None:
     rows, codes, scale, bias, want = problem(*shape)
-    assert gemv.takes(rows.codes_MK, codes)
+    assert gemv.supports(rows.codes_MK, codes)
     assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
     assert torch.equal(
         gemv.multiply(rows, codes, scale.flatten(), None),
@@ -116,7 +116,7 @@ def test_few_e4m3_rows() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 2064, generator=generator).mul(90).to(E4M3) for n in (1, 7))
     row, scale, bias = (torch.rand(shape, generator=generator) for shape in ((1, 1), (7, 1), 7))
-    assert gemv.takes(x, w)
+    assert gemv.supports(x, w)
     got = gemv.multiply(Rows(x, row, torch.float32), w, scale, bias)
     want = (x.double() @ w.double().t()) * row * scale.t() + bias
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1)
@@ -226,7 +226,7 @@ def test_the_product_compiles_for_hopper_and_fits(
     constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EVEN=True, EARLY=False)
     constants |= {} if engine else {"x_box": None, "w_box": None}
     code = built(
-        integers._kernel,
+        integers._integers_kernel,
         types,
         constants,
         ("M", "whole", "splits"),
@@ -245,7 +245,7 @@ def test_the_quantizer_compiles_for_hopper_without_spills(integer: bool) -> None
     pytest.importorskip("triton")
     types = {"w": "*bf16", "codes": "*i8" if integer else "*fp8e4nv", "scales": "*fp32", "K": "i32"}
     constants = dict(WIDTH=quantize8.LONGEST, WHOLE=False, INTEGER=integer)
-    code = built(quantize8._quantize8, types, constants, num_warps=8).asm
+    code = built(quantize8._quantize8_kernel, types, constants, num_warps=8).asm
     assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"]
 
 
@@ -274,7 +274,7 @@ def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
         EVEN=False,
         DP4A=True,
     )
-    code = built(gemv._few, types, constants, num_warps=warps).asm
+    code = built(gemv._gemv_kernel, types, constants, num_warps=warps).asm
     assert (
         "LDG.E.128" in code["sass"]
         and "STL" not in code["sass"]

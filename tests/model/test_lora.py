@@ -20,6 +20,7 @@ from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor
+from lowroll.trainer import recompute
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.tiny import COMMON, hf_folder, hf_model
 
@@ -277,7 +278,7 @@ def test_gradients_over_a_quantized_base_are_those_over_the_dequantized_one(
     for _, linear in dense.linears():
         assert isinstance(linear.weight, QTensor)
         linear.set_weight(nn.Parameter(linear.weight.dequantize(), requires_grad=False))
-    quantized.activation_checkpointing = checkpointing
+    recompute.apply(quantized, checkpointing)
     for model in (quantized, dense):
         loss(model).backward()
     want = dense.trainable_parameters()

@@ -4,6 +4,8 @@ kept."""
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from lowroll.model import lora
 from lowroll.model.attention import varlen
 from lowroll.model.recompute import remake, remaking
+from lowroll.trainer import recompute
 from tests.fixtures.learner import tiny_model
 
 
@@ -32,7 +35,7 @@ def chain(enabled: bool) -> tuple[list[Tensor], list[int]]:
     torch.manual_seed(0)
     x, w, v, u = (torch.randn(5, 5, requires_grad=True) for _ in range(4))
     first, second = Counted(lambda x: torch.tanh(x @ w)), Counted(torch.exp)
-    with remaking(enabled):
+    with remaking() if enabled else nullcontext():
         h = remake(first(x), first, x)
         g = remake(second(h), second, h)
         y = (g @ v) * (g @ u)
@@ -50,7 +53,7 @@ def test_the_gradient_is_the_same_bit_for_bit_and_each_function_runs_once_more()
 def test_nothing_is_kept_of_what_is_made_again() -> None:
     x, w = torch.randn(30, 30, requires_grad=True), torch.randn(30, 30)
     for enabled in (True, False):
-        with remaking(enabled):
+        with remaking() if enabled else nullcontext():
             h = remake(x @ w, torch.matmul, x, w)
             y = (h * h).sum()
             storage = weakref.ref(h.untyped_storage())
@@ -71,11 +74,24 @@ def test_views_and_strangers_are_kept_as_they_are() -> None:
     assert runs.runs == 1
 
 
-def test_no_gradient_no_recipe() -> None:
+def test_outside_of_a_book_and_without_gradients_nothing_is_held() -> None:
     x = torch.randn(3)
-    with torch.no_grad(), remaking():
-        assert remake(x, torch.neg, x) is x
     assert remake(x, torch.neg, x) is x
+    model, books = recompute.apply(tiny_model()), []
+    with patch("lowroll.model.recompute._Book", lambda *_: books.append(1)), torch.no_grad():
+        model(torch.arange(5), torch.arange(5), varlen([5]))
+    assert not books
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_products_are_made_again_only_where_the_book_says_so(products: bool) -> None:
+    x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
+    runs = Counted(torch.matmul)
+    with remaking(products):
+        y = remake(runs(x, w), runs, x, w, product=True)
+        z = (y * y).sum()
+    z.backward()
+    assert runs.runs == 1 + products
 
 
 def test_blocks_nest_and_graphs_may_be_walked_twice() -> None:
@@ -109,10 +125,11 @@ def test_a_model_has_the_same_gradient_whatever_is_made_again(
             lora.attach(model, 4, 8.0)
             for p in model.trainable_parameters().values():
                 p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
-        model.activation_checkpointing, runs = share, []
+        recompute.apply(model, share)
+        runs = []
         for block in model.blocks:
-            block.gate_up.without_update = Counted(block.gate_up.without_update)
-            runs.append(block.gate_up.without_update)
+            block.gate_up.base_and_update = Counted(block.gate_up.base_and_update)
+            runs.append(block.gate_up.base_and_update)
         hidden = model(ids, pos, varlen([7, 4]))
         (
             hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))

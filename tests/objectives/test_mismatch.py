@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from lowroll.objectives import Counts, by_length, mismatch, penalty, spread
-from lowroll.objectives.kl import ESTIMATORS, k3
+from lowroll.objectives.kl import ESTIMATORS, k3, penalty
+from lowroll.objectives.mismatch import by_length, mismatch, spread
+from lowroll.objectives.reduce import Counts
 
 torch.set_num_threads(1)
 

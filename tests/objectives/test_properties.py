@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowroll.objectives import TABLE, Counts
-from tests.fixtures.objectives import MODES, pack, random_batch
+from lowroll.objectives.objective import named
+from lowroll.objectives.reduce import Counts
+from lowroll.objectives.table import MODES
+from tests.fixtures.objectives import pack, random_batch
 
 WIDE = {"eps_low": 0.1, "eps_high": 0.15}
 VARIANTS = {
@@ -113,7 +115,7 @@ def batch_of(seed, B=4, T=6):
 
 def call(variant, batch, learner=None, **options):
     name, own = VARIANTS[variant]
-    return TABLE[name](
+    return named(name)(
         learner=batch["lpn"] if learner is None else learner,
         proximal=batch["lpo"],
         behavior=batch["lpr"],
@@ -126,7 +128,7 @@ def call(variant, batch, learner=None, **options):
 
 def counted(variant, batch, segments=None):
     name, own = VARIANTS[variant]
-    return TABLE[name].count(
+    return named(name).count(
         mask=batch["mask"], proximal=batch["lpo"], behavior=batch["lpr"], segments=segments, **own
     )
 
@@ -488,14 +490,14 @@ def test_tbpo_is_finer_than_half_precision():
     """A band of 3e-4 is far below bfloat16's spacing: the mean is taken in float64 of float32
     differences."""
     lpo = torch.full((1, 4096), -3.0)
-    behind = TABLE["tbpo"](
+    behind = named("tbpo")(
         learner=lpo + 3.9e-4,
         proximal=lpo,
         behavior=lpo,
         advantages=torch.ones_like(lpo),
         mask=torch.ones_like(lpo),
     )[1]
-    beyond = TABLE["tbpo"](
+    beyond = named("tbpo")(
         learner=lpo + 4.1e-4,
         proximal=lpo,
         behavior=lpo,

@@ -11,23 +11,14 @@ import math
 import pytest
 import torch
 
-from lowroll import objectives
-from lowroll.objectives import (
-    Counts,
-    aipo,
-    count,
-    decoupled,
-    gspo,
-    ipo,
-    naive_is,
-    reweight,
-    select,
-    sparse,
-    tbpo,
-    tis,
-)
 from lowroll.objectives.correction import RULES
-from tests.fixtures.objectives import f64, random_batch, single
+from lowroll.objectives.objective import Objective, named, select
+from lowroll.objectives.reduce import Counts, count
+from tests.fixtures.objectives import f64, of_row, random_batch, single
+
+aipo, decoupled, gspo, ipo = map(of_row, ("aipo", "decoupled", "gspo", "ipo"))
+naive_is, reweight, sparse = map(of_row, ("is", "reweight", "sparse"))
+tbpo, tis = of_row("tbpo"), of_row("tis")
 
 
 def ragged(*rows):
@@ -227,7 +218,7 @@ def test_aipo_learns_from_a_teacher():
     assert [4 * g for g in gradient[0]] == pytest.approx(expected)
     plain = run(aipo, AIPO_LEARNER, **AIPO)
     assert run(aipo, AIPO_LEARNER, teacher=teacher, **AIPO) == plain
-    entry = objectives.TABLE["aipo"]
+    entry = named("aipo")
     assert run(entry, AIPO_LEARNER, teacher=teacher, teacher_tau=0.5, **AIPO)[1] == gradient
     with pytest.raises(ValueError, match="teacher: teacher_tau 0.5 needs"):
         run(entry, AIPO_LEARNER, teacher_tau=0.5, **AIPO)
@@ -486,7 +477,7 @@ def test_bypass_clips_against_the_sampler():
 def test_verls_token_mean_by_its_counts():
     inputs = KEYS | {"reduce": "token-mean", "weight": "none", "reject": {"token_k2": 0.5}}
     assert run(reweight, KEYS["proximal"], **inputs)[0] == pytest.approx(3 / 5)
-    entry = objectives.TABLE["reweight"]
+    entry = named("reweight")
     options = {name: inputs[name] for name in ("reduce", "weight", "reject")}
     tensors = {name: KEYS[name] for name in ("proximal", "behavior", "mask")}
     verdict = entry.verdict(learner=KEYS["proximal"], **tensors, **options)
@@ -508,8 +499,8 @@ def test_identity_limits(seed):
             "advantages": batch["A"],
             "mask": batch["mask"],
         }
-        if not isinstance(function, objectives.Objective):
-            function = objectives.TABLE[function]
+        if not isinstance(function, Objective):
+            function = named(function)
         learner = batch["lpn"].clone().requires_grad_()
         J, _ = function(learner=learner, **inputs, **options)
         J.backward()
@@ -604,7 +595,7 @@ def bad(name, **changes):
         "advantages": batch["A"],
         "mask": batch["mask"],
     }
-    return objectives.TABLE[name](**(inputs | changes))
+    return named(name)(**(inputs | changes))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowroll.model import logprobs
-from lowroll.objectives import ALGORITHMS, CORRECTIONS
+from lowroll.objectives.table import ALGORITHMS, CORRECTIONS
 from lowroll.quant import dense
 from lowroll.trainer.critic import Critic, CriticSettings
 from lowroll.trainer.optim import OptimSettings

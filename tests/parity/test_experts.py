@@ -16,10 +16,11 @@ from lowroll import Engine, Request
 from lowroll.kernels.moe import grouped
 from lowroll.kernels.moe.route import sort_slots
 from lowroll.model import hf, lora
-from lowroll.model.experts import Experts, Router
+from lowroll.model.experts import EngineExperts, Experts, LearnerExperts, Router
 from lowroll.model.spec import ModelSpec, read_spec, spec_from_config
 from lowroll.model.transformer import Transformer, initialize
 from lowroll.quant.formats import QTensor
+from lowroll.trainer import recompute
 from lowroll.weights import aligned, awq
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
 from tests.fixtures.sequences import forward, random_sequences
@@ -38,8 +39,8 @@ def spec(folder: Path) -> ModelSpec:
     return read_spec(folder)
 
 
-def experts_of(spec: ModelSpec, seed: int = 0) -> Experts:
-    experts = Experts(spec, "cpu", torch.float32)
+def experts_of(spec: ModelSpec, seed: int = 0, kind: type[Experts] = LearnerExperts) -> Experts:
+    experts = kind(spec, "cpu", torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in experts.parameters():
@@ -166,7 +167,7 @@ def test_checkpointing_changes_no_gradient(folder: Path) -> None:
     grads = []
     for checkpointing in (False, True):
         model = hf.load(folder).requires_grad_(True)
-        model.activation_checkpointing = checkpointing
+        recompute.apply(model, checkpointing)
         forward(model, SEQUENCES).square().sum().backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
@@ -216,10 +217,10 @@ FORMATS = [
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_engines_product_is_every_experts_own(spec: ModelSpec, format: str) -> None:
     """As if each expert were a matrix with the codes and scales that it has in the stack."""
-    linear = experts_of(spec).gate_up
+    linear = experts_of(spec, kind=EngineExperts).gate_up
     linear.set_weight(lowroll.quantize(linear.weight, format))
     assert isinstance(linear.weight, QTensor)
-    linear.low_bit, rows = True, 2 * spec.moe_intermediate_size
+    rows = 2 * spec.moe_intermediate_size
     groups = sort_slots(torch.tensor([[0], [5], [0], [2]]), 6)
     x_PK = torch.randn(4, spec.hidden_size, generator=torch.Generator().manual_seed(3))
     got = linear.multiply(x_PK, groups)
@@ -257,9 +258,8 @@ def test_low_bit_folders_hold_every_expert_and_come_back_bitwise(
     config = json.loads((tmp_path / "low" / "config.json").read_text())["quantization_config"]
     skipped = config.get("ignore", config.get("llm_int8_skip_modules"))
     assert any("mlp" in name and "gate" in name for name in skipped)
-    again.run_low_bit(True)
     with torch.no_grad():
-        assert torch.isfinite(forward(again, SEQUENCES)).all()
+        assert torch.isfinite(forward(rollout_copy(again, format, again.dtype), SEQUENCES)).all()
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8", "nvfp4"])
@@ -308,10 +308,9 @@ def test_the_straight_through_gradient_is_that_of_the_dequantized_weights(spec: 
 
 
 def test_low_bits_have_no_gradient(spec: ModelSpec) -> None:
-    experts = experts_of(spec)
+    experts = experts_of(spec, kind=EngineExperts)
     for linear in (experts.gate_up, experts.down):
         linear.set_weight(lowroll.quantize(linear.weight, "int8"))
-        linear.low_bit = True
     with pytest.raises(ValueError, match="no gradient"):
         experts(torch.randn(2, spec.hidden_size).requires_grad_())
 

@@ -13,6 +13,7 @@ from lowroll.model import hf, initialize
 from lowroll.model.logprobs import log_probs, token_log_probs
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
+from lowroll.trainer import recompute
 from tests.fixtures.sequences import forward, random_sequences
 from tests.fixtures.tiny import COMMON, FAMILIES, LLAMA3_ROPE, hf_folder, hf_model
 
@@ -67,7 +68,7 @@ def test_packing_and_checkpointing_change_nothing(tmp_path: Path) -> None:
         model.zero_grad()
         forward(model, sequences).square().sum().backward()
         plain = {name: p.grad.clone() for name, p in model.named_parameters()}
-        model.activation_checkpointing = True
+        recompute.apply(model, True)
         model.zero_grad()
         forward(model, sequences).square().sum().backward()
     assert all(torch.equal(plain[name], p.grad) for name, p in model.named_parameters())

@@ -34,7 +34,7 @@ from lowroll.quant.formats import QTensor, get_format
 from lowroll.runs.export import export_run, quantize_folder
 from lowroll.runs.grpo import Session
 from lowroll.transport.rollout_log import read_rollouts
-from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
+from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy, rollout_load
 from tests.fixtures.runs import ALWAYS, run_session, settings, train
 from tests.fixtures.tiny import hf_folder
 
@@ -209,8 +209,8 @@ def test_transformers_reads_ours(name: str, ours: Callable[[str], Path]) -> None
 def test_transformers_runs_ours(name: str, ours: Callable[[str], Path]) -> None:
     """With its tools' own arithmetic: activations rounded by other rules, NF4 multiplied in
     bfloat16."""
-    ran, engine = transformers_logits(ours(name), False), hf.load(ours(name)).run_low_bit(True)
-    mine = logits(engine)
+    ran = transformers_logits(ours(name), False)
+    mine = logits(rollout_load(ours(name), name, "cpu", torch.float32))
     assert (ran - mine).norm() / mine.norm() < {"int4": 1e-5, "fp8_block": 1e-3}.get(name, 0.05)
 
 
@@ -552,10 +552,13 @@ def test_a_low_bit_model_cannot_lose_its_gradient_silently(ours: Callable[[str],
     read = hf.load(ours("int8"))
     with pytest.raises(ValueError, match="int8 codes, which have no gradient"):
         read.requires_grad_(True)
-    lora.attach(read, 2, 4.0).run_low_bit(True)
-    with pytest.raises(ValueError, match="low_bit: the engine's arithmetic has no gradient"):
-        read(IDS, torch.arange(len(IDS)), varlen([len(IDS)]))
-    out = read.run_low_bit(False)(IDS, torch.arange(len(IDS)), varlen([len(IDS)]))
+    lora.attach(read, 2, 4.0)
+    engine = rollout_copy(read, "int8", read.dtype)
+    for p in engine.parameters():
+        p.requires_grad_(True)
+    with pytest.raises(ValueError, match="the engine's arithmetic has no gradient"):
+        engine(IDS, torch.arange(len(IDS)), varlen([len(IDS)]))
+    out = read(IDS, torch.arange(len(IDS)), varlen([len(IDS)]))
     out.square().sum().backward()
     assert all(p.grad is not None for p in read.trainable_parameters().values())
 

@@ -22,14 +22,14 @@ from lowroll.config.guard import GuardConfig
 from lowroll.metrics import read, reproducible
 from lowroll.metrics.live import LiveView, guard_words
 from lowroll.metrics.report import write_report
-from lowroll.objectives import select
+from lowroll.objectives.objective import select
 from lowroll.quant.formats import get_format
+from lowroll.quant.table import FORMATS, OWN
 from lowroll.runs import build
 from lowroll.runs.evaluate import evaluate
 from lowroll.trainer.guard import (
     ALARMS,
     BASELINE,
-    LADDER,
     MAX_TIGHTENED,
     Guard,
     GuardSettings,
@@ -156,12 +156,10 @@ def test_an_action_needs_patience_and_a_streak() -> None:
 
 
 def test_the_ladder_leads_up_to_dense() -> None:
-    from lowroll.config.schema import RolloutConfig
-
-    names = RolloutConfig.model_fields["weights"].annotation.__args__
-    assert LADDER.keys() == {name for name in names if name not in ("dense", "bf16", "fp32")}
-    for name, above in LADDER.items():
-        assert above == "dense" or get_format(above).bits > get_format(name).bits
+    for name in FORMATS:
+        above = get_format(name).fallback
+        assert (above == "") == get_format(name).dense
+        assert above in ("", OWN) or get_format(above).bits > get_format(name).bits
     for watch in (
         Guard(GuardSettings(action="fallback", patience=1), "nf4", to_dense=True),
         Guard(GuardSettings(action="fallback", patience=1, fallback="dense"), "nf4"),

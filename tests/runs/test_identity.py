@@ -16,7 +16,7 @@ import yaml
 
 from lowroll.checkpoint.publish import encode_manifest
 from lowroll.checkpoint.store import Store
-from lowroll.config import from_mapping
+from lowroll.config import RunConfig, from_mapping
 from lowroll.engine import native as engine_module
 from lowroll.engine.native import Engine
 from lowroll.metrics.record import read, reproducible
@@ -456,3 +456,26 @@ def test_settings_are_told_apart_key_by_key() -> None:
     with pytest.raises(ValueError, match=r": seed was 1 and is 2$"):
         identity.refuse_other_settings(saved, other, more=("train.lora",))
     identity.refuse_other_settings(saved, other, more=("train", "seed"))
+
+
+def test_a_folder_with_an_old_name_goes_on_and_has_the_new_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(folder: str) -> dict[str, Any]:
+        changes = {"rollout": {"bulk": "fp8"}, "train": {"max_steps": 2}}
+        return tree(model, tmp_path / folder, **changes)
+
+    dump = RunConfig.dump
+    with monkeypatch.context() as before:
+        before.setattr(
+            RunConfig, "dump", lambda cfg: dump(cfg).replace("large_batch_weights:", "bulk:")
+        )
+        whole = train(run("whole")).folder
+    assert "bulk: fp8" in (whole / "config.yaml").read_text()
+    copy_stopped_after(whole, 1, tmp_path / "cut")
+    train(run("cut"), resume=True)
+    assert learnt(tmp_path / "cut", 2) == learnt(whole, 2)
+    assert "large_batch_weights: fp8" in (tmp_path / "cut" / "config.yaml").read_text()
+    copy_stopped_after(whole, 1, tmp_path / "other")
+    with pytest.raises(ValueError, match="rollout.large_batch_weights was 'fp8' and is None"):
+        train(tree(model, tmp_path / "other", train={"max_steps": 2}), resume=True)

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from lowroll.model import hf
-from lowroll.objectives import CORRECTIONS, select
+from lowroll.objectives.objective import select
+from lowroll.objectives.table import CORRECTIONS
+from lowroll.trainer import recompute
 from lowroll.trainer.critic import Critic, CriticSettings, Judgement, explained_variance
 from lowroll.trainer.loop import Trainer
 from lowroll.trainer.optim import Optimizer, OptimSettings
@@ -902,7 +904,8 @@ def test_the_section_reaches_the_critic(model, tmp_path):
     assert critic.optimizer.settings == OptimSettings(
         3e-3, weight_decay=0.02, max_grad_norm=0.7, betas=(0.8, 0.9), eps=1e-6
     )
-    assert critic.body.activation_checkpointing and not critic.weight_D.any()
+    recomputed = recompute.apply(hf.load(model), True)
+    assert critic.body.run_block == recomputed.run_block and not critic.weight_D.any()
     assert build.optim_settings(cfg).total_steps == 7  # the policy's own steps
     other = from_mapping({**tree, "algorithm": "grpo", "rollouts_per_example": 4}).resolved()
     assert build.critic(other, build.place(other), build.tokenizer(model)) is None

@@ -13,6 +13,7 @@ import torch
 
 from lowroll.model import lora
 from lowroll.model.spec import spec_from_config
+from lowroll.trainer import recompute
 from lowroll.trainer.loop import Trainer
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import Forward, TrainingDiverged, learn
@@ -144,7 +145,7 @@ def test_activation_checkpointing_changes_no_bit_of_the_gradient():
     model = tiny_model()
     batch = make_batch(model)
     plain, _ = run_learn(copy.deepcopy(model), batch, settings())
-    model.activation_checkpointing = True
+    recompute.apply(model, True)
     spared, _ = run_learn(model, batch, settings())
     assert all(torch.equal(spared.seen[0][n], g) for n, g in plain.seen[0].items())
 

@@ -14,9 +14,10 @@ import lowroll
 from lowroll import Engine
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
-from lowroll.model.linear import Linear
+from lowroll.model.learner_linear import LearnerLinear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import Format, QTensor
+from lowroll.trainer import recompute
 from lowroll.trainer import state as states
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.weights import aligned
@@ -120,7 +121,7 @@ def test_in_the_models_own_floating_point_it_is_the_plain_forward(
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_gradient_passes_straight_through(format: str) -> None:
     """dX = dY What, dW = dY^T X, db = sum dY, with What the dequantized matrix: by hand."""
-    linear = Linear(24, {"a": 10, "b": 6}, bias=True)
+    linear = LearnerLinear(24, {"a": 10, "b": 6}, bias=True)
     with torch.no_grad():
         linear.weight.copy_(normal(16, 24, seed=1))
         linear.bias.copy_(normal(16, seed=2))
@@ -135,7 +136,7 @@ def test_the_gradient_passes_straight_through(format: str) -> None:
 
 
 def test_with_a_frozen_base_only_inputs_and_adapters_learn() -> None:
-    linear = Linear(24, {"a": 10}, bias=False)
+    linear = LearnerLinear(24, {"a": 10}, bias=False)
     linear.set_weight(lowroll.quantize(normal(10, 24, seed=1), "int8"))
     linear.aligned = linear.weight
     x = normal(5, 24, seed=3).requires_grad_()
@@ -155,7 +156,7 @@ def test_the_gradient_of_a_whole_int8_model_points_where_the_dense_one_does(fold
 
 def test_recomputed_activations_change_nothing(folder: Path) -> None:
     whole, saved = learner(folder, "int8"), learner(folder, "int8")
-    saved.activation_checkpointing = True
+    recompute.apply(saved, True)
     for each in (whole, saved):
         hidden(each).square().sum().backward()
     for (name, p), (_, q) in zip(whole.named_parameters(), saved.named_parameters(), strict=True):

@@ -96,12 +96,11 @@ def test_the_engine_rolls_out_the_adapter_that_it_adopted(folder: Path, format: 
     assert token_ids(changed) != token_ids(first) and tag.policy[0].digest != before
     assert token_ids(changed) == token_ids(engine_of(learner, format).generate([REQUEST])[0])
     assert all(torch.equal(t, base[name]) for name, t in tensors(learner).items() if name in base)
-    low_bit = learner.run_low_bit(True)
+    low_bit = rollout_copy(learner, format, learner.dtype)
     if format != "bf16":
         assert torch.equal(logits(low_bit), logits(engine.model))
     sequences = [REQUEST.prompt_ids + ids for ids in token_ids(changed)]
     wanted = lowroll.score(low_bit, sequences, [9] * 3)
-    low_bit.run_low_bit(False)
     bound = {"int8": 0.05, "w4a8": 0.05, "fp8": 0.3, "fp8_block": 0.3, "bf16": 0.3}.get(
         format, 1e-4
     )

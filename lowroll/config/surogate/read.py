@@ -1,4 +1,4 @@
-"""The Surogate document's train, infer and orch files -> one RunConfig.
+"""The train, infer and orch files of Surogate's GRPO document -> one RunConfig.
 
     lowroll grpo --train train.yaml --infer infer.yaml --orch orch.yaml      (or one file with the three sections)
 
@@ -128,7 +128,7 @@ class _File:
 Files = dict[str, _File]
 
 
-def load_reference(
+def load_surogate(
     train: str | FilePath,
     infer: str | FilePath | None,
     orch: str | FilePath,

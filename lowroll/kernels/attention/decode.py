@@ -34,16 +34,15 @@ from lowroll.kernels.launch import (
     after_others,
     block,
     early_start,
-    fused,
     jit,
     let_others_start,
     prefetch,
     tl,
+    triton_supports,
 )
 
-PROGRAMS = (
-    132 * 3
-)  # an H200's SMs, three programs each: 64 rows of 4 key-value heads are faster unsplit
+# an H200's multiprocessors, three programs each: 64 rows of 4 key-value heads are faster unsplit
+PROGRAMS = 132 * 3
 MAX_SPLITS = 64
 
 
@@ -64,12 +63,12 @@ def paged_decode(
     it is written and its output is 0. Heads of q, k and v lie contiguous within a row; rows may be
     strided. The cache is contiguous.
     """
-    if not fused(q_BHd):
+    if not triton_supports(q_BHd):
         return _plain(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
     q_BHd, k_BGd, v_BGd = (_packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
-    if paged.takes(q_BHd, k_BGd, v_BGd, keys_pPGd):
+    if paged.supports(q_BHd, k_BGd, v_BGd, keys_pPGd):
         return paged.decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
     padded = max(16, block(d))
     splits, length, stages, warps = _launch(rows, kv_heads, padded * keys_pPGd.element_size())
@@ -132,7 +131,7 @@ def write_pages(
 ) -> None:
     """Write keys and values of T tokens to their slots, page * P + offset (int32 or int64);
     negative is none."""
-    if not fused(k_TGd):
+    if not triton_supports(k_TGd):
         live_T = slots_T >= 0
         if not live_T.all():
             slots_T, k_TGd, v_TGd = slots_T[live_T], k_TGd[live_T], v_TGd[live_T]
@@ -185,8 +184,8 @@ def _plain(
     )
     write_pages(keys_pPGd, values_pPGd, torch.where(live_B, slots_B, -1), k_BGd, v_BGd)
 
-    # a dead row attends to whatever its first slot holds, and is zeroed: without any key it would
-    # be NaN
+    # A dead row has no keys, and attention over none is NaN: it attends to its first slot, and its
+    # output is set to 0.
     allowed_BL = (
         torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
         < lengths_B.clamp(min=1)[:, None]
@@ -286,7 +285,8 @@ def _decode_kernel(
     let_others_start(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
-    length = tl.load(lengths_ptr + row)  # it, the pages and what they hold are from steps before
+    # lengths, pages and what they hold come from earlier steps: they are read before the wait
+    length = tl.load(lengths_ptr + row)
     cached = length - 1
     share, active = _share(cached, splits, BLOCK)
     if EARLY:

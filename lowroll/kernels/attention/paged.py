@@ -20,10 +20,14 @@ from torch import Tensor
 
 from lowroll.kernels import nvcc
 from lowroll.kernels.launch import early
+from lowroll.kernels.support import NO_CUDA, Support, cuda_supports, no
 
 SOURCE = Path(__file__).with_name("paged.cu")
 FEWEST = 16  # rows; below, Triton's programs of a row each are as fast
-ROWS, TILE, HEADS = 8, 16, 8  # of a block; tokens of a tile; most query heads of a key-value head
+ROWS = 8  # of a block
+TILE = 16  # tokens
+HEADS = 8  # query heads of a key-value head, at most
+CAPABILITY = (9, 0)  # and no other
 
 
 class Problem(ctypes.Structure):
@@ -50,24 +54,29 @@ class Problem(ctypes.Structure):
     ]
 
 
-def takes(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> bool:
+def supports(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> Support:
     """Is this the kernel for these rows and this cache? Hopper, 16-bit numbers, heads of 64 or 128,
     pages of tiles.
 
     Rows are read in pieces: of 4 bytes of q, of 16 bytes of k and v.
     """
-    (rows, heads, d), (page, kv_heads) = q_BHd.shape, keys_pPGd.shape[1:3]
-    return (
-        q_BHd.is_cuda
-        and rows >= FEWEST
-        and q_BHd.dtype == keys_pPGd.dtype
-        and q_BHd.dtype in (torch.bfloat16, torch.float16)
-        and d in (64, 128)
-        and heads <= HEADS * kv_heads
-        and page % TILE == 0
-        and all(_aligned(x, size) for x, size in ((q_BHd, 4), (k_BGd, 16), (v_BGd, 16)))
-        and available(d, q_BHd.dtype, q_BHd.device)
-    )
+    rows, heads, d = q_BHd.shape
+    page, kv_heads = keys_pPGd.shape[1:3]
+    if not q_BHd.is_cuda:
+        return NO_CUDA
+    if rows < FEWEST:
+        return no("takes 16 rows or more")
+    if q_BHd.dtype != keys_pPGd.dtype or q_BHd.dtype not in (torch.bfloat16, torch.float16):
+        return no("takes queries and a cache in bfloat16, or both in float16")
+    if d not in (64, 128):
+        return no("takes heads of 64 or 128")
+    if heads > HEADS * kv_heads:
+        return no("takes at most 8 query heads a key-value head")
+    if page % TILE:
+        return no("takes pages of multiples of 16 tokens")
+    if not all(_aligned(x, size) for x, size in ((q_BHd, 4), (k_BGd, 16), (v_BGd, 16))):
+        return no("takes queries, keys and values whose rows begin at multiples of 16 bytes")
+    return supports_device(d, q_BHd.dtype, q_BHd.device)
 
 
 def _aligned(x_THd: Tensor, size: int) -> bool:
@@ -75,9 +84,9 @@ def _aligned(x_THd: Tensor, size: int) -> bool:
 
 
 @cache
-def available(d: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Is it a CUDA device of capability 9.0, on a machine with an nvcc that builds the kernel?"""
-    return torch.cuda.get_device_capability(device) == (9, 0) and nvcc.builds(
+def supports_device(d: int, dtype: torch.dtype, device: torch.device) -> Support:
+    """Is it a CUDA device of that capability, on a machine with an nvcc that builds the kernel?"""
+    return cuda_supports(device, CAPABILITY, only=True) and nvcc.supports(
         lambda: _library(d, dtype), "rows of decode attention read a shared prompt one by one"
     )
 
@@ -92,7 +101,7 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """`kernels.attention.decode.paged_decode` for what `takes` says yes to. RuntimeError when it
+    """`kernels.attention.decode.paged_decode` for what `supports` says yes to. RuntimeError when it
     cannot be launched."""
     (rows, heads, d), (page, kv_heads) = q_BHd.shape, keys_pPGd.shape[1:3]
     library, device = _library(d, q_BHd.dtype), q_BHd.device
@@ -141,7 +150,7 @@ def _check(library: ctypes.CDLL, error: int) -> None:
 @cache
 def _library(d: int, dtype: torch.dtype) -> ctypes.CDLL:
     library = nvcc.library(
-        SOURCE, (9, 0), {"HEAD": str(d), "HALF": str(int(dtype == torch.float16))}
+        SOURCE, CAPABILITY, {"HEAD": str(d), "HALF": str(int(dtype == torch.float16))}
     )
     library.paged_decode.argtypes = [
         ctypes.c_void_p,

@@ -23,7 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, prefetch, tl, warps
+from lowroll.kernels.launch import (
+    after_others,
+    block,
+    early_start,
+    jit,
+    prefetch,
+    tl,
+    triton_supports,
+    warps,
+)
 from lowroll.kernels.quantize.rows import (
     Product,
     Rows,
@@ -34,7 +43,8 @@ from lowroll.kernels.quantize.rows import (
     store_rows,
 )
 
-# of the backward pass, at most, for WIDTH features: more than run at once on a large GPU
+# The backward pass has so many programs at most for rows of WIDTH features, and more for shorter
+# ones: more than a large GPU runs at once.
 PROGRAMS = 512
 WIDTH = 4096
 
@@ -52,7 +62,7 @@ def add_rms_norm(
     `rows` is "int8" or "fp8" for codes. Differentiable in x, update and weight when update is a
     tensor and rows None.
     """
-    if not fused(x_TD) or x_TD.numel() == 0:
+    if not triton_supports(x_TD) or x_TD.numel() == 0:
         if update is not None:
             x_TD = x_TD + (update.dense(x_TD.dtype) if isinstance(update, Product) else update)
         normed_TD = rms_norm(x_TD, weight_D, eps)
@@ -99,7 +109,7 @@ def _forward(
         torch.empty_like(x_TD) if rows is None else empty_rows(x_TD, (num_tokens, size), rows)
     )
     out, scale = (normed.codes_MK, normed.scale_M1) if isinstance(normed, Rows) else (normed, None)
-    _norm[(num_tokens,)](
+    _norm_kernel[(num_tokens,)](
         x_TD,
         sums,
         row,
@@ -140,7 +150,7 @@ def _backward(
         if weight_learns
         else None
     )
-    _norm_backward[(programs,)](
+    _norm_backward_kernel[(programs,)](
         sum_TD,
         weight_D,
         inverse_T,
@@ -199,8 +209,11 @@ class _AddNorm(torch.autograd.Function):
         )
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
-def _norm(
+def _norm_kernel(
     x,
     update,
     row,
@@ -242,7 +255,7 @@ def _norm(
 
 
 @jit
-def _norm_backward(
+def _norm_backward_kernel(
     sums,
     weight,
     inverse,

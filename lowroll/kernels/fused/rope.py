@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.fused.norm import PROGRAMS, rms_norm
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 from lowroll.kernels.quantize.rows import Product, load_dense, parts
 
 HEADS = 8  # of a program: fixed, so that a head's sums never depend on the batch
@@ -42,7 +42,7 @@ def rotate_heads(
     Differentiable in qkv and the norms' weights when qkv is a tensor.
     """
     sums = qkv.sums_MN if isinstance(qkv, Product) else qkv
-    if not fused(sums) or sums.numel() == 0:
+    if not triton_supports(sums) or sums.numel() == 0:
         return _plain(
             qkv.dense() if isinstance(qkv, Product) else qkv,
             cos,
@@ -105,7 +105,7 @@ def _forward(
         torch.empty(num_tokens, n, head_dim, dtype=qkv.dtype, device=sums.device)
         for n in (heads, kv_heads, kv_heads)
     )
-    _rotate_heads[(num_tokens, -(-(heads + 2 * kv_heads) // HEADS))](
+    _rotate_heads_kernel[(num_tokens, -(-(heads + 2 * kv_heads) // HEADS))](
         sums,
         row,
         column,
@@ -163,7 +163,7 @@ class _RotateHeads(torch.autograd.Function):
             partial = torch.empty(
                 programs * tiles, 2, head_dim, dtype=torch.float32, device=grad.device
             )
-        _rotate_heads_backward[(programs, tiles)](
+        _rotate_heads_backward_kernel[(programs, tiles)](
             qkv,
             cos.contiguous(),
             sin.contiguous(),
@@ -196,8 +196,11 @@ class _RotateHeads(torch.autograd.Function):
         )
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
-def _rotate_heads(
+def _rotate_heads_kernel(
     qkv,
     row,
     column,
@@ -268,7 +271,7 @@ def _heads(q, k, v, at_q, at_k, at_v, is_q, is_k, is_v):
 
 
 @jit
-def _rotate_heads_backward(
+def _rotate_heads_backward_kernel(
     qkv,
     cos,
     sin,

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl, warps
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports, warps
 from lowroll.kernels.quantize.rows import (
     Product,
     Rows,
     empty_rows,
-    encode_rows,
+    encode_rows_kernel,
     load_dense,
     magnitude,
     parts,
@@ -43,10 +43,9 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Row
     Differentiable when gate_up is a tensor and rows None.
     """
     sums = gate_up.sums_MN if isinstance(gate_up, Product) else gate_up
-    if not fused(sums) or sums.numel() == 0:
-        gate_TF, up_TF = (gate_up.dense() if isinstance(gate_up, Product) else gate_up).chunk(
-            2, dim=-1
-        )
+    if not triton_supports(sums) or sums.numel() == 0:
+        dense = gate_up.dense() if isinstance(gate_up, Product) else gate_up
+        gate_TF, up_TF = dense.chunk(2, dim=-1)
         y_TF = F.silu(gate_TF) * up_TF
         return y_TF if rows is None else quantize_rows(y_TF, rows)
     if isinstance(gate_up, Tensor) and gate_up.requires_grad and torch.is_grad_enabled():
@@ -66,7 +65,7 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     width = min(BLOCK, block(size))
     grid = (num_tokens, -(-size // width))
     amaxes = torch.empty(grid, dtype=torch.int32, device=sums.device) if rows else None
-    _silu_mul[grid](
+    _silu_mul_kernel[grid](
         sums,
         row,
         column,
@@ -83,10 +82,9 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     )
     if rows is None:
         return y_TF
-    codes = empty_rows(
-        y_TF, (num_tokens, size), rows
-    )  # a row's scale waits for all of it, so in a second launch
-    encode_rows[grid](
+    # a row's scale waits for the whole row: its codes take a second launch
+    codes = empty_rows(y_TF, (num_tokens, size), rows)
+    encode_rows_kernel[grid](
         y_TF,
         amaxes,
         codes.codes_MK,
@@ -107,10 +105,9 @@ def _whole_rows(gate_up: Tensor, rows: str) -> Rows:
     this takes."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     codes = empty_rows(gate_up, (num_tokens, size), rows)
-    width = min(
-        8192 if num_tokens <= PROCESSORS else 4096, block(size)
-    )  # one or two rows at once a processor
-    _silu_mul_codes[(num_tokens,)](
+    most = 8192 if num_tokens <= PROCESSORS else 4096  # for one or two rows at once a processor
+    width = min(most, block(size))
+    _silu_mul_codes_kernel[(num_tokens,)](
         gate_up,
         codes.codes_MK,
         codes.scale_M1,
@@ -141,12 +138,10 @@ def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = 
     """The gradient of gate_up, on a device. `y_TF`, where it is given, is filled with silu(gate) *
     up again."""
     gate_up = parts(gate_up)[0]
-    (num_tokens, size), grad = (
-        y_grad_TF.shape,
-        torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device),
-    )
+    num_tokens, size = y_grad_TF.shape
+    grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     width = min(BLOCK, block(size))
-    _silu_mul_backward[(num_tokens, -(-size // width))](
+    _silu_mul_backward_kernel[(num_tokens, -(-size // width))](
         gate_up,
         y_grad_TF.contiguous(),
         grad,
@@ -159,6 +154,9 @@ def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = 
     return grad
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
 def _gated(gate_up, row, column, bias, t, n, stride, size, DTYPE: tl.constexpr):
     live = n < size
@@ -169,7 +167,7 @@ def _gated(gate_up, row, column, bias, t, n, stride, size, DTYPE: tl.constexpr):
 
 
 @jit
-def _silu_mul(
+def _silu_mul_kernel(
     gate_up,
     row,
     column,
@@ -191,7 +189,7 @@ def _silu_mul(
 
 
 @jit
-def _silu_mul_codes(
+def _silu_mul_codes_kernel(
     gate_up,
     codes,
     scale,
@@ -218,7 +216,7 @@ def _silu_mul_codes(
 
 
 @jit
-def _silu_mul_backward(gate_up, y_grad, grad, y, stride, size, BLOCK: tl.constexpr):
+def _silu_mul_backward_kernel(gate_up, y_grad, grad, y, stride, size, BLOCK: tl.constexpr):
     t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = n < size
     gate = tl.load(gate_up + t * stride + n, mask=live, other=0.0).to(tl.float32)

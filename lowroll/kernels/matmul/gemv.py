@@ -16,20 +16,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import INTERPRETED, after_others, early_start, fused, jit, tl
+from lowroll.kernels.launch import INTERPRETED, after_others, early_start, jit, tl, triton_supports
 from lowroll.kernels.quantize.rows import Rows
+from lowroll.kernels.support import YES, Support, no
 
 MOST = {torch.int8: 2, torch.float8_e4m3fn: 1}  # rows up to which this is the fastest product
 
 
-def takes(codes_MK: Tensor, codes_NK: Tensor) -> bool:
+def supports(codes_MK: Tensor, codes_NK: Tensor) -> Support:
     """Is `multiply` the product for these codes? It reads 16 bytes of a row at once."""
-    return (
-        fused(codes_NK)
-        and 0 < codes_MK.shape[0] <= MOST[codes_NK.dtype]
-        and codes_NK.shape[1] % 16 == 0
-        and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (codes_MK, codes_NK))
-    )
+    if not (found := triton_supports(codes_NK)):
+        return found
+    if not 0 < codes_MK.shape[0] <= MOST[codes_NK.dtype]:
+        return no("takes one row, or two of int8")
+    if codes_NK.shape[1] % 16:
+        return no("takes in features in multiples of 16")
+    if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (codes_MK, codes_NK)):
+        return no("takes contiguous codes that begin at multiples of 16 bytes")
+    return YES
 
 
 def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -39,7 +43,7 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
     y_MN = torch.empty(len(x), len(w), dtype=rows.dtype, device=w.device)
     if integer:
         x, w, step = x.view(torch.int32), w.view(torch.int32), step // 4
-    _few[(-(-len(w) // channels),)](
+    _gemv_kernel[(-(-len(w) // channels),)](
         x,
         w,
         rows.scale_M1,
@@ -66,6 +70,9 @@ def schedule(num_rows: int, integer: bool) -> tuple[int, int, int]:
     if not integer:
         return 2, 1024, 2
     return (4, 2048, 4) if num_rows == 1 else (4, 1024, 2)
+
+
+# -- Triton ----------------------------------------------------------------------------------------
 
 
 @jit
@@ -124,7 +131,7 @@ def _added(
 
 
 @jit
-def _few(
+def _gemv_kernel(
     x,
     w,
     row,

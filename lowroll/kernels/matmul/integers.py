@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lowroll.kernels.launch import INTERPRETED, after_others, block, early_start, jit, tl
 from lowroll.kernels.quantize.rows import Rows
+from lowroll.kernels.support import YES, Support, cuda_supports
 
 MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for them, whatever the device
 MOST_TURNS = 1 << 12  # counters: tiles that are split along K
@@ -53,7 +54,7 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
         )
         turns = _turns(y_MN.device)
     boxes = _boxes(x_MK, w_NK, tile)
-    _kernel[(whole + (tiles - whole) * splits,)](
+    _integers_kernel[(whole + (tiles - whole) * splits,)](
         x_MK,
         w_NK,
         *boxes,
@@ -84,7 +85,7 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
 def _boxes(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
     """What tells the copy engine of both matrices, where it can fetch them."""
     aligned = x_MK.shape[1] % 16 == x_MK.data_ptr() % 16 == w_NK.data_ptr() % 16 == 0
-    if not tile.engine or not aligned or not _has_copy_engine(x_MK.device):
+    if not tile.engine or not aligned or not copy_engine_supports(x_MK.device):
         return None, None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -95,8 +96,9 @@ def _boxes(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
 
 
 @cache
-def _has_copy_engine(device: torch.device) -> bool:
-    return INTERPRETED or torch.cuda.get_device_capability(device) >= (9, 0)
+def copy_engine_supports(device: torch.device) -> Support:
+    """Has the device a copy engine that fetches tiles? The interpreter imitates one."""
+    return YES if INTERPRETED else cuda_supports(device, (9, 0))
 
 
 _TURNS: dict[tuple[torch.device, int], Tensor] = {}
@@ -108,12 +110,10 @@ def _turns(device: torch.device) -> Tensor:
     Streams have their own, and captured graphs share one set, which cannot be made while capturing.
     """
     stream = 0
-    if device.type == "cuda":
-        stream = (
-            CAPTURED
-            if torch.cuda.is_current_stream_capturing()
-            else torch.cuda.current_stream(device).cuda_stream
-        )
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        stream = CAPTURED
+    elif device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
     if (device, stream) not in _TURNS:
         if stream == CAPTURED:
             raise RuntimeError("int8: multiply once outside a CUDA graph before capturing it")
@@ -159,11 +159,9 @@ def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
     if num_rows >= 1024:
         return Tile(256, 128, 128, 3, 8, 1, False)
     if num_in <= 8192 and tiles(64, 64) <= three:
-        return (
-            Tile(64, 64, 256, 3, 4, 2, True)
-            if tiles(64, 64) <= two
-            else Tile(64, 64, 128, 4, 4, 3, True)
-        )
+        if tiles(64, 64) <= two:
+            return Tile(64, 64, 256, 3, 4, 2, True)
+        return Tile(64, 64, 128, 4, 4, 3, True)
     wide = tiles(64, 128)
     if wide <= two and not (num_in > 8192 and MULTIPROCESSORS < wide <= three // 2):
         return Tile(64, 128, 128, 4, 4, 2, True)
@@ -192,8 +190,11 @@ def deal(tiles: int, steps: int, at_once: int, least: int) -> tuple[int, int]:
     return tiles - rest, -(-steps // -(-steps // splits))
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
-def _kernel(
+def _integers_kernel(
     x,
     w,
     x_box,
@@ -227,12 +228,10 @@ def _kernel(
     m_first = (first + tile % (8 * tiles_n) % high) * ROWS
     n_first = tile % (8 * tiles_n) // high * COLUMNS
     m, n, depth = m_first + tl.arange(0, ROWS), n_first + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    x_at = (
-        x + (m % M).to(tl.int64)[:, None] * K + depth[None, :]
-    )  # what lies outside is never written, and read
-    w_at = (
-        w + (n % N).to(tl.int64)[:, None] * K + depth[None, :]
-    )  # elsewhere: one row for all would be a queue
+    # Rows and channels beyond the last are read from the first ones and never written. They are
+    # not all read from one place, where the loads would wait for each other.
+    x_at = x + (m % M).to(tl.int64)[:, None] * K + depth[None, :]
+    w_at = w + (n % N).to(tl.int64)[:, None] * K + depth[None, :]
     steps = tl.cdiv(K, DEPTH)
     each = tl.cdiv(steps, count)
     after_others(EARLY)

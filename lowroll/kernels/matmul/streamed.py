@@ -26,18 +26,19 @@ from torch import Tensor
 
 from lowroll.kernels import nvcc
 from lowroll.kernels.launch import early
+from lowroll.kernels.support import NO_CUDA, NO_GRADIENT, YES, Support, cuda_supports, no
 
 SOURCE = Path(__file__).with_name("streamed.cu")
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3, "bf16": 4}
 MULTIPLE = {"bf16": 32}  # of K; 128 for the others
-TUNING = 0  # the kernel's own choice; others to measure
-PARTIAL, TILES = (
-    2 * 256 * 64,
-    1 << 16,
-)  # floats of a workspace, a multiprocessor: two tiles; and counters
+CAPABILITY = (9, 0)  # or later
+PARTIAL = 2 * 256 * 64  # floats of the workspace, a multiprocessor: two tiles
+TILES = 1 << 16  # counters of the workspace
 
 
 class Problem(ctypes.Structure):
+    """The struct of `decode.cuh`. `tuning` stays 0: the kernel's own choice of tiles."""
+
     _fields_ = [
         (name, ctypes.c_void_p)
         for name in ("weight", "scale", "zero", "global_", "bias", "x", "y", "partial", "arrived")
@@ -48,38 +49,39 @@ class Problem(ctypes.Structure):
 
 
 @cache
-def available(kind: str, device: torch.device) -> bool:
-    """Is it a CUDA device of capability 9.0 or later, on a machine with an nvcc that builds the
-    kernel?"""
-    if device.type != "cuda":
-        return False
+def supports_device(kind: str, device: torch.device) -> Support:
+    """Is it a CUDA device of that capability, on a machine with an nvcc that builds the kernel?"""
+    if not (found := cuda_supports(device, CAPABILITY)):
+        return found
     capability = torch.cuda.get_device_capability(device)
-    return capability >= (9, 0) and nvcc.builds(
+    return nvcc.supports(
         lambda: _library(kind, capability), f"{kind} weights are dequantized for every product"
     )
 
 
-def takes(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> bool:
-    """Is there a kernel for these activations and a matrix of that shape, and room for it? It has
-    no gradient."""
-    return (
-        x_MK.is_cuda
-        and x_MK.dtype == torch.bfloat16
-        and x_MK.ndim == 2
-        and x_MK.shape[0] > 0
-        and shape[1] % MULTIPLE.get(kind, 128) == 0
-        and fits(x_MK.shape[0], shape[0])
-        and available(kind, x_MK.device)
-        and not (torch.is_grad_enabled() and x_MK.requires_grad)
-    )
+def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
+    """Is there a kernel for these activations and a matrix of that shape, and room for it?"""
+    if not x_MK.is_cuda:
+        return NO_CUDA
+    if x_MK.dtype != torch.bfloat16:
+        return no("takes activations in bfloat16")
+    if x_MK.ndim != 2 or x_MK.shape[0] == 0:
+        return no("takes one row of activations or more")
+    if shape[1] % MULTIPLE.get(kind, 128):
+        return no("takes in features in multiples of 128, bf16 of 32")
+    if not workspace_supports(x_MK.shape[0], shape[0]):
+        return no("a product of this size needs a larger workspace")
+    if not (found := supports_device(kind, x_MK.device)):
+        return found
+    return NO_GRADIENT if torch.is_grad_enabled() and x_MK.requires_grad else YES
 
 
-def fits(num_rows: int, num_out: int) -> bool:
+def workspace_supports(num_rows: int, num_out: int) -> bool:
     """Is the workspace large enough for a product of these sizes?
 
-    Its tiles have 128 or more rows of weights and up to 64 of x (no more than 64 of x are one
-    tile), with a counter each, or two where they have 256 rows. Its sums depend on the device
-    alone, for which they are allocated.
+    A tile has 128 or 256 channels and up to 64 rows, and needs a counter, or two where it has 256
+    channels. The sums that the workspace holds are as many as the device can work on at once, so
+    they never lack room.
     """
     return -(-num_rows // 64) * 2 * -(-num_out // 256) <= TILES
 
@@ -133,7 +135,6 @@ def linear(
         bias_N is not None and bias_N.dtype == torch.float32,
         out_dtype == torch.float32,
         early(),
-        TUNING,
     )
     needed = (ctypes.c_longlong * 2)()
     library.streamed_linear(ctypes.byref(problem), processors, needed, None)

@@ -21,18 +21,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import fused, jit, tl, triton
+from lowroll.kernels.launch import jit, tl, triton_supports
 from lowroll.kernels.matmul import streamed
+from lowroll.kernels.support import NO_CUDA, YES, Support, no
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128, "int4_asym": 128}
 WORDS = 1024  # of 8 codes, a program of the dequantizer
 STREAM_ROWS = 128  # beyond these rows, dequantizing and cuBLAS take less time
 
 
-def takes(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> bool:
+def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
     """Does `linear` multiply these activations with a matrix of that shape? bf16 on CUDA, without
     gradients."""
-    return kind in BLOCK and streamed.takes(kind, x_MK[:STREAM_ROWS], shape)
+    if kind not in BLOCK:
+        return no("knows nvfp4, mxfp4, int4 and int4_asym")
+    if x_MK.shape[0] > STREAM_ROWS and not (found := triton_supports(x_MK)):
+        return found
+    return streamed.supports(kind, x_MK[:STREAM_ROWS], shape)
 
 
 def linear(
@@ -50,17 +55,17 @@ def linear(
     return F.linear(x_MK, dequantize(kind, tensors, shape, x_MK.dtype), bias_N)
 
 
-def expands(
+def supports_dequantize(
     kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-) -> bool:
+) -> Support:
     """Does `dequantize` make this matrix? It needs Triton and whole blocks; its interpreter rounds
     bf16 another way."""
     packed = tensors["weight_packed"]
-    return (
-        fused(packed)
-        and shape[1] % BLOCK[kind] == 0
-        and (packed.is_cuda or dtype != torch.bfloat16)
-    )
+    if not (found := triton_supports(packed)):
+        return found
+    if shape[1] % BLOCK[kind]:
+        return no("takes channels of whole blocks")
+    return YES if packed.is_cuda or dtype != torch.bfloat16 else NO_CUDA
 
 
 def dequantize(
@@ -72,7 +77,10 @@ def dequantize(
     global_, zero = tensors.get("weight_global_scale"), tensors.get("weight_zero_point")
     scale = tensors["weight_scale"]
     scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-    _expand[(triton.cdiv(words.numel(), WORDS),)](
+    globals_ = 0  # one for the matrix, or (2) one a channel
+    if global_ is not None:
+        globals_ = 1 if global_.numel() == 1 else 2
+    _dequantize_kernel[(-(-words.numel() // WORDS),)](
         words,
         scale,
         scale if global_ is None else global_,
@@ -83,13 +91,16 @@ def dequantize(
         KIND=streamed.FORMATS[kind],
         BLOCK=BLOCK[kind] // 8,
         WORDS=WORDS,
-        GLOBALS=0 if global_ is None else 1 if global_.numel() == 1 else 2,
+        GLOBALS=globals_,
     )
     return w_NK
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
-def _expand(
+def _dequantize_kernel(
     words,
     scale,
     global_,

@@ -24,9 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import fused
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import gemv, integers
 from lowroll.kernels.quantize.rows import E4M3, Product, Rows
+from lowroll.kernels.support import YES, Support, no
 
 WIDE = 1024  # rows from which on `_scaled_mm` applies the scales of bfloat16 results itself
 
@@ -39,14 +40,14 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
     device, graphs that captured products must not run at the same time.
     """
     codes_MK = rows.codes_MK
-    if gemv.takes(codes_MK, codes_NK):
+    if gemv.supports(codes_MK, codes_NK):
         return Product(gemv.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
     if codes_NK.dtype == torch.int8:
-        if fused(codes_NK):
+        if triton_supports(codes_NK):
             return Product(integers.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
         sums_MN = torch._int_mm(codes_MK, codes_NK.t())
         return Product(sums_MN.float() * scale_N.flatten(), rows.scale_M1, None, bias_N, rows.dtype)
-    if not codes_NK.is_cuda or not has_e4m3(codes_NK.device):
+    if not codes_NK.is_cuda or not scaled_mm_supports(codes_NK.device):
         sums_MN = F.linear(codes_MK.float(), codes_NK.float())
     elif rows.dtype != torch.bfloat16:  # float16 could overflow
         sums_MN = e4m3_sums(codes_MK, codes_NK, torch.float32)
@@ -81,7 +82,7 @@ def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def has_e4m3(device: torch.device) -> bool:
+def scaled_mm_supports(device: torch.device) -> Support:
     """Does this device multiply e4m3 matrices, into float32 sums?"""
     x_MK, w_NK = (
         torch.arange(-160, 160, device=device).remainder(23).view(-1, 32).to(E4M3) for _ in range(2)
@@ -89,14 +90,15 @@ def has_e4m3(device: torch.device) -> bool:
     try:
         got_MN = e4m3_sums(x_MK, w_NK, torch.float32)
     except (RuntimeError, AttributeError, NotImplementedError, ValueError):
-        return False
-    return torch.allclose(got_MN.double(), x_MK.double() @ w_NK.double().t(), rtol=1e-4)
+        return no("torch has no e4m3 product for the device")
+    if torch.allclose(got_MN.double(), x_MK.double() @ w_NK.double().t(), rtol=1e-4):
+        return YES
+    return no("the device's e4m3 product is not right")
 
 
 def _pad(codes: Tensor, columns: int, rows: int) -> Tensor:
-    return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(
-        E4M3
-    )  # the byte 0 is the number 0
+    # the byte 0 is the number 0
+    return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(E4M3)
 
 
 @cache

@@ -33,10 +33,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import INTERPRETED, block, early_start, fused
+from lowroll.kernels.launch import (
+    INTERPRETED,
+    after_others,
+    block,
+    constexpr,
+    early_start,
+    jit,
+    tl,
+    triton_supports,
+)
 from lowroll.kernels.moe import routed
 from lowroll.kernels.moe.route import Groups, choose_and_sort, combine, sort_slots
 from lowroll.kernels.quantize.rows import quantize_rows
+from lowroll.kernels.support import NO_CUDA, YES, Support, cuda_supports, no
 
 
 @dataclass(frozen=True)
@@ -48,13 +58,12 @@ class Stack:
     codes_NK: Tensor  # floats, int8, float8_e4m3fn; uint8 [N, K / 2]; int4: int32 [N, K / 8]
     scale_N1: Tensor | None = None  # w8a8, int4: float32; nvfp4: float8_e4m3fn; mxfp4: uint8
     global_scale: Tensor | None = None  # nvfp4: float32 [1] or [N]
-    rounded: Callable[[Tensor], Tensor] | None = field(
-        default=None, kw_only=True
-    )  # dense: x as its product takes it
+    # dense: x as its product takes it
+    rounded: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)
 
     @property
-    def rows(self) -> int:
-        """Of the matrix of one expert."""
+    def channels(self) -> int:
+        """Of one expert."""
         return self.codes_NK.shape[0] // self.num_experts
 
     @property
@@ -63,8 +72,10 @@ class Stack:
 
     @property
     def block(self) -> int:
-        """Features that stand together in the order of packed codes, see `triton_grouped`."""
-        return 32 if self.kind == "mxfp4" else 16 if self.packed else 0
+        """Features that stand together in the order of packed codes, see the notes on Triton."""
+        if not self.packed:
+            return 0
+        return 32 if self.kind == "mxfp4" else 16
 
     @property
     def packed(self) -> bool:
@@ -75,9 +86,9 @@ class Stack:
 def experts(
     x_TD: Tensor, router_ED: Tensor, gate_up: Stack, down: Stack, choices: int, renormalize: bool
 ) -> Tensor:
-    """The whole mixture of experts: [T, D]. Where `launch.fused(x_TD)`; not differentiable."""
+    """The whole mixture of experts: [T, D]. Where `launch.triton_supports(x_TD)`; not differentiable."""
     weights_TS, groups = choose_and_sort(x_TD, router_ED, choices, renormalize)
-    if all(routed.takes(stack, x_TD, weights_TS.numel()) for stack in (gate_up, down)):
+    if all(routed.supports(stack, x_TD, weights_TS.numel()) for stack in (gate_up, down)):
         h_PF = routed.multiply(x_TD, gate_up, groups, choices=choices, swiglu=True)
         return combine(routed.multiply(h_PF, down, groups, to_slots=True), weights_TS, x_TD.dtype)
     h_PF = _launch(
@@ -95,16 +106,21 @@ def experts(
 
 
 def multiply(x_PK: Tensor, stack: Stack, groups: Groups) -> Tensor:
-    """Sorted rows times the matrices of their experts: [P, N]. Where `launch.fused(x_PK)`; not
+    """Sorted rows times the matrices of their experts: [P, N]. Where `launch.triton_supports(x_PK)`; not
     differentiable."""
     return _launch(*_operand(x_PK, stack), stack, groups, x_PK.dtype)
 
 
-def runs(stack: Stack, dtype: torch.dtype) -> bool:
-    """Do the kernels multiply these matrices with activations of this dtype?"""
-    if stack.packed:
-        return dtype == torch.bfloat16 and stack.features % stack.block == 0
-    return stack.kind == "w8a8" or stack.codes_NK.dtype == dtype
+def supports(stack: Stack, dtype: torch.dtype) -> Support:
+    """Do the kernels multiply these matrices, as they are stored, with activations of this
+    dtype?"""
+    if stack.packed and dtype != torch.bfloat16:
+        return no("4-bit experts take activations in bfloat16")
+    if stack.packed and stack.features % stack.block:
+        return no("takes channels of whole blocks")
+    if stack.kind == "dense" and stack.codes_NK.dtype != dtype:
+        return no("takes activations in the dtype of the matrices")
+    return YES
 
 
 def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
@@ -119,11 +135,11 @@ def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Places, rows and features of one step of a program, its warps, and the steps that are loaded
-    ahead."""
+    """Places, channels and features of one step of a program, its warps, and the steps that are
+    loaded ahead."""
 
     places: int
-    rows: int
+    channels: int
     features: int
     warps: int = 4
     stages: int = 4
@@ -134,13 +150,10 @@ def tiles(stack: Stack, slots: int) -> Tiles:
     filled."""
     places = min(128, max(16, block(2 * slots // stack.num_experts)))
     if stack.packed:
-        few = 4 * slots < stack.num_experts
         features = 16 * stack.block  # as few as the tensor cores take of each code of a block
-        return (
-            Tiles(8, 32, features, warps=2, stages=3)
-            if few
-            else Tiles(min(places, 32), 64, features, stages=2)
-        )
+        if 4 * slots < stack.num_experts:
+            return Tiles(8, 32, features, warps=2, stages=3)
+        return Tiles(min(places, 32), 64, features, stages=2)
     if stack.codes_NK.dtype == torch.float32:
         return Tiles(16, 64, 32, stages=2)
     if places >= 64:
@@ -159,32 +172,32 @@ def _launch(
     swiglu: bool = False,
     to_slots: bool = False,
     blocked: int = 0,
-    chosen: Tiles | None = None,
 ) -> Tensor:
-    """One product. The arguments are those of `triton_grouped.multiply`; `chosen` in place of
-    `tiles`."""
-    from lowroll.kernels.moe import triton_grouped as kernels
-
+    """One product. The arguments are those of `_multiply_kernel`."""
     slots, count = len(groups.slot_P), stack.num_experts
-    rows, size = stack.rows // 2 if swiglu else stack.rows, chosen or tiles(stack, slots)
-    y = torch.empty((slots, rows), dtype=dtype, device=x.device)
+    size = tiles(stack, slots)
+    channels, each = stack.channels, size.channels
+    if swiglu:  # of y, of which one is made of a gate's and an up's
+        channels, each = channels // 2, each // 2
+    y = torch.empty((slots, channels), dtype=dtype, device=x.device)
+    scale = stack.scale_N1
+    if stack.kind == "nvfp4" and scale is not None:
+        scale = scale.view(torch.uint8)
     active = min(slots, count)  # experts that have places, at most
     most = (slots + active * (size.places - 1)) // size.places
-    per_expert = -(-rows // (size.rows // 2 if swiglu else size.rows))
-    kernels.multiply[(most * per_expert,)](
+    per_expert = -(-channels // each)
+    _multiply_kernel[(most * per_expert,)](
         x,
         x_scale,
         stack.codes_NK.view(torch.int64) if stack.packed else stack.codes_NK,
-        stack.scale_N1.view(torch.uint8)
-        if stack.kind == "nvfp4" and stack.scale_N1 is not None
-        else stack.scale_N1,
+        scale,
         stack.global_scale,
         y,
         groups.slot_P,
         groups.ends_E,
         slots,
         count,
-        rows,
+        channels,
         stack.features,
         KIND=stack.kind,
         CHOICES=choices,
@@ -195,7 +208,7 @@ def _launch(
         PTX=not INTERPRETED,
         BLOCK_E=block(count),
         BLOCK_P=size.places,
-        BLOCK_N=size.rows,
+        BLOCK_N=size.channels,
         BLOCK_K=size.features,
         num_warps=size.warps,
         num_stages=size.stages,
@@ -206,15 +219,12 @@ def _launch(
 
 def product(x_PK: Tensor, w_EKN: Tensor, groups: Groups) -> Tensor:
     """Rows times the matrices of their experts: [P, N]. Not differentiable."""
-    w_ENK, half = (
-        w_EKN.transpose(1, 2),
-        x_PK.dtype == w_EKN.dtype and x_PK.dtype in (torch.bfloat16, torch.float16),
-    )
-    if (
-        fused(x_PK) and half and w_ENK.is_contiguous()
-    ):  # faster than torch's on Hopper (docs/LOG.md)
+    w_ENK = w_EKN.transpose(1, 2)
+    half = x_PK.dtype == w_EKN.dtype and x_PK.dtype in (torch.bfloat16, torch.float16)
+    # faster than torch's on Hopper (docs/LOG.md)
+    if triton_supports(x_PK) and half and w_ENK.is_contiguous():
         return multiply(x_PK, Stack("dense", len(w_ENK), w_ENK.flatten(0, 1)), groups)
-    if _on_device(x_PK, w_EKN):
+    if grouped_mm_supports(x_PK, w_EKN):
         return F.grouped_mm(x_PK, w_EKN, offs=groups.ends_E)
     y_PN = x_PK.new_empty(x_PK.shape[0], w_EKN.shape[2])
     for expert, (start, end) in enumerate(groups.bounds):
@@ -226,7 +236,7 @@ def product(x_PK: Tensor, w_EKN: Tensor, groups: Groups) -> Tensor:
 def outer(y_PN: Tensor, x_PK: Tensor, groups: Groups) -> Tensor:
     """The sum of y x^T over the rows of each expert, 0 for one without: [E, N, K], the gradient of
     the matrices."""
-    if _on_device(x_PK, y_PN):
+    if grouped_mm_supports(x_PK, y_PN):
         return F.grouped_mm(y_PN.t(), x_PK, offs=groups.ends_E)
     w_ENK = x_PK.new_zeros(len(groups.ends_E), y_PN.shape[1], x_PK.shape[1])
     for expert, (start, end) in enumerate(groups.bounds):
@@ -235,21 +245,24 @@ def outer(y_PN: Tensor, x_PK: Tensor, groups: Groups) -> Tensor:
     return w_ENK
 
 
-def _on_device(a: Tensor, b: Tensor) -> bool:
-    """Does the device have a grouped product for these? It wants bfloat16 and rows of whole 16
+def grouped_mm_supports(a: Tensor, b: Tensor) -> Support:
+    """Does torch have a grouped product for these? It wants bfloat16 and rows of whole 16
     bytes."""
-    return (
-        a.is_cuda
-        and a.dtype == b.dtype == torch.bfloat16
-        and a.shape[-1] % 8 == b.shape[-1] % 8 == 0
-        and _grouped_mm_is_right(a.device)
-    )
+    if not a.is_cuda:
+        return NO_CUDA
+    if not a.dtype == b.dtype == torch.bfloat16:
+        return no("takes bfloat16")
+    if not a.shape[-1] % 8 == b.shape[-1] % 8 == 0:
+        return no("takes rows of whole 16 bytes")
+    return grouped_mm_supports_device(a.device)
 
 
 @cache
-def _grouped_mm_is_right(device: torch.device) -> bool:
+def grouped_mm_supports_device(device: torch.device) -> Support:
     """Does torch's grouped product on this device do what the loops do, experts without rows
     included?"""
+    if not (found := cuda_supports(device)):
+        return found
     generator = torch.Generator().manual_seed(0)
     x_PK, w_ENK = (
         torch.randn(shape, generator=generator).to(device, torch.bfloat16)
@@ -261,13 +274,354 @@ def _grouped_mm_is_right(device: torch.device) -> bool:
         got_PK = F.grouped_mm(got_PN, w_ENK, offs=groups.ends_E)
         got_ENK = F.grouped_mm(got_PN.t(), x_PK, offs=groups.ends_E)
     except (RuntimeError, AttributeError, NotImplementedError, ValueError, TypeError):
-        return False
+        return no("torch has no grouped product for the device")
     wanted_PN = torch.cat([x_PK[:20] @ w_ENK[0].t(), x_PK[20:] @ w_ENK[2].t()])
     wanted_PK = torch.cat([got_PN[:20] @ w_ENK[0], got_PN[20:] @ w_ENK[2]])
     wanted_ENK = torch.stack(
         [got_PN[:20].t() @ x_PK[:20], torch.zeros_like(w_ENK[0]), got_PN[20:].t() @ x_PK[20:]]
     )
-    return all(
+    right = all(
         torch.allclose(got.float(), wanted.float(), rtol=0.02, atol=0.5)
         for got, wanted in ((got_PN, wanted_PN), (got_PK, wanted_PK), (got_ENK, wanted_ENK))
+    )
+    return YES if right else no("torch's grouped product is not right on the device")
+
+
+# -- Triton ----------------------------------------------------------------------------------------
+#
+# A program takes some places of one expert and some of its channels. Its weights are the left
+# operand of the tensor cores' product and the tokens the right one: few tokens then fill the narrow
+# side. The grid is as long as the tiles can be in the worst case; a program finds its expert in
+# `ends`, and one that has none leaves at once.
+#
+# 4-bit codes stay eight a 32-bit word. Nibble i of word w belongs to feature 8 w + i, so eight
+# products are summed, each with the rows' features of one i. The rows come with their features in
+# that order: [8, K / 8].
+#
+# A nibble s|ee|m of e2m1, moved to the bits s<<15 | eem<<6, is a bfloat16 of value * 2^-126: the
+# scale of its block makes up for it, and one packed multiplication decodes two weights.
+
+# $8, $9: a word of row a and one of row b (their nibbles are i = 0 .. 7 from the low end), $10:
+# their scales as packed bfloat16. $0 .. $7: nibble i of a and of b, times their scales, as packed
+# bfloat16. A nibble n that lies alone in its half of a register becomes n << 12 | n << 6 by one
+# multiplication.
+_E2M1 = constexpr("""
+{
+    .reg .b32 p, q, t;
+    prmt.b32 p, $8, $9, 0x5410;
+    and.b32 t, p, 0x000F000F;  mul.lo.u32 t, t, 0x1040;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $0, t, $10;
+    and.b32 t, p, 0x00F000F0;  mul.lo.u32 t, t, 0x0104;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $1, t, $10;
+    shr.u32 q, p, 8;
+    and.b32 t, q, 0x000F000F;  mul.lo.u32 t, t, 0x1040;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $2, t, $10;
+    and.b32 t, q, 0x00F000F0;  mul.lo.u32 t, t, 0x0104;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $3, t, $10;
+    prmt.b32 p, $8, $9, 0x7632;
+    and.b32 t, p, 0x000F000F;  mul.lo.u32 t, t, 0x1040;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $4, t, $10;
+    and.b32 t, p, 0x00F000F0;  mul.lo.u32 t, t, 0x0104;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $5, t, $10;
+    shr.u32 q, p, 8;
+    and.b32 t, q, 0x000F000F;  mul.lo.u32 t, t, 0x1040;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $6, t, $10;
+    and.b32 t, q, 0x00F000F0;  mul.lo.u32 t, t, 0x0104;  and.b32 t, t, 0x81C081C0;  mul.rn.bf16x2 $7, t, $10;
+}
+""")
+
+
+# The same for codes n that stand for n - 8: 128 + n is the bfloat16 0x4300 | n, and 136 is taken
+# from it exactly.
+_INT4 = constexpr("""
+{
+    .reg .b32 p, q, t, c;
+    mov.b32 c, 0x43084308;
+    prmt.b32 p, $8, $9, 0x5410;
+    lop3.b32 t, p, 0x000F000F, 0x43004300, 0xEA;  sub.rn.bf16x2 t, t, c;  mul.rn.bf16x2 $0, t, $10;
+    shr.u32 q, p, 4;
+    lop3.b32 t, q, 0x000F000F, 0x43004300, 0xEA;  sub.rn.bf16x2 t, t, c;  mul.rn.bf16x2 $1, t, $10;
+    shr.u32 q, p, 8;
+    lop3.b32 t, q, 0x000F000F, 0x43004300, 0xEA;  sub.rn.bf16x2 t, t, c;  mul.rn.bf16x2 $2, t, $10;
+    shr.u32 q, p, 12;
+    lop3.b32 t, q, 0x000F000F, 0x43004300, 0xEA;  sub.rn.bf16x2 t, t, c;  mul.rn.bf16x2 $3, t, $10;
+    prmt.b32 p, $8, $9, 0x7632;
+    lop3.b32 t, p, 0x000F000F, 0x43004300, 0xEA;  sub.rn.bf16x2 t, t, c;  mul.rn.bf16x2 $4, t, $10;
+    shr.u32 q, p, 4;
+    lop3.b32 t, q, 0x000F000F, 0x43004300, 0xEA;  sub.rn.bf16x2 t, t, c;  mul.rn.bf16x2 $5, t, $10;
+    shr.u32 q, p, 8;
+    lop3.b32 t, q, 0x000F000F, 0x43004300, 0xEA;  sub.rn.bf16x2 t, t, c;  mul.rn.bf16x2 $6, t, $10;
+    shr.u32 q, p, 12;
+    lop3.b32 t, q, 0x000F000F, 0x43004300, 0xEA;  sub.rn.bf16x2 t, t, c;  mul.rn.bf16x2 $7, t, $10;
+}
+""")
+
+
+@jit
+def _places(ends_ptr, tile, slots, num_experts, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The expert of a tile, its first place and the expert's end; the end is -1 for a tile beyond
+    the last."""
+    offs_e = tl.arange(0, BLOCK_E)
+    ends_e = tl.load(ends_ptr + offs_e, mask=offs_e < num_experts, other=slots)
+    starts_e = tl.load(ends_ptr + offs_e - 1, mask=(offs_e > 0) & (offs_e < num_experts), other=0)
+    tiles_e = tl.where(offs_e < num_experts, (ends_e - starts_e + BLOCK_P - 1) // BLOCK_P, 0)
+    upto_e = tl.cumsum(tiles_e, 0)
+    expert = tl.sum((upto_e <= tile).to(tl.int32), 0)
+    mine_e = offs_e == expert
+    end = tl.sum(tl.where(mine_e, ends_e, 0), 0)
+    first = tl.sum(tl.where(mine_e, starts_e + (tile - (upto_e - tiles_e)) * BLOCK_P, 0), 0)
+    return expert, first, tl.where(expert < num_experts, end, -1)
+
+
+@jit
+def _decoded(words, scales, KIND: tl.constexpr, PTX: tl.constexpr):
+    """Eight bfloat16 (or, in the interpreter, float32) tensors: nibble i of every word, times its
+    scale."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _INT4 if KIND == "int4" else _E2M1,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
+            [words, scales],
+            dtype=(
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+            ),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return (
+            _level(words, scales, 0, KIND),
+            _level(words, scales, 1, KIND),
+            _level(words, scales, 2, KIND),
+            _level(words, scales, 3, KIND),
+            _level(words, scales, 4, KIND),
+            _level(words, scales, 5, KIND),
+            _level(words, scales, 6, KIND),
+            _level(words, scales, 7, KIND),
+        )
+
+
+@jit
+def _level(words, scales, NIBBLE: tl.constexpr, KIND: tl.constexpr):
+    code = (words >> (4 * NIBBLE)) & 15
+    if KIND == "int4":
+        level = code.to(tl.float32) - 8.0
+    else:
+        size, exponent = (code & 1).to(tl.float32), (code >> 1) & 3
+        level = tl.where(
+            exponent == 0, 0.5 * size, (1.0 + 0.5 * size) * tl.exp2((exponent - 1).to(tl.float32))
+        )
+        level = tl.where(code >= 8, -level, level)
+    return level * scales
+
+
+@jit
+def _packed_sum(
+    sums_np,
+    w_ptr,
+    s_ptr,
+    x_ptr,
+    row_n,
+    keep_n,
+    token_p,
+    keep_p,
+    features,
+    BLOCK_B: tl.constexpr,
+    KIND: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """w_ptr: int64, sixteen codes of a row. A block is one of them, or two with MXFP4, whose scales
+    are for as many. INT4 has a scale for eight blocks."""
+    span: tl.constexpr = 2 if KIND == "mxfp4" else 1
+    group: tl.constexpr = 8 if KIND == "int4" else 1
+    blocks = features // (16 * span)
+    for first in range(0, blocks, BLOCK_B):
+        offs_b = first + tl.arange(0, BLOCK_B)
+        keep_b = offs_b < blocks
+        mask_nb = keep_n[:, None] & keep_b[None, :]
+        s_nb = tl.load(
+            s_ptr + row_n[:, None] * tl.cdiv(blocks, group) + (offs_b // group)[None, :],
+            mask=mask_nb,
+            other=0,
+        )
+        s_nb = _scale(s_nb, KIND, PTX)
+        for part in tl.static_range(2 * span):
+            w_nb = tl.load(
+                w_ptr + row_n[:, None] * (blocks * span) + (offs_b * span + part // 2)[None, :],
+                mask=mask_nb,
+                other=0,
+            )
+            codes = _decoded(
+                (w_nb >> 32 if part % 2 else w_nb & 0xFFFFFFFF).to(tl.int32), s_nb, KIND, PTX
+            )
+            for i in tl.static_range(8):
+                x_bp = tl.load(
+                    x_ptr
+                    + token_p[None, :] * features
+                    + ((8 * part + i) * blocks + offs_b)[:, None],
+                    mask=keep_p[None, :] & keep_b[:, None],
+                    other=0.0,
+                )
+                sums_np = tl.dot(codes[i].to(x_bp.dtype), x_bp, sums_np, input_precision="ieee")
+    return sums_np
+
+
+@jit
+def _scale(stored_nb, KIND: tl.constexpr, PTX: tl.constexpr):
+    """The scales of blocks, for PTX in bfloat16; those of e2m1 times 2^118, which with a final 2^8
+    makes up for 2^-126.
+
+    MXFP4's are made by their bits; beyond E = 136, a scale of 512, they saturate.
+    """
+    if KIND == "int4":
+        scale_nb = stored_nb
+        if PTX:
+            scale_nb = scale_nb.to(tl.bfloat16)
+    elif KIND == "mxfp4":
+        if PTX:
+            scale_nb = (
+                ((tl.minimum(stored_nb.to(tl.int32), 136) + 118) << 7)
+                .to(tl.int16)
+                .to(tl.bfloat16, bitcast=True)
+            )
+        else:
+            scale_nb = tl.exp2(stored_nb.to(tl.float32) - 127.0)
+    else:
+        scale_nb = stored_nb.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        if PTX:
+            scale_nb = (scale_nb * 3.3230699894622897e35).to(tl.bfloat16)
+    return scale_nb
+
+
+@jit
+def _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_K: tl.constexpr):
+    for first in range(0, features, BLOCK_K):
+        offs_k = first + tl.arange(0, BLOCK_K)
+        keep_k = offs_k < features
+        w_nk = tl.load(
+            w_ptr + row_n[:, None] * features + offs_k[None, :],
+            mask=keep_n[:, None] & keep_k[None, :],
+            other=0.0,
+        )
+        x_kp = tl.load(
+            x_ptr + token_p[None, :] * features + offs_k[:, None],
+            mask=keep_p[None, :] & keep_k[:, None],
+            other=0.0,
+        )
+        if w_nk.dtype == tl.int8:
+            sums_np = tl.dot(w_nk, x_kp, sums_np, out_dtype=tl.int32)
+        elif w_nk.dtype == tl.float8e4nv:
+            # sums of one step are rounded coarsely, those over steps are not
+            sums_np = tl.dot(w_nk, x_kp, sums_np, max_num_imprecise_acc=BLOCK_K)
+        else:
+            sums_np = tl.dot(w_nk, x_kp, sums_np, input_precision="ieee")
+    return sums_np
+
+
+@jit(do_not_specialize=["slots", "num_experts"])
+def _multiply_kernel(
+    x_ptr,
+    xs_ptr,
+    w_ptr,
+    ws_ptr,
+    g_ptr,
+    y_ptr,
+    slot_ptr,
+    ends_ptr,
+    slots,
+    num_experts,
+    channels: tl.constexpr,
+    features: tl.constexpr,
+    KIND: tl.constexpr,
+    CHOICES: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    TO_SLOTS: tl.constexpr,
+    G_ROWS: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    PTX: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """y = w[e] x for some places of an expert and some of its channels.
+
+    KIND: dense, w8a8 (xs: a scale a row, ws: a scale a channel), nvfp4 (g: the global scale, one or
+    one a channel), mxfp4 or int4. x lies at the place's token, its slot / CHOICES, or at the place
+    itself if CHOICES is 0; y at the place, or (TO_SLOTS) at the slot. SWIGLU: the matrix has
+    `channels` of gates and then as many of ups, and y = silu(gate) * up. BLOCKED: the features of y
+    are written in the order that matrices with so many in a block read them in; 0: as they are.
+    """
+    after_others(EARLY)
+    height: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N  # channels of y in a tile
+    tiles_n = tl.cdiv(channels, height)
+    expert, first, end = _places(
+        ends_ptr, tl.program_id(0) // tiles_n, slots, num_experts, BLOCK_E, BLOCK_P
+    )
+    if first >= end:
+        return
+    place_p = first + tl.arange(0, BLOCK_P)
+    keep_p = place_p < end
+    slot_p = tl.load(slot_ptr + place_p, mask=keep_p, other=0)
+    token_p = (slot_p // CHOICES if CHOICES > 0 else place_p).to(tl.int64)
+    out_p = (slot_p if TO_SLOTS else place_p).to(tl.int64)
+    first_n, offs_n = (tl.program_id(0) % tiles_n) * height, tl.arange(0, BLOCK_N)
+    local_n = first_n + offs_n % height
+    keep_n = local_n < channels
+    row_n = (
+        expert.to(tl.int64) * channels * (BLOCK_N // height)
+        + local_n
+        + (offs_n // height) * channels
+    )
+
+    sums_np = tl.zeros(
+        (BLOCK_N, BLOCK_P), tl.int32 if w_ptr.dtype.element_ty == tl.int8 else tl.float32
+    )
+    if KIND == "nvfp4" or KIND == "mxfp4" or KIND == "int4":
+        sums_np = _packed_sum(
+            sums_np,
+            w_ptr,
+            ws_ptr,
+            x_ptr,
+            row_n,
+            keep_n,
+            token_p,
+            keep_p,
+            features,
+            BLOCK_K // (32 if KIND == "mxfp4" else 16),
+            KIND,
+            PTX,
+        )
+        if PTX and KIND != "int4":
+            sums_np *= 256.0
+        if KIND == "nvfp4":
+            sums_np /= (
+                tl.load(g_ptr + row_n, mask=keep_n, other=1.0)[:, None]
+                if G_ROWS
+                else tl.load(g_ptr)
+            )
+    else:
+        sums_np = _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_K)
+        if KIND == "w8a8":
+            sums_np = (
+                sums_np.to(tl.float32) * tl.load(xs_ptr + token_p, mask=keep_p, other=0.0)[None, :]
+            )
+            sums_np *= tl.load(ws_ptr + row_n, mask=keep_n, other=0.0)[:, None]
+
+    if SWIGLU:
+        gate_np, up_np = tl.split(tl.permute(tl.reshape(sums_np, (2, height, BLOCK_P)), (1, 2, 0)))
+        gate_np = gate_np.to(y_ptr.dtype.element_ty).to(tl.float32)
+        silu_np = (gate_np / (1.0 + tl.exp(-gate_np))).to(y_ptr.dtype.element_ty).to(tl.float32)
+        y_np = silu_np * up_np.to(y_ptr.dtype.element_ty).to(tl.float32)
+        out_n = first_n + tl.arange(0, height)
+    else:
+        y_np, out_n = sums_np, local_n
+    keep_n = out_n < channels
+    if BLOCKED:
+        out_n = out_n % BLOCKED * (channels // BLOCKED) + out_n // BLOCKED
+    tl.store(
+        y_ptr + out_p[None, :] * channels + out_n[:, None],
+        y_np.to(y_ptr.dtype.element_ty),
+        mask=keep_n[:, None] & keep_p[None, :],
     )

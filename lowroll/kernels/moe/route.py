@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import block, early_start, fused
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 
 PARTS = 8  # of the sum over features, which few tokens would leave to one program
 MOST_SLOTS = 1 << 14  # that the sorting kernel takes: every expert's program reads all of them
@@ -50,7 +50,7 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """(weights [T, S] in float32, experts [T, S]), by falling logit. Differentiable, and the same
     with a gradient as without."""
-    if fused(x_TD):
+    if triton_supports(x_TD):
         return _Choose.apply(x_TD, router_ED, choices, renormalize)
     logits_TE = F.linear(x_TD.float(), router_ED.float())
     experts_TS = logits_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :choices]
@@ -64,7 +64,7 @@ def _weights(logits_TE: Tensor, experts_TS: Tensor, renormalize: bool) -> Tensor
 
 def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
     """Sort the slots of tokens that chose these experts."""
-    if fused(experts_TS) and experts_TS.numel() <= MOST_SLOTS:
+    if triton_supports(experts_TS) and experts_TS.numel() <= MOST_SLOTS:
         return _sort_slots(experts_TS, num_experts)
     sorted_P, slot_P = experts_TS.flatten().sort(stable=True)
     place_P = torch.empty_like(slot_P)
@@ -81,7 +81,7 @@ def choose_and_sort(
     """(weights [T, S], the sorted slots): `choose` and `sort_slots` for an engine, one launch less
     for one token.
 
-    Where `launch.fused(x_TD)`; not differentiable.
+    Where `launch.triton_supports(x_TD)`; not differentiable.
     """
     if len(x_TD) == 1:
         groups = _empty(choices, len(router_ED), x_TD.device)
@@ -165,7 +165,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         y_PD, weights_TS = ctx.saved_tensors
         (slots, features), choices, slot_P = y_PD.shape, weights_TS.shape[1], ctx.groups.slot_P
-        if not fused(y_PD):
+        if not triton_supports(y_PD):
             grad_PD = grad_TD.float()[slot_P // choices]
             w_grad_TS = (grad_PD * y_PD.float()).sum(1)[ctx.groups.place_P].view_as(weights_TS)
             return (
@@ -174,10 +174,8 @@ class _Combine(torch.autograd.Function):
                 None,
                 None,
             )
-        from lowroll.kernels.moe import triton_route as kernels
-
         y_grad_PD, w_grad_TS = torch.empty_like(y_PD), torch.empty_like(weights_TS)
-        kernels.spread[(slots,)](
+        _spread_kernel[(slots,)](
             grad_TD.contiguous(),
             y_PD,
             slot_P,
@@ -196,14 +194,12 @@ def _sum_slots(
     y_PD: Tensor, groups: Groups | None, weights_TS: Tensor | None, choices: int, dtype: torch.dtype
 ) -> Tensor:
     tokens, features = y_PD.shape[0] // choices, y_PD.shape[1]
-    if not fused(y_PD):
+    if not triton_supports(y_PD):
         y_TSD = (y_PD if groups is None else y_PD[groups.place_P]).view(tokens, choices, features)
         return (y_TSD if weights_TS is None else y_TSD * weights_TS[..., None]).sum(1).to(dtype)
-    from lowroll.kernels.moe import triton_route as kernels
-
     out_TD = torch.empty((tokens, features), dtype=dtype, device=y_PD.device)
     wide = min(1024, block(features))
-    kernels.combine[(tokens, -(-features // wide))](
+    _combine_kernel[(tokens, -(-features // wide))](
         y_PD.contiguous(),
         None if groups is None else groups.place_P,
         weights_TS,
@@ -221,14 +217,12 @@ def _choose(
     x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool, groups: Groups | None = None
 ) -> tuple[Tensor, Tensor]:
     """`groups`: to fill with the slots of the one token."""
-    from lowroll.kernels.moe import triton_route as kernels
-
     (tokens, features), num_experts = x_TD.shape, len(router_ED)
     parts = torch.empty((PARTS, tokens, num_experts), dtype=torch.float32, device=x_TD.device)
     weights_TS = torch.empty((tokens, choices), dtype=torch.float32, device=x_TD.device)
     experts_TS = torch.empty((tokens, choices), dtype=torch.int32, device=x_TD.device)
     wide = max(16, block(num_experts))
-    kernels.logits[(-(-tokens // 16), PARTS)](
+    _logits_kernel[(-(-tokens // 16), PARTS)](
         x_TD.contiguous(),
         router_ED.to(x_TD.dtype),
         parts,
@@ -245,7 +239,7 @@ def _choose(
     slot_P, place_P, ends_E = (
         (None,) * 3 if groups is None else (groups.slot_P, groups.place_P, groups.ends_E)
     )
-    kernels.choose[(tokens,)](
+    _choose_kernel[(tokens,)](
         parts,
         weights_TS,
         experts_TS,
@@ -266,11 +260,9 @@ def _choose(
 
 
 def _sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
-    from lowroll.kernels.moe import triton_route as kernels
-
     slots = experts_TS.numel()
     groups = _empty(slots, num_experts, experts_TS.device)
-    kernels.sort[(num_experts,)](
+    _sort_kernel[(num_experts,)](
         experts_TS.contiguous(),
         groups.slot_P,
         groups.place_P,
@@ -286,3 +278,191 @@ def _sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
 def _empty(slots: int, num_experts: int, device: torch.device) -> Groups:
     slot_P, place_P = (torch.empty(slots, dtype=torch.int64, device=device) for _ in range(2))
     return Groups(slot_P, place_P, torch.empty(num_experts, dtype=torch.int32, device=device))
+
+
+# -- Triton ----------------------------------------------------------------------------------------
+
+
+@jit(do_not_specialize=["tokens"])
+def _logits_kernel(
+    x_ptr,
+    w_ptr,
+    part_ptr,
+    tokens,
+    features,
+    num_experts,
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One part's share of the sum over features: [PARTS, T, E] in float32."""
+    after_others(EARLY)
+    offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_e, part = tl.arange(0, BLOCK_E), tl.program_id(1)
+    sums_te = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    for step in range(part, tl.cdiv(features, BLOCK_K), PARTS):
+        offs_k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        x_tk = tl.load(
+            x_ptr + offs_t[:, None] * features + offs_k[None, :],
+            mask=(offs_t[:, None] < tokens) & (offs_k[None, :] < features),
+            other=0.0,
+        )
+        w_ke = tl.load(
+            w_ptr + offs_e[None, :] * features + offs_k[:, None],
+            mask=(offs_e[None, :] < num_experts) & (offs_k[:, None] < features),
+            other=0.0,
+        )
+        sums_te = tl.dot(x_tk, w_ke, sums_te, input_precision="ieee")
+    tl.store(
+        part_ptr + (part * tokens + offs_t[:, None]) * num_experts + offs_e[None, :],
+        sums_te,
+        mask=(offs_t[:, None] < tokens) & (offs_e[None, :] < num_experts),
+    )
+
+
+@jit(do_not_specialize=["tokens"])
+def _choose_kernel(
+    part_ptr,
+    weights_ptr,
+    experts_ptr,
+    slot_ptr,
+    place_ptr,
+    ends_ptr,
+    tokens,
+    num_experts,
+    CHOICES: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The experts of one token and their weights; with `slot_ptr` it is the only one, and its slots
+    are sorted too."""
+    after_others(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    offs_e, offs_s = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
+    sums_e = tl.zeros((BLOCK_E,), tl.float32)
+    for part in tl.static_range(PARTS):
+        sums_e += tl.load(
+            part_ptr + (part * tokens + token) * num_experts + offs_e,
+            mask=offs_e < num_experts,
+            other=0.0,
+        )
+    left_e = tl.where(offs_e < num_experts, sums_e, float("-inf"))
+    largest = tl.max(left_e, 0)
+    total = tl.sum(tl.exp(left_e - largest), 0)
+    weights_s, experts_s = tl.zeros((BLOCK_S,), tl.float32), tl.zeros((BLOCK_S,), tl.int32)
+    for s in tl.static_range(CHOICES):
+        best = tl.max(left_e, 0)
+        # the first of the largest; where there is a NaN, the last expert
+        expert = tl.min(tl.where(left_e == best, offs_e, BLOCK_E), 0)
+        expert = tl.minimum(expert, num_experts - 1)
+        weights_s = tl.where(offs_s == s, tl.exp(best - largest) / total, weights_s)
+        experts_s = tl.where(offs_s == s, expert, experts_s)
+        left_e = tl.where(offs_e == expert, float("-inf"), left_e)
+    if RENORMALIZE:
+        weights_s = weights_s / tl.sum(weights_s, 0)
+    tl.store(weights_ptr + token * CHOICES + offs_s, weights_s, mask=offs_s < CHOICES)
+    tl.store(experts_ptr + token * CHOICES + offs_s, experts_s, mask=offs_s < CHOICES)
+    if slot_ptr is not None:
+        experts_s = tl.where(offs_s < CHOICES, experts_s, BLOCK_E)
+        ends_e, place_s = tl.zeros((BLOCK_E,), tl.int32), tl.zeros((BLOCK_S,), tl.int32)
+        for s in tl.static_range(CHOICES):
+            expert = tl.sum(tl.where(offs_s == s, experts_s, 0), 0)
+            ends_e += (offs_e >= expert).to(tl.int32)
+            place_s += ((experts_s > expert) | ((experts_s == expert) & (offs_s > s))).to(tl.int32)
+        tl.store(slot_ptr + place_s, offs_s, mask=offs_s < CHOICES)
+        tl.store(place_ptr + offs_s, place_s, mask=offs_s < CHOICES)
+        tl.store(ends_ptr + offs_e, ends_e, mask=offs_e < num_experts)
+
+
+@jit(do_not_specialize=["slots"])
+def _sort_kernel(
+    experts_ptr, slot_ptr, place_ptr, ends_ptr, slots, BLOCK_P: tl.constexpr, EARLY: tl.constexpr
+):
+    """The places of one expert's slots: as many before them as there are slots of lower experts."""
+    after_others(EARLY)
+    expert = tl.program_id(0)
+    lower = 0
+    for first in range(0, slots, BLOCK_P):
+        offs_p = first + tl.arange(0, BLOCK_P)
+        experts_p = tl.load(experts_ptr + offs_p, mask=offs_p < slots, other=1 << 30)
+        lower += tl.sum((experts_p < expert).to(tl.int32), 0)
+    for first in range(0, slots, BLOCK_P):
+        offs_p = first + tl.arange(0, BLOCK_P)
+        mine_p = tl.load(experts_ptr + offs_p, mask=offs_p < slots, other=1 << 30) == expert
+        rank_p = tl.cumsum(mine_p.to(tl.int32), 0)
+        place_p = lower + rank_p - 1
+        tl.store(slot_ptr + place_p, offs_p, mask=mine_p)
+        tl.store(place_ptr + offs_p, place_p, mask=mine_p)
+        lower += tl.sum(mine_p.to(tl.int32), 0)
+    tl.store(ends_ptr + expert, lower)
+
+
+@jit
+def _combine_kernel(
+    y_ptr,
+    place_ptr,
+    weights_ptr,
+    out_ptr,
+    features,
+    CHOICES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The sum over one token's slots, in the order of its choices. y lies by place, or by slot
+    without places."""
+    after_others(EARLY)
+    token, offs_d = (
+        tl.program_id(0).to(tl.int64),
+        tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D),
+    )
+    sums_d = tl.zeros((BLOCK_D,), tl.float32)
+    for s in tl.static_range(CHOICES):
+        slot = token * CHOICES + s
+        weight = 1.0 if weights_ptr is None else tl.load(weights_ptr + slot)
+        at = slot
+        if place_ptr is not None:
+            at = tl.load(place_ptr + slot)
+        y_d = tl.load(y_ptr + at * features + offs_d, mask=offs_d < features, other=0.0)
+        sums_d += y_d.to(tl.float32) * weight
+    tl.store(
+        out_ptr + token * features + offs_d,
+        sums_d.to(out_ptr.dtype.element_ty),
+        mask=offs_d < features,
+    )
+
+
+@jit
+def _spread_kernel(
+    grad_ptr,
+    y_ptr,
+    slot_ptr,
+    weights_ptr,
+    y_grad_ptr,
+    w_grad_ptr,
+    features,
+    CHOICES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The gradient of `_combine_kernel` at one place: of y, and of its slot's weight."""
+    place = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + place)
+    weight, total = tl.load(weights_ptr + slot), 0.0
+    for first in range(0, features, BLOCK_D):
+        offs_d = first + tl.arange(0, BLOCK_D)
+        keep_d = offs_d < features
+        grad_d = tl.load(grad_ptr + slot // CHOICES * features + offs_d, mask=keep_d, other=0.0).to(
+            tl.float32
+        )
+        y_d = tl.load(y_ptr + place * features + offs_d, mask=keep_d, other=0.0).to(tl.float32)
+        total += tl.sum(grad_d * y_d, 0)
+        tl.store(
+            y_grad_ptr + place * features + offs_d,
+            (weight * grad_d).to(y_grad_ptr.dtype.element_ty),
+            mask=keep_d,
+        )
+    tl.store(w_grad_ptr + slot, total)

@@ -19,6 +19,7 @@ from torch import Tensor
 from lowroll.kernels import nvcc
 from lowroll.kernels.launch import early
 from lowroll.kernels.matmul.streamed import FORMATS
+from lowroll.kernels.support import NO_CUDA, Support, cuda_supports, no
 
 if TYPE_CHECKING:
     from lowroll.kernels.moe.grouped import Stack
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("routed.cu")
 MOST = {"int4": 16}  # slots an expert has on average; beyond, Triton's tiles take over. Others: 32
+CAPABILITY = (9, 0)  # or later
 MEMORY = 226 * 1024  # bytes of a block's shared memory beside its book of places
 
 
 class Tiles(NamedTuple):
     """Places of a tile in eights, stages of a warp's ring, warps of a block, and warps that share
-    rows."""
+    channels."""
 
     eights: int
     stages: int
@@ -44,13 +46,20 @@ def tiles(slots: int, stack: Stack) -> Tiles:
     (docs/LOG.md)."""
     count = stack.num_experts
     if slots <= count:
-        return Tiles(1, 4, 4, 4 if 16 * slots <= count else 2 if 8 * slots <= count else 1)
+        split = 1
+        if 16 * slots <= count:
+            split = 4
+        elif 8 * slots <= count:
+            split = 2
+        return Tiles(1, 4, 4, split)
     if slots <= 6 * count:
         return Tiles(1, 3, 8, 1)
-    return Tiles(2, 4, 4, 1) if slots <= 10 * count or stack.kind == "int4" else Tiles(4, 3, 8, 1)
+    if slots <= 10 * count or stack.kind == "int4":
+        return Tiles(2, 4, 4, 1)
+    return Tiles(4, 3, 8, 1)
 
 
-def fits(size: Tiles, stack: Stack) -> bool:
+def shared_memory_supports(size: Tiles, stack: Stack) -> bool:
     """Do the rows of a tile and the warps' rings fit into shared memory?"""
     ring = size.stages * 2048 + (2048 if stack.kind == "nvfp4" else 1024)
     return stack.features * 16 * size.eights + size.warps * ring <= MEMORY
@@ -76,26 +85,31 @@ class Problem(ctypes.Structure):
     ]
 
 
-def takes(stack: Stack, x: Tensor, slots: int) -> bool:
+def supports(stack: Stack, x: Tensor, slots: int) -> Support:
     """Is there a kernel for these matrices, and are the rows of an expert few? It has no
     gradient."""
-    return (
-        stack.packed
-        and x.is_cuda
-        and x.dtype == torch.bfloat16
-        and stack.features % 128 == 0
-        and slots <= MOST.get(stack.kind, 32) * stack.num_experts
-        and fits(tiles(slots, stack), stack)
-        and available(stack.kind, x.device)
-    )
+    if not stack.packed:
+        return no("takes nvfp4, mxfp4 and int4")
+    if not x.is_cuda:
+        return NO_CUDA
+    if x.dtype != torch.bfloat16:
+        return no("takes activations in bfloat16")
+    if stack.features % 128:
+        return no("takes in features in multiples of 128")
+    if slots > MOST.get(stack.kind, 32) * stack.num_experts:
+        return no("takes 32 slots an expert on average, at most; 16 of int4")
+    if not shared_memory_supports(tiles(slots, stack), stack):
+        return no("rows of this length do not fit into shared memory")
+    return supports_device(stack.kind, x.device)
 
 
 @cache
-def available(kind: str, device: torch.device) -> bool:
-    """Is it a CUDA device of capability 9.0 or later, on a machine with an nvcc that builds the
-    kernel?"""
+def supports_device(kind: str, device: torch.device) -> Support:
+    """Is it a CUDA device of that capability, on a machine with an nvcc that builds the kernel?"""
+    if not (found := cuda_supports(device, CAPABILITY)):
+        return found
     capability = torch.cuda.get_device_capability(device)
-    return capability >= (9, 0) and nvcc.builds(
+    return nvcc.supports(
         lambda: _library(kind, capability), f"experts in {kind} are multiplied by Triton"
     )
 
@@ -108,20 +122,21 @@ def multiply(
     choices: int = 0,
     swiglu: bool = False,
     to_slots: bool = False,
-    chosen: Tiles | None = None,
 ) -> Tensor:
     """[P, N] in bfloat16. x lies at the place's token, its slot / choices, or at the place itself
     if choices is 0.
 
-    swiglu: a matrix has N rows of gates and then as many of ups, and y = silu(gate) * up. to_slots:
+    swiglu: a matrix has N channels of gates and then as many of ups, and y = silu(gate) * up. to_slots:
     y lies at the slot instead of the place. RuntimeError when the kernel cannot be launched.
     """
     library = _library(stack.kind, torch.cuda.get_device_capability(x.device))
-    slots, rows = len(groups.slot_P), stack.rows // 2 if swiglu else stack.rows
-    size, x = chosen or tiles(slots, stack), x.contiguous()
+    slots = len(groups.slot_P)
+    channels = stack.channels // 2 if swiglu else stack.channels
+    size = tiles(slots, stack)
+    x = x.contiguous()
     if x.data_ptr() % 16:
         x = x.clone()
-    y = torch.empty((slots, rows), dtype=x.dtype, device=x.device)
+    y = torch.empty((slots, channels), dtype=x.dtype, device=x.device)
     scale, global_ = stack.scale_N1, stack.global_scale
     assert scale is not None
     if stack.codes_NK.data_ptr() % 16 or not all(
@@ -140,7 +155,7 @@ def multiply(
         groups.ends_E.data_ptr(),
         slots,
         stack.num_experts,
-        rows,
+        channels,
         stack.features,
         choices,
         swiglu,

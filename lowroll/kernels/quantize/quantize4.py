@@ -29,7 +29,8 @@ def quantize4(
     scale_NG: Tensor,
     global_1: Tensor | None = None,
 ) -> Tensor | None:
-    """Write the codes and scales of a finite matrix. Triton only: ask `launch.fused` first.
+    """Write the codes and scales of a finite matrix. Triton only: ask
+    `launch.triton_supports` first.
 
     kind: nvfp4 (uint8 codes, float8_e4m3fn scales; global_1: the matrix' scale, float32), mxfp4 or
     mxfp4_floor (uint8 codes and exponents), int4 or int4_asym (int32 words, float32 scales).
@@ -38,12 +39,11 @@ def quantize4(
     w_NK, (num_rows, num_in), num_groups = w_NK.contiguous(), w_NK.shape, scale_NG.shape[1]
     scales = scale_NG.view(torch.uint8) if scale_NG.dtype == torch.float8_e4m3fn else scale_NG
     codes = packed_NB.view(torch.uint8)
-    codes = (
-        codes.view(torch.int32) if codes.shape[1] % 4 == 0 else codes
-    )  # eight codes at a time, where they fit
+    if codes.shape[1] % 4 == 0:  # eight codes at a time
+        codes = codes.view(torch.int32)
     zero_NG = torch.empty_like(scales) if kind == "int4_asym" else None
     tile = TILE // group
-    _quantize4[(-(-num_rows * num_groups // tile),)](
+    _quantize4_kernel[(-(-num_rows * num_groups // tile),)](
         w_NK,
         codes,
         scales,
@@ -60,6 +60,9 @@ def quantize4(
         num_warps=4,
     )
     return zero_NG
+
+
+# -- Triton ----------------------------------------------------------------------------------------
 
 
 @jit
@@ -103,7 +106,7 @@ def _nonzero(scale):
 
 
 @jit
-def _quantize4(
+def _quantize4_kernel(
     w,
     codes,
     scales,
@@ -153,9 +156,9 @@ def _quantize4(
         code = tl.minimum(tl.maximum(code, -8.0), 7.0).to(tl.int32) + 8
     code = tl.where(inside, code, 0)
     stored = tl.sum(tl.reshape(code, (TILE, S // UNIT, UNIT)) << (4 * tl.arange(0, UNIT)), axis=2)
-    place = (start // UNIT)[:, None] + tl.arange(0, S // UNIT)[None, :]
+    word = (start // UNIT)[:, None] + tl.arange(0, S // UNIT)[None, :]
     tl.store(
-        codes + row[:, None] * U + place,
+        codes + row[:, None] * U + word,
         stored.to(codes.dtype.element_ty),
-        mask=(group < num_groups)[:, None] & (place < U),
+        mask=(group < num_groups)[:, None] & (word < U),
     )

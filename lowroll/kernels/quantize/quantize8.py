@@ -19,8 +19,8 @@ LONGEST = 4096  # weights that a program holds in registers
 
 
 def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: str) -> None:
-    """Write the codes and the scales (float32) of a finite matrix. Triton only: ask `launch.fused`
-    first.
+    """Write the codes and the scales (float32) of a finite matrix. Triton only: ask
+    `launch.triton_supports` first.
 
     kind: "int8" or "fp8"; ValueError for another. A row with a NaN or an infinity gets a scale that
     is not finite.
@@ -29,7 +29,7 @@ def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: s
         raise ValueError(f"kind: {kind!r} is none of {', '.join(KINDS)}")
     w_NK, (num_rows, num_in) = w_NK.contiguous(), w_NK.shape
     width = min(block(num_in), LONGEST)
-    _quantize8[(num_rows,)](
+    _quantize8_kernel[(num_rows,)](
         w_NK,
         codes_NK,
         scale_N1,
@@ -40,6 +40,9 @@ def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: s
         num_warps=4 if width >= num_in else 8,
         enable_fp_fusion=False,
     )
+
+
+# -- Triton ----------------------------------------------------------------------------------------
 
 
 @jit
@@ -67,7 +70,7 @@ def _codes(w, scale, INTEGER: tl.constexpr):
 
 
 @jit
-def _quantize8(
+def _quantize8_kernel(
     w, codes, scales, K, WIDTH: tl.constexpr, WHOLE: tl.constexpr, INTEGER: tl.constexpr
 ):
     n, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl, warps
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports, warps
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -67,11 +67,11 @@ def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
     """Dynamic codes of activations, one scale a row. `kind` is "int8" or "fp8"; ValueError for
     another."""
     require(kind)
-    if not fused(x_MK) or x_MK.numel() == 0:
+    if not triton_supports(x_MK) or x_MK.numel() == 0:
         return _plain(x_MK, kind)
     x_MK, (num_rows, size) = x_MK.contiguous(), x_MK.shape
     rows = empty_rows(x_MK, (num_rows, size), kind)
-    _quantize[(num_rows,)](
+    _quantize_kernel[(num_rows,)](
         x_MK,
         rows.codes_MK,
         rows.scale_M1,
@@ -162,9 +162,8 @@ def step_of(amax, KIND: tl.constexpr):
 def store_codes(y, amax, at, live, KIND: tl.constexpr):
     """Store the codes of float32 values of a row whose largest magnitude is amax."""
     if KIND == "int8":
-        scaled = y * (
-            tl.div_rn(1.0, tl.maximum(amax, 1e-30)) * 127.0
-        )  # torch divides a number so, too
+        # torch divides a number so, too: by its reciprocal
+        scaled = y * (tl.div_rn(1.0, tl.maximum(amax, 1e-30)) * 127.0)
         rounded = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23 leaves no fraction: half to even
         tl.store(at, rounded.to(tl.int8), mask=live)
     else:
@@ -184,7 +183,7 @@ def store_rows(y, codes, scale, m, size, n, live, KIND: tl.constexpr):
 
 
 @jit
-def encode_rows(
+def encode_rows_kernel(
     y,
     amaxes,
     codes,
@@ -209,7 +208,9 @@ def encode_rows(
 
 
 @jit
-def _quantize(x, codes, scale, size, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _quantize_kernel(
+    x, codes, scale, size, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     after_others(EARLY)
     m, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     y = tl.load(x + m * size + n, mask=n < size, other=0.0).to(tl.float32)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 
 
 def advance(
@@ -33,7 +33,7 @@ def advance(
     int64 all but logprobs (float32) and lengths_B (int32); the results have at least B columns.
     """
     rows = tokens_B.shape[0]
-    if fused(tokens_B):
+    if triton_supports(tokens_B):
         _advance_kernel[(1,)](
             tokens_B,
             logprobs_B,
@@ -59,6 +59,9 @@ def advance(
     pos_B.add_(pos_B < end_B)
     next_B.copy_(pos_B + 1)
     lengths_B.copy_(next_B * (pos_B < end_B))
+
+
+# -- Triton ----------------------------------------------------------------------------------------
 
 
 @jit

@@ -24,12 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, fused, jit, tl
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 
 CDF_BLOCK = 128
 TILE = 2048
 WARPS = 4
-PICK_WARPS = 4
 _WORD = 0xFFFFFFFF
 
 
@@ -47,7 +46,7 @@ def draw(
     positions_B: int64, the noise. temperature_B: float32 (None is 1). greedy_B: bool (None is all
     False); a greedy row's temperature is 1.
     """
-    if not fused(logits_BV):
+    if not triton_supports(logits_BV):
         return _plain(logits_BV, keys_B, positions_B, temperature_B, greedy_B)
     rows, tokens = logits_BV.shape
     if logits_BV.stride(1) != 1:
@@ -85,7 +84,7 @@ def draw(
         stride,
         BLOCK=TILE,
         TILES=max(16, block(tiles)),
-        num_warps=PICK_WARPS,
+        num_warps=WARPS,
         **early_start(),
     )
     return tokens_B, logprobs_B
@@ -132,9 +131,8 @@ def philox4x32(counter_4B: Tensor, key_2B: Tensor, rounds: int = 10) -> Tensor:
     weyl_21 = lane_21 * (0xBB67AE85 - 0x9E3779B9) + 0x9E3779B9
     multiplied_2B, other_2B = counter_4B[0::2], counter_4B[1::2]
     for i in range(rounds):
-        product_2B = (
-            multiplied_2B * multiplier_21
-        )  # modulo 2^64: the sign bit is bit 63 of the product
+        # modulo 2^64: the sign bit is bit 63 of the product
+        product_2B = multiplied_2B * multiplier_21
         high_2B, low_2B = (product_2B >> 32) & _WORD, product_2B & _WORD
         multiplied_2B = high_2B.flip(0) ^ other_2B ^ ((key_2B + i * weyl_21) & _WORD)
         other_2B = low_2B.flip(0)
@@ -287,7 +285,7 @@ def _pick_kernel(
         best = tl.min(tl.where(x_n == largest, offs_n, 2147483647), 0)
         token = tl.where(greedy, best, token)
     chosen = tl.sum(tl.where(offs_n == token, x_n, 0.0), 0)
-    # the rounding of the shift stands in the total, and is taken out again
+    # the total is relative to the rounded shift: the difference to the exact one is put back
     rounded = largest.to(tl.float64) * factor - shift
     logp = (
         (chosen - largest).to(tl.float64) / temperature

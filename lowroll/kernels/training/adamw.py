@@ -8,8 +8,9 @@ pass.
 of a float32 master in half precision, and sum s^2 comes out too: 30 bytes a parameter move where
 the steps one by one would move 90.
 
-A launch knows its tensors by a table of addresses; its blocks are fixed by the tensors' sizes, and
-no block adds to what another wrote, so a step repeats bit for bit.
+A launch knows its tensors by a table of addresses, which is made anew for every update: a storage
+may have moved since. Its blocks are fixed by the tensors' sizes, and no block adds to what another
+wrote, so a step repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -20,10 +21,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import jit, tl
+from lowroll.kernels.launch import jit, tl, triton_supports
+from lowroll.kernels.support import NO_CUDA, Support
 
 BLOCK, WARPS = 1024, 4
 ALIGNMENT = 16  # bytes
+
+
+def supports(x: Tensor) -> Support:
+    """Can this tensor be updated by one launch?"""
+    return triton_supports(x) if x.is_cuda else NO_CUDA
 
 
 class Addresses(NamedTuple):
@@ -73,7 +80,7 @@ class Tensors:
         self.start = (torch.arange(sum(blocks), device=self.device) - firsts_of) * BLOCK
 
     def addresses(self, gradients: Sequence[Tensor]) -> Addresses:
-        """What a launch reads: a row for every tensor and its gradient. Nothing waits for the
+        """What a launch reads: an entry for every tensor and its gradient. Nothing waits for the
         device.
 
         gradients: one a tensor, in order, all of float32 or all of the copies' dtype. ValueError
@@ -110,7 +117,7 @@ class Tensors:
         clip: a float32 scalar on the device that multiplies the gradients."""
         moved = torch.empty(len(self.tensor), dtype=torch.float32, device=self.device)
         names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-        _adamw[(len(self.tensor),)](
+        _adamw_kernel[(len(self.tensor),)](
             at.table,
             self.decay,
             self.tensor,
@@ -150,8 +157,11 @@ def _check(x: Tensor, dtype: torch.dtype) -> None:
         )
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
-def _adamw(
+def _adamw_kernel(
     table_ptr,
     decay_ptr,
     tensor_ptr,
@@ -171,16 +181,16 @@ def _adamw(
     LOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of one tensor. A row of the table: addresses of p, g, m, v and the low-precision
+    """One block of one tensor. An entry of the table: addresses of p, g, m, v and the low-precision
     copy, and the size. new1, new2: 1 - beta, which float32's beta2 of 0.999 would give to five
     digits only."""
     block = tl.program_id(0)
     i, start = tl.load(tensor_ptr + block), tl.multiple_of(tl.load(start_ptr + block), BLOCK)
-    row_ptr = table_ptr + i.to(tl.int64) * COLUMNS
+    entry_ptr = table_ptr + i.to(tl.int64) * COLUMNS
     clip, decay = tl.load(clip_ptr), 1 - rate * tl.load(decay_ptr + i)
-    if start + BLOCK <= tl.load(row_ptr + 5):  # without a mask the loads are of 16 bytes
+    if start + BLOCK <= tl.load(entry_ptr + 5):  # without a mask the loads are of 16 bytes
         moved = _update(
-            row_ptr,
+            entry_ptr,
             start,
             clip,
             decay,
@@ -199,7 +209,7 @@ def _adamw(
         )
     else:
         moved = _update(
-            row_ptr,
+            entry_ptr,
             start,
             clip,
             decay,
@@ -221,7 +231,7 @@ def _adamw(
 
 @jit
 def _update(
-    row_ptr,
+    entry_ptr,
     start,
     clip,
     decay,
@@ -239,11 +249,11 @@ def _update(
     ENDS: tl.constexpr,
 ):
     offs_n = start + tl.arange(0, BLOCK)
-    inside_n = offs_n < tl.load(row_ptr + 5) if ENDS else tl.full((BLOCK,), True, tl.int1)
-    p_ptr = _address(row_ptr, tl.float32) + offs_n
-    g_ptr = _address(row_ptr + 1, GRADIENT) + offs_n
-    m_ptr = _address(row_ptr + 2, tl.float32) + offs_n
-    v_ptr = _address(row_ptr + 3, tl.float32) + offs_n
+    inside_n = offs_n < tl.load(entry_ptr + 5) if ENDS else tl.full((BLOCK,), True, tl.int1)
+    p_ptr = _address(entry_ptr, tl.float32) + offs_n
+    g_ptr = _address(entry_ptr + 1, GRADIENT) + offs_n
+    m_ptr = _address(entry_ptr + 2, tl.float32) + offs_n
+    v_ptr = _address(entry_ptr + 3, tl.float32) + offs_n
     g_n = tl.load(g_ptr, mask=inside_n, other=0.0).to(tl.float32) * clip
     m_n = beta1 * tl.load(m_ptr, mask=inside_n, other=0.0) + new1 * g_n
     v_n = beta2 * tl.load(v_ptr, mask=inside_n, other=0.0) + new2 * g_n * g_n
@@ -252,11 +262,11 @@ def _update(
     tl.store(m_ptr, m_n, mask=inside_n)
     tl.store(v_ptr, v_n, mask=inside_n)
     tl.store(p_ptr, p_n, mask=inside_n)
-    if tl.load(row_ptr + 4) != 0:
-        tl.store(_address(row_ptr + 4, LOW) + offs_n, p_n.to(LOW), mask=inside_n)
+    if tl.load(entry_ptr + 4) != 0:
+        tl.store(_address(entry_ptr + 4, LOW) + offs_n, p_n.to(LOW), mask=inside_n)
     return tl.sum(tl.where(inside_n, step_n * step_n, 0.0), 0)
 
 
 @jit
-def _address(slot_ptr, TYPE: tl.constexpr):
-    return tl.multiple_of(tl.load(slot_ptr).to(tl.pointer_type(TYPE)), 16)
+def _address(at_ptr, TYPE: tl.constexpr):
+    return tl.multiple_of(tl.load(at_ptr).to(tl.pointer_type(TYPE)), 16)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import fused, jit, tl
+from lowroll.kernels.launch import jit, tl, triton_supports
 
 TILE = 4096  # logits of a program that makes gradients
 LANES = 1024  # running maxima of a row
@@ -38,13 +38,13 @@ def token_log_probs(
     * d logp / d logits where it is given; scale_C (float32) is 1 where it is not. The logits may be
       overwritten. Nothing waits for the device.
     """
-    if not fused(logits_CV):
+    if not triton_supports(logits_CV):
         return _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)
     rows, vocab = logits_CV.shape
     logp_C = torch.empty(rows, dtype=torch.float32, device=logits_CV.device)
     entropy_C = torch.empty_like(logp_C)
     if rows:
-        _token_log_probs[(rows,)](
+        _token_log_probs_kernel[(rows,)](
             logits_CV,
             targets_C,
             scale_C,
@@ -71,10 +71,10 @@ def logit_gradient(
 ) -> None:
     """Fill gradient_CV with scale * d logp / d logits, of rows whose log-probs `token_log_probs`
     has given."""
-    if not fused(logits_CV):
+    if not triton_supports(logits_CV):
         _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)
     elif len(logits_CV):
-        _logit_gradient[(len(logits_CV), -(-logits_CV.shape[1] // TILE))](
+        _logit_gradient_kernel[(len(logits_CV), -(-logits_CV.shape[1] // TILE))](
             logits_CV,
             targets_C,
             logp_C,
@@ -109,8 +109,11 @@ def _reference(
     return logp_C, entropy_C
 
 
+# -- Triton ----------------------------------------------------------------------------------------
+
+
 @jit
-def _token_log_probs(
+def _token_log_probs_kernel(
     logits_ptr,
     targets_ptr,
     scale_ptr,
@@ -174,7 +177,7 @@ def _token_log_probs(
 
 
 @jit
-def _logit_gradient(
+def _logit_gradient_kernel(
     logits_ptr,
     targets_ptr,
     logp_ptr,

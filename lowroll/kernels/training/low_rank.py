@@ -4,8 +4,8 @@
 
 An update of rank r costs no arithmetic to speak of, but adding it to [T, 2F] by itself reads and
 writes the largest tensor of a layer once more. Here it is made a tile at a time, where the tile is
-read anyway, forward and backward. A tile's rows of l and B are held whole, so large ranks (`holds`)
-are plain products.
+read anyway, forward and backward. A tile's rows of l and B are held whole, so ranks beyond what it
+`supports` are plain products.
 
 Legend: T tokens, F intermediate size, r rank, L columns of the stacked update: r where one of gate
 and up has an adapter, 2r where both have (B is block-diagonal then, and the other block is not
@@ -20,22 +20,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import block, fused, jit, tl
+from lowroll.kernels.launch import block, jit, tl, triton_supports
+from lowroll.kernels.support import YES, Support, no
 
 TOKENS, FEATURES = 32, 128  # of a tile: small, so that many are in flight
 ROW_BYTES = 512  # of l and B that a tile holds: more spill, and do not fit into shared memory
 
 
-def holds(rank: int, dtype: torch.dtype) -> bool:
+def supports(rank: int, dtype: torch.dtype) -> Support:
     """Does a tile have room for an update of this rank? (256 in half precision, 128 in float32.)"""
-    return max(16, block(rank)) * dtype.itemsize <= ROW_BYTES
+    if max(16, block(rank)) * dtype.itemsize <= ROW_BYTES:
+        return YES
+    return no("takes ranks up to 256 in half precision, up to 128 in float32")
 
 
 def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
     """silu(gate) * up [T, F] of gate_up + low @ b'. Differentiable in gate_up: the gradient is that
     of the sum, which is what an adapter needs for its own. The first `rank` columns are the gate's
     and the last are up's."""
-    if not fused(gate_up_TN) or gate_up_TN.numel() == 0 or not holds(rank, low_TL.dtype):
+    if (
+        not triton_supports(gate_up_TN)
+        or gate_up_TN.numel() == 0
+        or not supports(rank, low_TL.dtype)
+    ):
         gate_TF, up_TF = (gate_up_TN + low_TL @ b_NL.t()).chunk(2, dim=-1)
         return F.silu(gate_TF) * up_TF
     if torch.is_grad_enabled() and gate_up_TN.requires_grad:
@@ -46,7 +53,7 @@ def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int
 def _forward(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
     num_tokens, size = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
     y_TF = torch.empty(num_tokens, size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
-    _silu_mul_adapted[_grid(num_tokens, size)](
+    _silu_mul_adapted_kernel[_grid(num_tokens, size)](
         gate_up_TN,
         low_TL,
         b_NL,
@@ -79,7 +86,7 @@ class _SiluMulAdapted(torch.autograd.Function):
         gate_up_TN, low_TL, b_NL = ctx.saved_tensors
         num_tokens, size = y_grad_TF.shape
         grad_TN = torch.empty_like(gate_up_TN)
-        _silu_mul_adapted_backward[_grid(num_tokens, size)](
+        _silu_mul_adapted_backward_kernel[_grid(num_tokens, size)](
             gate_up_TN,
             low_TL,
             b_NL,
@@ -95,6 +102,9 @@ class _SiluMulAdapted(torch.autograd.Function):
             num_warps=8,
         )
         return grad_TN, None, None, None
+
+
+# -- Triton ----------------------------------------------------------------------------------------
 
 
 @jit
@@ -133,7 +143,7 @@ def _update(low, b, t, n, inside, columns, rank, num_tokens, RANK: tl.constexpr)
 
 
 @jit
-def _silu_mul_adapted(
+def _silu_mul_adapted_kernel(
     gate_up,
     low,
     b,
@@ -157,7 +167,7 @@ def _silu_mul_adapted(
 
 
 @jit
-def _silu_mul_adapted_backward(
+def _silu_mul_adapted_backward_kernel(
     gate_up,
     low,
     b,

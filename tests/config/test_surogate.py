@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowroll.config import ConfigError, RunConfig, load, load_reference
+from lowroll.config import ConfigError, RunConfig, load, load_surogate
 
 # The values of the document's quick start.
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -227,7 +227,7 @@ def three(tmp_path: Path) -> Callable[..., RunConfig]:
         for name, text in (("train", train), ("infer", infer), ("orch", orch)):
             (tmp_path / f"{name}.yaml").write_text(text)
         try:
-            return load_reference(
+            return load_surogate(
                 *(tmp_path / f"{name}.yaml" for name in ("train", "infer", "orch")), overrides
             )
         except ConfigError as error:
@@ -314,13 +314,13 @@ def test_one_file_with_three_sections_is_the_same_run(
 
 def test_the_examples_in_three_files_load() -> None:
     folder = Path(__file__).parents[2] / "examples" / "three_files"
-    cfg = load_reference(
+    cfg = load_surogate(
         folder / "train.yaml", folder / "infer.yaml", folder / "orch.yaml", ["rollout.weights=int8"]
     )
     assert cfg.rollout.weights == "int8"
     assert not [note for note in cfg.notes if note.startswith("warning")]
     assert (
-        load_reference(folder / "train.yaml", None, folder / "orch.yaml").rollout.weights == "dense"
+        load_surogate(folder / "train.yaml", None, folder / "orch.yaml").rollout.weights == "dense"
     )
 
 
@@ -665,7 +665,7 @@ def test_the_files_give_the_documents_loss(
     detached."""
     import torch
 
-    from lowroll.objectives import select
+    from lowroll.objectives.objective import select
 
     head, tail = TRAIN.split("loss:\n")
     kept = [

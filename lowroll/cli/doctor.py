@@ -1,0 +1,352 @@
+"""`lowroll doctor`: what this machine has, which kernel every product runs by, and why a faster one
+does not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# what extends lowroll where it is installed
+OPTIONAL = {
+    "bitsandbytes": "the optimizer adamw8bit on a GPU",
+    "datasets": "environments whose prompts lie on the hub",
+    "reasoning-gym": "the environments of reasoning-gym",
+}
+# instructions of a CPU that low-bit and bfloat16 products are made of, as /proc/cpuinfo names them
+INSTRUCTIONS = (
+    "avx2",
+    "avx512f",
+    "avx_vnni",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+    "asimd",
+    "i8mm",
+    "bf16",
+    "sve",
+)
+CPUINFO = Path("/proc/cpuinfo")
+DRIVER = Path("/proc/driver/nvidia/version")
+MOST_HINTS = 4
+GIB = 1 << 30
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="lowroll doctor",
+        description=(
+            "Print what this machine has (devices, driver, compilers, packages, threads), which "
+            "kernel every product of a run takes here, why a faster one is not taken, and what "
+            "would help. It changes nothing and takes a few seconds."
+        ),
+    )
+    p.add_argument("--json", action="store_true", help="print it as JSON")
+    return p
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = look()
+    found["hints"] = hints(found)
+    print(json.dumps(found, indent=2) if arguments.json else show(found))
+    return 0
+
+
+# -- looking -----------------------------------------------------------------------------------------
+
+
+def look() -> dict[str, Any]:
+    """What there is, as JSON holds it. What is missing is None, or a line that says why."""
+    from lowroll import __version__, machine
+
+    return {
+        "lowroll": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "memory": {"total": machine.total_memory(), "free": machine.free_memory()},
+        "driver": _driver(),
+        "packages": {name: _version(name) for name in ("torch", "triton", *OPTIONAL)},
+        **_torch(),
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    from lowroll.machine import usable_cores
+
+    try:
+        words = CPUINFO.read_text()
+    except OSError:
+        words = ""
+    name = re.search(r"^model name\s*: (.*)", words, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)", words, re.MULTILINE)
+    known = set(flags[1].split()) if flags else set()
+    return {
+        "name": name[1] if name else platform.processor() or platform.machine(),
+        "cores": usable_cores(),
+        "instructions": [flag for flag in INSTRUCTIONS if flag in known],
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver, where it is loaded."""
+    try:
+        found = re.search(r"Kernel Module\D*([\d.]+)", DRIVER.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _torch() -> dict[str, Any]:
+    """What only torch can say: its build, the devices, the kernels."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return {"torch": {"error": str(error)}, "devices": [], "nvcc": None, "kernels": {}}
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return {
+        "torch": {"cuda": torch.version.cuda, "threads": torch.get_num_threads()},
+        "devices": [_device(index) for index in range(torch.cuda.device_count())],
+        "device": str(device),
+        "nvcc": _nvcc(device),
+        "kernels": _kernels(device),
+    }
+
+
+def _device(index: int) -> dict[str, Any]:
+    import torch
+
+    try:
+        found = torch.cuda.get_device_properties(index)
+    except RuntimeError as error:
+        return {"name": f"cuda:{index}", "error": _first_line(error)}
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "memory": found.total_memory,
+    }
+
+
+def _nvcc(device: torch.device) -> dict[str, Any] | None:
+    from lowroll.kernels import nvcc
+
+    path = nvcc.compiler()
+    if path is None:
+        return None
+    found: dict[str, Any] = {"path": str(path), "version": nvcc.version()}
+    if device.type == "cuda":
+        found["why_not"] = nvcc.supports_device(device).why_not
+    return found
+
+
+def _kernels(device: torch.device) -> dict[str, list[dict[str, Any]]]:
+    from lowroll.kernels import dispatch
+
+    return {
+        product: [
+            {
+                "kernel": answer.kernel.name,
+                "language": answer.kernel.language,
+                "takes": answer.kernel.takes,
+                "used": bool(answer.support),
+                "why_not": answer.support.why_not,
+            }
+            for answer in dispatch.answers(product, device)
+        ]
+        for product in dispatch.PRODUCTS
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+# -- advice ------------------------------------------------------------------------------------------
+
+
+def hints(found: dict[str, Any]) -> list[str]:
+    """What would make a run faster here, the most important first, a few at most."""
+    if "error" in found["torch"]:
+        return ["torch cannot be imported, and nothing runs without it: install it again"]
+    told = [*_cuda_hints(found), *_cpu_hints(found)]
+    return told[:MOST_HINTS]
+
+
+def _cuda_hints(found: dict[str, Any]) -> list[str]:
+    if found["device"] == "cpu":
+        return [_why_no_cuda(found)]
+    told = []
+    if found["packages"]["triton"] is None:
+        told.append("Triton is missing, so almost every kernel is plain torch: pip install triton")
+    if not _answer(found, "fp8 product", "torch._scaled_mm")["used"]:
+        told.append("this GPU does not multiply FP8: take weights: int8 in the place of fp8")
+    streamed = _answer(found, "4-bit product (nvfp4, mxfp4, int4)", "matmul/streamed.cu")
+    if streamed["used"]:
+        return told
+    slow = "4-bit weights are dequantized for every product here, so they save memory, not time"
+    if "capability" in streamed["why_not"]:
+        told.append(f"{slow}; weights: int8 is faster on this GPU")
+    elif found["nvcc"] is None:
+        told.append(f"{slow}: install the CUDA toolkit, or set CUDA_HOME to where its nvcc is")
+    else:
+        told.append(f"{slow}: nvcc is there and does not work (its words are above)")
+    return told
+
+
+def _answer(found: dict[str, Any], product: str, kernel: str) -> dict[str, Any]:
+    return next(one for one in found["kernels"][product] if one["kernel"] == kernel)
+
+
+def _why_no_cuda(found: dict[str, Any]) -> str:
+    if found["driver"] is None and shutil.which("nvidia-smi") is None:
+        return (
+            "no NVIDIA GPU: runs take the CPU, which is right for small models and for trying out"
+        )
+    if found["torch"]["cuda"] is None:
+        return (
+            "there is an NVIDIA driver, but this torch is built without CUDA: install a build with "
+            "CUDA (pytorch.org, Get Started)"
+        )
+    return (
+        "there is an NVIDIA driver, but torch finds no device: look at nvidia-smi, at "
+        "CUDA_VISIBLE_DEVICES, and whether the driver is new enough for torch's CUDA "
+        f"{found['torch']['cuda']}"
+    )
+
+
+def _cpu_hints(found: dict[str, Any]) -> list[str]:
+    told = []
+    cores, threads = found["cpu"]["cores"], found["torch"]["threads"]
+    chosen = found["cpu"]["OMP_NUM_THREADS"]
+    why = f" (OMP_NUM_THREADS={chosen})" if chosen else ""
+    if threads > cores:
+        told.append(
+            f"torch has {threads} threads for {cores} cores{why}: set OMP_NUM_THREADS={cores}"
+        )
+    if found["device"] != "cpu":
+        return told
+    if threads < cores:
+        told.append(f"torch uses {threads} of {cores} cores{why}: set OMP_NUM_THREADS={cores}")
+    onednn = _answer(found, "int8 product", "matmul/onednn")
+    if not onednn["used"]:
+        told.append(f"weights: int8 is slow on this CPU: {onednn['why_not']}")
+    return told
+
+
+# -- showing -----------------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any]) -> str:
+    """The page that a person reads."""
+    lines = [f"lowroll {found['lowroll']}, Python {found['python']}, {found['platform']}", ""]
+    lines += [f"{name:<10}{text}" for name, text in _machine_lines(found)]
+    if found["kernels"]:
+        lines += ["", f"Kernels on {found['device']}"]
+        lines += _kernel_lines(found["kernels"])
+        lines += _refused_lines(found["kernels"])
+    lines += ["", "Hints" if found["hints"] else "Nothing to mend."]
+    for hint in found["hints"]:
+        lines += _wrapped(hint, "    ", first="  - ")
+    return "\n".join(lines)
+
+
+def _machine_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = [(f"cuda:{i}", _device_text(device)) for i, device in enumerate(found["devices"])]
+    cpu = found["cpu"]
+    threads = found["torch"].get("threads", "unknown")
+    lines.append(("cpu", f"{cpu['name']}, cores: {cpu['cores']}, torch's threads: {threads}"))
+    if cpu["instructions"]:
+        lines.append(("", " ".join(cpu["instructions"])))
+    memory = found["memory"]
+    if memory["total"] is not None and memory["free"] is not None:
+        lines.append(
+            ("memory", f"{memory['free'] / GIB:.1f} of {memory['total'] / GIB:.1f} GiB free")
+        )
+    lines.append(("torch", _torch_text(found)))
+    if found["driver"]:
+        lines.append(("driver", found["driver"]))
+    lines.append(("triton", found["packages"]["triton"] or "not installed"))
+    lines.append(("nvcc", _nvcc_text(found["nvcc"])))
+    for name, purpose in OPTIONAL.items():
+        have = found["packages"][name]
+        lines.append(("optional", f"{name} {have or 'not installed'} ({purpose})"))
+    return lines
+
+
+def _device_text(device: dict[str, Any]) -> str:
+    if "error" in device:
+        return f"cannot be used: {device['error']}"
+    return (
+        f"{device['name']}, compute capability {device['capability']}, "
+        f"{device['memory'] / GIB:.1f} GiB"
+    )
+
+
+def _torch_text(found: dict[str, Any]) -> str:
+    if "error" in found["torch"]:
+        return f"cannot be imported: {found['torch']['error']}"
+    cuda = found["torch"]["cuda"]
+    return f"{found['packages']['torch']}, " + (f"CUDA {cuda}" if cuda else "built without CUDA")
+
+
+def _nvcc_text(nvcc: dict[str, Any] | None) -> str:
+    if nvcc is None:
+        return "none in $CUDA_HOME, on the PATH or in /usr/local/cuda"
+    works = f"; {nvcc['why_not']}" if nvcc.get("why_not") else ""
+    return f"{nvcc['version']} ({nvcc['path']}){works}"
+
+
+def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """A line for every kernel that is used, its product before the first."""
+    width = max(map(len, kernels))
+    lines = []
+    for product, answers in kernels.items():
+        used = [answer for answer in answers if answer["used"]]
+        for i, answer in enumerate(used):
+            rest = "the rest" if i else ""
+            takes = answer["takes"] or rest
+            name = answer["kernel"]
+            if answer["language"] != "torch":
+                name = f"{name} ({answer['language']})"
+            lines.append(f"  {'' if i else product:<{width}}  {name}{takes and ': ' + takes}")
+    return lines
+
+
+def _refused_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """The faster kernels that are not used, by the reason."""
+    refused: dict[str, list[str]] = {}
+    for answers in kernels.values():
+        for answer in answers:
+            if not answer["used"]:
+                names = refused.setdefault(answer["why_not"], [])
+                if answer["kernel"] not in names:
+                    names.append(answer["kernel"])
+    lines = ["", "Not used here"] if refused else []
+    for reason, names in refused.items():
+        lines += [f"  {reason}:", *_wrapped(", ".join(names), "    ")]
+    return lines
+
+
+def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
+    from textwrap import wrap
+
+    first = indent if first is None else first
+    return wrap(text, 96, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)

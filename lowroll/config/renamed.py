@@ -1,0 +1,82 @@
+"""Names that keys of the configuration had before.
+
+An old name works for one version, in files, overrides and the folders of runs, with a note that
+names the new one; then its row goes, and it is an unknown key like any other. Old and new together
+are refused, because one of them would be ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+from lowroll.config.document import ConfigError, Document, Mark, Path
+
+RENAMED: dict[str, str] = {  # the key before -> the key now
+    "rollout.bulk": "rollout.large_batch_weights",
+}
+
+
+def carry_over(document: Document) -> list[str]:
+    """Move what stands under an old name to the new one; a note for each. ConfigError names both
+    when both are given."""
+    notes = []
+    for old, new in RENAMED.items():
+        before, now = _path(old), _path(new)
+        if not _stands(document.value, before):
+            continue
+        mark = document.marks.get(before) or Mark(document.name, old)
+        if _stands(document.value, now):
+            raise ConfigError(mark.blame(_twice(new)))
+        document.move(before, now, mark)
+        notes.append(mark.blame(_note(new)))
+    return notes
+
+
+def renamed_overrides(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, str, str]]:
+    """Overrides by the key of now: (key, value, the key as it was written, a note or "").
+    ConfigError names both when an old and a new name are given."""
+    written: dict[str, str] = {}
+    for key, value in pairs:
+        now = _now(key)
+        first = written.setdefault(now, key)
+        if first != key:
+            old, new = sorted((first, key), key=lambda name: name == now)
+            raise ConfigError(Mark("override", old).blame(_twice(new)))
+        yield now, value, key, "" if now == key else Mark("override", key).blame(_note(now))
+
+
+def renamed_tree(tree: dict[str, Any]) -> dict[str, Any]:
+    """The settings that an earlier version wrote, by the names of now."""
+    document = Document(deepcopy(tree))
+    carry_over(document)
+    return document.value
+
+
+def _now(key: str) -> str:
+    """A dotted key, which may lie beneath a renamed one, by its name of now."""
+    for old, new in RENAMED.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key[len(old) :]
+    return key
+
+
+def _path(key: str) -> Path:
+    return tuple(key.split("."))
+
+
+def _stands(value: Any, path: Path) -> bool:
+    for part in path:
+        if not isinstance(value, dict) or part not in value:
+            return False
+        value = value[part]
+    return True
+
+
+def _note(new: str) -> str:
+    return f"its name is {new} now; the old one works in this version, and not in the next"
+
+
+def _twice(new: str) -> str:
+    return f"is the old name of {new}, which is given too; give one of them"

@@ -1,0 +1,157 @@
+"""The kernels of every product, the fastest first, and which of them run on a device.
+
+The functions of this room choose for each call, by asking the kernels in this order whether they
+support its operands (`support`). Here the same order is written down for people: what a kernel
+takes, and what a device must have for it. `lowroll doctor` prints it.
+
+A new kernel is asked in its product's function and gets a line here; tests/kernels hold the two
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from lowroll.kernels import nvcc
+from lowroll.kernels.attention import paged
+from lowroll.kernels.launch import triton_supports_device
+from lowroll.kernels.matmul import gemv, onednn, streamed, w4a16, w8a8
+from lowroll.kernels.moe import grouped, routed
+from lowroll.kernels.support import YES, Support, cuda_supports, no
+
+
+class Kernel(NamedTuple):
+    """`name` is that of its file, or of torch's function. It takes only calls that `takes` tells;
+    "" is every call that the kernels before it leave."""
+
+    name: str
+    language: str  # CUDA C++, Triton or torch
+    takes: str
+    supports_device: Callable[[torch.device], Support]
+
+
+class Answer(NamedTuple):
+    """What a device says to a kernel."""
+
+    kernel: Kernel
+    support: Support
+
+
+def _cuda(
+    name: str,
+    takes: str,
+    capability: tuple[int, int],
+    *,
+    only: bool = False,
+    within_triton: bool = False,
+) -> Kernel:
+    """Of a CUDA source. within_triton: it is asked where Triton's kernels run, and not without."""
+
+    def supports_device(device: torch.device) -> Support:
+        """As the kernel's own, but nothing is built for an answer."""
+        if within_triton and not (found := triton_supports_device(device)):
+            return found
+        return cuda_supports(device, capability, only) and nvcc.supports_device(device)
+
+    return Kernel(name, "CUDA C++", takes, supports_device)
+
+
+def _triton(name: str, takes: str = "") -> Kernel:
+    return Kernel(name, "Triton", takes, triton_supports_device)
+
+
+def _torch(name: str = "plain torch") -> Kernel:
+    return Kernel(name, "torch", "", lambda device: YES)
+
+
+def _scaled_mm(device: torch.device) -> Support:
+    return cuda_supports(device) and w8a8.scaled_mm_supports(device)
+
+
+def _grouped_mm(device: torch.device) -> Support:
+    return grouped.grouped_mm_supports_device(device)
+
+
+PRODUCTS: dict[str, tuple[Kernel, ...]] = {
+    "decode attention": (
+        _cuda(
+            "attention/paged.cu",
+            f"{paged.FEWEST} rows or more, 16-bit numbers, heads of 64 or 128",
+            paged.CAPABILITY,
+            only=True,
+            within_triton=True,
+        ),
+        _triton("attention/decode"),
+        _torch(),
+    ),
+    "writes to the KV cache": (_triton("attention/decode"), _torch()),
+    "int8 product": (
+        _triton("matmul/gemv", f"up to {gemv.MOST[torch.int8]} rows"),
+        _triton("matmul/integers"),
+        Kernel("matmul/onednn", "oneDNN", "", onednn.supports_device),
+        _torch("torch._int_mm"),
+    ),
+    "fp8 product": (
+        _triton("matmul/gemv", f"{gemv.MOST[torch.float8_e4m3fn]} row"),
+        Kernel("torch._scaled_mm", "torch", "", _scaled_mm),
+        _torch("float32 product"),
+    ),
+    "4-bit product (nvfp4, mxfp4, int4)": (
+        _cuda(
+            "matmul/streamed.cu",
+            f"up to {w4a16.STREAM_ROWS} rows in bfloat16",
+            streamed.CAPABILITY,
+        ),
+        _triton("matmul/w4a16", "matrices of whole blocks: dequantized, then torch's product"),
+        _torch("torch's product of the dequantized matrix"),
+    ),
+    "mixture of experts in the engine": (
+        _cuda(
+            "moe/routed.cu",
+            "4-bit weights and bfloat16, few tokens an expert",
+            routed.CAPABILITY,
+            within_triton=True,
+        ),
+        _triton("moe/grouped"),
+        _torch("one expert at a time"),
+    ),
+    "mixture of experts in the learner": (
+        _triton("moe/grouped", "forward, in 16-bit numbers"),
+        Kernel("torch.grouped_mm", "torch", "bfloat16", _grouped_mm),
+        _torch("one expert at a time"),
+    ),
+    "routing to experts": (_triton("moe/route"), _torch()),
+    "activations to int8 or fp8": (_triton("quantize/rows"), _torch()),
+    "weights to int8 or fp8": (_triton("quantize/quantize8"), _torch()),
+    "weights to 4 bits": (_triton("quantize/quantize4"), _torch()),
+    "norm": (_triton("fused/norm"), _torch()),
+    "rotation": (_triton("fused/rope"), _torch()),
+    "SwiGLU": (_triton("fused/swiglu"), _torch()),
+    "sampling": (_triton("sampling/draw"), _torch()),
+    "end of a decode step": (_triton("sampling/advance"), _torch()),
+    "log-probs of the learner": (_triton("training/logprobs"), _torch()),
+    "SwiGLU of an adapter": (_triton("training/low_rank", "ranks up to 256"), _torch()),
+    "AdamW": (_triton("training/adamw"), _torch()),
+    "checksums": (_triton("checksum"), _torch()),
+}
+
+
+def answers(product: str, device: torch.device) -> list[Answer]:
+    """The kernels of a product in order, up to the one that takes every call that is left."""
+    found: list[Answer] = []
+    for kernel in PRODUCTS[product]:
+        support = _asked(kernel, device)
+        found.append(Answer(kernel, support))
+        if support and not kernel.takes:
+            break
+    return found
+
+
+def _asked(kernel: Kernel, device: torch.device) -> Support:
+    try:
+        return kernel.supports_device(device)
+    except RuntimeError as error:  # a device without free memory, or in trouble
+        return no(f"asking the device failed: {str(error).splitlines()[0]}")

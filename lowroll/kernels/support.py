@@ -1,0 +1,51 @@
+"""Can this kernel run here, and if not, why not?
+
+The question is asked as `supports`, everywhere: of a kernel's module for the operands of one call
+(`gemv.supports(x, w)`: device, dtype, shape), and of a device, for what does not depend on a call
+(`paged.supports_device(...)`: capability, compiler; asked once, then remembered). The answer is
+true or false, and a false one knows its reason. `dispatch` lists the kernels of each product with
+their answers.
+
+Answers are made once: asking before every launch costs what the comparisons cost.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+class Support(int):
+    """True, or false with the reason in `why_not`. An int, because its truth costs no call."""
+
+    why_not: str
+
+    def __new__(cls, why_not: str = "") -> Support:
+        self = super().__new__(cls, not why_not)
+        self.why_not = why_not
+        return self
+
+    def __repr__(self) -> str:
+        return f"no: {self.why_not}" if self.why_not else "yes"
+
+
+YES = Support()
+no = cache(Support)  # the answer with that reason
+
+NO_CUDA = no("needs a CUDA device")
+NO_TRITON = no("Triton is not installed")
+NO_GRADIENT = no("has no gradient")
+
+
+def cuda_supports(
+    device: torch.device, least: tuple[int, int] = (0, 0), only: bool = False
+) -> Support:
+    """Is it a CUDA device of compute capability `least` or later, or of that one `only`?"""
+    if device.type != "cuda":
+        return NO_CUDA
+    found = torch.cuda.get_device_capability(device)
+    if found == least or (found > least and not only):
+        return YES
+    wanted = f"{least[0]}.{least[1]}{'' if only else ' or later'}"
+    return no(f"needs compute capability {wanted}, and the device has {found[0]}.{found[1]}")

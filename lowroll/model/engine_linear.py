@@ -1,0 +1,54 @@
+"""The engine's linear layer: a QTensor, multiplied in its format's own arithmetic, without gradients.
+
+Where the format's kernel takes quantized rows, whoever makes the input quantizes it in its own pass
+(`row_kind`), and scales of the product may be left to whoever reads it (`Product`).
+
+Legend: T tokens, K in features, N out features.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowroll.kernels.fused.swiglu import silu_mul
+from lowroll.kernels.quantize.rows import Product, Rows
+from lowroll.model.linear import Linear
+from lowroll.quant.formats import QTensor, get_format
+
+
+class EngineLinear(Linear):
+    """Its weight is set before it multiplies (`set_weight`)."""
+
+    @property
+    def codes(self) -> QTensor:
+        assert isinstance(self.weight, QTensor), "an engine's layer multiplies a QTensor"
+        return self.weight
+
+    @property
+    def row_kind(self) -> str | None:
+        codes = self.codes
+        if self.adapter is not None or codes.device.type != "cuda":
+            return None
+        return get_format(codes.format).rows
+
+    def forward(self, x_TK: Tensor | Rows) -> Tensor | Product:
+        codes = self.codes
+        if isinstance(x_TK, Rows):
+            return get_format(codes.format).product(x_TK, codes, self.bias)
+        refuse_gradient(x_TK)
+        if self.adapter is not None and self.adapter.enabled:
+            return self.adapted(self.adapter, x_TK)[0]
+        return codes.linear(x_TK, self.bias)
+
+    def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor | Product:
+        """The product of silu(gate) * up, quantized as it is made."""
+        return self(silu_mul(gate_up_TN, self.row_kind))
+
+
+def refuse_gradient(x: Tensor) -> None:
+    """ValueError for activations that ask for a gradient, which would be lost here."""
+    if x.requires_grad:
+        raise ValueError(
+            "the engine's arithmetic has no gradient; a learner multiplies with the dequantized "
+            "weights, or aligned (weights.aligned)"
+        )

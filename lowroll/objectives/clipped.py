@@ -1,0 +1,115 @@
+"""The clipped surrogate, plain and with a weight for the sampler's mismatch: two bodies, many names.
+
+    clipped    J_t =           min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   R = exp(learner - anchor)
+    weighted   J_t = min(w, C) min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   w = exp(proximal - behavior)
+
+The rows of `table` that share them differ in bounds, average and advantages alone:
+
+    grpo         1/G sum_i 1/|o_i| sum_t, bounds .2             arXiv 2402.03300 eq. 3
+    grpo_no_std  the same, A = r - mean                         the same
+    dr_grpo      1/(G max_length) sum_i sum_t, A = r - mean     arXiv 2503.20783 sec. 3.2
+    rloo         1/G sum_i sum_t, A the leave-one-out one       arXiv 2402.14740
+    dapo         1/(sum_i |o_i|) sum_i sum_t, eps_high .28      arXiv 2503.14476 eq. 8
+    ppo          the same, bounds .2, A a token's own           arXiv 1707.06347 eq. 7
+    none         grpo on the sampler's tokens, the mismatch ignored: QuRL's RL baseline, eq. 1
+    is           R = exp(learner - behavior)                    QuRL eq. 3
+    tis          weighted, C = 2                                QuRL eq. 5, FlashRL
+    decoupled    weighted, C = inf                              QuRL eq. 4, arXiv 2110.00641
+
+Notes:
+1. Dr. GRPO divides by a constant length instead of |o_i|, so that long wrong answers are not punished less per token;
+   `max_length` is the generation limit in tokens.
+2. RLOO on policy (R = 1) is REINFORCE, 1/G sum_i A_i grad log pi(o_i). The paper takes one step a batch and needs no
+   ratio; here R and the clip keep further mini-batches of the same rollouts valid.
+3. DAPO's wider upper bound leaves unlikely tokens room to grow, its mean over tokens gives every token of the batch the
+   same say. Dynamic sampling belongs to the orchestrator and the overlong penalty to `advantages.shaping`.
+4. PPO's A is the whitened generalised advantage (`advantages.gae`); average and bounds are verl's, which QuRL uses.
+5. `is` clips the sampler's error with the learner's move, so that a token may be cut off before the learner has moved
+   at all: it collapses, and is here for comparison.
+6. `decoupled` is unbiased for the proximal policy, and of unbounded variance. TIS' paper gives no C; 2 is FlashRL's for
+   GSM8K (8 for its 32B DAPO run).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowroll.objectives.reduce import Counts, aggregate
+from lowroll.objectives.surrogate import (
+    as_floats,
+    clip,
+    policy_statistics,
+    prepare,
+    truncate,
+    weight_statistics,
+)
+
+
+def clipped(
+    *,
+    learner: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    proximal: Tensor | None = None,
+    behavior: Tensor | None = None,
+    segments: Tensor | None = None,
+    counts: Counts | None = None,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None,
+    reduce: str,
+    max_length: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """J to maximise and its statistics, for [B, T] tensors or packed [N] with `segments`; see
+    `surrogate`. The ratio's anchor is the one of proximal and behavior that is given."""
+    tokens = prepare(
+        learner=learner,
+        proximal=proximal,
+        behavior=behavior,
+        advantages=advantages,
+        mask=mask,
+        segments=segments,
+    )
+    kept = clip(
+        tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
+    )
+    J = aggregate(kept.value_N, tokens.sequences, mode=reduce, counts=counts, max_length=max_length)
+    statistics = policy_statistics(tokens, kept)
+    if behavior is not None:
+        statistics["correction/dropped_tokens"] = tokens.num_dropped
+    return J, as_floats(statistics)
+
+
+def weighted(
+    *,
+    learner: Tensor,
+    proximal: Tensor,
+    behavior: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segments: Tensor | None = None,
+    counts: Counts | None = None,
+    cap: float,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None,
+    reduce: str,
+    max_length: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """J to maximise and its statistics. Shapes as in `clipped`; `cap` is C."""
+    tokens = prepare(
+        learner=learner,
+        proximal=proximal,
+        behavior=behavior,
+        advantages=advantages,
+        mask=mask,
+        segments=segments,
+    )
+    weight_N = truncate(tokens.weight_N, cap)
+    kept = clip(
+        tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
+    )
+    J = aggregate(
+        weight_N * kept.value_N, tokens.sequences, mode=reduce, counts=counts, max_length=max_length
+    )
+    return J, as_floats(policy_statistics(tokens, kept) | weight_statistics(tokens, weight_N, cap))

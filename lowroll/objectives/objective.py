@@ -1,0 +1,196 @@
+"""An objective that can be called: a row of `table`, with its function and every option filled in."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowroll.objectives.correction import Verdict
+from lowroll.objectives.reduce import Counts, count
+from lowroll.objectives.surrogate import prepare
+from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, Row, pair
+
+INPUTS = ("learner", "proximal", "behavior", "teacher", "advantages", "mask", "segments", "counts")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A policy objective: what its row says, with the function and the judge that the row names."""
+
+    name: str
+    row: Row
+
+    @property
+    def function(self) -> Callable[..., tuple[Tensor, dict[str, float]]]:
+        """J to maximise and its statistics, from log-probs, advantages and options."""
+        return _at(self.row.home)
+
+    @property
+    def judge(self) -> Callable[..., Verdict] | None:
+        """Of those that reject tokens for their mismatch: the weights and what is kept, from
+        `prepare`'s tokens."""
+        return _at(self.row.judge) if self.row.judge else None
+
+    @property
+    def needs_proximal(self) -> bool:
+        return "proximal" in self.row.log_probs
+
+    @property
+    def needs_behavior(self) -> bool:
+        return "behavior" in self.row.log_probs
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Every option that may be set (eps_low, cap, reduce, ...) with its default."""
+        parameters = inspect.signature(self.function).parameters
+        own = {name: p.default for name, p in parameters.items() if name not in INPUTS}
+        given = own | dict(self.row.options)
+        return {name: value for name, value in given.items() if name not in self.row.fixed}
+
+    def __call__(
+        self,
+        *,
+        learner: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        proximal: Tensor | None = None,
+        behavior: Tensor | None = None,
+        teacher: Tensor | None = None,
+        segments: Tensor | None = None,
+        counts: Counts | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Call the function with the log-probs that it needs; others may be given and are not
+        looked at.
+
+        ValueError for missing log-probs or for an option that this objective does not have.
+        """
+        options = self._complete(options)
+        needed = {"proximal": proximal} if self.needs_proximal else {}
+        needed |= {"behavior": behavior} if self.needs_behavior else {}
+        for name, log_probs in needed.items():
+            if log_probs is None:
+                raise ValueError(f"{name}: objective {self.name} needs these log-probs")
+        if "teacher" in inspect.signature(self.function).parameters:
+            needed["teacher"] = teacher
+        return self.function(
+            learner=learner,
+            advantages=advantages,
+            mask=mask,
+            segments=segments,
+            counts=counts,
+            **needed,
+            **self.row.fixed,
+            **options,
+        )
+
+    def normalizes(self, **options: Any) -> bool:
+        """Whether the weights are divided by their mean over the batch, so that `counts` must bring
+        their sum."""
+        options = self._complete(options)
+        return any(options.get(name) for name in ("normalize", "normalize_xi"))
+
+    def needs_advantage(self, **options: Any) -> bool:
+        """Whether a token without an advantage is without a gradient: not so for AIPO with a KL or
+        a teacher."""
+        options = self._complete(options)
+        return not any(options.get(name) for name in ("kl_tau", "teacher_tau"))
+
+    def verdict(
+        self,
+        *,
+        learner: Tensor,
+        proximal: Tensor,
+        behavior: Tensor,
+        mask: Tensor,
+        segments: Tensor | None = None,
+        **options: Any,
+    ) -> Verdict | None:
+        """The weights and rejections of these tokens; None for an objective that rejects nothing
+        for its mismatch."""
+        judge = self.judge
+        if judge is None:
+            return None
+        tokens = prepare(
+            learner=learner.detach(),
+            proximal=proximal,
+            behavior=behavior,
+            mask=mask,
+            segments=segments,
+            advantages=torch.zeros_like(learner, requires_grad=False),
+        )
+        options = self._complete(options)
+        wanted = inspect.signature(judge).parameters
+        return judge(tokens, **{name: value for name, value in options.items() if name in wanted})
+
+    def count(
+        self,
+        *,
+        mask: Tensor,
+        segments: Tensor | None = None,
+        proximal: Tensor | None = None,
+        behavior: Tensor | None = None,
+        **options: Any,
+    ) -> Counts:
+        """The denominators of these tokens under these options; add them up over micro-batches and
+        ranks.
+
+        `behavior` and `proximal` as the objective needs them: the first says which tokens are left
+        out, both together the sum of the weights.
+        """
+        total = count(
+            mask=mask, segments=segments, behavior=behavior if self.needs_behavior else None
+        )
+        if not self.normalizes(**options):
+            return total
+        if proximal is None or behavior is None:
+            raise ValueError(
+                f"proximal, behavior: objective {self.name} needs both to normalise its weights"
+            )
+        verdict = self.verdict(
+            learner=proximal,
+            proximal=proximal,
+            behavior=behavior,
+            mask=mask,
+            segments=segments,
+            **options,
+        )
+        assert verdict is not None
+        return dataclasses.replace(total, weight_sum=verdict.weight_sum)
+
+    def _complete(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Every option with its value. ValueError for one that this objective does not have."""
+        if unknown := options.keys() - self.options.keys():
+            raise ValueError(
+                f"{min(unknown)}: objective {self.name} has no such option; it has "
+                f"{', '.join(self.options)}"
+            )
+        return self.options | dict(options)
+
+
+def named(name: str) -> Objective:
+    """The objective of one row. ValueError names the known ones."""
+    rows: Mapping[str, Row] = {**ALGORITHMS, **CORRECTIONS}
+    if name not in rows:
+        raise ValueError(f"unknown objective {name!r}; known: {', '.join(rows)}")
+    return Objective(name, rows[name])
+
+
+def select(algorithm: str, correction: str = "none") -> Objective:
+    """The objective of an algorithm under a correction: `select("dapo", "acr")` is ACR's function
+    with the bounds and the average of DAPO. ValueError for unknown names, or a pair that has no
+    form."""
+    row = pair(algorithm, correction)
+    return Objective(algorithm if correction == "none" else f"{algorithm}+{correction}", row)
+
+
+def _at(home: str) -> Any:
+    module, _, name = home.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,54 @@
+"""The table of weight formats: a row each, readable without torch.
+
+A format is one file of this room and one row here. The row says what a configuration may ask for;
+everything else (bits, groups, kernels, what files hold, where the guard leads) stands on the
+format's class (`formats.Format`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OWN = "dense"  # how a run's settings call the dense format of the run's own dtype
+DEFAULT = "int8"  # of rollouts that name no format
+
+
+@dataclass(frozen=True)
+class Row:
+    """A format as it is known before torch is loaded."""
+
+    home: str  # module:class
+    dense: bool = False  # plain floating point: there is nothing to correct for
+    large_batch: bool = False  # quick with many rows: may stand beside another format
+
+
+FORMATS: dict[str, Row] = {
+    "fp32": Row("lowroll.quant.dense:Float32", dense=True),
+    "bf16": Row("lowroll.quant.dense:BFloat16", dense=True, large_batch=True),
+    "int8": Row("lowroll.quant.int8:Int8", large_batch=True),
+    "fp8": Row("lowroll.quant.fp8:Float8", large_batch=True),
+    "fp8_block": Row("lowroll.quant.fp8:Float8Block"),
+    "int4": Row("lowroll.quant.int4:Int4"),
+    "int4_asym": Row("lowroll.quant.int4:Int4Asymmetric"),
+    "w4a8": Row("lowroll.quant.int4:Int4Int8"),
+    "nvfp4": Row("lowroll.quant.nvfp4:NVFloat4"),
+    "mxfp4": Row("lowroll.quant.mxfp4:MXFloat4"),
+    "mxfp4_floor": Row("lowroll.quant.mxfp4:MXFloat4Floor"),
+    "nf4": Row("lowroll.quant.nf4:NormalFloat4"),
+    "nf4_dq": Row("lowroll.quant.nf4:NormalFloat4Double"),
+}
+
+
+def is_dense(name: str) -> bool:
+    """Is it plain floating point? So is `dense`, the run's own dtype."""
+    return name == OWN or (name in FORMATS and FORMATS[name].dense)
+
+
+def large_batch() -> list[str]:
+    """The formats that may stand beside another one, for many rows."""
+    return [name for name, row in FORMATS.items() if row.large_batch]
+
+
+def low_bit() -> list[str]:
+    """The formats that are not plain floating point."""
+    return [name for name, row in FORMATS.items() if not row.dense]
