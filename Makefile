@@ -2,7 +2,7 @@ PY := .venv/bin/python
 STAMP := .venv/.lowroll-installed
 VLLM := .venv-vllm
 
-.PHONY: setup demo test test-vllm fuzz torture lint mutants bench bench-gpu
+.PHONY: setup demo test quick goldens test-vllm fuzz torture lint mutants bench bench-gpu
 setup: $(STAMP)
 
 # The versions that the tests ran with; `make setup VERSIONS=` takes the newest. torch first and alone: everything after
@@ -17,8 +17,20 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	.venv/bin/lowroll demo
 
+# Two workers, which take the tests from each other. A plain `pytest` runs the same tests one after the other.
+PYTEST := $(PY) -m pytest --numprocesses 2 --dist worksteal
+
 test: $(STAMP)
-	$(PY) -m pytest
+	$(PYTEST)
+
+# A minute between two changes: some tests of every room.
+quick: $(STAMP)
+	$(PYTEST) -m "not slow and not interpreted and not gpu"
+
+# Do small runs through every room still compute what they did, bit for bit? Ends with 2 on another machine than the one
+# that stored the digests: `python -m tests.goldens --against COMMIT` asks there.
+goldens: $(STAMP)
+	$(PY) -m tests.goldens
 
 # About an hour: random requests and random runs against the plain path. A difference names the seed that repeats it.
 fuzz: $(STAMP)

@@ -220,7 +220,7 @@ def decoding(device: str, formats: Iterable[str], rows: Iterable[int]) -> Digest
                 ]
                 groups = engine.generate(asked)
                 drawn = [rollout for group in groups for rollout in group.rollouts]
-                found[f"{weights}, {count} rows, {device}"] = {
+                found[case(weights, count, device)] = {
                     "tokens": digest(
                         struct.pack(f"<{len(r.token_ids)}q", *r.token_ids) for r in drawn
                     ),
@@ -230,6 +230,19 @@ def decoding(device: str, formats: Iterable[str], rows: Iterable[int]) -> Digest
                 }
             print(f"{weights} on {device}", flush=True)
     return found
+
+
+def case(weights: str, count: int, device: str) -> str:
+    return f"{weights}, {count} rows, {device}"
+
+
+def cases(device: str) -> set[str]:
+    """The names of what `compute` finds."""
+    if device == "cuda":
+        return {case(weights, count, device) for weights in ON_CUDA for count in ROWS}
+    resumed = {f"{name}, resumed" for name in RESUMED}
+    drawn = {case(weights, count, device) for weights in FORMATS for count in ROWS[:2]}
+    return {*RUNS, *resumed, *drawn}
 
 
 def compute(device: str) -> Digests:
@@ -299,7 +312,12 @@ def main() -> int:
         help="write the digests to a file, and stop",
     )
     args = parser.parse_args()
-    began, stored = time.monotonic(), STORED / f"{args.device}.json"
+    stored = STORED / f"{args.device}.json"
+    compares = not (args.out or args.write or args.against)
+    if compares and (there := json.loads(stored.read_text())["machine"]) != machine(args.device):
+        print(f"stored on {there}: compare two trees here with --against COMMIT")
+        return 2
+    began = time.monotonic()
     found = compute(args.device)
     print(f"{len(found)} cases in {time.monotonic() - began:.0f} s on {machine(args.device)}")
     if args.out:
@@ -314,11 +332,7 @@ def main() -> int:
     if args.against:
         before = at_commit(args.against, args.device)
     else:
-        content = json.loads(stored.read_text())
-        before = content["digests"]
-        if content["machine"] != machine(args.device):
-            print(f"stored on {content['machine']}: compare two trees here with --against COMMIT")
-            return 2
+        before = json.loads(stored.read_text())["digests"]
     lines = differences(before, found)
     print("\n".join(lines) or "all the same")
     return int(bool(lines))

@@ -56,6 +56,7 @@ def test_lengths_are_lognormal_and_seeded() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [True, False])
 def test_every_sample_keeps_to_its_length(share: bool) -> None:
     engine = Engine(
@@ -92,6 +93,7 @@ def test_transformers_runs_to_the_longest_row(tmp_path: Path) -> None:
     assert calls[0]["stopping_criteria"][0].lengths_B.tolist() == [1, 7, 4, 2]
 
 
+@pytest.mark.slow
 def test_compare_at_tiny_sizes() -> None:
     rows = compare("tiny", TINY, WORK, rounds=2, must=2.0, int8_must=1.5)
     assert [row.must for row in rows] == [2.0, None, None, 1.5, None]
@@ -149,6 +151,7 @@ def test_both_learner_sides_take_the_same_step() -> None:
     torch.testing.assert_close(updated[0][1], updated[1][1], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_learner_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each side in its own process. The chunks of 1024 rows hold a fraction of the 100 MB of
     logits."""

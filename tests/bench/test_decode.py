@@ -298,6 +298,7 @@ def stored(folder: Path) -> dict[str, Row]:
     return {row.name: row for row in rows}
 
 
+@pytest.mark.slow
 def test_the_command_with_a_peer(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +323,7 @@ def test_the_command_with_a_peer(
     assert json.loads((tmp_path / "decode.json").read_text())["settings"]["vllm"] == "0.24.0"
 
 
+@pytest.mark.slow
 def test_a_peer_that_dies_leaves_ours(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +337,7 @@ def test_a_peer_that_dies_leaves_ours(
     )
 
 
+@pytest.mark.slow
 def test_without_a_peer_the_rows_say_so(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +352,7 @@ def test_without_a_peer_the_rows_say_so(
     assert rows["tiny int8 B=1: rollout"].ours > 0
 
 
+@pytest.mark.slow
 def test_engines_that_do_not_fit_run_one_after_the_other(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +365,7 @@ def test_engines_that_do_not_fit_run_one_after_the_other(
     assert [row.peer is not None for row in rows] == [True] * 7
 
 
+@pytest.mark.slow
 def test_first_token_of_a_folder_in_a_new_process(tiny: str) -> None:
     ready, imports = startup.rows("tiny", "int8", torch.device("cpu"))
     assert (
@@ -437,6 +442,7 @@ def test_a_step_is_split_into_its_parts(tiny: str, rank: int | None) -> None:
     assert loop.engine.behavior.policy[-1].version == 2
 
 
+@pytest.mark.slow
 def test_the_step_command(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         step.CASES,
@@ -529,6 +535,7 @@ def test_experts_are_counted_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts == {1: 2.0, 2: pytest.approx((2 + 4 + 4) / 3), 3: pytest.approx((2 + 4 + 4) / 3)}
 
 
+@pytest.mark.slow
 def test_a_random_mixture_routes_evenly() -> None:
     """Rows that share prompts touch as many experts as even draws would; plainly random routers
     send them together."""
@@ -560,6 +567,7 @@ def test_bandwidth_of_this_machine() -> None:
     assert 1e8 < roofline.bandwidth(torch.device("cpu"), 1 << 22, rounds=2) < 1e13
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_runs_through_it(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

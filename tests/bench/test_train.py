@@ -72,6 +72,7 @@ def test_a_step_of_the_peer_learns(setting: train.PeerSetting) -> None:
     )
 
 
+@pytest.mark.slow
 def test_compare_takes_the_peers_fastest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = train.compare(job(), rounds=2, must=(1.3, 1.6), steps=1)
     assert len(rows) == 1 and rows[0].must == 1.3 and rows[0].aim == 1.6
@@ -105,6 +106,7 @@ def test_without_a_gpu_it_says_so(
     )
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "JOBS", {"tiny": job()})
     monkeypatch.setattr(train, "MUST", {"tiny": (0.0, 1.0)})

@@ -83,6 +83,7 @@ for folder, fault in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_every_point_of_a_save_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
     start = tmp_path / "start"
     Store(start).save(1, tensors_of(1), state_of(1))
@@ -388,6 +389,7 @@ def test_foreign_names_are_ignored_with_a_warning(
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=12, unique=True),

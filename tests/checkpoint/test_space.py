@@ -110,6 +110,7 @@ def test_a_log_that_cannot_be_written_costs_a_line_and_no_traceback(
     assert "Logging error" not in shown
 
 
+@pytest.mark.slow
 def test_a_run_whose_every_write_finds_the_disk_full_once_is_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

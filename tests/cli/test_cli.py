@@ -373,6 +373,7 @@ def test_report_and_demo(
     assert main(["demo", "--output-dir", "d", "--seed", "4", "--device", "cpu"]) == 1
 
 
+@pytest.mark.slow
 def test_the_demo_deletes_no_folder_but_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,6 +446,7 @@ def test_settings_in_other_tools_words(
     assert line.startswith("error: ") and told in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("greedy", "code"), [(0.6, 0), (0.5, 1)])
 def test_a_demo_that_only_got_sharper_fails(
     tmp_path: Path,

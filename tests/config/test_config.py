@@ -1002,6 +1002,7 @@ def test_dump_loads_to_the_same_tree(write: Callable[[str], Path]) -> None:
     assert cfg.resolved().notes == cfg.notes
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none()

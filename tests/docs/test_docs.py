@@ -32,7 +32,7 @@ PAGES = [
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 # commands that a page names and that are still to come
-COMING = {("make", "quick")}
+COMING: set[tuple[str, str]] = set()
 TINY = {
     **demo.CONFIG,
     "hidden_size": 32,
@@ -77,6 +77,7 @@ def run_block(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     return runpy.run_path(str(script))
 
 
+@pytest.mark.slow
 def test_the_tour_of_the_python_page_runs(
     clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +165,7 @@ def test_the_commands_exist_and_take_these_arguments(page: Path) -> None:
                 parser.parse_intermixed_args(arguments)
 
 
+@pytest.mark.slow
 def test_the_commands_on_cheap_rollouts_run(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the usage page that need the demo's model alone, with few rollouts and two steps."""
     page = ROOT / "docs/usage.md"

@@ -86,6 +86,7 @@ def test_int8_logits_are_those_of_the_dequantized_model_nearly(folder: Path) -> 
     assert 0 < (low_bit - dequantized).abs().max() < 0.05 * dequantized.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["fp32", "int8"])
 def test_a_request_draws_the_same_alone_and_in_any_batch(folder: Path, weights: str) -> None:
     requests = [
@@ -242,6 +243,7 @@ def test_generate_leaves_queued_requests_to_step(folder: Path) -> None:
     assert done[aborted].rollouts[0].finish_reason == "abort"
 
 
+@pytest.mark.slow
 def test_adoption_is_in_place_versioned_and_never_served_from_an_old_prefix(
     folder: Path, tmp_path: Path
 ) -> None:

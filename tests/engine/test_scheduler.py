@@ -434,6 +434,7 @@ def random_request(rng: random.Random) -> Request:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32), num_events=st.integers(0, 100))
 def test_any_interleaving_keeps_pages_exact_and_rollouts_those_of_a_request_alone(seed, num_events):

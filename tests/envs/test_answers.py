@@ -287,6 +287,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RIGHT)
 def test_right_answers_in_other_forms(kind):
     assert len(RIGHT[kind]) >= 20
@@ -412,6 +413,7 @@ HEAVY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bombs, judged", [(BOMBS, False), (HEAVY, True)])
 def test_bombs_cost_nothing(bombs, judged):
     equal("x+1", "1+x")  # imports
@@ -428,6 +430,7 @@ def test_bombs_cost_nothing(bombs, judged):
     assert not slow and equal(bombs[0][1], bombs[0][1])
 
 
+@pytest.mark.slow
 def test_how_long_an_answer_may_be():
     assert (
         equal("3", "3" + " " * 2000)
@@ -504,6 +507,7 @@ def test_time_for_an_answer_is_bounded_and_then_it_is_wrong(monkeypatch):
         equal("x+77", "x+2")  # a gold answer that fails is an error
 
 
+@pytest.mark.slow
 def test_a_thousand_ordinary_scorings():
     code = r"""
 import random, time

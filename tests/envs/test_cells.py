@@ -83,6 +83,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_a_class_of_a_cell_trains_and_its_text_is_in_the_run_folder(
     notebook: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

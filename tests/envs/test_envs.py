@@ -509,6 +509,7 @@ def generators() -> list[str]:
     return sorted(factory.DATASETS)
 
 
+@pytest.mark.slow
 def test_reasoning_gym_every_generator_prompts_and_accepts_its_own_answer():
     faults = []
     names = generators()
@@ -547,6 +548,7 @@ def test_reasoning_gym_is_pure_held_out_and_checked():
             make(f"reasoning-gym/{id}", args=args)
 
 
+@pytest.mark.slow
 def test_reasoning_gym_items_do_not_depend_on_the_hash_seed():
     generators()
     code = (
@@ -570,6 +572,7 @@ def test_reasoning_gym_items_do_not_depend_on_the_hash_seed():
     assert len(outputs) == 1 and len(outputs.pop()) > 10_000
 
 
+@pytest.mark.slow
 def test_reasoning_gym_child_dies_and_another_item_is_an_error():
     generators()
     from lowroll.envs import generator

@@ -125,6 +125,7 @@ def write(folder: Path, out: Path, env: Any, **changes: Any) -> str:
     return str(folder / "run.yaml")
 
 
+@pytest.mark.slow
 def test_three_environments_of_a_stranger_train_from_another_folder(
     folder: Path, judge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -146,6 +146,7 @@ def prompt(i: int) -> Prompt:
     return Prompt(id=str(i), env="bombs", messages=[], info={"answer": i})
 
 
+@pytest.mark.slow
 def test_every_bomb_is_its_own_error_and_good_items_are_unaffected(pool):
     items, kinds = [], []
     for i, (bomb, kind) in enumerate(EXPECTED.items()):
@@ -164,6 +165,7 @@ def test_every_bomb_is_its_own_error_and_good_items_are_unaffected(pool):
     assert pool.score([(prompt(4), "good")]) == [Score(1.0, {"half": 0.5})]  # and it goes on
 
 
+@pytest.mark.slow
 def test_more_hung_scorers_than_workers_starve_nobody(pool):
     results = pool.score([(prompt(0), "hang")] * 4 + [(prompt(i), "good") for i in range(5)])
     assert [r.kind for r in results[:4]] == ["timeout"] * 4
@@ -248,6 +250,7 @@ def test_a_worker_that_dies_between_calls_costs_no_item(pool):
     assert pool.replaced == len(pids)
 
 
+@pytest.mark.slow
 def test_the_scorers_children_die_too_and_close_ends_all(bombs, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     pool = ScorerPool({"bombs": (bombs, {}, 0)}, num_workers=1, time_limit=LIMIT)
@@ -303,6 +306,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
         ScorerPool({}, time_limit=0)
 
 
+@pytest.mark.slow
 def test_pool_equals_direct_scoring_and_math_bombs_are_wrong(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"problem": "q", "answer": "\\\\frac{1}{2}"}\n')
     specs = {
@@ -331,6 +335,7 @@ def test_pool_equals_direct_scoring_and_math_bombs_are_wrong(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_pool_scores_generators_that_depend_on_the_hash_seed():
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     specs = {
@@ -482,6 +487,7 @@ def test_a_workers_share_of_what_is_left(bombs, monkeypatch, count, workers, fir
     )
 
 
+@pytest.mark.slow
 def test_the_clock_starts_anew_with_each_item_and_is_kept(bombs):
     with ScorerPool({"bombs": (bombs, {}, 0)}, 1, time_limit=1.2, memory_limit_mb=256) as pool:
         results = pool.score(
@@ -512,6 +518,7 @@ def test_killing_twice_is_once(pool):
     assert worker.kill() == "signal 9" and worker.kill() == ""
 
 
+@pytest.mark.slow
 def test_a_worker_has_so_long_to_start(tmp_path, monkeypatch):
     (tmp_path / "sleepy.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(rewards, "START_LIMIT", 2.0)
@@ -549,6 +556,7 @@ def test_an_environment_may_say_what_a_response_scores_that_takes_too_long(bombs
     ]
 
 
+@pytest.mark.slow
 def test_answers_that_cannot_be_judged_are_wrong_also_where_the_worker_must_be_killed(
     tmp_path, monkeypatch
 ):
@@ -564,7 +572,7 @@ class Slow(Math):
 """)
     env = make("math", name="m", args={"path": str(tmp_path / "m.jsonl")})
     spec = (f"{tmp_path / 'slow_math.py'}:Slow", {"path": str(tmp_path / "m.jsonl")}, 0)
-    with ScorerPool({"m": spec}, 1, time_limit=1.5) as pool:
+    with ScorerPool({"m": spec}, 1, time_limit=3.0) as pool:
         results = pool.score(
             [
                 (env.prompt(0), text)

@@ -106,6 +106,7 @@ def pool_of(folder: Path, **options) -> ScorerPool:
     )
 
 
+@pytest.mark.slow
 def test_scorers_may_print_without_end_and_return_plain_numbers(
     folder: Path, tmp_path: Path, caplog
 ) -> None:
@@ -247,6 +248,7 @@ time.sleep(600)
     assert eventually(lambda: not any(alive(pid) for pid in left))
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_stopped_generator_dies_with_its_parent() -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")

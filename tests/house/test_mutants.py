@@ -100,6 +100,7 @@ def run(toy: Path, *args: str) -> tuple[dict, str]:
     return json.loads((toy / "out.json").read_text())["rooms"]["toy"], done.stdout
 
 
+@pytest.mark.slow
 def test_every_mutant_of_a_toy_is_judged(toy: Path) -> None:
     """Killed: the constant of the file, `x <= most`, 3 for 2 (by a fixture's value), `x + y` (in
     another process)."""
@@ -158,6 +159,7 @@ def test_what_is_changed(code: str, changed: list[str]) -> None:
     assert [mutant.after for mutant in mutants(code, "file.py")] == changed
 
 
+@pytest.mark.slow
 def test_every_excuse_excuses_something_and_says_why() -> None:
     for excuse in excuses(ROOT / "tests" / "mutants.toml"):
         source = (ROOT / excuse.file).read_text()

@@ -83,3 +83,23 @@ def test_each_room_has_its_tests() -> None:
     rooms = {path.parent.name for path in (ROOT / "lowroll").glob("*/__init__.py")}
     folders = {file.split("/")[0] for file in FILES if "/" in file}
     assert folders == rooms | BESIDE
+
+
+def left_by_quick(source: str) -> set[str]:
+    """The tests of a file without a mark that `make quick` leaves out."""
+    left_out = {f"pytest.mark.{mark}" for mark in ("slow", "interpreted", "gpu")}
+    return {
+        node.name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef)
+        and node.name.startswith("test_")
+        and not left_out & {ast.unparse(mark) for mark in node.decorator_list}
+    }
+
+
+@pytest.mark.parametrize(
+    "room", sorted({file.split("/")[0] for file in FILES if "/test_" in file} - {"gpu"})
+)
+def test_quick_enters_every_room(room: str) -> None:
+    kept = [left_by_quick(FILES[file]) for file in FILES if file.startswith(f"{room}/test_")]
+    assert any(kept)

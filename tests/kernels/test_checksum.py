@@ -111,6 +111,7 @@ def test_in_plain_torch(check) -> None:
     check()
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run = subprocess.run(
         [sys.executable, "-m", __name__],
@@ -124,6 +125,7 @@ def test_in_the_interpreter() -> None:
     assert run.stdout.split() == [check.__name__ for check in CHECKS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "size"), [("_checksum_kernel", 8), ("_amax_kernel", 2), ("_amax_kernel", 4)]
 )

@@ -72,6 +72,7 @@ def test_the_cpu_attends_as_the_engine_always_did() -> None:
     )
 
 
+@pytest.mark.slow
 def test_dead_rows_on_the_cpu() -> None:
     case = Case([5, 0, 9], 4, 2, 16, 4)
     case.keys.nan_to_num_(0)
@@ -176,6 +177,7 @@ def test_a_row_alone_is_the_row_among_others(path: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 256])
 def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
     pytest.importorskip("triton")
@@ -204,6 +206,7 @@ def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
     assert kernel.metadata.shared <= 75 * 1024, "three programs and more fit on an SM"
 
 
+@pytest.mark.slow
 def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
     pytest.importorskip("triton")
     types = {
@@ -222,6 +225,7 @@ def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
     assert "STL " not in sass and "STL." not in sass and "LDG.E.128" in sass
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
 @pytest.mark.parametrize("head", [64, 128])
 def test_the_kernel_of_many_rows_compiles_without_spills(head: int, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def hopper() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", CALLS)
@@ -126,6 +127,7 @@ def test_a_kernel_of_decoding_waits_before_it_reads_or_writes(name: str) -> None
         assert "STL" not in sass, f"{kernel} spills"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
 @pytest.mark.usefixtures("hopper")
 def test_a_kernel_outside_of_decoding_is_launched_plainly() -> None:

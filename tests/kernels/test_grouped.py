@@ -21,9 +21,8 @@ from lowroll.kernels.quantize import rows
 from lowroll.model import experts
 from lowroll.model.experts import EngineExperts, Experts, LearnerExperts
 from lowroll.model.spec import spec_from_config
-from lowroll.quant.formats import quantize
 from tests.fixtures.compiled import built
-from tests.fixtures.experts import TENSORS, normal, rounded, stack_of
+from tests.fixtures.experts import TENSORS, encoded, normal, rounded, stack_of
 
 # -- routing ---------------------------------------------------------------------------------------
 
@@ -167,7 +166,7 @@ def test_products_are_those_of_the_dequantized_matrices(
     """Rows, features and places that no tile divides; an expert without rows, and one with more
     than a tile."""
     num_out, num_in, count = 40, 96, 4
-    q = quantize(normal(count * num_out, num_in, seed=1), format)
+    q = encoded(normal(count * num_out, num_in, seed=1), format)
     experts_P = torch.tensor([3] * 20 + [0] * 3 + [1] * 5).int()
     x_PK, groups = normal(28, num_in), route.sort_slots(experts_P[:, None], count)
     stack, sorted_PK = stack_of(q, count), x_PK[groups.slot_P]
@@ -202,7 +201,7 @@ def test_the_learners_products_take_matrices_that_lie_either_way() -> None:
 @pytest.mark.interpreted
 def test_a_global_scale_a_row_is_read_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [
-        quantize(normal(32, 32, seed=seed) * size, "nvfp4") for seed, size in ((0, 1.0), (1, 7.0))
+        encoded(normal(32, 32, seed=seed) * size, "nvfp4") for seed, size in ((0, 1.0), (1, 7.0))
     ]
     rows = {
         name: torch.cat([part.tensors[name] for part in parts]) for name in TENSORS["nvfp4"][:2]
@@ -224,8 +223,8 @@ def test_a_mixture_of_experts_is_the_formula(format: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(grouped, "tiles", lambda stack, slots: Tiles(16, 128, 64))
     tokens, hidden, wide, count, choices = 13, 128, 96, 6, 2
     x_TD, router_ED = normal(tokens, hidden), normal(count, hidden, seed=1)
-    gate_up = quantize(normal(count * 2 * wide, hidden, seed=2) * 0.2, format)
-    down = quantize(normal(count * hidden, wide, seed=3) * 0.2, format)
+    gate_up = encoded(normal(count * 2 * wide, hidden, seed=2) * 0.2, format)
+    down = encoded(normal(count * hidden, wide, seed=3) * 0.2, format)
     got = grouped.experts(
         x_TD, router_ED, stack_of(gate_up, count), stack_of(down, count), choices, True
     )
@@ -294,8 +293,8 @@ def test_a_learner_has_the_same_bits_with_gradients_and_without_and_an_aligned_o
         (learner.gate_up, learner.down), (engine.gate_up, engine.down), strict=True
     ):
         if format:
-            ours.aligned = quantize(ours.weight, format)
-        theirs.set_weight(ours.aligned or quantize(ours.weight, "fp32"))
+            ours.aligned = encoded(ours.weight, format)
+        theirs.set_weight(ours.aligned or encoded(ours.weight, "fp32"))
     want = learner(x_TD)
     with torch.no_grad():
         again, got = learner(x_TD), engine(x_TD)
@@ -312,7 +311,7 @@ def test_formats_without_a_kernel_of_their_own_round_activations_as_in_a_dense_l
     module = module_of(hidden=128, wide=128, kind=EngineExperts)
     x_TD = normal(7, 128, seed=9)
     for linear in (module.gate_up, module.down):
-        linear.set_weight(quantize(linear.weight, format))
+        linear.set_weight(encoded(linear.weight, format))
     monkeypatch.setattr(
         rows, "triton_supports", lambda x: False
     )  # the interpreter rounds to e4m3 wrongly
@@ -327,6 +326,7 @@ def test_formats_without_a_kernel_of_their_own_round_activations_as_in_a_dense_l
 # -- the machine code ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "types", "features"),
     [
@@ -347,6 +347,7 @@ def test_it_compiles_for_hopper_without_spills(
     assert "st.local" not in ptx and compiled.metadata.shared <= 227 * 1024
 
 
+@pytest.mark.slow
 def test_where_a_token_lies_is_counted_in_64_bits() -> None:
     """Half a million tokens of 4,096 features, or shares of 512 experts' logits, are beyond
     2^31."""
@@ -427,6 +428,7 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["nvfp4", "int4"])
@@ -448,7 +450,7 @@ def test_streamed_codes_compile_without_spills(kind: str, tmp_path: Path) -> Non
 
 def test_streamed_codes_are_for_few_rows_of_packed_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, bytes_, odd = (
-        stack_of(quantize(normal(8 * 32, features), format), 8)  # 192: no whole chunks of 128
+        stack_of(encoded(normal(8 * 32, features), format), 8)  # 192: no whole chunks of 128
         for features, format in ((256, "nvfp4"), (256, "fp8"), (192, "nvfp4"))
     )
     monkeypatch.setattr(routed, "supports_device", lambda kind, device: True)

@@ -177,6 +177,7 @@ def test_updates_of_large_ranks_are_plain_products(
     assert update is None and torch.equal(y_TN, linear(random(3, 6).to(dtype)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
 def test_the_largest_update_of_a_tile_fits_into_shared_memory() -> None:
     constants = {"TOKENS": low_rank.TOKENS, "FEATURES": low_rank.FEATURES, "RANK": 256}
@@ -327,6 +328,7 @@ def test_adamw_refuses_tensors_that_it_cannot_write(odd: Tensor) -> None:
 # -- compiled for Hopper ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
 @pytest.mark.parametrize("kernel", ["token_log_probs", "adamw"])
 def test_nothing_spills(kernel: str) -> None:
@@ -370,6 +372,7 @@ def test_nothing_spills(kernel: str) -> None:
     assert "LDG.E.128" in sass, f"{kernel} reads its tensors by single words"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
 def test_the_gates_spill_nothing() -> None:
     gate_up = random(64, 2 * 18944).bfloat16().requires_grad_()

@@ -219,6 +219,7 @@ def test_what_has_no_gradient_says_so() -> None:
 # -- compiled for Hopper ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
 @pytest.mark.parametrize(
     "call",

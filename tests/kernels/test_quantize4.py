@@ -47,6 +47,7 @@ def check_bytes_are_those_of_plain_torch() -> None:
                     )
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run = subprocess.run(
         [sys.executable, "-m", __name__],
@@ -59,6 +60,7 @@ def test_in_the_interpreter() -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4", "int4_asym"])
 def test_compiled_for_a_gpu_nothing_spills(name: str) -> None:
     group = get_format(name).group

@@ -180,6 +180,7 @@ def test_a_row_that_is_not_finite_shows_in_its_scale(bad: float) -> None:
     assert scale.isfinite().flatten().tolist() == [True, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [True, False])
 @pytest.mark.parametrize(
     ("num_rows", "num_out", "num_in"),
@@ -238,6 +239,7 @@ def test_the_product_compiles_for_hopper_and_fits(
     assert code.metadata.shared * tile.blocks <= 227 * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("integer", [True, False])
 def test_the_quantizer_compiles_for_hopper_without_spills(integer: bool) -> None:
     pytest.importorskip("triton")
@@ -247,6 +249,7 @@ def test_the_quantizer_compiles_for_hopper_without_spills(integer: bool) -> None
     assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
     pytest.importorskip("triton")

@@ -23,6 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = {"cpu": {"rtol": 1e-5, "atol": 1e-6}, "cuda": {"rtol": 2e-2, "atol": 1e-2}}
 
 
+@pytest.mark.slow
 def test_released_memory_comes_back_empty_in_the_same_tensors(tmp_path: Path) -> None:
     engine = Engine(hf_folder(tmp_path / "m"), weights="int8", device="cpu", cache_tokens=256)
     request, cache = (

@@ -72,6 +72,7 @@ def serve(
     return plans, pool.hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("seed", range(150))
 def test_nothing_waits_that_would_not_wait_in_a_cache_without_end(seed: int, bounded: bool) -> None:

@@ -192,6 +192,7 @@ def test_truncate_cuts_back_to_the_checkpoint(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
+@pytest.mark.slow
 def test_no_damage_to_a_record_is_silent_or_ends_anything(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -134,6 +134,7 @@ def make_run(folder: Path, steps: int = 6) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_full_run_becomes_one_self_contained_page(tmp_path: Path) -> None:
     out = write_report(make_run(tmp_path))
     assert out == tmp_path / "report.html"
@@ -160,6 +161,7 @@ def test_a_full_run_becomes_one_self_contained_page(tmp_path: Path) -> None:
     assert references and references <= set(ids)
 
 
+@pytest.mark.slow
 def test_the_page_says_what_run_it_is_and_what_it_changed(tmp_path: Path) -> None:
     source = write_report(make_run(tmp_path), tmp_path / "elsewhere" / "page.html").read_text()
     page = Page(source)
@@ -190,6 +192,7 @@ def test_the_page_says_what_run_it_is_and_what_it_changed(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_samples_have_their_gold_answer_and_open_one_by_one(tmp_path: Path) -> None:
     """Several of several steps, each whole behind its line; what a model wrote is text wherever it
     stands."""
@@ -242,6 +245,7 @@ def test_a_supervised_run_is_reported_as_one(tmp_path: Path, command: dict[str, 
         assert word not in body, word
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["about.json", "config.yaml", "metrics.jsonl", "rollouts"])
 def test_missing_parts_are_noted_and_the_rest_is_shown(tmp_path: Path, missing: str) -> None:
     make_run(tmp_path, steps=2)
@@ -273,6 +277,7 @@ def test_an_empty_folder_and_unreadable_files_still_give_a_page(tmp_path: Path) 
         write_report(tmp_path / "absent")
 
 
+@pytest.mark.slow
 def test_a_lost_record_is_a_gap_that_the_page_tells_of(tmp_path: Path) -> None:
     make_run(tmp_path, steps=6)
     metrics, rollouts = tmp_path / "metrics.jsonl", tmp_path / "rollouts" / "step_000001.jsonl"
@@ -410,6 +415,7 @@ def test_two_curves_in_one_place_are_told_apart() -> None:
     assert "stroke-dasharray" not in draw(other, plot)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.title)
 @pytest.mark.parametrize("steps", [2, 60])
 def test_every_plot_draws_with_zeros_and_gaps(plot: Plot, steps: int) -> None:
@@ -428,6 +434,7 @@ def test_an_environment_name_is_not_mathematics() -> None:
     assert ">a$x_1$</text>" in svg and ">$</text>" in svg
 
 
+@pytest.mark.slow
 def test_drawing_is_deterministic(tmp_path: Path) -> None:
     make_run(tmp_path, steps=2)
     first = write_report(tmp_path).read_bytes()
@@ -445,6 +452,7 @@ def test_a_page_of_somebody_else_stays(tmp_path: Path) -> None:
     assert write_report(tmp_path).read_bytes() == write_report(tmp_path).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_strangers_run_folder_is_reported(tmp_path: Path) -> None:
     """Who wrote the lines may have made their checksums, and anything else."""
     lines: list[Any] = [{"step": 1, "reward/mean": value} for value in ("x", [1], 10**400)]

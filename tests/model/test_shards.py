@@ -95,6 +95,7 @@ def test_a_folder_quantized_on_the_way_is_the_copy_of_the_loaded_model(
     assert pointers(got) == places and digest(got) == digest(rollout_copy(master, format, dtype))
 
 
+@pytest.mark.slow
 def test_an_engine_of_a_folder_owns_its_weights(folder: Path, tmp_path: Path) -> None:
     """It adopts any master of its sizes, also where the folder holds the engine's format or an
     adapter."""

@@ -814,6 +814,7 @@ def quantized(good: Path) -> Callable[[str], Path]:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LOW_BIT)
 def test_a_strangers_low_bit_folder(
     case: str, quantized: Callable[[str], Path], tmp_path: Path

@@ -57,6 +57,7 @@ def fickle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "float32_product", product)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("algorithm", "correction"), PAIRS)
 def test_every_objective_at_unchanged_weights(
@@ -69,6 +70,7 @@ def test_every_objective_at_unchanged_weights(
     assert_one(*measure(monkeypatch, model, make_batch(), settings, critic=critic), settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("config", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("learner", LEARNERS)

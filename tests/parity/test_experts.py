@@ -244,6 +244,7 @@ def test_decode_is_the_learners_forward(folder: Path, format: str) -> None:
         assert (torch.tensor(rollout.logprobs) - logp).abs().max() < bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "fp8", "nvfp4", "int4", "mxfp4", "nf4"])
 def test_low_bit_folders_hold_every_expert_and_come_back_bitwise(
     folder: Path, format: str, tmp_path: Path

@@ -627,6 +627,7 @@ def test_engine_logits_are_those_of_the_dequantized_model(folder: Path, name: st
     assert (0 < gap < ROUNDED[name]) if name in ROUNDED else gap < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEW)
 def test_a_run_of_two_steps(model: Path, tmp_path: Path, name: str) -> None:
     result = train(

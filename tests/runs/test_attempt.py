@@ -172,6 +172,7 @@ def test_a_run_beside_a_persons_files(
     ]
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_step_is_taken_over(
     tree: dict[str, Any],
     tmp_path: Path,
@@ -204,6 +205,7 @@ def test_a_folder_without_a_step_is_taken_over(
         shutil.rmtree(tmp_path / "bare")
 
 
+@pytest.mark.slow
 def test_overwriting_replaces_a_run_and_nothing_else(
     tree: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -300,6 +302,7 @@ def points() -> Iterator[list[str]]:
     observers.remove(passed.append)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_point_costs_nothing(
     tree: dict[str, Any], tmp_path: Path, points: list[str]
 ) -> None:
@@ -336,6 +339,7 @@ def test_a_kill_at_any_point_costs_nothing(
         shutil.rmtree(tmp_path / folder)
 
 
+@pytest.mark.slow
 def test_a_kill_while_an_old_run_is_removed(tree: dict[str, Any], tmp_path: Path) -> None:
     """A folder that is half gone is nobody's: the run that replaces it can begin again. Until the
     last checkpoint has gone, the old run has all that it made."""
@@ -384,6 +388,7 @@ def test_damaged_settings_without_a_checkpoint_are_named(
             run_supervised(tree, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [{}, {"lora": True, "lora_rank": 2}, {"optimizer": "muon"}])
 def test_a_supervised_run_resumed_after_any_step_is_bitwise_the_uninterrupted_one(
     train: dict[str, Any], tree: dict[str, Any], tmp_path: Path
@@ -575,6 +580,7 @@ def test_a_run_whose_reader_is_gone_gets_to_its_checkpoint(
     assert Store(tmp_path / "run" / "checkpoints").load().step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_long_generation_is_dropped_and_made_again(
     at: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -601,6 +607,7 @@ def test_a_long_generation_is_dropped_and_made_again(
         assert fingerprint(lowroll.run(from_mapping(cut), resume=True).folder) == whole
 
 
+@pytest.mark.slow
 def test_the_evaluation_before_the_first_step_can_be_dropped(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -629,6 +636,7 @@ def test_the_evaluation_before_the_first_step_can_be_dropped(
 # -- its log ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_log_tells_the_story(
     model: Path,
     tree: dict[str, Any],

@@ -68,6 +68,7 @@ def test_every_key_is_here() -> None:
     assert CHANGES.keys() | NOT_YET == RolloutConfig.model_fields.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", CHANGES)
 def test_auto_pays_for_what_makes_a_gap_and_for_nothing_else(
     key: str, model: Path, tmp_path: Path
@@ -77,6 +78,7 @@ def test_auto_pays_for_what_makes_a_gap_and_for_nothing_else(
     assert gap > REACHES or abs(gap) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_second_format_is_not_the_learners_own(model: Path, tmp_path: Path) -> None:
     """Neither a shared base nor an aligned forward is that of the rows that the second format
     draws."""

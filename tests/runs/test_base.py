@@ -72,6 +72,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS)
 def test_final_is_the_policy_that_learned(case: str, model: Path, tmp_path: Path) -> None:
     """By default in `score`, in the engine, and merged; and the rollouts' format is what the engine
@@ -139,6 +140,7 @@ def finished(model: Path, out: Path, weights: str, **changes: Any) -> tuple[Path
         return out, logp(session.model)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_policy(model: Path, tmp_path: Path) -> None:
     tree = settings(
         model, tmp_path / "run", rollout={"weights": "nf4"}, train={**LORA, "uaq_scale": 1.5}
@@ -149,6 +151,7 @@ def test_a_resumed_run_ends_with_the_same_policy(model: Path, tmp_path: Path) ->
     assert torch.equal(logp(train(tree, resume=True).folder / "final"), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "weights"), [("int8", "int8"), ("int8", "nf4"), ("int8", "fp32"), ("int4", "w4a8")]
 )
@@ -167,6 +170,7 @@ def test_a_low_bit_model_as_the_base(
 # -- what the folder says --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_folder_says_what_it_stands_on_and_peft_reads_it(
     model: Path,
     tmp_path: Path,
@@ -262,6 +266,7 @@ def out_of_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("no memory for a second model")
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_without_tokens_or_room(
     model: Path,
     tmp_path: Path,
@@ -443,6 +448,7 @@ def test_the_base_does_not_depend_on_the_readers_dtype(
 # -- an adapter folder, exported -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_adapter_folder_is_exported_with_its_base(
     adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -477,6 +483,7 @@ def test_a_bfloat16_merge_rounds_each_sum_once(tmp_path: Path) -> None:
     assert torch.equal(lora.merge(model).blocks[0].down.weight, exact.bfloat16())
 
 
+@pytest.mark.slow
 def test_evaluation_takes_the_format_that_the_model_stands_on(
     model: Path,
     tmp_path: Path,

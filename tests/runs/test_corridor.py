@@ -44,6 +44,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_two_steps(model: Path, tmp_path: Path, switch: str, lora: bool) -> None:
@@ -66,6 +67,7 @@ def test_two_steps(model: Path, tmp_path: Path, switch: str, lora: bool) -> None
     assert not torch.equal(tuned, lowroll.score(model, [[6, 7, 8]], [1])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["noise", "shared noise", "muon", "all"])
 def test_resume_is_bitwise(model: Path, tmp_path: Path, switch: str) -> None:
     changes = SWITCHES[switch]
@@ -96,6 +98,7 @@ def records_of(model: Path, out: Path, **changes: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", FORMATS)
 def test_settings_that_are_the_baseline(model: Path, tmp_path: Path, weights: str) -> None:
     """sigma 0, scale 1, and in float32 the aligned forward: the records are those of the plain
@@ -114,6 +117,7 @@ def test_settings_that_are_the_baseline(model: Path, tmp_path: Path, weights: st
         assert records_of(model, tmp_path / name, **fixed, **changes) == plain, name
 
 
+@pytest.mark.slow
 def test_noise_follows_its_schedule_and_the_tags_replay_it(model: Path, tmp_path: Path) -> None:
     tree = settings(
         model,
@@ -147,6 +151,7 @@ def test_noise_follows_its_schedule_and_the_tags_replay_it(model: Path, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_evaluation_is_of_clean_norms_and_leaves_the_run_alone(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +189,7 @@ def test_evaluation_is_of_clean_norms_and_leaves_the_run_alone(
     assert rows["with"].records[-1]["rollout/noise_sigma"] == 0.5
 
 
+@pytest.mark.slow
 def test_a_shared_noise_leaves_the_mismatch_of_the_format_alone(
     model: Path, tmp_path: Path
 ) -> None:
@@ -203,6 +209,7 @@ def test_a_shared_noise_leaves_the_mismatch_of_the_format_alone(
     assert kl["shared"] < 1e-9 < 1e-6 < kl["clean"]
 
 
+@pytest.mark.slow
 def test_the_reference_under_a_shared_noise_is_the_base_without_it(
     model: Path, tmp_path: Path
 ) -> None:
@@ -226,6 +233,7 @@ def test_the_reference_under_a_shared_noise_is_the_base_without_it(
     assert kl[True] > 1e-5 and kl[True] == pytest.approx(kl[False], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", QUANTISED)
 def test_an_aligned_run_has_no_mismatch_but_the_kernels(
     model: Path, tmp_path: Path, weights: str
@@ -245,6 +253,7 @@ def test_an_aligned_run_has_no_mismatch_but_the_kernels(
     assert kl["aligned"] < 1e-3 * kl["dense"]
 
 
+@pytest.mark.slow
 def test_a_scaled_run_is_exported_folded_and_never_scaled_again(
     model: Path, tmp_path: Path
 ) -> None:

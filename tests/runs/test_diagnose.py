@@ -168,6 +168,7 @@ def test_prefill_scores_are_the_learners_and_disturb_nothing(model: Path) -> Non
     assert engine.pool.num_free == free
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_is_never_stale(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

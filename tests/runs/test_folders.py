@@ -162,6 +162,7 @@ def test_a_block_over_a_border_is_refused_before_anything_is_written(
 # -- ours ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOW_BIT)
 def test_a_folder_holds_the_engines_very_tensors(
     name: str, dense: Path, ours: Callable[[str], Path]
@@ -194,6 +195,7 @@ def test_a_folder_holds_the_engines_very_tensors(
     assert digest(engine.model) == digest(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOW_BIT)
 def test_transformers_reads_ours(name: str, ours: Callable[[str], Path]) -> None:
     torch.testing.assert_close(
@@ -245,6 +247,7 @@ def test_what_transformers_cannot_load_is_said(
         )
 
 
+@pytest.mark.slow
 def test_a_format_is_chosen_by_the_folder(
     ours: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -318,6 +321,7 @@ def written_by_compressed_tensors(dense: Path, out: Path, name: str, dtype: torc
     compressor.update_config(str(out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -349,6 +353,7 @@ def test_folders_of_compressed_tensors_load(
     assert digest(hf.load(tmp_path / "again")) == digest(read)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "nf4_dq"])
 def test_folders_of_bitsandbytes_load(name: str, dense: Path, tmp_path: Path) -> None:
     config = transformers.BitsAndBytesConfig(
@@ -562,6 +567,7 @@ def test_a_low_bit_model_cannot_lose_its_gradient_silently(ours: Callable[[str],
 # -- training on them, and out again ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lora_keeps_the_tensors_of_the_folder(
     model: Path,
     tmp_path: Path,
@@ -591,6 +597,7 @@ def test_lora_keeps_the_tensors_of_the_folder(
     assert engine.behavior.weights == "nvfp4"
 
 
+@pytest.mark.slow
 def test_all_weights_of_a_low_bit_folder_learn_as_their_dequantized_values(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -636,6 +643,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS)
 def test_an_exported_rollout_policy_is_the_engines(case: str, model: Path, tmp_path: Path) -> None:
     """P10: the same digest, tokens and log-probs bit for bit as the run's engine; and the earlier
@@ -674,6 +682,7 @@ def test_an_exported_rollout_policy_is_the_engines(case: str, model: Path, tmp_p
     assert first.behavior.policy[0].digest == logged.policy[0].digest
 
 
+@pytest.mark.slow
 def test_exports_of_a_lora_run(
     model: Path,
     tmp_path: Path,
@@ -765,6 +774,7 @@ def test_a_run_whose_model_changed_is_not_exported(model: Path, tmp_path: Path) 
         export_run(tmp_path / "run", tmp_path / "out", "rollout")
 
 
+@pytest.mark.slow
 def test_quantize_at_the_terminal(
     dense: Path, ours: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -306,6 +306,7 @@ def test_a_band_that_is_narrower_than_the_spread_is_named() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_first_look_widens_what_auto_chose_and_no_more(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +346,7 @@ def test_a_first_look_widens_what_auto_chose_and_no_more(
 # whole runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -388,6 +390,7 @@ def test_a_run_falls_back_and_resumes_bitwise(
         assert fingerprint(resumed.folder) == whole, f"resumed after step {step}"
 
 
+@pytest.mark.slow
 def test_noise_that_was_asked_for_is_no_reason_to_fall_back(model: Path, tmp_path: Path) -> None:
     """KL grows by far more than kl_growth when the silent stage ends, and the rollouts stay what
     they are."""
@@ -411,6 +414,7 @@ def test_noise_that_was_asked_for_is_no_reason_to_fall_back(model: Path, tmp_pat
         assert fingerprint(resumed.folder) == fingerprint(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_second_format_goes_with_the_first(model: Path, tmp_path: Path) -> None:
     """What falls back from int4 must not go on in int8 for prompts and many rows."""
     tree = settings(
@@ -453,6 +457,7 @@ def test_an_evaluation_compares_formats_and_not_their_bulk(
     assert asked == ["fp32", "int4+int8"]
 
 
+@pytest.mark.slow
 def test_lora_falls_back_to_the_learners_own_function(model: Path, tmp_path: Path) -> None:
     """The base stays rounded; dense rollouts of it are the learner up to the order of sums."""
     for forward in ("dense", "aligned"):
@@ -477,6 +482,7 @@ def test_lora_falls_back_to_the_learners_own_function(model: Path, tmp_path: Pat
     assert read(tmp_path / "dense")[0]["mismatch/kl_k3"] > 1e-8
 
 
+@pytest.mark.slow
 def test_a_run_tightens_and_resumes_bitwise(model: Path, tmp_path: Path) -> None:
     tree = settings(
         model,
@@ -497,6 +503,7 @@ def test_a_run_tightens_and_resumes_bitwise(model: Path, tmp_path: Path) -> None
         assert fingerprint(resumed.folder) == fingerprint(result.folder)
 
 
+@pytest.mark.slow
 def test_a_guard_that_never_fires_changes_nothing(model: Path, tmp_path: Path) -> None:
     rows = {}
     for name, section in (
@@ -523,6 +530,7 @@ def test_a_guard_that_never_fires_changes_nothing(model: Path, tmp_path: Path) -
     assert all(row == rows["without"] for row in rows.values())
 
 
+@pytest.mark.slow
 def test_a_guard_may_be_given_an_action_on_resume(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -130,6 +130,7 @@ def test_every_key_is_tried() -> None:
     assert CHANGES.keys() == {*identity.MAY_CHANGE, "train.max_steps"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [(key, i) for key in CHANGES for i in range(len(CHANGES[key]))],
@@ -142,6 +143,7 @@ def test_what_may_change_changes_nothing(
     assert learnt(go_on(model, whole, tmp_path / "cut", **CHANGES[key][i]).folder) == learnt(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -161,6 +163,7 @@ def test_what_would_change_the_run_is_refused(
         go_on(model, whole, tmp_path / "cut", 3, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "value"), [("max_batch", 3), ("cache_tokens", 64)])
 def test_they_do_change_the_rollouts(
     key: str, value: int, model: Path, whole: Path, tmp_path: Path
@@ -179,6 +182,7 @@ def test_they_do_change_the_rollouts(
 # -- the size of the cache -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_cache_that_it_began_with(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +221,7 @@ def test_a_resumed_run_has_the_cache_that_it_began_with(
             train({**run, "output_dir": str(tmp_path / f"less{memory}")}, resume=True)
 
 
+@pytest.mark.slow
 def test_the_default_cache_is_as_good_as_one_without_end(model: Path, tmp_path: Path) -> None:
     """Same rows together, same pages found again: the same bits."""
     folders = [
@@ -277,6 +282,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FILES)
 def test_another_model_folder_is_refused_by_what_is_other(
     what: str, model: Path, whole: Path, tmp_path: Path
@@ -297,6 +303,7 @@ def test_another_model_folder_is_refused_by_what_is_other(
         shutil.move(tmp_path / "kept", model)
 
 
+@pytest.mark.slow
 def test_what_nobody_reads_may_be_other(model: Path, whole: Path, tmp_path: Path) -> None:
     """A note in config.json, generation settings: the run goes on as the same."""
     kept = (model / "config.json").read_text()
@@ -312,6 +319,7 @@ def test_what_nobody_reads_may_be_other(model: Path, whole: Path, tmp_path: Path
         (model / "generation_config.json").unlink()
 
 
+@pytest.mark.slow
 def test_the_weights_of_the_model_are_refused_as_before(
     model: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -339,6 +347,7 @@ class Mine(ReverseText):
 """
 
 
+@pytest.mark.slow
 def test_data_code_and_other_models_are_part_of_a_run(model: Path, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(ENV)
     (tmp_path / "words.txt").write_text("one\n")

@@ -77,6 +77,7 @@ class Env(Environment):
 """
 
 
+@pytest.mark.slow
 def test_a_dry_run_fails_where_the_run_would(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +165,7 @@ def test_sft_has_one_too(model: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

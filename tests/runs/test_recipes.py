@@ -208,6 +208,7 @@ TWINS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [path.stem for path in RECIPES])
 def test_a_twin_runs_three_steps(name: str, model: Path, tmp_path: Path) -> None:
     changes = {**SMALL, **TWINS[name], "model": str(model), "output_dir": str(tmp_path / "run")}

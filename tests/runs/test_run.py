@@ -44,6 +44,7 @@ from tests.fixtures.runs import copy_stopped_after, fingerprint, settings, train
 DATA = Path(os.environ.get("LOWROLL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
+@pytest.mark.slow
 def test_resume_after_every_step_is_bitwise_the_uninterrupted_run(
     model: Path, tmp_path: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_run_of_single_samples_with_shared_prefixes_has_no_mismatch(
     assert all(record["mismatch/kl_k3"] < 1e-10 for record in result.records)
 
 
+@pytest.mark.slow
 def test_resume_is_bitwise_when_evaluation_and_rollouts_share_a_prefix(tmp_path: Path) -> None:
     """A resumed run has no pages of the evaluation's prompts, and a prompt behind such pages rounds
     otherwise."""
@@ -120,6 +122,7 @@ def test_resume_is_bitwise_when_evaluation_and_rollouts_share_a_prefix(tmp_path:
     assert fingerprint(resumed.folder) == fingerprint(result.folder)
 
 
+@pytest.mark.slow
 def test_resume_falls_back_from_a_damaged_checkpoint(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,6 +154,7 @@ def die(tree: dict[str, Any], at: str) -> None:
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "interval, at",
     [
@@ -213,6 +217,7 @@ def test_evaluation_may_score_otherwise_than_training_under_the_same_name(
     assert session_specs == [{"arithmetic": 0.0}, {"arithmetic": 0.5}]
 
 
+@pytest.mark.slow
 def test_evaluation_has_a_sampler_of_its_own(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +276,7 @@ def test_evaluation_has_a_sampler_of_its_own(
         asked.clear()
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_before_its_first_step_and_after_its_last(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +338,7 @@ def test_a_run_is_measured_before_its_first_step_and_after_its_last(
     ]
 
 
+@pytest.mark.slow
 def test_a_run_can_be_lengthened_when_nothing_is_scheduled_over_its_length(
     model: Path, tmp_path: Path
 ) -> None:
@@ -398,6 +405,7 @@ def test_rollouts_replay_from_their_tags(model: Path, tmp_path: Path) -> None:
         assert tag.policy[0].digest == engine.behavior.policy[0].digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "dense"])
 def test_lora_shares_one_base_and_publishes_an_adapter(
     model: Path, tmp_path: Path, weights: str
@@ -462,6 +470,7 @@ def test_every_algorithm_runs(model: Path, tmp_path: Path, algorithm: str, corre
     assert all(r["policy/objective"] is not None and not r["optim/skipped"] for r in result.records)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "correction", "loss"),
     [
@@ -526,6 +535,7 @@ def test_every_correction_runs_and_resumes(
     )
 
 
+@pytest.mark.slow
 def test_a_run_with_a_teacher_resumes_and_refuses_another_vocabulary(
     model: Path, tmp_path: Path
 ) -> None:
@@ -591,6 +601,7 @@ def test_refusals_leave_the_folder_alone(model: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_the_step_and_the_run_can_go_on(model: Path, tmp_path: Path) -> None:
     tree = settings(
         model,
@@ -633,6 +644,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return now
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_where_a_stage_begins_can_go_on(
     model: Path, tmp_path: Path, solved: dict[str, int]
 ) -> None:
@@ -679,6 +691,7 @@ def test_a_cache_without_room_for_a_later_stage_is_refused_at_the_start(
         train({**tree, "output_dir": str(tmp_path / "less")})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "interval"), [(1, 50), (3, 1), (3, 50)])
 def test_a_run_that_has_solved_its_tasks_ends_politely_and_can_go_on(
     model: Path,
@@ -733,6 +746,7 @@ def test_a_run_that_has_solved_its_tasks_ends_politely_and_can_go_on(
     assert records["go_on"][at - 1 :] == records["without"][at - 1 :] == [1.0] * (6 - at)
 
 
+@pytest.mark.slow
 def test_how_a_run_looks_for_signal_may_not_change_while_it_finds_some(
     model: Path, tmp_path: Path, solved: dict[str, int]
 ) -> None:
@@ -771,6 +785,7 @@ def test_how_a_run_looks_for_signal_may_not_change_while_it_finds_some(
     assert len(train(tree, resume=True).records) == 2
 
 
+@pytest.mark.slow
 def test_a_fallback_with_little_memory_takes_a_smaller_cache_and_is_resumed_with_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -812,6 +827,7 @@ def test_a_fallback_with_little_memory_takes_a_smaller_cache_and_is_resumed_with
         )
 
 
+@pytest.mark.slow
 def test_gsm8k_through_every_stage(tmp_path: Path) -> None:
     """Five GRPO steps of a Qwen2-shaped model over the real training file, scored by
     math-verify."""

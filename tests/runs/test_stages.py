@@ -148,6 +148,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     )
 
 
+@pytest.mark.slow
 def test_a_run_grows(whole: RunResult) -> None:
     assert [
         (
@@ -164,6 +165,7 @@ def test_a_run_grows(whole: RunResult) -> None:
     assert "6 from step 2, 9 from step 4" in report.write_report(whole.folder).read_text()
 
 
+@pytest.mark.slow
 def test_the_constant_reduction_divides_by_the_stages_length(model: Path, tmp_path: Path) -> None:
     """sum / S over sum / (S L), on the same tokens because the weights stand still: the gradients'
     ratio is L."""
@@ -196,6 +198,7 @@ def test_the_constant_reduction_divides_by_the_stages_length(model: Path, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_resume_on_both_sides_of_a_stage_is_bitwise(
     model: Path, whole: RunResult, tmp_path: Path
 ) -> None:
@@ -211,6 +214,7 @@ def test_resume_on_both_sides_of_a_stage_is_bitwise(
         assert fingerprint(train(tree, resume=True).folder) == want, f"resumed after step {step}"
 
 
+@pytest.mark.slow
 def test_a_stage_may_not_change_on_resume(model: Path, whole: RunResult, tmp_path: Path) -> None:
     copy_stopped_after(whole.folder, 1, tmp_path / "cut")
     tree = staged(
@@ -225,6 +229,7 @@ def test_a_stage_may_not_change_on_resume(model: Path, whole: RunResult, tmp_pat
         train({**tree, "stages": [STAGES[0], {"step": 4, "max_tokens": 8}]}, resume=True)
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_the_run_itself_changes_nothing(model: Path, tmp_path: Path) -> None:
     three = {"max_steps": 3, "lr_scheduler_type": "constant"}
     plain = fingerprint(train(settings(model, tmp_path / "plain", train=three)).folder)

@@ -20,6 +20,7 @@ from tests.fixtures.runs import TINY
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_little_torture() -> None:
     done = subprocess.run(
         [
@@ -45,6 +46,7 @@ def test_a_little_torture() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_quantized_folder_is_whole_or_absent_at_every_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

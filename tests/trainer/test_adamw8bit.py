@@ -52,6 +52,7 @@ def advance(it: Optimizer, steps: range) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_updates_are_near_torchs_and_small_tensors_exact() -> None:
     ours, theirs = optimizer(), optimizer("adamw")
     start = parameters()
@@ -141,6 +142,7 @@ def test_a_missing_library_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch
     optimizer("adamw")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_runs_resume_bitwise(tmp_path: Path, lora: bool) -> None:
     model = demo.build_model(

@@ -613,6 +613,7 @@ def test_settings_name_the_field(bad):
 # It learns
 
 
+@pytest.mark.slow
 def test_the_critic_learns_to_tell_good_states_from_bad():
     """The reward is known from the prompt's last token; on prompts not seen before the values must
     follow it."""
@@ -702,6 +703,7 @@ def ppo_run(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
     return tree
 
 
+@pytest.mark.slow
 def test_three_steps_of_ppo_with_int8_rollouts_resume_bitwise(model, tmp_path):
     tree = ppo_run(model, tmp_path / "whole")
     result = train(tree)
@@ -733,6 +735,7 @@ def test_three_steps_of_ppo_with_int8_rollouts_resume_bitwise(model, tmp_path):
         train({**tree, "critic": {**tree["critic"], "lam": 0.9}}, resume=True)
 
 
+@pytest.mark.slow
 def test_a_run_of_ppo_learns(model, tmp_path):
     """INT8 rollouts, ACR, four minibatches: the share of early letters grows, and the critic
     follows it."""
@@ -759,6 +762,7 @@ def test_a_run_of_ppo_learns(model, tmp_path):
     assert all(abs(record["critic/value_mean"] - record["reward/mean"]) < 0.1 for record in last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", [name for name in CORRECTIONS if name != "acr"])
 def test_ppo_under_every_correction(model, tmp_path, correction):
     result = train(
@@ -768,6 +772,7 @@ def test_ppo_under_every_correction(model, tmp_path, correction):
     assert result.records[1]["optim/update_norm"] > 0
 
 
+@pytest.mark.slow
 def test_ppo_with_an_adapter_an_aligned_forward_and_a_critic_of_its_own(model, tmp_path):
     result = train(
         ppo_run(
@@ -807,6 +812,7 @@ def test_a_critic_with_another_tokenizer_is_refused(model, tmp_path):
         train(ppo_run(model, tmp_path / "run", critic={"model": str(tmp_path / "other")}))
 
 
+@pytest.mark.slow
 def test_the_report_and_the_live_view_show_the_critic(model, tmp_path):
     from rich.console import Console
 

@@ -131,6 +131,7 @@ def test_stacked_matrices_are_orthogonalised_apart() -> None:
         Muon({"w": p}, {"w": (8, 2)}, 0.0)
 
 
+@pytest.mark.slow
 def test_muon_takes_the_hidden_matrices(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "m", "qwen3")
     model = hf.load(folder).requires_grad_(True)

@@ -89,6 +89,7 @@ def test_the_loss_is_the_token_mean_of_the_dense_model(capacity):
     assert metrics["optim/skipped"] == 0
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_greedy_response_is_the_demonstration():
     model, seen = tiny_model(), []
     settings = SftSettings(
@@ -296,6 +297,7 @@ def model_folder(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_command_publishes_a_model_that_learned_the_demonstrations(tmp_path, model_folder):
     rows = [
         {"messages": [*d.messages, {"role": "assistant", "content": d.response}]} for d in REVERSED

@@ -651,6 +651,7 @@ def make_trainer(model, channel, published=None):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [tiny_model, with_adapter])
 @pytest.mark.parametrize("stop", [0, 1, 3])
 def test_a_resumed_trainer_is_bitwise_the_uninterrupted_one(build, stop):

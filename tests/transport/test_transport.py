@@ -130,6 +130,7 @@ def exactly(value: object) -> str:
     return repr(value)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batches)
 def test_decode_gives_back_exactly_what_was_encoded(batch: Batch) -> None:

@@ -56,6 +56,7 @@ def loud(path: Path, family: str = "qwen3", **changes: int) -> Transformer:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [f for f in FAMILIES if "moe" not in f])
 def test_the_dense_model_stays(tmp_path: Path, family: str) -> None:
     model = loud(tmp_path / "m", family)
@@ -90,6 +91,7 @@ def test_the_dense_model_stays(tmp_path: Path, family: str) -> None:
     assert all(name.endswith(may) for name in changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", LOW_BIT)
 def test_a_quantized_block_is_never_worse(tmp_path: Path, format: str) -> None:
     """Measured here again, block by block, on the dense model's inputs; and loud channels are worth
@@ -120,6 +122,7 @@ def test_a_quantized_block_is_never_worse(tmp_path: Path, format: str) -> None:
     ) * sum(r.plain_error for r in records)
 
 
+@pytest.mark.slow
 def test_the_whole_model_loses_less_on_other_text(tmp_path: Path) -> None:
     plain, model = loud(tmp_path / "a"), loud(tmp_path / "b")
     dense = logits(plain).log_softmax(-1)
@@ -158,6 +161,7 @@ def test_factors_by_hand() -> None:
     assert silent.isfinite().all() and silent.min() > 0 and silent.argmin() == 1
 
 
+@pytest.mark.slow
 def test_the_search_is_the_formula(tmp_path: Path) -> None:
     """gate and up of the first block, searched by plain loops over one sequence."""
     model, oracle = loud(tmp_path / "a"), loud(tmp_path / "b")
@@ -185,6 +189,7 @@ def test_the_search_is_the_formula(tmp_path: Path) -> None:
     assert errors[best] < plain and ratio == best
 
 
+@pytest.mark.slow
 def test_chunks_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, many = loud(tmp_path / "a"), loud(tmp_path / "b")
     seen: list[tuple[int, int]] = []
@@ -197,6 +202,7 @@ def test_chunks_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(logits(one), logits(many), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_block_that_would_lose_stays_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +283,7 @@ def test_calibration_text(tmp_path: Path) -> None:
             calibration_sequences(path, tokenizer, samples)
 
 
+@pytest.mark.slow
 def test_the_command_calibrates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The folder holds the codes of the model that `calibrate` makes of the same text; refusals
     come before it."""

@@ -29,6 +29,7 @@ def logits(model: Transformer) -> torch.Tensor:
     return model.logits(model(IDS, torch.arange(len(IDS)), varlen([len(IDS)])))
 
 
+@pytest.mark.slow
 def test_awq_searches_twenty_ratios_and_counts_its_blocks(folder: Path) -> None:
     assert awq.RATIOS == pytest.approx([0.05 * i for i in range(20)])
     told: list[tuple[int, int]] = []

@@ -335,6 +335,7 @@ def test_a_lora_learner_keeps_its_clean_norms(folder: Path, format: str) -> None
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_tag_names_the_noise_and_replays_it(folder: Path, format: str) -> None:
     master = hf.load(folder)

@@ -80,6 +80,7 @@ def test_lora_shares_the_base_and_copies_the_adapter(folder: Path, format: str) 
         assert own == sum(p.nbytes for p in learner.trainable_parameters().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_engine_rolls_out_the_adapter_that_it_adopted(folder: Path, format: str) -> None:
     learner = lora_learner(folder, format)
@@ -122,6 +123,7 @@ def test_the_adapter_rides_on_the_low_bit_product(folder: Path) -> None:
 # -- full fine-tuning: nothing is shared -----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "format"),
     [
@@ -180,6 +182,7 @@ def test_norms_that_learn_over_a_quantized_base_are_not_shared(folder: Path) -> 
     assert all(torch.equal(t, tensors(rollout)[name]) for name, t in tensors(master).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_three_publications_with_and_without_noise_move_nothing(
@@ -309,6 +312,7 @@ def flip(tensor: Tensor, index: int, bit: int) -> None:
     tensor.detach().view(-1).view(torch.uint8)[index] ^= 1 << bit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_digest_sees_every_single_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     """A flipped bit in the first, a middle and the last bytes of every stored tensor (heads of 6:
