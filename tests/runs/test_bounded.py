@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowroll import Engine
-from lowroll.runs import build
+from lowroll.runs.build import engines
 from lowroll.transport.rollout_log import read_rollouts
 from tests.fixtures.policies import Parity
 from tests.fixtures.runs import copy_stopped_after, fingerprint, settings, train
@@ -19,7 +19,7 @@ def test_resume_is_bitwise_the_uninterrupted_run(
 ) -> None:
     tree = settings(model, tmp_path / "dense", train={"max_steps": 4})
     dense = fingerprint(train(tree).folder)
-    monkeypatch.setattr(build, "Engine", partial(Engine, kv=Parity(4, 2)))
+    monkeypatch.setattr(engines, "NativeEngine", partial(Engine, kv=Parity(4, 2)))
     tree["output_dir"] = str(tmp_path / "whole")
     result = train(tree)
     whole = fingerprint(result.folder)
