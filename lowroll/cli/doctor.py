@@ -102,7 +102,7 @@ def _cpu() -> dict[str, Any]:
 def _driver() -> str | None:
     """The version of NVIDIA's driver, where it is loaded."""
     try:
-        found = re.search(r"Kernel Module\D*([\d.]+)", DRIVER.read_text())
+        found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", DRIVER.read_text())
     except OSError:
         return None
     return found[1] if found else None

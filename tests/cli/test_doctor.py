@@ -216,3 +216,23 @@ def test_hints_are_few(here: dict[str, Any]) -> None:
     found["packages"]["triton"], found["nvcc"] = None, None
     found["torch"]["threads"] = found["cpu"]["cores"] + 1
     assert len(doctor.hints(found)) == doctor.MOST_HINTS
+
+
+@pytest.mark.parametrize(
+    ("words", "driver"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
+            "GCC version:  gcc version 15.3.0 (GCC)\n",
+            "580.159.04",
+        ),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6\n", "535.54.03"),
+        ("nothing of the kind", None),
+    ],
+)
+def test_the_driver_says_its_version(
+    words: str, driver: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version").write_text(words)
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    assert doctor._driver() == driver

@@ -14,7 +14,7 @@ from lowroll.engine import base
 from lowroll.model import hf
 from lowroll.orchestrator.client import EngineClient
 from lowroll.quant.formats import QTensor, get_format
-from lowroll.runs.build import check_capabilities
+from lowroll.runs.build.engines import check_capabilities
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.tiny import COMMON, hf_folder
 

@@ -17,6 +17,7 @@ from lowroll.engine.runner import Runner
 from lowroll.engine.sequence import Plan
 from lowroll.model import hf
 from lowroll.types import Group
+from lowroll.weights.update import WeightUpdate
 from tests.fixtures.engines import prompt
 from tests.fixtures.masters import nudge
 from tests.fixtures.policies import Bounded, Liked, Parity, Recent, check_group, distributions
@@ -143,7 +144,7 @@ def test_weights_change_between_captured_steps_of_bounded_caches(tmp_path: Path)
     engine = Engine(folder, weights="fp32", device="cuda", kv=kv, cache_tokens=4096, max_batch=32)
     handles = [engine.add(request) for request in REQUESTS]
     done = dict(group for _ in range(3) for group in engine.step())
-    engine.update_weights(later, 1)
+    engine.update_weights(WeightUpdate.local(later, 1))
     doomed = engine.add(REQUESTS[3])
     while engine.has_work:
         done |= dict(engine.step())

@@ -209,7 +209,7 @@ def test_log_probs_of_a_model_have_the_same_bits_with_gradients_and_without(tmp_
 )
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4"])
 def test_streamed_codes_are_multiplied_as_what_they_stand_for(
-    format: str, tiles: tuple[int, ...]
+    format: str, tiles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that no tile divides, an expert without rows and one with several tiles; both halves of
     a mixture."""
@@ -229,8 +229,8 @@ def test_streamed_codes_are_multiplied_as_what_they_stand_for(
     x_PK, e_P = x_TD[groups.slot_P // choices], experts_TS.flatten()[groups.slot_P].long()
     want_PN = torch.bmm(w_ENK[e_P], x_PK.float()[..., None]).squeeze(-1)
     gate_PF, up_PF = want_PN.chunk(2, dim=-1)
-    chosen = routed.Tiles(*tiles)
-    got_PN = routed.multiply(x_PK, stack, groups, to_slots=True, chosen=chosen)[groups.slot_P]
-    got_PF = routed.multiply(x_TD, stack, groups, choices=choices, swiglu=True, chosen=chosen)
+    monkeypatch.setattr(routed, "tiles", lambda slots, stack: routed.Tiles(*tiles))
+    got_PN = routed.multiply(x_PK, stack, groups, to_slots=True)[groups.slot_P]
+    got_PF = routed.multiply(x_TD, stack, groups, choices=choices, swiglu=True)
     for got, want in ((got_PN, want_PN), (got_PF, torch.nn.functional.silu(gate_PF) * up_PF)):
         assert (got.float() - want).norm() < 0.01 * want.norm()
