@@ -44,11 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     done = export_run(arguments.run, arguments.out, arguments.kind, arguments.step)
     of = "an adapter" if done.step is None else f"step {done.step}"
-    gap = (
-        ""
-        if done.gap is None
-        else f"\nfrom the learner, {_FROM_THE_LEARNER[arguments.kind]}: {done.gap}"
-    )
+    if done.gap is None:
+        gap = ""
+    else:
+        gap = f"\nfrom the learner, {_FROM_THE_LEARNER[arguments.kind]}: {done.gap}"
     print(
         f"{done.folder}: {arguments.kind} of {of}, linear weights {done.format} "
         f"({get_format(done.format).bits:g} bits){gap}\n"

@@ -52,13 +52,12 @@ class EnvConfig(Section):
 def _listed(value: Any) -> Any:
     """A single section stands for a list of one; a bare id is answered with the section that was
     meant."""
-    ids = (
-        [value]
-        if isinstance(value, str)
-        else [one for one in value if isinstance(one, str)]
-        if isinstance(value, list)
-        else []
-    )
+    if isinstance(value, str):
+        ids = [value]
+    elif isinstance(value, list):
+        ids = [one for one in value if isinstance(one, str)]
+    else:
+        ids = []
     if ids:
         meant = ", ".join(f"{{id: {one}}}" for one in ids)
         raise PydanticCustomError(

@@ -69,11 +69,9 @@ def as_config(
     if isinstance(given, (str, FilePath)):
         return load(given, overrides)
     if isinstance(given, RunConfig):
-        return (
-            from_mapping(given.model_dump(mode="json", exclude_unset=True), overrides)
-            if overrides
-            else given
-        )
+        if overrides:
+            return from_mapping(given.model_dump(mode="json", exclude_unset=True), overrides)
+        return given
     if isinstance(given, Mapping):
         return from_mapping(given, overrides)
     raise ConfigError(
@@ -199,9 +197,9 @@ def _message(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
     kind, context, value = details["type"], details.get("ctx", {}), details.get("input")
     got = f", got {_show(value)}"
     if kind == "missing":
-        return (
-            f"needs {loc[-1] + 1} entries" if isinstance(loc[-1], int) else "this key is required"
-        )
+        if isinstance(loc[-1], int):
+            return f"needs {loc[-1] + 1} entries"
+        return "this key is required"
     if kind == "literal_error":
         choices = _choices(context["expected"])
         hint = nearest(value.lower(), choices) if isinstance(value, str) else ""

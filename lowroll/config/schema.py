@@ -302,11 +302,10 @@ class RunConfig(Section):
         chosen = _thresholds(self)
         if chosen:
             loss[correction] = getattr(self.loss, correction).model_copy(update=chosen)
-        sampling = (
-            default.dynamic_sampling
-            if self.dapo.dynamic_sampling is None
-            else self.dapo.dynamic_sampling
-        )
+        if self.dapo.dynamic_sampling is None:
+            sampling = default.dynamic_sampling
+        else:
+            sampling = self.dapo.dynamic_sampling
         copy = self.model_copy(
             update={
                 "advantage": self.advantage or default.advantage,

@@ -264,11 +264,10 @@ class Decoder:
         pages = self.table_BP.shape[1] if self.device.type == "cuda" else self._widest
         rows = Rows(slots_B, self.table_BP[:size, :pages], lengths_B, pos_B)
         attend = PagedDecode(self.cache, rows, self.watcher)
-        model = (
-            self.large_batch_model
-            if self.large_batch_model is not None and self.runs_large_batch(size)
-            else self.model
-        )
+        if self.large_batch_model is not None and self.runs_large_batch(size):
+            model = self.large_batch_model
+        else:
+            model = self.model
         with overlapping(self.device):
             logits_BV = model.logits(model(ids_B, pos_B, attend))
             if not drawing:

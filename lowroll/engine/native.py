@@ -407,11 +407,9 @@ class NativeEngine:
 
     def _policy(self, version: int) -> tuple[PolicySpan, ...]:
         """A span for the weights of few rows, and one for those of many when there are such."""
-        models = (
-            (self.model,)
-            if self.large_batch_model is None
-            else (self.model, self.large_batch_model)
-        )
+        models = [self.model]
+        if self.large_batch_model is not None:
+            models.append(self.large_batch_model)
         return tuple(PolicySpan(version, digest(model)) for model in models)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -464,11 +462,10 @@ class NativeEngine:
     def _eos_ids(self) -> set[int]:
         ids = set(self.spec.eos_ids)
         if self._has_tokenizer:
-            known = (
-                eos_id(self.folder)
-                if self._tokenizer is None and self.folder
-                else self.tokenizer.eos_token_id
-            )
+            if self._tokenizer is None and self.folder:
+                known = eos_id(self.folder)
+            else:
+                known = self.tokenizer.eos_token_id
             ids |= set() if known is None else {known}
         return ids
 

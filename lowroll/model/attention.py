@@ -93,14 +93,13 @@ def suffixes(
     """
     spans = list(zip(lengths, totals, strict=True))
     on_cuda = torch.device(device).type == "cuda"
-    bounds = (
-        [
+    if on_cuda:
+        bounds = [
             upload(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device)
             for sizes in (lengths, totals)
         ]
-        if on_cuda
-        else []
-    )
+    else:
+        bounds = []
 
     def attend(_layer: int, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         if _flashes(q_CHd):
@@ -123,11 +122,9 @@ def _suffix(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, before: int) -> Tensor:
 
 def upload(x: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on the device; the host does not wait for the copy."""
-    return (
-        x.pin_memory().to(device, non_blocking=True)
-        if torch.device(device).type == "cuda"
-        else x.to(device)
-    )
+    if torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def _by_length(

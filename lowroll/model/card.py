@@ -53,11 +53,10 @@ def _front(named: str) -> str:
 
 
 def _rounded(base: Base, cost: str) -> list[str]:
-    scaled = (
-        ""
-        if base.uaq_scale is None
-        else f" scaled by {base.uaq_scale:g} (update-aware scaling), then"
-    )
+    if base.uaq_scale is None:
+        scaled = ""
+    else:
+        scaled = f" scaled by {base.uaq_scale:g} (update-aware scaling), then"
     return [
         "## What it stands on",
         f"Not on that model as it is: its linear weights were{scaled} quantized to {base.weights}, "

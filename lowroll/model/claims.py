@@ -40,11 +40,10 @@ def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
         ("num_experts", spec.num_layers * spec.num_experts),
     ):
         if least > tensors:
-            name = (
-                "num_local_experts"
-                if key == "num_experts" and "num_local_experts" in spec.config
-                else key
-            )
+            if key == "num_experts" and "num_local_experts" in spec.config:
+                name = "num_local_experts"
+            else:
+                name = key
             raise ValueError(
                 f"{path}: {name}: {getattr(spec, _SIZES[key]):,} need {least:,} tensors or more, and the "
                 f"weight files hold {tensors:,}"

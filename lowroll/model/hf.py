@@ -75,11 +75,10 @@ def resolve(
             )
         )
     except Exception as error:  # the hub's errors are many; the user needs one line
-        why = (
-            "the hub could not deliver it"
-            if connect
-            else "it is not in the hub's cache on this machine"
-        )
+        if connect:
+            why = "the hub could not deliver it"
+        else:
+            why = "it is not in the hub's cache on this machine"
         raise ValueError(
             f"{key}: {name!r} is no local folder, and {why} "
             f"({type(error).__name__}: {printable((str(error).splitlines() or [''])[0])})"

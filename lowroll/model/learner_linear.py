@@ -121,11 +121,13 @@ class _AlignedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         (x_TK,) = ctx.saved_tensors
-        x_grad_TK = (
-            grad_TN @ ctx.weight.dequantize(grad_TN.dtype) if ctx.needs_input_grad[0] else None
-        )
-        master_grad_NK = (
-            (grad_TN.t() @ x_TK).to(ctx.master_dtype) if ctx.needs_input_grad[2] else None
-        )
+        if ctx.needs_input_grad[0]:
+            x_grad_TK = grad_TN @ ctx.weight.dequantize(grad_TN.dtype)
+        else:
+            x_grad_TK = None
+        if ctx.needs_input_grad[2]:
+            master_grad_NK = (grad_TN.t() @ x_TK).to(ctx.master_dtype)
+        else:
+            master_grad_NK = None
         bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
         return x_grad_TK, None, master_grad_NK, bias_grad_N

@@ -59,11 +59,10 @@ def scale(model: Transformer, s: float) -> Transformer:
     for block in model.blocks:
         assert isinstance(block, Block)
         experts = block.experts
-        mlp = (
-            [block.gate_up.weight]
-            if experts is None
-            else [experts.gate_up.weight, experts.router.weight]
-        )
+        if experts is None:
+            mlp = [block.gate_up.weight]
+        else:
+            mlp = [experts.gate_up.weight, experts.router.weight]
         for norm, readers in (
             (block.input_norm, [block.qkv.weight]),
             (block.post_attention_norm, mlp),

@@ -121,11 +121,10 @@ def protect(memory_mb: int) -> None:
 
 
 def error(reason: BaseException) -> dict[str, str]:
-    what = (
-        "more memory than it may use"
-        if isinstance(reason, MemoryError)
-        else f"{type(reason).__name__}: {reason}"
-    )
+    if isinstance(reason, MemoryError):
+        what = "more memory than it may use"
+    else:
+        what = f"{type(reason).__name__}: {reason}"
     return {"error": what[:1000]}
 
 

@@ -194,9 +194,10 @@ class Transformer(nn.Module):
             Block(spec, i, device, dtype, layers) for i in range(spec.num_layers)
         )
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device, dtype)
-        self.lm_head = (
-            None if spec.tie_embeddings else nn.Parameter(torch.empty_like(self.embedding))
-        )
+        if spec.tie_embeddings:
+            self.lm_head = None
+        else:
+            self.lm_head = nn.Parameter(torch.empty_like(self.embedding))
         # the engine's view of lm_head_weight: same storage, packed for its kernel
         self.head: QTensor | None = None
         self.freqs = inverse_frequencies(spec).to(device if str(device) != "meta" else "cpu")

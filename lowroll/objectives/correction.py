@@ -148,9 +148,10 @@ def judge(
     if weight not in WEIGHTS:
         raise ValueError(f"weight: unknown {weight!r}; expected one of {', '.join(WEIGHTS)}")
     sequences = tokens.sequences
-    log_weight_N = (
-        (tokens.log_ratio_N + tokens.log_weight_N).detach() if bypass else tokens.log_weight_N
-    )
+    if bypass:
+        log_weight_N = (tokens.log_ratio_N + tokens.log_weight_N).detach()
+    else:
+        log_weight_N = tokens.log_weight_N
     raw_N = exp_ratio(log_weight_N)
     if weight == "sequence":
         raw_N = exp_ratio(sequence_sum(log_weight_N, sequences)).to(log_weight_N.dtype)[

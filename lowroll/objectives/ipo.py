@@ -58,9 +58,10 @@ def ipo(
     learner_N = torch.where(sequences.mask_N, flatten("learner", learner, mask), 0)
     behavior_N = learner_N.detach() - tokens.log_ratio_N.detach()
     moved_N = learner_N.detach().exp() - behavior_N.exp()
-    far_N = (
-        torch.where(A_N > 0, moved_N > width, moved_N < -width) if signed else moved_N.abs() > width
-    )
+    if signed:
+        far_N = torch.where(A_N > 0, moved_N > width, moved_N < -width)
+    else:
+        far_N = moved_N.abs() > width
     scale_N = ratio_N.clamp(max=ratio_cap)
     value_N = (
         torch.where(far_N, 0, A_N * scale_N * learner_N) - kl_tau * tokens.log_ratio_N.square()

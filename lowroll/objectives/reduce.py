@@ -133,11 +133,10 @@ def aggregate(
     num_sequences = max(sequences.num_sequences if counts is None else counts.num_sequences, 1)
     weight_N: Tensor
     if mode == "token-mean":
-        num_tokens = (
-            mask_N.sum()
-            if counts is None
-            else torch.tensor(counts.num_tokens, device=mask_N.device)
-        )
+        if counts is None:
+            num_tokens = mask_N.sum()
+        else:
+            num_tokens = torch.tensor(counts.num_tokens, device=mask_N.device)
         weight_N = 1 / num_tokens.clamp(min=1).to(x_N.dtype)
     elif mode == "seq-mean-token-mean":
         weight_N = 1 / (token_counts(sequences)[sequences.segments_N] * num_sequences).to(x_N.dtype)

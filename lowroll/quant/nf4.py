@@ -189,9 +189,8 @@ class NormalFloat4Double(NormalFloat4):
             tensors["nested_absmax"].repeat_interleave(NESTED_BLOCK),
             tensors["nested_offset"],
         )
-        offset = (
-            offset if len(offset) == 1 else offset.repeat_interleave(NESTED_BLOCK)[: len(codes_B)]
-        )
+        if len(offset) > 1:
+            offset = offset.repeat_interleave(NESTED_BLOCK)[: len(codes_B)]
         return _dynamic_table(codes_B.device)[codes_B.int()] * scale_B[: len(codes_B)] + offset
 
     def levels(self) -> dict[str, tuple[float, ...]]:

@@ -228,11 +228,10 @@ def _learning(size: int, compute: Compute, optimizer: str) -> int:
 def _engine(cfg: RunConfig, compute: Compute, model: Transformer, format: str) -> int:
     """The engine's own weights: under LoRA those of the adapters alone, as it shares the base."""
     item = (get_format(format).dtype or compute.dtype).itemsize
-    mine = (
-        MASTER * adapter_size(cfg, model)
-        if cfg.train.lora
-        else other_size(model) * item + linear_bytes(model, format)
-    )
+    if cfg.train.lora:
+        mine = MASTER * adapter_size(cfg, model)
+    else:
+        mine = other_size(model) * item + linear_bytes(model, format)
     if cfg.rollout.large_batch_weights is not None:
         mine += linear_bytes(model, cfg.rollout.large_batch_weights)
     kept = (

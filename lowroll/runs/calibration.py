@@ -34,11 +34,10 @@ def calibration_sequences(
             raise ValueError(f"{name}: must be at least 1, is {value}")
     if not path.is_file():
         raise ValueError(f"calibration: {path}: no such file")
-    rows = (
-        _from_lines(path, tokenizer, length)
-        if path.suffix == ".jsonl"
-        else _from_text(path, tokenizer, length, num_samples * length * _CHARACTERS_PER_TOKEN)
-    )
+    if path.suffix == ".jsonl":
+        rows = _from_lines(path, tokenizer, length)
+    else:
+        rows = _from_text(path, tokenizer, length, num_samples * length * _CHARACTERS_PER_TOKEN)
     sequences = list(islice((ids for ids in rows if ids), num_samples))
     if not sequences:
         raise ValueError(f"calibration: {path}: no text in it")

@@ -198,9 +198,8 @@ def _within_evaluation(on_phase: PhaseProgress, phase: str, done: int, total: in
 
 def _rollouts(cfg: RunConfig) -> str:
     """The format of the rollouts."""
-    own = (
-        None
-        if "weights" in cfg.rollout.model_fields_set
-        else hf.low_bit_format(hf.resolve(cfg.model))
-    )
+    if "weights" in cfg.rollout.model_fields_set:
+        own = None
+    else:
+        own = hf.low_bit_format(hf.resolve(cfg.model))
     return own or cfg.rollout.weights

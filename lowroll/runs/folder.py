@@ -71,11 +71,10 @@ class RunFolder:
         self.space = Space(cfg.ckpt.wait_for_space)
         self.meta = META if command == "sft" else (*META, "cache_tokens")
         self.recorder: Recorder  # of a run that has begun or gone on
-        self.length = (
-            ("train.max_steps", cfg.train.max_steps)
-            if command == "grpo"
-            else ("sft.steps", cfg.sft.steps)
-        )
+        if command == "grpo":
+            self.length = ("train.max_steps", cfg.train.max_steps)
+        else:
+            self.length = ("sft.steps", cfg.sft.steps)
 
     @cached_property
     def inputs(self) -> dict[str, str]:

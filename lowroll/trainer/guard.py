@@ -95,11 +95,10 @@ class Guard:
         self.stage = stage
         rung = self._alarms(metrics)
         self.streak = self.streak + 1 if rung else 0
-        told = (
-            [f"{name}: {text}" for name, text in rung.items()]
-            if self.streak in (1, self.settings.patience)
-            else []
-        )
+        if self.streak in (1, self.settings.patience):
+            told = [f"{name}: {text}" for name, text in rung.items()]
+        else:
+            told = []
         if self.streak >= self.settings.patience:
             told += self._act()
             self.streak = 0
@@ -226,8 +225,6 @@ def rescale(
 
 def _power(bound: Any, power: float) -> Any:
     """bound ** power, of one number or a pair; 0 and infinity stay."""
-    return (
-        tuple(_power(part, power) for part in bound)
-        if isinstance(bound, (tuple, list))
-        else float(bound) ** power
-    )
+    if isinstance(bound, (tuple, list)):
+        return tuple(_power(part, power) for part in bound)
+    return float(bound) ** power

@@ -71,11 +71,10 @@ class Trainer:
         self._refuse_replay(batch)
         started = time.monotonic()
         self._tell("learn", 0, self.settings.minibatches)
-        first = (
-            self.before_first(batch)
-            if self.before_first is not None and self.last_step is None
-            else {}
-        )
+        if self.before_first is not None and self.last_step is None:
+            first = self.before_first(batch)
+        else:
+            first = {}
         metrics = {**first, **self._learn(batch)}
         learned = time.monotonic()
         self._tell("publish", 0, 0)

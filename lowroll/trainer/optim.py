@@ -387,9 +387,10 @@ def _master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tenso
             return
         if name in waiting:
             master.grad = waiting.pop(name).float()
-        master.grad = (
-            gradient.float() if master.grad is None else master.grad.add_(gradient.float())
-        )
+        if master.grad is None:
+            master.grad = gradient.float()
+        else:
+            master.grad = master.grad.add_(gradient.float())
 
     param.register_post_accumulate_grad_hook(take_gradient)
     return master

@@ -35,9 +35,10 @@ def align(model: Transformer, format: str) -> Transformer:
                 f"{name}: the base is {linear.weight.format}, and the forward is to be {format}"
             )
     for name, linear in model.linears():
-        linear.aligned = (
-            linear.weight if isinstance(linear.weight, QTensor) else _quantize(name, linear, format)
-        )
+        if isinstance(linear.weight, QTensor):
+            linear.aligned = linear.weight
+        else:
+            linear.aligned = _quantize(name, linear, format)
     return model
 
 
@@ -46,9 +47,10 @@ def realign(model: Transformer, format: str) -> Transformer:
     plain floating point, that is the dense forward."""
     dense = get_format(format).dense
     for name, linear in model.linears():
-        linear.aligned = (
-            None if dense or isinstance(linear.weight, QTensor) else _quantize(name, linear, format)
-        )
+        if dense or isinstance(linear.weight, QTensor):
+            linear.aligned = None
+        else:
+            linear.aligned = _quantize(name, linear, format)
     return model
 
 

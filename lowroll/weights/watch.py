@@ -79,9 +79,10 @@ class AdapterWatch:
         moved, size = 0.0, 0.0
         for i, (_, linear) in enumerate(self.master.linears()):
             before, now = self._before[i], _updates(linear)
-            weight = (
-                linear.weight.dequantize() if isinstance(linear.weight, QTensor) else linear.weight
-            )
+            if isinstance(linear.weight, QTensor):
+                weight = linear.weight.dequantize()
+            else:
+                weight = linear.weight
             base = weight.float().clone()  # a dense format hands out the very weights
             for part, (a, b) in before.items():
                 old = b @ a
@@ -96,13 +97,11 @@ class AdapterWatch:
 def _updates(linear: Linear) -> dict[str, tuple[Tensor, Tensor]]:
     """Copies of A and (alpha / r) B of every adapted part."""
     adapter = linear.adapter
-    return (
-        {}
-        if adapter is None
-        else {
-            part: (adapter.a[part].clone(), adapter.b[part] * adapter.scaling) for part in adapter.a
-        }
-    )
+    if adapter is None:
+        return {}
+    return {
+        part: (adapter.a[part].clone(), adapter.b[part] * adapter.scaling) for part in adapter.a
+    }
 
 
 def num_flipped(before: Tensor, after: Tensor, bits: float) -> int:

@@ -16,6 +16,7 @@ from lowroll.kv.policy.dense import Dense
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
 from lowroll.types import Group
+from lowroll.weights.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.masters import nudge
 from tests.fixtures.policies import Bounded, Liked, Parity, Recent, check_group
@@ -136,7 +137,7 @@ def test_weights_change_between_compactions(
     engine = bounded(model, kv, 3)
     handles = [engine.add(request) for request in REQUESTS[:2]]
     done = dict(group for _ in range(4) for group in engine.step())
-    engine.update_weights(later, 1)
+    engine.update_weights(WeightUpdate.local(later, 1))
     while engine.has_work:
         done |= dict(engine.step())
     groups = [done[handle] for handle in handles]

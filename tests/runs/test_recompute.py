@@ -8,7 +8,8 @@ import pytest
 
 from lowroll.config import from_mapping
 from lowroll.model import hf
-from lowroll.runs import build
+from lowroll.runs.build import models
+from lowroll.runs.build.compute import Compute
 from lowroll.trainer import recompute
 from tests.fixtures.runs import settings
 from tests.fixtures.tiny import hf_folder
@@ -19,6 +20,6 @@ def test_the_setting_reaches_the_learner(tmp_path: Path, share: bool | float) ->
     folder = hf_folder(tmp_path / "m")
     tree = settings(folder, tmp_path / "run", train={"activation_checkpointing": share})
     cfg = from_mapping(tree).resolved()
-    learner = build.learner(cfg, build.place(cfg))
+    learner = models.learner(cfg, Compute.of(cfg))
     assert learner.run_block == recompute.apply(hf.load(folder), share).run_block
     assert learner.run_block != recompute.apply(hf.load(folder), 0.9).run_block

@@ -269,11 +269,10 @@ Setting = tuple[
 
 def _lengths(files: Files) -> Iterator[Setting]:
     train, orch = files["train"], files["orch"]
-    packed = (
-        train["sequence_len"]
-        if train.written("sequence_len") and not orch.written("seq_len")
-        else orch["seq_len"]
-    )
+    if train.written("sequence_len") and not orch.written("seq_len"):
+        packed = train["sequence_len"]
+    else:
+        packed = orch["seq_len"]
     yield "train.tokens_per_microbatch", packed * train["per_device_train_batch_size"], ""
     longest = orch["sampling.max_tokens"]
     if longest is None:
@@ -286,9 +285,10 @@ def _lengths(files: Files) -> Iterator[Setting]:
     else:
         yield "rollout.max_tokens", longest, ""
     steps = [value for value in (orch["max_steps"], train["max_steps"]) if value not in (None, -1)]
-    unbounded = (
-        "" if steps else "warning: no max_steps in either file: the run stops after 100 steps"
-    )
+    if steps:
+        unbounded = ""
+    else:
+        unbounded = "warning: no max_steps in either file: the run stops after 100 steps"
     yield "train.max_steps", steps[0] if steps else 100, unbounded
 
 
