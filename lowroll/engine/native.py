@@ -221,8 +221,7 @@ class NativeEngine:
             if not isinstance(one, str | Request):
                 raise ValueError(
                     f"requests[{i}]: expected a text or a Request (token ids: "
-                    f"Request(prompt_ids=...)), "
-                    f"got {type(one).__name__}"
+                    f"Request(prompt_ids=...)), got {type(one).__name__}"
                 )
         if sampling and not any(isinstance(one, str) for one in given):
             raise ValueError(
@@ -284,8 +283,7 @@ class NativeEngine:
             if not 1 <= prompt_len < len(ids) or len(ids) > self.spec.max_position:
                 raise ValueError(
                     f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be "
-                    f"scored in "
-                    f"a context of {self.spec.max_position}"
+                    f"scored in a context of {self.spec.max_position}"
                 )
             if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
                 raise ValueError(

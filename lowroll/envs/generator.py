@@ -232,8 +232,8 @@ def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     for key in options:
         if key not in known:
             raise ValueError(
-                f"reasoning-gym/{name} has no option {key!r}{nearest(key, known)}; "
-                f"known: {', '.join(known)}"
+                f"reasoning-gym/{name} has no option {key!r}{nearest(key, known)}; known: "
+                f"{', '.join(known)}"
             )
     if name == "composite":
         parts = options.get("datasets")

@@ -71,8 +71,8 @@ class ReasoningGym(Environment):
         split, draw, index = prompt.info["item"]
         if _digest(*self.items.item(split, draw, index)) != prompt.info["digest"]:
             raise ValueError(
-                f"{self.generator} does not make the item of {prompt.id} again: "
-                "another version of reasoning-gym, or not reproducible"
+                f"{self.generator} does not make the item of {prompt.id} again: another version of "
+                "reasoning-gym, or not reproducible"
             )
         return Score(self.items.score(split, draw, index, found[-1].strip()), {"has_answer": 1.0})
 

@@ -80,8 +80,8 @@ def resolve(
         else:
             why = "it is not in the hub's cache on this machine"
         raise ValueError(
-            f"{key}: {name!r} is no local folder, and {why} "
-            f"({type(error).__name__}: {printable((str(error).splitlines() or [''])[0])})"
+            f"{key}: {name!r} is no local folder, and {why} ({type(error).__name__}: "
+            f"{printable((str(error).splitlines() or [''])[0])})"
         ) from error
 
 
@@ -331,8 +331,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
                 raise ValueError(
                     f"{index}: shard name {printable(repr(shard), 200)} is not a plain "
-                    f".safetensors file "
-                    "name"
+                    ".safetensors file name"
                 )
             if not (folder / shard).is_file():
                 raise ValueError(
@@ -352,8 +351,8 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     )
     if foreign:
         raise ValueError(
-            f"{folder}: weights only as {some(foreign)}; lowroll reads safetensors "
-            "(a pickle can run code when it is opened). Convert them first"
+            f"{folder}: weights only as {some(foreign)}; lowroll reads safetensors (a pickle can "
+            "run code when it is opened). Convert them first"
         )
     raise ValueError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
 
@@ -421,8 +420,7 @@ def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) ->
     if dense:
         raise ValueError(
             f"{folder}: quantization_config leaves {some(dense)} dense; one format for all linear "
-            f"layers "
-            "is supported. Quantize the dense model with `lowroll quantize`"
+            "layers is supported. Quantize the dense model with `lowroll quantize`"
         )
     odd = [
         name

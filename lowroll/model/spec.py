@@ -245,8 +245,7 @@ def _refuse_active_window(config: dict[str, Any], architecture: str) -> None:
     if window < longest:
         raise ValueError(
             f"sliding_window: a window of {window} would be active within the context of "
-            f"{longest}, "
-            "and sliding-window attention is not supported"
+            f"{longest}, and sliding-window attention is not supported"
         )
 
 

@@ -125,8 +125,7 @@ class ChatTokenizer:
         if self.tokenizer.eos_token_id is None:
             raise ValueError(
                 "tokenizer: it has no end-of-sequence token (eos_token in tokenizer_config.json) "
-                "to learn "
-                "to stop with"
+                "to learn to stop with"
             )
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 

@@ -242,8 +242,7 @@ class Transformer(nn.Module):
         if requires_grad and self.weight_format is not None:
             raise ValueError(
                 f"the linear weights are {self.weight_format} codes, which have no gradient; "
-                f"dequantize "
-                "them (weights.publish.dequantize_base), or train an adapter on them "
+                "dequantize them (weights.publish.dequantize_base), or train an adapter on them "
                 "(model.lora.attach)"
             )
         super().requires_grad_(requires_grad)

@@ -198,10 +198,8 @@ class Orchestrator:
         scores = [score for group in harvest.dropped for score in group.scores()]
         found = (
             f"dynamic sampling: all {len(harvest.dropped)} groups of {harvest.rounds} rounds have "
-            f"constant "
-            f"rewards ({sum(scores) / len(scores):.3g} in the mean); the tasks are all too hard or "
-            f"all too easy "
-            "for this policy"
+            f"constant rewards ({sum(scores) / len(scores):.3g} in the mean); the tasks are all "
+            "too hard or all too easy for this policy"
         )
         if self.settings.no_signal == "end":
             raise NoSignal(found)

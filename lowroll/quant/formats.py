@@ -124,8 +124,8 @@ class QTensor:
         ]:
             raise ValueError(
                 f"cannot adopt a {other.format} tensor with {odd[0]} "
-                f"{list(other.tensors[odd[0]].shape)} "
-                f"into one with {list(self.tensors[odd[0]].shape)}"
+                f"{list(other.tensors[odd[0]].shape)} into one with "
+                f"{list(self.tensors[odd[0]].shape)}"
             )
         for name, tensor in self.tensors.items():
             tensor.copy_(other.tensors[name])
@@ -357,8 +357,7 @@ class Format(ABC):
         if odd := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
             raise ValueError(
                 f"{self.name}: {rows[odd[0]]} rows of {num_in} weights end within one of its "
-                f"blocks, "
-                "which two parts of a fused matrix would have to share"
+                "blocks, which two parts of a fused matrix would have to share"
             )
         return [-(-edge.numerator // edge.denominator) for edge in edges]
 

@@ -214,8 +214,7 @@ def _read_group(where: str, group: Any, compression: object) -> Layout:
     if inputs is not None and inputs["dynamic"] is not True:
         raise ValueError(
             f"{where}.input_activations.dynamic: is {inputs['dynamic']!r}, and calibrated scales "
-            f"of "
-            f"activations are not supported{_ADVICE}"
+            f"of activations are not supported{_ADVICE}"
         )
     schemes = _schemes()
     for name, scheme in schemes.items():

@@ -58,8 +58,7 @@ class Budget:
         held = ", ".join(f"{name} {_shown(size)}" for name, size in self.parts.items() if size)
         return [
             f"memory on {self.device}: {_shown(self.total)}{free}, and about "
-            f"{_shown(self.activations)} of "
-            "activations while it learns",
+            f"{_shown(self.activations)} of activations while it learns",
             f"of that: {held}{cache}",
         ]
 
@@ -70,8 +69,7 @@ class Budget:
         largest = max(self.parts, key=lambda name: self.parts[name])
         return (
             f"memory: the run holds {_shown(self.total)}, {_shown(self.parts[largest])} of it "
-            f"{largest}, and "
-            f"{_shown(self.free)} are free on {self.device}; "
+            f"{largest}, and {_shown(self.free)} are free on {self.device}; "
             f"{LESS.get(largest, 'a smaller model takes less')}"
         )
 

@@ -53,8 +53,7 @@ SHARPER = 0.5  # a temperature at which sampling the warm start alone gains as m
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% "
-    "endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
@@ -289,16 +288,14 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     untrained = build_model(folder / "untrained", seed, CONFIG)
     console.print(
         f"[bold]1[/] built {untrained}: {hf.load(untrained).spec.num_parameters / 1e6:.2f} M "
-        f"parameters, "
-        f"{CONFIG['architectures'][0]}, byte-level tokenizer"
+        f"parameters, {CONFIG['architectures'][0]}, byte-level tokenizer"
     )
     loss = warm_start(cfg, untrained, folder / "model")["sft/loss"]
     console.print(f"[bold]2[/] warm start: {cfg.sft.steps} SFT steps, loss {loss:.3f} nats a token")
     before = _rewards(cfg, folder / "model")
     console.print(
         f"[bold]3[/] held-out reward before: {before['int8']:.3f}; {cfg.train.max_steps} steps of "
-        f"GRPO with "
-        f"INT8 rollouts and ACR"
+        "GRPO with INT8 rollouts and ACR"
     )
     result = run(cfg, overwrite=True)
     if result.signal:
@@ -317,8 +314,7 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     _speeds(
         console,
         f"{LARGER['num_hidden_layers']} layers of Qwen2.5-0.5B's shape ({size:.0f} M parameters, "
-        f"random "
-        "weights), 64 sequences",
+        "random weights), 64 sequences",
         larger,
     )
     gain, learnt = after["int8"] - before["int8"], after["greedy"] - before["greedy"]
@@ -336,8 +332,7 @@ def _clear(folder: Path, cfg: RunConfig) -> None:
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise ValueError(
             f"output_dir: {folder} is not empty and holds no earlier demo; remove it, or name "
-            f"another "
-            "folder"
+            "another folder"
         )
     RunFolder(cfg, "grpo").check(overwrite=True)
     models = [path for path in (folder / "untrained", folder / "model") if path.exists()]
@@ -395,11 +390,9 @@ def _summary(
     console.print(table)
     console.print(
         f"Sharpness alone would give {before['sharper'] - before['int8']:.3f} of the rise at T = "
-        f"1: the warm "
-        f"start, sampled at T = {SHARPER}, scores {before['sharper']:.3f}. Learnt beside it is "
-        f"what rose at "
-        f"T = {SHARPER}, {after['sharper'] - before['sharper']:+.3f}, and greedily, "
-        f"{after['greedy'] - before['greedy']:+.3f}.",
+        f"1: the warm start, sampled at T = {SHARPER}, scores {before['sharper']:.3f}. Learnt "
+        f"beside it is what rose at T = {SHARPER}, {after['sharper'] - before['sharper']:+.3f}, "
+        f"and greedily, {after['greedy'] - before['greedy']:+.3f}.",
         soft_wrap=True,
     )
 
@@ -410,8 +403,7 @@ def _speeds(console: Console, what: str, speed: Mapping[str, float]) -> None:
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in speed.items())
     console.print(
         f"{what}: {rates} tokens/s; INT8 is {speed['int8'] / dense:.2f} times as fast as the "
-        f"fastest dense "
-        "format",
+        "fastest dense format",
         soft_wrap=True,
         highlight=False,
     )

@@ -102,8 +102,7 @@ class Diagnosis:
         if max(part.logp_diff_max for part in (*self.parts, self.whole)) < NEGLIGIBLE:
             return (
                 f"engine and learner agree: no token differs by {NEGLIGIBLE:g} nats or more, so "
-                f"there is nothing "
-                "to correct"
+                "there is nothing to correct"
             )
         cause = max(CAUSES, key=self.share)
         return f"{self.share(cause):.0%} of the gap comes from {cause}: {ADVICE[cause]}"

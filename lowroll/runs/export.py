@@ -65,8 +65,7 @@ class Gap:
     def __str__(self) -> str:
         return (
             f"{self.logp_diff:.3g} nats a token (mean |difference of log-probs|; KL {self.kl:.3g}) "
-            f"over "
-            f"{self.tokens} tokens of the run's rollouts"
+            f"over {self.tokens} tokens of the run's rollouts"
         )
 
 

@@ -130,8 +130,7 @@ class RunFolder:
         if made is not None and not (resume or overwrite) and self.has_steps():
             raise ValueError(
                 f"output_dir: {self.path} already holds a run; continue it with --resume, replace "
-                f"it with "
-                "--overwrite, or name another folder"
+                "it with --overwrite, or name another folder"
             )
         for found in self._in_the_way(made, overwrite):
             raise ValueError(
@@ -186,8 +185,7 @@ class RunFolder:
             ):
                 raise ValueError(
                     f"output_dir: the run reads {text}, which a new run in {self.path} would "
-                    f"replace: "
-                    "name another folder"
+                    "replace: name another folder"
                 )
 
     # -- beginning and going on --------------------------------------------------------------------
@@ -252,8 +250,7 @@ class RunFolder:
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ValueError(
                 f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins "
-                f"again "
-                f"({' '.join(str(error).split())})"
+                f"again ({' '.join(str(error).split())})"
             ) from error
         if not isinstance(written, dict):
             raise ValueError(

@@ -99,10 +99,8 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         lengths = [len(sample.prompt_ids) + len(sample.rollout.token_ids) for sample in samples]
         found.lines.append(
             f"{len(samples):,} demonstrations of {sum(lengths) / len(lengths):,.0f} tokens on "
-            f"average, "
-            f"{max(lengths):,} at most; {cfg.sft.steps} steps of {cfg.sft.batch_size} at learning "
-            f"rate "
-            f"{cfg.sft.learning_rate:g}"
+            f"average, {max(lengths):,} at most; {cfg.sft.steps} steps of {cfg.sft.batch_size} at "
+            f"learning rate {cfg.sft.learning_rate:g}"
         )
         _budget(found, budget.plan_sft(cfg, compute, model, max(lengths) * cfg.sft.batch_size))
     return found
@@ -165,8 +163,7 @@ def _ask(env: Environment, cfg: RunConfig, envs: tuple[EnvConfig, ...], found: F
         why = f"{type(error).__name__}: {error}".removesuffix(": ")
         found.notes.append(
             f"env {env.name!r}: it gives no answer of its own, so its scorer was tried on the "
-            f"prompts "
-            f"alone ({why})"
+            f"prompts alone ({why})"
         )
         _score_prompts(env, cfg, envs, prompts, found)
         return

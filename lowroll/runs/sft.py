@@ -135,9 +135,8 @@ def progress(steps: int) -> Iterator[Callable[[Record], str]]:
             first = first or step
             left = (time.monotonic() - began) / (step - first + 1) * (steps - step)
             line = (
-                f"step {step:>4}/{steps}  loss {_shown(record['sft/loss'], '.4f')}  "
-                f"lr {record['optim/lr']:.1e}  grad norm "
-                f"{_shown(record['optim/grad_norm'], '.3g')}  "
+                f"step {step:>4}/{steps}  loss {_shown(record['sft/loss'], '.4f')}  lr "
+                f"{record['optim/lr']:.1e}  grad norm {_shown(record['optim/grad_norm'], '.3g')}  "
                 f"eta {duration(left)}"
             )
             on_phase("sft", step, steps)

@@ -78,9 +78,8 @@ class Stop:
         name = signal.Signals(self.signal).name
         log.warning(
             "%s: finishing this step, then stopping. A step that still generates in %.0f s is "
-            "dropped, to be "
-            "made again by --resume. Signal again to stop at once; in %.0f s that happens by "
-            "itself",
+            "dropped, to be made again by --resume. Signal again to stop at once; in %.0f s that "
+            "happens by itself",
             name,
             DROP_S,
             END_S,

@@ -186,8 +186,7 @@ class Critic:
             if saved[name].shape != p.shape or saved[name].dtype != p.dtype:
                 raise ValueError(
                     f"critic state: {name} is {saved[name].dtype} {list(saved[name].shape)}, "
-                    f"expected "
-                    f"{p.dtype} {list(p.shape)}"
+                    f"expected {p.dtype} {list(p.shape)}"
                 )
         self.optimizer.restore(tensors["critic_optimizer"], counters)
         for name, p in self.params.items():

@@ -181,14 +181,13 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
         ):
             if len(values) != num:
                 raise ValueError(
-                    f"sample {i} ({sample.prompt.id}): {name} has {len(values)} entries "
-                    f"for {num} response tokens"
+                    f"sample {i} ({sample.prompt.id}): {name} has {len(values)} entries for {num} "
+                    "response tokens"
                 )
         if num_fed(sample) > context_length:
             raise ValueError(
                 f"sample {i} ({sample.prompt.id}): prompt_ids and rollout.token_ids are "
-                f"{num_fed(sample)} "
-                f"tokens to read, the model's context is {context_length}"
+                f"{num_fed(sample)} tokens to read, the model's context is {context_length}"
             )
         for name, ids in (
             ("prompt_ids", sample.prompt_ids),

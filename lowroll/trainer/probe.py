@@ -50,16 +50,14 @@ class Probe:
         token, sequence = (self.spread[f"spread/{level}_std"] for level in ("token", "sequence"))
         found = [
             f"before the first update: ln pi_old - ln b has std {token:.2g} a token and "
-            f"{sequence:.2g} a sequence "
-            "(mean over its tokens)"
+            f"{sequence:.2g} a sequence (mean over its tokens)"
         ]
         band, name = options.get("eps_high"), self.settings.objective.name
         if band and band < sequence and any(word in name for word in ("gspo", "tbpo")):
             found.append(
                 f"{name}: its band ends at 1 + {band:.2g}, {sequence / band:.1f} times closer than "
-                f"that: it "
-                "bounds what the learner moves, not this mismatch; train.forward aligned makes "
-                "that small"
+                "that: it bounds what the learner moves, not this mismatch; train.forward aligned "
+                "makes that small"
             )
         return found
 

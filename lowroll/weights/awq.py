@@ -337,8 +337,7 @@ def _check(model: Transformer, format: Format, sequences: Sequence[Sequence[int]
     if model.spec.num_experts:
         raise ValueError(
             f"awq: {model.spec.architecture} has experts, of which each would need scales for its "
-            f"own "
-            "tokens; that is not supported"
+            "own tokens; that is not supported"
         )
     if not sequences:
         raise ValueError("awq: no calibration sequences")

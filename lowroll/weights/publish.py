@@ -212,8 +212,7 @@ def _check_fits(
         if ours.adapter and theirs.adapter and ours.adapter.scaling != theirs.adapter.scaling:
             raise ValueError(
                 f"publish: {name}: the adapter's scaling is {theirs.adapter.scaling}, and the "
-                f"engine was "
-                f"made with {ours.adapter.scaling}"
+                f"engine was made with {ours.adapter.scaling}"
             )
         if f"{name}.weight" in rollout.shared and theirs.weight is not ours.weight:
             raise ValueError(

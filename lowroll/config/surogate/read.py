@@ -298,8 +298,8 @@ def _switches(files: Files) -> Iterator[Setting]:
         "rollout.weights",
         "dense",
         (
-            "rollout.weights: dense, as the files name no format; rollout.weights=int8 "
-            "asks for INT8 rollouts"
+            "rollout.weights: dense, as the files name no format; rollout.weights=int8 asks for "
+            "INT8 rollouts"
         ),
     )
     yield "algorithm", "grpo_no_std", ""
