@@ -3,7 +3,7 @@ log-probs out.
 
     engine = Engine("path/to/model", weights="int8")
     groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
-    groups = engine.generate(["Name a prime."], n=8, max_tokens=64, seed=7)      # text, in the model's chat template
+    groups = engine.generate(["Name a prime."], n=8, max_tokens=64)  # in the model's chat template
     print(engine.text(groups[0].rollouts[0]))
 
 `add`, `step` and `abort` are the continuous-batching interface under `generate`; `update_weights`
@@ -67,13 +67,13 @@ class NativeEngine:
     model: folder, hub id, or a loaded Transformer (which keeps its weights; the engine makes its
     own copy, or shares what is in the format already). weights: a name of `lowroll.formats()`;
     default the model's own low-bit format, or int8 for a dense model. kv: the cache policy
-    (`kv.policy`); None is the dense one. dtype: of activations, norms and KV cache; default float32 on CPU, bfloat16 on
-    CUDA, and what a dense format says. cache_tokens: size of the KV cache; default what
-    `workloads`, the requests that will be in it together, can use, and no more than a quarter of
-    the free memory. Without any: `max_batch` samples of 4,096 tokens, one whole context at least
-    and 16 GiB at most (`kv.capacity`). max_batch: samples decoded at once. max_prefill_tokens:
-    prompt tokens a step. prefill_chunk: longest piece of a prompt in one step, None for whole
-    prompts. noisy: `update_weights` may put noise on the norms. large_batch_weights: a second
+    (`kv.policy`); None is the dense one. dtype: of activations, norms and KV cache; default float32
+    on CPU, bfloat16 on CUDA, and what a dense format says. cache_tokens: size of the KV cache;
+    default what `workloads`, the requests that will be in it together, can use, and no more than a
+    quarter of the free memory. Without any: `max_batch` samples of 4,096 tokens, one whole context
+    at least and 16 GiB at most (`kv.capacity`). max_batch: samples decoded at once.
+    max_prefill_tokens: prompt tokens a step. prefill_chunk: longest piece of a prompt in one step,
+    None for whole prompts. noisy: `update_weights` may put noise on the norms. large_batch_weights: a second
     format, kept beside the first and used while many rows decode and for prompts
     (`engine.decoder`); each token's policy span has the digest of the weights that drew it.
     keep_dense: hold the dequantized matrices of a 4-bit format beside its codes (2 bytes a weight
@@ -147,7 +147,8 @@ class NativeEngine:
             kv_policy=self.kv.name,
             kv_budget=self.kv.budget,
         )
-        self._tokenizer, self._tokens = tokenizer, 0
+        self._tokenizer = tokenizer
+        self._tokens = 0  # drawn so far
         decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
         self.scheduler = Scheduler(
             self.pool,
@@ -185,7 +186,8 @@ class NativeEngine:
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
         handles = [self.scheduler.add(request) for request in requests]
-        mine, done = frozenset(handles), dict[int, Group]()
+        mine = frozenset(handles)
+        done: dict[int, Group] = {}
         try:
             while len(done) < len(handles):
                 self._advance()
@@ -299,12 +301,10 @@ class NativeEngine:
     def keep_dense(self) -> None:
         """What `keep_dense=True` does, for an engine that has not decoded yet. Stacked experts are
         left as they are: their product reads the codes."""
-        for _, linear in self.model.linears() if self.model.device.type == "cuda" else ():
-            if (
-                isinstance(linear.weight, QTensor)
-                and not isinstance(linear, StackedLinear)
-                and self.format.bits < 8
-            ):
+        if self.model.device.type != "cuda" or self.format.bits >= 8:
+            return
+        for _, linear in self.model.linears():
+            if isinstance(linear.weight, QTensor) and not isinstance(linear, StackedLinear):
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
@@ -484,10 +484,8 @@ class NativeEngine:
         page_size: int,
         max_batch: int,
     ) -> int:
-        each, free = (
-            KVCache.bytes_per_token(self.spec, self.model.dtype),
-            free_memory(self.model.device),
-        )
+        each = KVCache.bytes_per_token(self.spec, self.model.dtype)
+        free = free_memory(self.model.device)
         if cache_tokens is None:
             return capacity(
                 workloads,
@@ -510,8 +508,7 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes that the device (the machine, for a CPU) could give now; None where the system does not
     say."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-            device
-        )  # by torch, for later
+        # what torch holds and nobody uses
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     return machine.free_memory()

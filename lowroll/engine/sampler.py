@@ -53,9 +53,8 @@ class SamplingBatch:
     greedy_B: Tensor | None  # bool
     penalised: tuple[Tensor, Tensor, Tensor] | None  # row, id and penalty of each (row, seen id)
     banned: tuple[Tensor, Tensor] | None  # row and id
-    ranked: (
-        tuple[Tensor, Tensor, Tensor] | None
-    )  # rows R with top-k or top-p, their k (V if off) and p
+    # rows R with top-k or top-p, their k (V if off) and p
+    ranked: tuple[Tensor, Tensor, Tensor] | None
     log_min_p_B: Tensor | None  # float32, -inf where off
 
     @property

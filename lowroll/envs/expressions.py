@@ -37,14 +37,14 @@ POINTS = 3
 CONFIG = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
 )
-GAMMA = re.compile(
-    r"\\(gamma(?![A-Za-z])|Gamma(?![A-Za-z])(?!\s*\())"
-)  # the parser takes it for a function
+# the parser takes it for a function
+GAMMA = re.compile(r"\\(gamma(?![A-Za-z])|Gamma(?![A-Za-z])(?!\s*\())")
 ENERGY = re.compile(r"(?<![A-Za-z\\])E(?=\s*_)")  # E_1 is no number of Euler's
+# and 3(\frac12) no mixed number
 FACTOR = re.compile(
     r"((?<![A-Za-z\\])[A-Za-z]\s*\^\s*(?:\{[^{}-]*\}|\w)|"  # x^2(y+1) is no function of y+1,
     r"(?<![_^\d.])\d+(?:\.\d+)?)\s*\("
-)  # and 3(\frac12) no mixed number
+)
 DECIMAL = re.compile(r"-?\d*\.\d+")
 MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)")
 

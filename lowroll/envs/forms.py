@@ -218,10 +218,8 @@ def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
     several = ("list", "set", "union")
     if gold.kind == answer.kind == "tuple":
         return gold.signs == answer.signs and _pairwise(gold.parts, answer.parts)
-    if {gold.kind, answer.kind} == {
-        "tuple",
-        "list",
-    }:  # a point, or values in parentheses by mistake
+    # a point, or values in parentheses by mistake
+    if {gold.kind, answer.kind} == {"tuple", "list"}:
         pair = gold if gold.kind == "tuple" else answer
         free = gold.kind == "list" and not ordered
         return (
@@ -343,9 +341,8 @@ def same_value(gold: str, answer: str, shift: int = 0) -> bool:
             return True
         if len(readings(gold)) == len(readings(answer)) == 1:
             return False
-    from lowroll.envs import (
-        expressions,
-    )  # imports sympy: only environments that compare formulas pay for it
+    # imports sympy: only environments that compare formulas pay for it
+    from lowroll.envs import expressions
 
     golds = [
         rf"({reading}) \cdot 10^{{{shift}}}" if shift else reading for reading in readings(gold)

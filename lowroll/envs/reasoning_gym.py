@@ -49,9 +49,8 @@ class ReasoningGym(Environment):
         self.rng(split, index)  # checks both
         for draw in range(MAX_DRAWS):
             question, answer = self.items.item(split, draw, index)
-            if (
-                split_of(question) == split and answer != ""
-            ):  # an empty answer is a slip of the generator
+            # an empty answer is a slip of the generator
+            if split_of(question) == split and answer != "":
                 info = {
                     "item": [split, draw, index],
                     "digest": _digest(question, answer),

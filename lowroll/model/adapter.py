@@ -37,9 +37,12 @@ class Adapter(nn.Module):
 
     def __init__(self, rank: int, alpha: float) -> None:
         super().__init__()
-        self.rank, self.alpha, self.enabled = rank, alpha, True
+        self.rank = rank
+        self.alpha = alpha
+        self.enabled = True
         self.version = 0  # how often the parameters are known to have changed
-        self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
+        self.a = nn.ParameterDict()
+        self.b = nn.ParameterDict()
         self._made_of: tuple[object, ...] = ()
         self._made: tuple[Tensor, Tensor] | None = None
         self._parts: dict[str, int] = {}
@@ -82,17 +85,16 @@ class Adapter(nn.Module):
             b_NL = a_LK.new_zeros(sum(parts.values()), len(a_LK))
             for part, rows, columns in self.blocks(parts):
                 b_NL[rows, columns] = (self.b[part] * self.scaling).to(dtype)
-            self._parts, self._made_of = dict(parts), made_of
-            if (
-                self._made is not None
-                and self._made[0].dtype == dtype
-                and self._made[0].device == a_LK.device
-            ):
-                self._made[0].copy_(a_LK)
-                self._made[1].copy_(b_NL)
+            self._parts = dict(parts)
+            self._made_of = made_of
+            made = self._made
+            if made is not None and made[0].dtype == dtype and made[0].device == a_LK.device:
+                made[0].copy_(a_LK)
+                made[1].copy_(b_NL)
             else:
-                self._made = a_LK, b_NL
-        return self._made
+                made = a_LK, b_NL
+            self._made = made
+        return made
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
         """Moved to a device, or cast: torch replaces the parameters' storages."""
@@ -104,8 +106,8 @@ class Adapter(nn.Module):
         self.version += 1
 
     def renew(self) -> None:
-        """The parameters have changed: so must what the products use, before a graph that reads it
-        runs again."""
+        """The parameters have changed: make the copies again now, in place, for a graph that reads
+        them."""
         self.changed()
         if self._made is not None:
             self.matrices(self._parts, self._made[0].dtype)

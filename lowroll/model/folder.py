@@ -20,9 +20,8 @@ from safetensors import SafetensorError, safe_open
 from lowroll.types import printable
 
 MOST_JSON = 16 << 20  # bytes; parsed, JSON takes up to forty times as much memory
-MOST_TOKENIZER = (
-    256 << 20
-)  # of a tokenizer.json, which the tokenizers library parses; the largest known has 35 MB
+# of a tokenizer.json, which the tokenizers library parses; the largest known has 35 MB
+MOST_TOKENIZER = 256 << 20
 MOST_HEADER = 32 << 20  # of a safetensors file; 100 bytes a tensor
 
 Headers = dict[str, tuple[tuple[int, ...], str]]  # tensor: (shape, safetensors dtype)

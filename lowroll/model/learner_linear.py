@@ -94,10 +94,10 @@ class _DequantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight: QTensor, bias_N: Tensor | None) -> Tensor:
-        ctx.weight, ctx.bias_dtype = weight, None if bias_N is None else bias_N.dtype
-        return F.linear(
-            x_TK, weight.dequantize(x_TK.dtype), None if bias_N is None else bias_N.to(x_TK.dtype)
-        )
+        ctx.weight = weight
+        ctx.bias_dtype = None if bias_N is None else bias_N.dtype
+        bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
+        return F.linear(x_TK, weight.dequantize(x_TK.dtype), bias_in_dtype_N)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
@@ -113,7 +113,8 @@ class _AlignedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x_TK: Tensor, weight: QTensor, master_NK: Tensor | None, bias_N: Tensor | None
     ) -> Tensor:
-        ctx.weight, ctx.bias_dtype = weight, None if bias_N is None else bias_N.dtype
+        ctx.weight = weight
+        ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         ctx.master_dtype = None if master_NK is None else master_NK.dtype
         ctx.save_for_backward(x_TK if ctx.needs_input_grad[2] else None)
         return weight.linear(x_TK.detach(), None if bias_N is None else bias_N.detach())

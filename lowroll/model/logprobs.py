@@ -115,9 +115,8 @@ class _TokenLogProbs(torch.autograd.Function):
             (slope_TD,) = ctx.saved_tensors
             return (slope_TD * grad_T[:, None]).to(slope_TD.dtype), None, None, None, None
         hidden_TD, weight_VD, targets_T, logp_T = ctx.saved_tensors
-        grad_T = (
-            grad_T.contiguous()
-        )  # of a plain sum it is one number with stride 0; kernels read addresses
+        # of a plain sum it is one number with stride 0; kernels read addresses
+        grad_T = grad_T.contiguous()
         hidden_grad = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
         grad_CV = _room(hidden_TD, weight_VD, ctx.chunk)

@@ -21,9 +21,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(folder)
-    if not any(
-        (folder / name).is_file() for name in _VOCABULARIES
-    ):  # transformers would make an empty one
+    # transformers would make an empty one
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise ValueError(f"{folder}: no tokenizer here; looked for {', '.join(_VOCABULARIES)}")
     _check_files(folder)
     try:

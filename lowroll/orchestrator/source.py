@@ -101,9 +101,8 @@ class PromptSource:
         self.settings = settings
         self.envs = dict(envs)
         self.tokenizer = tokenizer
-        self._names = sorted(
-            self.envs
-        )  # the choice must not depend on the order of the configuration
+        # the choice must not depend on the order of the configuration
+        self._names = sorted(self.envs)
         self._shares = list(accumulate(settings.env_weights.get(name, 1.0) for name in self._names))
 
     def draw(self, ledger: Ledger, count: int, temperature: float) -> list[Draw]:

@@ -18,8 +18,8 @@ State = dict[str, Any]
 
 
 class Checkpointing:
-    """The checkpoints of one run. With `resume`, `found` is the one that it goes on from; ValueError
-    when that is another run's."""
+    """The checkpoints of one run. With `resume`, `found` is the one that it goes on from;
+    ValueError when that is another run's."""
 
     def __init__(self, home: RunFolder, resume: bool) -> None:
         self.home = home

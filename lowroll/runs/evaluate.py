@@ -155,7 +155,8 @@ def held_out(
     With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn as the rollouts of `cfg`
     are.
     """
-    chosen, drawn = orchestrator.eval_sampling(cfg), orchestrator.sampling(cfg)
+    chosen = orchestrator.eval_sampling(cfg)
+    drawn = orchestrator.sampling(cfg)
     metrics = {"eval/temperature": chosen.temperature}
     for env in envs.values():
         found = {}
@@ -189,7 +190,8 @@ def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, f
     if first:
         early["eval/temperature"] = first["eval/temperature"]
     seconds = [found["time/eval"] for found in (first, then) if found]
-    return {**early, **then, **({"time/eval": sum(seconds)} if seconds else {})}
+    total = {"time/eval": sum(seconds)} if seconds else {}
+    return early | dict(then) | total
 
 
 def _within_evaluation(on_phase: PhaseProgress, phase: str, done: int, total: int) -> None:

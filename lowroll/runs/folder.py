@@ -324,9 +324,8 @@ class RunFolder:
         last, when others take their place."""
         if self.made_by() is None:
             return
-        self.store.truncate(
-            -1
-        )  # first: a run with a checkpoint has all that it made, until the last one goes
+        # first: a run with a checkpoint has all that it made, until the last one goes
+        self.store.truncate(-1)
         damaged = self.store.folder / DAMAGED
         for path in [*(damaged.iterdir() if damaged.is_dir() else ()), self.final]:
             if path.exists() and not foreign_in(path, contents=False):

@@ -42,10 +42,8 @@ MAY_CHANGE = (
     "rollout.release_cache",
     "dapo.no_signal",
 )
-FOR_SIGNAL = (
-    "dapo.dynamic_sampling",
-    "dapo.max_rounds",
-)  # too, after a run that ended because it found none
+# may change too, after a run that ended because it found no signal
+FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
 TEACHER = "train.teacher: weights"  # read long after all else that a run reads
 CONFIG = "config.json: "  # of what a key of it says
 IDLE_FILES = ("generation_config.json",)  # copied along, and never read
@@ -126,9 +124,8 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
             "resume: the checkpoint is of an older lowroll and does not say what the run reads "
             "(tokenizer, data): continue it there, or begin a run with the model that it exports"
         )
-    known = {
-        key: value for key, value in now.items() if key in saved or CONFIG not in key
-    }  # older ones say less
+    # older checkpoints say less
+    known = {key: value for key, value in now.items() if key in saved or CONFIG not in key}
     _refuse("the run does not read what it began with", saved, known, _text)
 
 

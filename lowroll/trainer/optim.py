@@ -179,9 +179,9 @@ class Optimizer:
         norm = torch.linalg.vector_norm(
             torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
         )
-        at = (
-            None if self._fused is None else self._fused.addresses(self._own(gradients))
-        )  # before the wait for norm
+        at = None
+        if self._fused is not None:  # before norm.item() waits for the device
+            at = self._fused.addresses(self._own(gradients))
         metrics = {"optim/grad_norm": norm.item(), "optim/update_norm": 0.0, "optim/skipped": 1.0}
         if refuse or not math.isfinite(metrics["optim/grad_norm"]):
             self.refused_in_a_row += 1
@@ -189,9 +189,8 @@ class Optimizer:
             self.num_updates += 1
             self.refused_in_a_row = 0
             metrics |= {"optim/update_norm": self._apply(norm, gradients, at), "optim/skipped": 0.0}
-            torch.autograd.graph.increment_version(
-                list(self.params.values())
-            )  # kernels write past autograd's eyes
+            # kernels write past autograd's eyes
+            torch.autograd.graph.increment_version(list(self.params.values()))
         self.zero_grad()
         return metrics
 

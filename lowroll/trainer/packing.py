@@ -27,9 +27,8 @@ from torch import Tensor
 from lowroll.model.attention import upload
 from lowroll.types import MicroBatch, Sample
 
-PerToken = dict[
-    int, Tensor
-]  # sample index -> float32 [tokens of its response], detached, on any device
+# sample index -> float32 [tokens of its response], detached, on any device
+PerToken = dict[int, Tensor]
 
 
 @dataclass(frozen=True)

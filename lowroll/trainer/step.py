@@ -60,11 +60,12 @@ from lowroll.weights import derived, noise
 
 MAX_REFUSALS = 3  # non-finite updates in a row that end the run
 
+# metrics of a policy that does not learn
 STILL = {
     "optim/grad_norm": 0.0,
     "optim/update_norm": 0.0,
     "optim/skipped": 0.0,
-}  # of a policy that does not learn
+}
 
 
 class TrainingDiverged(RunFailed):
@@ -78,9 +79,8 @@ class LearnSettings:
     correction)` gives."""
 
     objective: Objective
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the objective: eps_low, cap, reduce, max_length ...
+    # the objective's: eps_low, cap, reduce, max_length ...
+    options: Mapping[str, Any] = field(default_factory=dict)
     minibatches: int = 1  # optimizer updates a batch
     tokens_per_microbatch: int = 8192
     kl_coef: float = 0.0

@@ -4,8 +4,8 @@ engine's buffers, in place.
 `rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a
 storage. Under LoRA the base is frozen and, when it is quantized already, shared: the two models
 hold the same QTensors, norms and embeddings, and only the adapter is published. The codes of an
-aligned learner (`weights.aligned`) are copied as they are. `digest` proves what was adopted. Noise
-(`weights.noise`) lands on the engine's norms and nowhere else.
+aligned learner (`weights.aligned`) are copied as they are. `digest` proves what the engine holds.
+Noise (`weights.noise`) lands on the engine's norms and nowhere else.
 """
 
 from __future__ import annotations
@@ -77,12 +77,14 @@ def rollout_copy(
     _note_conversion(master, format)
     shares_base = master.dtype == dtype and (owned or master.weight_format == format)
     rollout = Transformer(master.spec, "meta", dtype, ENGINE)
-    mine, shared = dict(master.named_parameters()), set[str]()
+    mine = dict(master.named_parameters())
+    shared: set[str] = set()
     disturbed = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     for name, _ in list(rollout.named_parameters()):
         if not name.endswith(_LINEAR_WEIGHTS):
             frozen = owned or not mine[name].requires_grad
-            value, share = mine[name].detach(), shares_base and frozen and name not in disturbed
+            share = shares_base and frozen and name not in disturbed
+            value = mine[name].detach()
             value = value if share else value.to(dtype, copy=True)
             set_parameter(rollout, name, value.float() if name in disturbed else value)
             shared |= {name} if share else set()
@@ -93,7 +95,8 @@ def rollout_copy(
             theirs.set_weight(ours.weight)  # the old one is given back layer by layer
         if theirs.adapter is not None:
             ours.adapter = _copy_adapter(theirs.adapter)
-    rollout.freqs, rollout.shared = master.freqs, frozenset() if owned else frozenset(shared)
+    rollout.freqs = master.freqs
+    rollout.shared = frozenset() if owned else frozenset(shared)
     rollout.head = over(rollout.lm_head_weight)
     return rollout.requires_grad_(False).eval()
 
@@ -110,7 +113,9 @@ def beside(master: Transformer, rollout: Transformer, format: str) -> Transforme
     ):
         ours.set_weight(_engines(name, theirs, format))
         ours.adapter = same.adapter
-    other.freqs, other.shared, other.head = rollout.freqs, rollout.shared, rollout.head
+    other.freqs = rollout.freqs
+    other.shared = rollout.shared
+    other.head = rollout.head
     return other.requires_grad_(False).eval()
 
 
@@ -135,9 +140,8 @@ def publish(
         for name, linear in linears.items()
         if isinstance(linear.weight, nn.Parameter)
     }
-    amax = dict(
-        zip(weights, checksum.amax(list(weights.values())), strict=True)
-    )  # the device reads, the host compares
+    # read on the device now, compared on the host below
+    amax = dict(zip(weights, checksum.amax(list(weights.values())), strict=True))
     mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
     targets = dict(rollout.named_parameters())
     _check_fits(master, rollout, mine, targets)
@@ -145,7 +149,10 @@ def publish(
         if not finite:
             raise ValueError(f"publish: {name}.weight holds a non-finite value")
     drawn = drawn_noise(noise, rollout)
-    for model in (rollout,) if large_batch_model is None else (rollout, large_batch_model):
+    models = [rollout]
+    if large_batch_model is not None:
+        models.append(large_batch_model)
+    for model in models:
         for name, ours in model.linears():
             assert isinstance(ours.weight, QTensor)
             if f"{name}.weight" not in rollout.shared and ours.weight is not linears[name].weight:

@@ -95,7 +95,7 @@ def test_adoption_keeps_storages() -> None:
     assert torch.equal(q.linear(x), lowroll.quantize(w, "int8").linear(x)) and not torch.equal(
         q.linear(x), before
     )
-    with pytest.raises(ValueError, match="cannot adopt"):
+    with pytest.raises(ValueError, match="cannot (copy|quantize)"):
         q.quantize_(torch.randn(8, 8))
 
 

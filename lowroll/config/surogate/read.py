@@ -262,9 +262,8 @@ def _disagreements(files: Files) -> Iterator[str]:
         )
 
 
-Setting = tuple[
-    str, Any, str
-]  # key of RunConfig, its value (None: leave the default), a note for people or ""
+# key of RunConfig, its value (None: leave the default), a note for people or ""
+Setting = tuple[str, Any, str]
 
 
 def _lengths(files: Files) -> Iterator[Setting]:

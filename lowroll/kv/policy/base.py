@@ -160,7 +160,8 @@ def footprint(policy: CachePolicy, prompt: int, response: int, page_size: int) -
     base = policy.after_prompt(prompt)
     peak = policy.peak(base, response - 1)
     evicts = peak < base + response - 1
-    pages, base_pages = num_pages(peak, page_size), num_pages(base, page_size)
+    pages = num_pages(peak, page_size)
+    base_pages = num_pages(base, page_size)
     return Footprint(
         prompt=num_pages(prompt, page_size),
         base=base,
