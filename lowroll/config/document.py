@@ -113,7 +113,10 @@ def dotted(path: Path) -> str:
     """("env", 0, "id") -> "env[0].id"."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
     return text
 
 
@@ -284,7 +287,9 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
         plain = resolve_plain(text) == text
     except ValueError:
         plain = False
-    style = '"' if not text.isprintable() else None if plain else "'"
+    style = None if plain else "'"
+    if not text.isprintable():
+        style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -83,12 +83,17 @@ def _texts(value: Any, path: Path) -> Iterator[Path]:
     if isinstance(value, str):
         yield path
     elif isinstance(value, dict | list):
-        for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inside in pairs:
             yield from _texts(inside, (*path, key))
 
 
 def _get(value: Any, path: Path) -> Any:
     for part in path:
-        known = isinstance(value, dict) or isinstance(value, list) and isinstance(part, int)
-        value = (value.get(part) if isinstance(value, dict) else value[part]) if known else None
+        if isinstance(value, dict):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int):
+            value = value[part]
+        else:
+            return None
     return value

@@ -467,11 +467,9 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
             f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
         )
     if (dapo.overlong_max is None) != (dapo.overlong_cache is None):
-        given, absent = (
-            ("overlong_max", "overlong_cache")
-            if dapo.overlong_cache is None
-            else ("overlong_cache", "overlong_max")
-        )
+        given, absent = "overlong_cache", "overlong_max"
+        if dapo.overlong_cache is None:
+            given, absent = absent, given
         yield ((("dapo", given),), f"needs dapo.{absent} beside it")
     elif dapo.overlong_max is not None and dapo.overlong_cache is not None:
         if dapo.overlong_cache > dapo.overlong_max:

@@ -94,18 +94,16 @@ class SamplingBatch:
         ) -> tuple[Tensor, ...] | None:
             return tuple(map(put, zip(*rows, strict=True), dtypes)) if rows else None
 
+        tempered = any(t != 1 for t in temperature)
+        floored = max(log_min_p, default=-math.inf) > -math.inf
         return cls(
             keys_B=put([signed(s.noise_key) for s in sequences], torch.int64),
-            temperature_B=put(temperature, torch.float32)
-            if any(t != 1 for t in temperature)
-            else None,
+            temperature_B=put(temperature, torch.float32) if tempered else None,
             greedy_B=put(greedy, torch.bool) if any(greedy) else None,
             penalised=columns(seen, torch.int64, torch.int64, torch.float32),  # type: ignore[arg-type]
             banned=columns(banned, torch.int64, torch.int64),  # type: ignore[arg-type]
             ranked=columns(ranked, torch.int64, torch.int64, torch.float64),  # type: ignore[arg-type]
-            log_min_p_B=put(log_min_p, torch.float32)
-            if max(log_min_p, default=-math.inf) > -math.inf
-            else None,
+            log_min_p_B=put(log_min_p, torch.float32) if floored else None,
         )
 
 

@@ -83,17 +83,13 @@ def inside(folder: Path, name: str) -> Path | None:
     link that leads out of the folder: a stranger's link would put a file of this machine into what
     is published next. The hub's cache keeps the files of `snapshots/<commit>` in `blobs` beside
     it."""
-    path, home = folder / name, os.path.realpath(folder)
+    path = folder / name
+    home = os.path.realpath(folder)
     if not path.is_file():
         return None
-    homes = [
-        home,
-        *(
-            [os.path.join(home, "..", "..", "blobs")]
-            if Path(home).parent.name == "snapshots"
-            else []
-        ),
-    ]
+    homes = [home]
+    if Path(home).parent.name == "snapshots":
+        homes.append(os.path.join(home, "..", "..", "blobs"))
     real = os.path.realpath(path)
     if not any(real.startswith(os.path.normpath(place) + os.sep) for place in homes):
         raise ValueError(

@@ -150,12 +150,11 @@ def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
 
     input_scale: the s of a base whose norms were scaled (`model.scaling`): the adapters behind a
     norm read s x there, so s goes into their A, and what comes out fits the base as it was."""
-    return {
-        name: p.detach() * input_scale
-        if input_scale != 1 and name.endswith(_BEHIND_A_NORM)
-        else p.detach()
-        for name, p in _named(model)
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, p in _named(model):
+        scaled = input_scale != 1 and name.endswith(_BEHIND_A_NORM)
+        tensors[name] = p.detach() * input_scale if scaled else p.detach()
+    return tensors
 
 
 def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:

@@ -198,7 +198,9 @@ def _flag(config: dict[str, Any], key: str) -> bool:
 
 def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
     value = config.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
         raise ValueError(f"eos_token_id: expected token ids, got {value!r}")
     return tuple(ids)

@@ -92,12 +92,10 @@ class PromptSource:
         self, settings: Settings, envs: Mapping[str, Environment], tokenizer: Tokenizer
     ) -> None:
         unknown = set(settings.env_weights) - set(envs)
-        if not envs or unknown:
-            raise ValueError(
-                f"env_weights: no environment named {sorted(unknown)}"
-                if unknown
-                else "envs: none given"
-            )
+        if unknown:
+            raise ValueError(f"env_weights: no environment named {sorted(unknown)}")
+        if not envs:
+            raise ValueError("envs: none given")
         self.settings = settings
         self.envs = dict(envs)
         self.tokenizer = tokenizer

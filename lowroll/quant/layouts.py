@@ -248,7 +248,11 @@ def _normal(where: str, args: Any) -> dict[str, Any] | None:
             f"supported{_ADVICE}"
         )
     size, blocks = args.get("group_size"), args.get("block_structure")
-    strategy = args.get("strategy") or ("channel" if size == -1 else "group" if size else "tensor")
+    strategy = args.get("strategy")
+    if not strategy and size == -1:
+        strategy = "channel"
+    elif not strategy:
+        strategy = "group" if size else "tensor"
     if isinstance(blocks, str) and all(part.isdigit() for part in blocks.split("x")):
         blocks = [int(part) for part in blocks.split("x")]
     return {

@@ -3,10 +3,11 @@ minutes on two cores.
 
 1. Build a Qwen3-shaped model of random weights and a byte-level tokenizer with a chat template, as
    a Hugging Face folder.
-2. Warm-start it by SFT on reverse-text demonstrations, briefly: it learns the form, and a part of the task.
-3. Evaluate on 256 held-out strings, train by GRPO with INT8 rollouts and ACR, evaluate again: sampled as in training,
-   and sharpened, at T = 0.5 and greedily. A policy that only became sharper would gain in the first
-   row alone.
+2. Warm-start it by SFT on reverse-text demonstrations, briefly: it learns the form, and a part of
+   the task.
+3. Evaluate on 256 held-out strings, train by GRPO with INT8 rollouts and ACR, evaluate again:
+   sampled as in training, and sharpened, at T = 0.5 and greedily. A policy that only became sharper
+   would gain in the first row alone.
 4. Measure the INT8 and the dense engines on the same requests, in turns: on this model, and on
    layers of a size at which low precision pays.
 

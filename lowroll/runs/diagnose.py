@@ -51,7 +51,6 @@ from lowroll.trainer.state import restore_weights
 from lowroll.types import Request
 from lowroll.weights import aligned
 
-POINTS = ("decode", "prefill", "aligned", "dense")
 CAUSES = ("weights", "kernels", "kv", "staleness")
 ADVICE = {
     "weights": "correction auto pays for it (acr, or tis for LoRA on its base); train.forward "
@@ -118,7 +117,7 @@ class Diagnosis:
 def attribute(
     log_probs: Mapping[str, Tensor], segments: Tensor, kv_policy: str = "dense"
 ) -> tuple[tuple[Part, ...], Part]:
-    """The parts and the whole from the log-probs [N] at every point of POINTS.
+    """The parts and the whole from the log-probs [N] at every point (see the top).
 
     segments: the sequence of every token. kv_policy: the engine's; `dense` forgets nothing, so its
     part is 0.
@@ -170,7 +169,8 @@ def diagnose(
     """
     cfg = cfg.resolved()
     compute, chat = Compute.of(cfg), models.tokenizer(cfg.model)
-    model, notes = models.learner(cfg, compute), list(_notes(cfg))
+    model = models.learner(cfg, compute)
+    notes = _notes(cfg)
     held = _checkpoint(run)
     weights = cfg.rollout.weights if held is None else _weights(held, cfg)
     if held is not None:
@@ -193,10 +193,8 @@ def diagnose(
     ]
     if not rows:
         raise ValueError("diagnose: no token was drawn")
-    sequences, lengths = (
-        [ids + rollout.token_ids for ids, rollout in rows],
-        [len(ids) for ids, _ in rows],
-    )
+    sequences = [ids + rollout.token_ids for ids, rollout in rows]
+    lengths = [len(ids) for ids, _ in rows]
     temperature = cfg.rollout.temperature
 
     def learner() -> Tensor:
@@ -265,18 +263,13 @@ def _requests(
 
 def _notes(cfg: RunConfig) -> list[str]:
     """What the run does and this batch does not."""
-    rollout, notes = cfg.rollout, []
-    if (
-        rollout.top_k,
-        rollout.top_p,
-        rollout.min_p,
-        rollout.repetition_penalty,
-        rollout.min_tokens,
-    ) != (0, 1.0, 0.0, 1.0, 0):
+    rollout = cfg.rollout
+    notes: list[str] = []
+    drawn = (rollout.top_k, rollout.top_p, rollout.min_p)
+    if (*drawn, rollout.repetition_penalty, rollout.min_tokens) != (0, 1.0, 0.0, 1.0, 0):
         notes.append(
             "drawn without the run's top_k, top_p, min_p, repetition_penalty and min_tokens; their "
-            "part is "
-            "not shown"
+            "part is not shown"
         )
     if cfg.noise is not None:
         notes.append("drawn from clean norms; the part of the run's noise is not shown")

@@ -125,7 +125,8 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     """
     if kind not in KINDS:
         raise ValueError(f"--as: {kind!r} is not one of {', '.join(KINDS)}")
-    out, run = _absent(out), Path(run)
+    out = _absent(out)
+    run = Path(run)
     if (run / "adapter_config.json").is_file():
         return _export_adapter(run, out, kind, step)
     if not (run / "config.yaml").is_file():
@@ -139,14 +140,14 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
         )
     saved = Store(run / "checkpoints").load(step)
     model, compute = _learner(cfg, saved)
-    source, gap, note = hf.resolve(cfg.model), None, None
+    source = hf.resolve(cfg.model)
+    gap = note = None
     if kind == "adapter":
         gap = publish_adapter(cfg, model, out, newest_batch(run, saved.step), saved.step)
         form = _format_of(model)
     elif kind == "merged":
-        gap = _save_merged(
-            model, out, source, newest_batch(run, saved.step) if cfg.train.lora else None
-        )
+        batch = newest_batch(run, saved.step) if cfg.train.lora else None
+        gap = _save_merged(model, out, source, batch)
         form = _format_of(model)
     else:
         form = compute.format(fallen_to(saved.state) or cfg.rollout.weights)
@@ -164,8 +165,11 @@ def publish_adapter(
     batch: what the gap is measured on. None when there is nothing to measure: no batch, a base that
     is the model as it is, or no room on the device for a second model.
     """
-    scale, source, gap = cfg.train.uaq_scale or 1.0, hf.resolve(cfg.model), None
-    stands_on, holds = base.of(model, scale), hf.low_bit_format(source)
+    scale = cfg.train.uaq_scale or 1.0
+    source = hf.resolve(cfg.model)
+    gap = None
+    stands_on = base.of(model, scale)
+    holds = hf.low_bit_format(source)
     revision = source.name if source.parent.name == "snapshots" else None  # of the hub's cache
 
     def write(target: Path) -> None:
@@ -182,10 +186,8 @@ def publish_adapter(
 def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> Gap | None:
     """The gap of an adapter folder on a model folder, from the learner. A measurement may not cost
     the folder: None, with a line in the log, when there is no memory for a second model."""
-    needs, free = (
-        1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30),
-        free_memory(model.device),
-    )
+    needs = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
+    free = free_memory(model.device)
     try:
         if free is None or free > needs:
             plain = lora.load(hf.load(source, model.device, model.dtype), adapter)
@@ -194,8 +196,7 @@ def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> Ga
         pass
     log.warning(
         "how far the adapter is from the learner on %s was not measured: too little memory is free "
-        "for a "
-        "second model",
+        "for a second model",
         source,
     )
     return None
@@ -208,10 +209,10 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
             f"{folder} is an adapter folder: it has no checkpoints, and is exported as merged or "
             f"rollout"
         )
-    stated, source = base.read(folder), hf.resolve(lora.base_of(folder))
-    model = hf.load(
-        folder, dtype=_stored_dtype(source) if stated is None else _STORED[stated.dtype]
-    )
+    stated = base.read(folder)
+    source = hf.resolve(lora.base_of(folder))
+    dtype = _stored_dtype(source) if stated is None else _STORED[stated.dtype]
+    model = hf.load(folder, dtype=dtype)
     note = None
     if kind == "merged":
         _save_merged(model, out, folder)
@@ -238,10 +239,9 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
     """The newest rollouts that a run has logged up to a step, of each group in turn, as many of
     them as hold `most` tokens; None when there are none. A file that cannot be read is told, and
     the one before is taken."""
-    batch, left = None, most
-    for _, path in reversed(
-        [found for found in rollout_files(run / "rollouts") if found[0] <= step]
-    ):
+    batch = None
+    paths = [path for made, path in rollout_files(run / "rollouts") if made <= step]
+    for path in reversed(paths):
         try:
             batch = read_rollouts(path)
             break
@@ -250,6 +250,7 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
     if batch is None:
         return None
     kept: list[Sample] = []
+    left = most
     for sample in sorted(batch.samples, key=lambda sample: sample.rollout.behavior.sample):
         tokens = len(sample.prompt_ids) + len(sample.rollout.token_ids)
         if sample.rollout.token_ids and tokens <= left:
@@ -261,15 +262,9 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
 def _scores(model: Transformer, batch: Batch) -> Tensor:
     """Log-probs of the responses under a model's dense forward, without noise."""
     sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
+    prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
     with aligned.suspended(model), noise.muted(model):
-        return torch.cat(
-            score(
-                model,
-                sequences,
-                [len(sample.prompt_ids) for sample in batch.samples],
-                batch.temperature,
-            )
-        ).cpu()
+        return torch.cat(score(model, sequences, prompt_lens, batch.temperature)).cpu()
 
 
 def _gap(learner: Tensor, policy: Tensor) -> Gap:
@@ -337,9 +332,8 @@ def _absent(out: str | Path) -> Path:
 def _stored_dtype(folder: Path) -> torch.dtype:
     """The dtype that a folder's config.json names, else float32."""
     config = read_config(folder)
-    return _STORED.get(
-        str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), torch.float32
-    )
+    name = str(config.get("dtype") or config.get("torch_dtype"))
+    return _STORED.get(name.removeprefix("torch."), torch.float32)
 
 
 def _weight_bytes(folder: Path) -> int:

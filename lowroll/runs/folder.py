@@ -64,7 +64,8 @@ class RunFolder:
     """`output_dir` of a configuration, for the runs of a command: grpo or sft."""
 
     def __init__(self, cfg: RunConfig, command: str) -> None:
-        self.cfg, self.command = cfg, command
+        self.cfg = cfg
+        self.command = command
         self.path = Path(cfg.output_dir)
         self.final = self.path / FINAL
         self.store = Store(self.path / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
@@ -260,9 +261,8 @@ class RunFolder:
         return written
 
     def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
-        ended = (
-            (read_meta(self.final) or {}).get("step") == saved.step < before["train"]["max_steps"]
-        )
+        last = (read_meta(self.final) or {}).get("step")
+        ended = last == saved.step < before["train"]["max_steps"]
         return identity.FOR_SIGNAL if ended else ()
 
     def check_base(self, saved: Checkpoint, base: str) -> None:

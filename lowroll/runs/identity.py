@@ -87,9 +87,8 @@ def _meaning(source: str | Path, key: str = "model") -> dict[str, str]:
     here."""
     folder = hf.resolve(source, key=key)
     spec = read_spec(folder)
-    return {
-        field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare
-    } | {"model_type": repr(read_config(folder).get("model_type"))}
+    said = {field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare}
+    return said | {"model_type": repr(read_config(folder).get("model_type"))}
 
 
 def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
@@ -107,7 +106,8 @@ def texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
-        for inside in value.values() if isinstance(value, dict) else value:
+        inner = value.values() if isinstance(value, dict) else value
+        for inside in inner:
             yield from texts(inside)
 
 
@@ -138,18 +138,18 @@ def refuse_other_settings(
     What is computed in a step may not change, but for settings of `more`. A run may be lengthened
     when nothing is scheduled over its length.
     """
-    before, after = _flatten(renamed_tree(saved)), _flatten(yaml.safe_load(cfg.dump()))
+    before = _flatten(renamed_tree(saved))
+    after = _flatten(yaml.safe_load(cfg.dump()))
     unscheduled = (
         cfg.train.lr_scheduler_type == "constant"
         and cfg.rollout.temp_scheduler is None
         and cfg.noise is None
     )
-    free = (
-        *MAY_CHANGE,
-        *more,
-        *(["train.max_steps"] if unscheduled else []),
-        *(["sft.steps"] if cfg.sft.lr_scheduler_type == "constant" else []),
-    )
+    free = [*MAY_CHANGE, *more]
+    if unscheduled:
+        free.append("train.max_steps")
+    if cfg.sft.lr_scheduler_type == "constant":
+        free.append("sft.steps")
     held = {
         key
         for key in before.keys() | after.keys()

@@ -64,10 +64,10 @@ class Stop:
         """Take a signal; False for a second one that is meant."""
         if self.signal:
             return time.monotonic() - self._asked_at < ECHO_S
-        self.signal, self._asked_at = number, time.monotonic()
-        threading.Thread(
-            target=self._wait, name="stop", daemon=True
-        ).start()  # it may write, a handler may not
+        self.signal = number
+        self._asked_at = time.monotonic()
+        # a thread may write, a handler may not
+        threading.Thread(target=self._wait, name="stop", daemon=True).start()
         return True
 
     def close(self) -> None:

@@ -289,12 +289,10 @@ def learn(
         if not records:  # of the policy before its first update, while the device is busy
             learner = trace.log_probs if anchors.proximal is None else anchors.proximal
             distances = _distances(samples, [i for mine in active for i in mine], learner)
-        record |= (
-            STILL
-            if learning is None
-            else learning.update(refuse=not math.isfinite(record["policy/objective"]))
-        )
-        if learning is not None:
+        if learning is None:
+            record |= STILL
+        else:
+            record |= learning.update(refuse=not math.isfinite(record["policy/objective"]))
             derived.renew(model)
         if critic is not None and judged is not None:
             record |= critic.update(samples, minibatch.samples, judged)
@@ -338,12 +336,11 @@ def _anchors(
     proximal_lp = forward.run(portions).log_probs if len(plan) > 1 or settings.normalizes else None
     reference_lp = teacher_lp = None
     if settings.kl_coef:
-        with (
-            contextlib.nullcontext(reference)
-            if reference is not None
-            else _base_policy(forward.model) as frozen
-        ):
-            reference_lp = replace(forward, model=frozen).run(portions).log_probs
+        if reference is None:
+            with _base_policy(forward.model) as frozen:
+                reference_lp = replace(forward, model=frozen).run(portions).log_probs
+        else:
+            reference_lp = replace(forward, model=reference).run(portions).log_probs
     if settings.has_teacher and teacher is not None:
         teacher_lp = replace(forward, model=teacher).run(portions).log_probs
     return Anchors(proximal_lp, reference_lp, teacher_lp)

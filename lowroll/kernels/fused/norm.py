@@ -145,11 +145,9 @@ def _backward(
     grad_TD = torch.empty_like(sum_TD)
     programs = min(num_tokens, PROGRAMS * max(1, WIDTH // block(size)))
     sum_grad_TD = None if sum_grad_TD is None else sum_grad_TD.contiguous()
-    partial_PD = (
-        torch.empty(programs, size, dtype=torch.float32, device=sum_TD.device)
-        if weight_learns
-        else None
-    )
+    partial_PD = None
+    if weight_learns:
+        partial_PD = torch.empty(programs, size, dtype=torch.float32, device=sum_TD.device)
     _norm_backward_kernel[(programs,)](
         sum_TD,
         weight_D,
