@@ -2,13 +2,14 @@
 from.
 
 Per row, in fp32 and in this order (the order of Hugging Face's processors):
- 1. repetition penalty (CTRL, Keskar et al. 2019, arXiv:1909.05858, eq. 5, with the sign rule that is usual since):
-    of every id seen in prompt or response, a positive logit is divided by it, a negative one
-    multiplied;
+ 1. repetition penalty (CTRL, Keskar et al. 2019, arXiv:1909.05858, eq. 5, with the sign rule that
+    is usual since): of every id seen in prompt or response, a positive logit is divided by it, a
+    negative one multiplied;
  2. ids banned until `min_tokens` are drawn: logit -inf;
  3. logits / temperature;
- 4. top-k: the k largest (0 is off); 5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest
-    set of largest probabilities whose mass is >= p; equal logits go lower id first in both;
+ 4. top-k: the k largest (0 is off);
+ 5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest set of largest
+    probabilities whose mass is >= p; equal logits go lower id first in both;
  6. min-p (Nguyen et al. 2024, arXiv:2407.01082): drop what is below min_p * (largest probability).
 The rest is normalised by the one logits-to-logprob function; the token is drawn from its
 exponential by inverse CDF.

@@ -137,7 +137,8 @@ class Orchestrator:
             raise ValueError(
                 f"orchestrator state: expected format {STATE_FORMAT} with plan, ledger and errors"
             )
-        saved, plan = state["plan"], self._plan()
+        saved = state["plan"]
+        plan = self._plan()
         if not isinstance(saved, Mapping):
             raise ValueError(f"orchestrator state: plan: expected a mapping, got {saved!r}")
         for name in sorted(saved.keys() | plan.keys()):
@@ -164,7 +165,8 @@ class Orchestrator:
     def _harvest(
         self, ledger: Ledger, errors: ErrorWindow, temperature: float, version: int | None
     ) -> Harvest:
-        harvest, wanted = Harvest(), self.settings.num_groups
+        harvest = Harvest()
+        wanted = self.settings.num_groups
         max_rounds = self.settings.max_rounds if self.settings.dynamic_sampling else 1
         while harvest.rounds < max_rounds and len(harvest.kept) < wanted:
             draws = self.source.draw(ledger, wanted - len(harvest.kept), temperature)

@@ -127,7 +127,8 @@ def describe(format: str, dtype: torch.dtype, routers: bool = False) -> dict[str
 
     routers: the model has experts, whose routers stay dense."""
     form = get_format(format)
-    theirs, scheme = form.describe(dtype, routers), form.scheme
+    theirs = form.describe(dtype, routers)
+    scheme = form.scheme
     if theirs is not None:
         return theirs
     if scheme is None:
@@ -247,7 +248,8 @@ def _normal(where: str, args: Any) -> dict[str, Any] | None:
             f"{where}.actorder: {args['actorder']!r} reorders columns, which is not "
             f"supported{_ADVICE}"
         )
-    size, blocks = args.get("group_size"), args.get("block_structure")
+    size = args.get("group_size")
+    blocks = args.get("block_structure")
     strategy = args.get("strategy")
     if not strategy and size == -1:
         strategy = "channel"

@@ -129,7 +129,8 @@ def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int)
 
 def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
     """What learns, and what its optimiser holds."""
-    train, item = cfg.train, compute.dtype.itemsize
+    train = cfg.train
+    item = compute.dtype.itemsize
     if train.lora:
         adapter = adapter_size(cfg, model)
         weights = (
@@ -160,7 +161,8 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, i
 
 def activations(cfg: RunConfig, compute: Compute, model: Transformer, longest: int) -> int:
     """About what the backward pass of one micro-batch holds. longest: tokens of a whole batch."""
-    spec, item = model.spec, compute.dtype.itemsize
+    spec = model.spec
+    item = compute.dtype.itemsize
     tokens = min(cfg.train.tokens_per_microbatch, longest)
     share = float(cfg.train.activation_checkpointing)
     q = spec.num_heads * spec.head_dim

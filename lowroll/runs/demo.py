@@ -186,7 +186,8 @@ def held_out(
 ) -> float:
     """Mean reward of a model folder on held-out prompts, in a weight format: the policy as it
     samples (1.0), or its most likely responses (0.0)."""
-    compute, chat = Compute.of(cfg), models.tokenizer(model)
+    compute = Compute.of(cfg)
+    chat = models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
     (env,) = environments.make(cfg.env, cfg.seed).values()
     sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
@@ -208,7 +209,8 @@ def engine_speed(
     cfg: RunConfig, model: Path, formats: tuple[str, ...], rounds: int = 5
 ) -> dict[str, float]:
     """Median tokens a second of each format on the run's own kind of batch, measured in turns."""
-    compute, chat = Compute.of(cfg), models.tokenizer(model)
+    compute = Compute.of(cfg)
+    chat = models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
     (env,) = environments.make(cfg.env, cfg.seed).values()
     made = {name: engines.make(cfg, compute, master, chat, name) for name in formats}
@@ -282,7 +284,8 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     # One thread: a model this small gains a third from a second one, and loses most of its speed to
     # it when another process wants the core (docs/LOG.md).
     torch.set_num_threads(1)
-    console, began = Console(), time.monotonic()
+    console = Console()
+    began = time.monotonic()
     folder = Path(output_dir)
     cfg = settings(folder, seed, device)
     _clear(folder, cfg)

@@ -168,7 +168,8 @@ def diagnose(
     responses a prompt. ValueError when nothing was drawn or the run cannot be read.
     """
     cfg = cfg.resolved()
-    compute, chat = Compute.of(cfg), models.tokenizer(cfg.model)
+    compute = Compute.of(cfg)
+    chat = models.tokenizer(cfg.model)
     model = models.learner(cfg, compute)
     notes = _notes(cfg)
     held = _checkpoint(run)

@@ -40,7 +40,8 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
     """
     weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
     cfg = cfg.resolved().at(cfg.train.max_steps)
-    compute, chat = Compute.of(cfg), models.tokenizer(cfg.model)
+    compute = Compute.of(cfg)
+    chat = models.tokenizer(cfg.model)
     model = hf.load(cfg.model, compute.device, compute.dtype)
     chosen = cfg.eval.env or cfg.env
     envs = environments.make(chosen, cfg.seed)

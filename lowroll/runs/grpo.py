@@ -171,7 +171,8 @@ class Run:
         )
 
     def _trainer(self, channel: RolloutChannel) -> Trainer:
-        cfg, model = self.cfg, self.model
+        cfg = self.cfg
+        model = self.model
         matrices = hidden_matrices(model)
         return Trainer(
             model,

@@ -55,7 +55,8 @@ class Findings:
 
 def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
     """What `lowroll grpo` would meet. cfg as loaded."""
-    cfg, found = cfg.resolved(), Findings()
+    cfg = cfg.resolved()
+    found = Findings()
     found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
@@ -83,7 +84,8 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
     """What `lowroll sft` would meet."""
-    cfg, found = sft.plain(cfg.resolved()), Findings()
+    cfg = sft.plain(cfg.resolved())
+    found = Findings()
     found.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
@@ -239,7 +241,8 @@ def _beside(
     cfg: RunConfig, compute: Compute, model: Transformer, chat: ChatTokenizer
 ) -> dict[str, Transformer]:
     """The shapes of the models that a run holds beside the learner."""
-    beside, scratch = {}, Findings()
+    beside = {}
+    scratch = Findings()
     if models.asks_reference(cfg):
         beside["reference"] = model
     if models.asks_teacher(cfg):

@@ -1,9 +1,10 @@
 """The wish to stop: SIGINT, SIGTERM and SIGHUP let a run finish its step and write a checkpoint.
 
-first signal       the step ends as usual; one that still generates or scores after DROP_S is dropped
-second signal      has its usual, immediate effect (one that comes within a second is taken for the first one:
-                   terminals, shells and wrappers often send two)
-END_S later        the process ends without a checkpoint, if it still has not stopped
+first signal     the step ends as usual; one that still generates or scores after DROP_S is
+                 dropped
+second signal    has its usual, immediate effect (one that comes within a second is taken for
+                 the first one: terminals, shells and wrappers often send two)
+END_S later      the process ends without a checkpoint, if it still has not stopped
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def leave_lost_outputs() -> None:
 @contextmanager
 def polite_stop() -> Iterator[Stop]:
     """In the block, the signals of SIGNALS ask to stop. One that is ignored (nohup) stays so."""
-    stop, before = Stop(), dict[int, Any]()
+    stop = Stop()
+    before: dict[int, Any] = {}
 
     def ask(number: int, _frame: FrameType | None) -> None:
         if not stop.ask(number):

@@ -84,7 +84,8 @@ class Critic:
         self, body: Transformer, optim: OptimSettings, settings: CriticSettings | None = None
     ) -> None:
         body.lm_head = None
-        self.body, self.settings = body.requires_grad_(True), settings or CriticSettings()
+        self.body = body.requires_grad_(True)
+        self.settings = settings or CriticSettings()
         self.weight_D = nn.Parameter(torch.zeros(body.spec.hidden_size, device=body.device))
         self.bias = nn.Parameter(torch.zeros(1, device=body.device))
         self.params = {f"body.{name}": p for name, p in body.named_parameters()} | {
@@ -103,7 +104,8 @@ class Critic:
         read: the values of equal weights are then equal bit for bit. ValueError for a sample that
         the critic cannot read or that has no reward; RunFailed when a value is not finite."""
         check(samples, self.body.spec.vocab_size, self.body.spec.max_position)
-        values, indices = self._run(samples, portions), [i for portion in portions for i in portion]
+        values = self._run(samples, portions)
+        indices = [i for portion in portions for i in portion]
         rows = [values[i].tolist() for i in indices]
         masks = [samples[i].loss_mask for i in indices]
         advantages, returns = [], []

@@ -214,7 +214,8 @@ class Optimizer:
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
         """Clip by the gradients' norm, step, round to the parameters; returns the 2-norm of the
         update."""
-        plain, most = {} if self._fuses() else self.others, self.settings.max_grad_norm
+        plain = {} if self._fuses() else self.others
+        most = self.settings.max_grad_norm
         by_hand = self.muon.params | plain
         if most is not None and by_hand:
             nn.utils.clip_grads_with_norm_(by_hand.values(), most, norm)
@@ -280,7 +281,8 @@ class Optimizer:
             moved, self.adamw.moved = self.adamw.moved, 0.0
             return math.sqrt(moved)
         b1, b2 = (1 - beta**self.num_updates for beta in self.settings.betas)
-        rate, norms = self.adamw.param_groups[0]["lr"], []
+        rate = self.adamw.param_groups[0]["lr"]
+        norms = []
         for moments in (self.adamw.state[master] for master in self.others.values()):
             step = (moments["exp_avg_sq"] / b2).sqrt_().add_(self.settings.eps)
             norms.append(

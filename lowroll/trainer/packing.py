@@ -169,7 +169,8 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
     if not samples:
         raise ValueError("samples: the batch is empty")
     for i, sample in enumerate(samples):
-        rollout, num = sample.rollout, len(sample.rollout.token_ids)
+        rollout = sample.rollout
+        num = len(sample.rollout.token_ids)
         if not sample.prompt_ids:
             raise ValueError(f"sample {i} ({sample.prompt.id}): prompt_ids is empty")
         if not num:

@@ -52,7 +52,8 @@ class Probe:
             f"before the first update: ln pi_old - ln b has std {token:.2g} a token and "
             f"{sequence:.2g} a sequence (mean over its tokens)"
         ]
-        band, name = options.get("eps_high"), self.settings.objective.name
+        band = options.get("eps_high")
+        name = self.settings.objective.name
         if band and band < sequence and any(word in name for word in ("gspo", "tbpo")):
             found.append(
                 f"{name}: its band ends at 1 + {band:.2g}, {sequence / band:.1f} times closer than "
@@ -64,7 +65,8 @@ class Probe:
     def silent(self, options: Mapping[str, Any]) -> dict[str, float]:
         """Shares of tokens, and of whole sequences, without a gradient under these options of the
         objective."""
-        packed, objective = self.packed, self.settings.objective
+        packed = self.packed
+        objective = self.settings.objective
         given = {
             "mask": packed.mask_N,
             "segments": packed.segments_N,
@@ -84,7 +86,8 @@ class Probe:
                 **options,
             )
             (gradient_N,) = torch.autograd.grad(J, learner_N)
-        active_N, sequences = gradient_N != 0, sequences_of(packed.mask_N, packed.segments_N)
+        active_N = gradient_N != 0
+        sequences = sequences_of(packed.mask_N, packed.segments_N)
         has_tokens_S = sequence_any(torch.ones_like(active_N), sequences)
         return {
             "spread/silent_fraction": masked_mean(~active_N, sequences.mask_N).item(),
