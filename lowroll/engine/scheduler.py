@@ -28,8 +28,9 @@ reserve lapses when the sample ends. Only the oldest group can have samples that
 nothing but its prompt, which they need anyway. So when all others have ended, one more sample
 always fits: no deadlock. A group larger than the cache or than `max_batch` simply enters in waves.
 
-Concurrency: one thread calls everything. `abort` may come between `plan` and `commit`; the commits
-that follow for an ended sequence are ignored.
+Concurrency: one thread calls everything. `abort` may come when the plan has run and before its
+commits; those that follow for an ended sequence are ignored. Before the run it may not: it takes
+the pages that the plan's sequences list.
 """
 
 from __future__ import annotations

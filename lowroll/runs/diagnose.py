@@ -44,6 +44,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.orchestrator.source import draw_at
+from lowroll.quant.formats import get_format
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.monitor import fallen_to
@@ -205,7 +206,7 @@ def diagnose(
         "decode": torch.tensor([p for _, rollout in rows for p in rollout.logprobs]),
         "prefill": torch.cat(engine.score(sequences, lengths, temperature)),
     }
-    aligned.align(model, format)
+    _align(model, format)
     points["aligned"] = learner()
     with aligned.suspended(model):
         points["dense"] = learner()
@@ -214,6 +215,16 @@ def diagnose(
         points, torch.arange(len(rows)).repeat_interleave(sizes), engine.capabilities.kv_policy
     )
     return Diagnosis(str(run or cfg.model), format, int(sizes.sum()), parts, whole, tuple(notes))
+
+
+def _align(model: Transformer, format: str) -> None:
+    """Let the learner's forward run in the engine's arithmetic."""
+    base = model.weight_format
+    if base not in (None, format) and get_format(format).dense:
+        # LoRA whose guard fell back: the engine has the values of the base, as the plain forward
+        aligned.realign(model, format)
+    else:
+        aligned.align(model, format)
 
 
 def _checkpoint(run: Path | None) -> Checkpoint | None:
