@@ -56,10 +56,8 @@ def place(reward: float, mask: Mask) -> list[float]:
     return [reward if t == last else 0.0 for t in range(len(mask))]
 
 
-def whiten(
-    advantages: Sequence[Sequence[float]], masks: Sequence[Mask], *, eps: float = 1e-8
-) -> list[list[float]]:
-    """(A - mean) / sqrt(var + eps) over the unmasked tokens of all responses, var with ddof 1; 0.0
+def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list[list[float]]:
+    """(A - mean) / sqrt(var + 1e-8) over the unmasked tokens of all responses, var with ddof 1; 0.0
     under the mask.
 
     A batch of one token, or of equal advantages, gives 0.0. ValueError for lengths that differ or a
@@ -78,7 +76,7 @@ def whiten(
     mean, scale = 0.0, 0.0
     if len(active) > 1 and min(active) != max(active):
         mean = math.fsum(active) / len(active)
-        scale = 1 / math.sqrt(math.fsum((a - mean) ** 2 for a in active) / (len(active) - 1) + eps)
+        scale = 1 / math.sqrt(math.fsum((a - mean) ** 2 for a in active) / (len(active) - 1) + 1e-8)
     return [
         [(a - mean) * scale if m else 0.0 for a, m in zip(row, mask, strict=True)]
         for row, mask in zip(advantages, masks, strict=True)

@@ -173,8 +173,10 @@ def resolve_plain(text: str) -> Any:
     return text
 
 
-def _clip(text: str, length: int = 60) -> str:
-    return text if len(text) <= length else text[:length] + "..."
+def _clip(text: str) -> str:
+    if len(text) <= 60:
+        return text
+    return text[:60] + "..."
 
 
 def _compose(text: str, name: str) -> yaml.Node | None:

@@ -19,7 +19,7 @@ With a second model in another format (`large_batch_model`), batches of LARGE_BA
 more run on that one: 4-bit weights are the fewest bytes while few rows wait for them, 8-bit ones
 the cheaper product for many (docs/benchmarks.md).
 
-Every tensor that a graph reads is allocated once: new weights are adopted in place, and the graphs
+Every tensor that a graph reads is allocated once: new weights are copied in place, and the graphs
 stay valid.
 
 Requests with filters, penalties or bans need their logits on the way: they take one step at a time,

@@ -23,10 +23,10 @@ fork from what is left. The dense policy keeps every key, and none of this happe
 Admission is first in, first out, sample by sample, and by worst case (no preemption, hence no
 recomputation): a sample enters when a slot is free and when the pages it could ever need beyond
 those that it shares (`kv.policy.base.footprint`) are free and reserved for nobody else. They are
-given out as it grows, come back to the reserve when a compaction frees them, and the promise lapses
-when it ends. Only the oldest group can have samples outside; it holds nothing but its prompt, which
-they need anyway. So when all others have ended, one more sample always fits: no deadlock. A group
-larger than the cache or than `max_batch` simply enters in waves.
+given out as it grows, come back to the reserve when a compaction frees them, and the reservation
+lapses when it ends. Only the oldest group can have samples that wait; it holds nothing but its
+prompt, which they need anyway. So when all others have ended, one more sample always fits: no
+deadlock. A group larger than the cache or than `max_batch` simply enters in waves.
 
 Concurrency: one thread calls everything. `abort` may come between `plan` and `commit`; the commits
 that follow for an ended sequence are ignored.
@@ -87,9 +87,9 @@ class Scheduler:
         self.lookahead = lookahead
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
-        self.reserved_pages = 0  # sum of the sequences' promises; never over pool.num_free
+        self.reserved_pages = 0  # sum over the sequences; never over pool.num_free
         self._groups: dict[int, LiveGroup] = {}  # by handle, in order of arrival
-        self._waiting: deque[LiveGroup] = deque()  # groups with samples outside, oldest first
+        self._waiting: deque[LiveGroup] = deque()  # groups with samples that wait, oldest first
         self._prefilling: deque[LiveGroup] = deque()
         self._running: dict[Sequence, None] = {}  # admitted samples, in order of admission
         self._free_slots = list(reversed(range(max_batch)))
@@ -287,7 +287,7 @@ class Scheduler:
             self._running[sequence] = None
 
     def _admit_leader(self, group: LiveGroup) -> bool:
-        """Take the prompt's pages (from the prefix cache where it can) and promise the leader's
+        """Take the prompt's pages (from the prefix cache where it can) and reserve the leader's
         others."""
         prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
         need = group.footprint
@@ -467,7 +467,7 @@ class Scheduler:
         return chunks
 
     def _publish_prompt(self, group: LiveGroup) -> None:
-        """Offer the full prompt pages to later requests, unless other weights were adopted while
+        """Offer the full prompt pages to later requests, unless the weights were updated while
         the prompt ran."""
         if group.salt == self.salt:
             keys = page_keys(group.request.prompt_ids, self.pool.page_size, group.salt)

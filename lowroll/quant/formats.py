@@ -110,11 +110,11 @@ class QTensor:
         return get_format(self.format).linear(x_MK, self, bias_N)
 
     def copy_(self, other: QTensor) -> QTensor:
-        """Adopt the codes and scales of `other` in place: no storage moves. ValueError when they do
+        """Copy the codes and scales of `other` in place: no storage moves. ValueError when they do
         not fit."""
         if (self.format, self.shape) != (other.format, other.shape):
             raise ValueError(
-                f"cannot adopt a {other.format} tensor of shape {list(other.shape)} into a "
+                f"cannot copy a {other.format} tensor of shape {list(other.shape)} into a "
                 f"{self.format} one of shape {list(self.shape)}"
             )
         if odd := [
@@ -123,7 +123,7 @@ class QTensor:
             if tensor.shape != other.tensors[name].shape
         ]:
             raise ValueError(
-                f"cannot adopt a {other.format} tensor with {odd[0]} "
+                f"cannot copy a {other.format} tensor with {odd[0]} "
                 f"{list(other.tensors[odd[0]].shape)} "
                 f"into one with {list(self.tensors[odd[0]].shape)}"
             )
@@ -142,7 +142,7 @@ class QTensor:
         """
         if tuple(w_NK.shape) != self.shape:
             raise ValueError(
-                f"cannot adopt a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}"
+                f"cannot copy a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}"
             )
         if amax_1 is None:
             (amax_1,) = checksum.amax([w_NK])

@@ -136,8 +136,8 @@ class Critic:
         self, samples: Sequence[Sample], minibatch: Sequence[int], judged: Judgement
     ) -> dict[str, float]:
         """One optimiser update towards the returns of a minibatch; returns its metrics."""
-        heard = [i for i in minibatch if i in judged.returns]
-        counts = Counts(sum(map(sum, (samples[i].loss_mask for i in heard))), len(minibatch))
+        active = [i for i in minibatch if i in judged.returns]
+        counts = Counts(sum(map(sum, (samples[i].loss_mask for i in active))), len(minibatch))
 
         def loss(packed: Packed, values_N: Tensor) -> tuple[Tensor, dict[str, float]]:
             return value_loss(
@@ -150,10 +150,10 @@ class Critic:
                 clip=self.settings.value_clip,
             )
 
-        values = self._run(samples, [heard], lambda packed, values_N: loss(packed, values_N)[0])
+        values = self._run(samples, [active], lambda packed, values_N: loss(packed, values_N)[0])
         record: dict[str, float] = {"critic/loss": 0.0}
-        if heard:
-            whole = collate(samples, heard, self.body.device)
+        if active:
+            whole = collate(samples, active, self.body.device)
             record = loss(whole, gather(values, whole))[1]
         updated = self.optimizer.update(refuse=not math.isfinite(record["critic/loss"]))
         return record | {

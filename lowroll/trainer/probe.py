@@ -86,20 +86,20 @@ class Probe:
                 **options,
             )
             (gradient_N,) = torch.autograd.grad(J, learner_N)
-        heard_N, sequences = gradient_N != 0, sequences_of(packed.mask_N, packed.segments_N)
-        has_tokens_S = sequence_any(torch.ones_like(heard_N), sequences)
+        active_N, sequences = gradient_N != 0, sequences_of(packed.mask_N, packed.segments_N)
+        has_tokens_S = sequence_any(torch.ones_like(active_N), sequences)
         return {
-            "spread/silent_fraction": masked_mean(~heard_N, sequences.mask_N).item(),
+            "spread/silent_fraction": masked_mean(~active_N, sequences.mask_N).item(),
             "spread/silent_sequence_fraction": masked_mean(
-                ~sequence_any(heard_N, sequences), has_tokens_S
+                ~sequence_any(active_N, sequences), has_tokens_S
             ).item(),
         }
 
 
 def probe(model: Transformer, batch: Batch, settings: LearnSettings) -> Probe | None:
     """Score a batch with the learner as it is; None when no token of it is learnt from."""
-    heard = [i for i, sample in enumerate(batch.samples) if any(sample.loss_mask)]
-    if not heard:
+    active = [i for i, sample in enumerate(batch.samples) if any(sample.loss_mask)]
+    if not active:
         return None
     forward = Forward(
         model,
@@ -108,5 +108,5 @@ def probe(model: Transformer, batch: Batch, settings: LearnSettings) -> Probe | 
         settings.logprob_chunk,
         batch.temperature,
     )
-    packed = forward.collate(heard)
-    return Probe(packed, gather(forward.run([heard]).log_probs, packed), settings)
+    packed = forward.collate(active)
+    return Probe(packed, gather(forward.run([active]).log_probs, packed), settings)

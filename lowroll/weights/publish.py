@@ -4,7 +4,7 @@ engine's buffers, in place.
 `rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a
 storage. Under LoRA the base is frozen and, when it is quantized already, shared: the two models
 hold the same QTensors, norms and embeddings, and only the adapter is published. The codes of an
-aligned learner (`weights.aligned`) are copied as they are. `digest` proves what was adopted. Noise
+aligned learner (`weights.aligned`) are copied as they are. `digest` proves what was published. Noise
 (`weights.noise`) lands on the engine's norms and nowhere else.
 """
 

@@ -52,7 +52,7 @@ class Receiver:
         if update.kind == "full":
             publish(self._gather(update), self.rollout, update.noise, self.large_batch_model)
         else:
-            self._adopt(update)
+            self._copy_adapter(update)
 
     def _check_kind(self, update: WeightUpdate) -> None:
         if update.kind != self.kind:
@@ -94,7 +94,7 @@ class Receiver:
         return staging
 
     @torch.no_grad()
-    def _adopt(self, update: WeightUpdate) -> None:
+    def _copy_adapter(self, update: WeightUpdate) -> None:
         """Write what an adapter's stream holds, and the noise on the norms of its base."""
         rollout, targets = self.rollout, lora.state(self.rollout)
         wanted = {name: tuple(target.shape) for name, target in targets.items()}

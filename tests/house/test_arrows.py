@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # does
     "kv": ({"quant", "kernels", "types", "model"}, {"torch"}),
     "weights": ({"model", "quant", "kernels", "types"}, {"torch"}),
-    # engine -> weights: the engine adopts through the one corridor
+    # engine -> weights: the engine updates its weights through the one corridor
     "engine": (
         {"model", "quant", "kv", "kernels", "transport", "metrics", "types", "machine", "weights"},
         {"torch"},
