@@ -289,7 +289,7 @@ def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Pat
     here: list[str] = []
     if section is not None:
         here = list(section.model_fields)
-    foreign: list[str] = []
+    foreign: list[Path] = []
     if model is RunConfig:
         foreign = list(foreign_keys(path, value))
     if foreign and not nearest(word, here, cutoff=0.85):

@@ -56,7 +56,8 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} was asked for, and torch sees no CUDA device")
     if place.type == "cuda":
-        place = torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
+        if place.index is None:
+            place = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(place)
     return place
 
@@ -108,9 +109,9 @@ class NativeEngine:
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
         weights = weights or self._own_format(model)
         self.format = get_format(weights)
-        place = pick_device(
-            model.device if isinstance(model, Transformer) and str(device) == "auto" else device
-        )
+        if isinstance(model, Transformer) and str(device) == "auto":
+            device = model.device
+        place = pick_device(device)
         dtype = self._pick_dtype(weights, dtype, place)
         if isinstance(model, Transformer) and model.device != place:
             raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
@@ -141,13 +142,16 @@ class NativeEngine:
             self.model, self.large_batch_model, num_pages, page_size, max_batch, self.kv
         )
         self.pool = PagePool(num_pages, page_size)
+        if large_batch_weights is not None:
+            weights = f"{weights}+{large_batch_weights}"
         self.behavior = BehaviorTag(
             self._policy(0),
-            weights=weights if large_batch_weights is None else f"{weights}+{large_batch_weights}",
+            weights=weights,
             kv_policy=self.kv.name,
             kv_budget=self.kv.budget,
         )
-        self._tokenizer, self._tokens = tokenizer, 0
+        self._tokenizer = tokenizer
+        self._tokens = 0
         decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
         self.scheduler = Scheduler(
             self.pool,
@@ -185,7 +189,8 @@ class NativeEngine:
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
         handles = [self.scheduler.add(request) for request in requests]
-        mine, done = frozenset(handles), dict[int, Group]()
+        mine = frozenset(handles)
+        done: dict[int, Group] = {}
         try:
             while len(done) < len(handles):
                 self._advance()
@@ -211,7 +216,8 @@ class NativeEngine:
     def _as_requests(
         self, given: str | Request | Sequence[Request | str], chat: bool, sampling: dict[str, Any]
     ) -> list[Request]:
-        given = [given] if isinstance(given, str | Request) else given
+        if isinstance(given, str | Request):
+            given = [given]
         if not isinstance(given, list | tuple):
             raise ValueError(
                 f"requests: expected a text, a Request or a list of them, got "
@@ -233,10 +239,12 @@ class NativeEngine:
         for name in sampling:
             if name not in known:
                 raise ValueError(f"{name}: a request has no such field; it has {', '.join(known)}")
-        return [
-            Request(prompt_ids=self._encode(one, chat), **sampling) if isinstance(one, str) else one
-            for one in given
-        ]
+        requests = []
+        for one in given:
+            if isinstance(one, str):
+                one = Request(prompt_ids=self._encode(one, chat), **sampling)
+            requests.append(one)
+        return requests
 
     def _encode(self, text: str, chat: bool) -> list[int]:
         if chat:
@@ -301,12 +309,10 @@ class NativeEngine:
     def keep_dense(self) -> None:
         """What `keep_dense=True` does, for an engine that has not decoded yet. Stacked experts are
         left as they are: their product reads the codes."""
-        for _, linear in self.model.linears() if self.model.device.type == "cuda" else ():
-            if (
-                isinstance(linear.weight, QTensor)
-                and not isinstance(linear, StackedLinear)
-                and self.format.bits < 8
-            ):
+        if self.model.device.type != "cuda" or self.format.bits >= 8:
+            return
+        for _, linear in self.model.linears():
+            if isinstance(linear.weight, QTensor) and not isinstance(linear, StackedLinear):
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
@@ -386,10 +392,11 @@ class NativeEngine:
         """
         self.receiver.take(update)
         noise = update.noise
-        if noise is None or noise.sigma == 0:
-            seed, sigma = None, 0.0
-        else:
-            seed, sigma = noise.seed, noise.sigma
+        seed: int | None = None
+        sigma = 0.0
+        if noise is not None and noise.sigma != 0:
+            seed = noise.seed
+            sigma = noise.sigma
         self.behavior = replace(
             self.behavior, policy=self._policy(update.version), noise_seed=seed, noise_sigma=sigma
         )
@@ -466,7 +473,8 @@ class NativeEngine:
                 known = eos_id(self.folder)
             else:
                 known = self.tokenizer.eos_token_id
-            ids |= set() if known is None else {known}
+            if known is not None:
+                ids.add(known)
         return ids
 
     def _pick_dtype(
@@ -477,7 +485,9 @@ class NativeEngine:
             raise ValueError(f"dtype: weights={weights!r} computes in {fixed}, not in {dtype}")
         if fixed is not None:
             return fixed
-        return dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        if dtype is not None:
+            return dtype
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def _cache_tokens(
         self,
@@ -486,10 +496,8 @@ class NativeEngine:
         page_size: int,
         max_batch: int,
     ) -> int:
-        each, free = (
-            KVCache.bytes_per_token(self.spec, self.model.dtype),
-            free_memory(self.model.device),
-        )
+        each = KVCache.bytes_per_token(self.spec, self.model.dtype)
+        free = free_memory(self.model.device)
         if cache_tokens is None:
             return capacity(
                 workloads,
@@ -512,8 +520,7 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes that the device (the machine, for a CPU) could give now; None where the system does not
     say."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-            device
-        )  # by torch, for later
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)  # by torch, partly for later
+        return int(free) + reserved - torch.cuda.memory_allocated(device)
     return machine.free_memory()
