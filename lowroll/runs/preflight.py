@@ -249,7 +249,7 @@ def _beside(
         assert cfg.train.teacher is not None
         models.refuse_other_vocabulary("train.teacher", cfg.train.teacher, cfg, chat)
         beside["teacher"] = _outline("train.teacher", cfg.train.teacher, compute, scratch)
-    if cfg.algorithm == "ppo":
+    if cfg.has_critic:
         source = cfg.critic.model
         if source is not None:
             models.refuse_adapter("critic.model", source)

@@ -53,10 +53,11 @@ class Probe:
             f"{sequence:.2g} a sequence "
             "(mean over its tokens)"
         ]
-        band, name = options.get("eps_high"), self.settings.objective.name
-        if band and band < sequence and any(word in name for word in ("gspo", "tbpo")):
+        objective = self.settings.objective
+        band = options.get("eps_high")
+        if band and band < sequence and objective.row.sequences:
             found.append(
-                f"{name}: its band ends at 1 + {band:.2g}, {sequence / band:.1f} times closer than "
+                f"{objective.name}: its band ends at 1 + {band:.2g}, {sequence / band:.1f} times closer than "
                 f"that: it "
                 "bounds what the learner moves, not this mismatch; train.forward aligned makes "
                 "that small"
@@ -75,7 +76,8 @@ class Probe:
         }
         learner_N = self.learner_N.clone().requires_grad_(True)
         advantages_N = torch.where(packed.advantages_N == 0, 1, packed.advantages_N)
-        options = {**options, **({"kl_tau": 0.0} if "kl_tau" in options else {})}
+        if "kl_tau" in options:
+            options = {**options, "kl_tau": 0.0}
         with torch.enable_grad():
             J, _ = objective(
                 learner=learner_N,
@@ -86,7 +88,8 @@ class Probe:
                 **options,
             )
             (gradient_N,) = torch.autograd.grad(J, learner_N)
-        active_N, sequences = gradient_N != 0, sequences_of(packed.mask_N, packed.segments_N)
+        active_N = gradient_N != 0
+        sequences = sequences_of(packed.mask_N, packed.segments_N)
         has_tokens_S = sequence_any(torch.ones_like(active_N), sequences)
         return {
             "spread/silent_fraction": masked_mean(~active_N, sequences.mask_N).item(),
