@@ -126,7 +126,8 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     """
     if kind not in KINDS:
         raise ValueError(f"--as: {kind!r} is not one of {', '.join(KINDS)}")
-    out, run = _absent(out), Path(run)
+    out = _absent(out)
+    run = Path(run)
     if (run / "adapter_config.json").is_file():
         return _export_adapter(run, out, kind, step)
     if not (run / "config.yaml").is_file():
@@ -140,14 +141,15 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
         )
     saved = Store(run / "checkpoints").load(step)
     model, compute = _learner(cfg, saved)
-    source, gap, note = hf.resolve(cfg.model), None, None
+    source = hf.resolve(cfg.model)
+    gap: Gap | None = None
+    note: str | None = None
     if kind == "adapter":
         gap = publish_adapter(cfg, model, out, newest_batch(run, saved.step), saved.step)
         form = _format_of(model)
     elif kind == "merged":
-        gap = _save_merged(
-            model, out, source, newest_batch(run, saved.step) if cfg.train.lora else None
-        )
+        batch = newest_batch(run, saved.step) if cfg.train.lora else None
+        gap = _save_merged(model, out, source, batch)
         form = _format_of(model)
     else:
         form = compute.format(fallen_to(saved.state) or cfg.rollout.weights)
@@ -165,8 +167,11 @@ def publish_adapter(
     batch: what the gap is measured on. None when there is nothing to measure: no batch, a base that
     is the model as it is, or no room on the device for a second model.
     """
-    scale, source, gap = cfg.train.uaq_scale or 1.0, hf.resolve(cfg.model), None
-    stands_on, holds = base.of(model, scale), hf.low_bit_format(source)
+    scale = cfg.train.uaq_scale or 1.0
+    source = hf.resolve(cfg.model)
+    stands_on = base.of(model, scale)
+    holds = hf.low_bit_format(source)
+    gap: Gap | None = None
     revision = source.name if source.parent.name == "snapshots" else None  # of the hub's cache
 
     def write(target: Path) -> None:
@@ -174,7 +179,8 @@ def publish_adapter(
         lora.write(model, target, cfg.model, source, scale, revision)
         if batch and stands_on.rounds and stored_format(str(stands_on.weights)) != holds:
             gap = _gap_on(source, target, model, batch)
-        card.write(target, cfg.model, stands_on, holds, "" if gap is None else f"Measured: {gap}.")
+        measured = "" if gap is None else f"Measured: {gap}."
+        card.write(target, cfg.model, stands_on, holds, measured)
 
     publish_folder(out, write, {"kind": "adapter", "step": step})
     return gap
@@ -183,10 +189,8 @@ def publish_adapter(
 def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> Gap | None:
     """The gap of an adapter folder on a model folder, from the learner. A measurement may not cost
     the folder: None, with a line in the log, when there is no memory for a second model."""
-    needs, free = (
-        1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30),
-        free_memory(model.device),
-    )
+    needs = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
+    free = free_memory(model.device)
     try:
         if free is None or free > needs:
             plain = lora.load(hf.load(source, model.device, model.dtype), adapter)
@@ -209,10 +213,10 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
             f"{folder} is an adapter folder: it has no checkpoints, and is exported as merged or "
             f"rollout"
         )
-    stated, source = base.read(folder), hf.resolve(lora.base_of(folder))
-    model = hf.load(
-        folder, dtype=_stored_dtype(source) if stated is None else _STORED[stated.dtype]
-    )
+    stated = base.read(folder)
+    source = hf.resolve(lora.base_of(folder))
+    dtype = _stored_dtype(source) if stated is None else _STORED[stated.dtype]
+    model = hf.load(folder, dtype=dtype)
     note = None
     if kind == "merged":
         _save_merged(model, out, folder)
@@ -239,10 +243,10 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
     """The newest rollouts that a run has logged up to a step, of each group in turn, as many of
     them as hold `most` tokens; None when there are none. A file that cannot be read is told, and
     the one before is taken."""
-    batch, left = None, most
-    for _, path in reversed(
-        [found for found in rollout_files(run / "rollouts") if found[0] <= step]
-    ):
+    batch: Batch | None = None
+    left = most
+    logged = [path for found, path in rollout_files(run / "rollouts") if found <= step]
+    for path in reversed(logged):
         try:
             batch = read_rollouts(path)
             break
@@ -285,9 +289,12 @@ def _save_merged(
 ) -> Gap | None:
     """The learner as one dense model; how far it is from the learner, whose sums are rounded to the
     model's dtype."""
-    before = None if batch is None else _scores(model, batch)
+    if batch is None:
+        hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
+        return None
+    before = _scores(model, batch)
     hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
-    return None if batch is None or before is None else _gap(before, _scores(model, batch))
+    return _gap(before, _scores(model, batch))
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:

@@ -242,7 +242,8 @@ def _beside(
     cfg: RunConfig, compute: Compute, model: Transformer, chat: ChatTokenizer
 ) -> dict[str, Transformer]:
     """The shapes of the models that a run holds beside the learner."""
-    beside, scratch = {}, Findings()
+    beside = {}
+    scratch = Findings()
     if models.asks_reference(cfg):
         beside["reference"] = model
     if models.asks_teacher(cfg):
@@ -276,4 +277,5 @@ def _workloads(
 def _budget(found: Findings, planned: budget.Budget | None) -> None:
     if planned is not None:
         found.lines += planned.lines()
-        found.problems += [planned.problem()] if planned.problem() else []
+        if problem := planned.problem():
+            found.problems.append(problem)

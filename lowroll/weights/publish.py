@@ -77,23 +77,33 @@ def rollout_copy(
     _note_conversion(master, format)
     shares_base = master.dtype == dtype and (owned or master.weight_format == format)
     rollout = Transformer(master.spec, "meta", dtype, ENGINE)
-    mine, shared = dict(master.named_parameters()), set[str]()
-    disturbed = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
+    mine = dict(master.named_parameters())
+    shared: set[str] = set()
+    disturbed: set[str] = set()
+    if noisy:
+        disturbed = {f"{name}.weight" for name, _ in noisy_norms(rollout)}
     for name, _ in list(rollout.named_parameters()):
-        if not name.endswith(_LINEAR_WEIGHTS):
-            frozen = owned or not mine[name].requires_grad
-            value, share = mine[name].detach(), shares_base and frozen and name not in disturbed
-            value = value if share else value.to(dtype, copy=True)
-            set_parameter(rollout, name, value.float() if name in disturbed else value)
-            shared |= {name} if share else set()
+        if name.endswith(_LINEAR_WEIGHTS):
+            continue
+        value = mine[name].detach()
+        frozen = owned or not mine[name].requires_grad
+        if shares_base and frozen and name not in disturbed:
+            shared.add(name)
+        else:
+            value = value.to(dtype, copy=True)
+        if name in disturbed:
+            value = value.float()
+        set_parameter(rollout, name, value)
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
         ours.set_weight(_engines(name, theirs, format))
-        shared |= {f"{name}.weight"} if ours.weight is theirs.weight else set()
+        if ours.weight is theirs.weight:
+            shared.add(f"{name}.weight")
         if owned:
             theirs.set_weight(ours.weight)  # the old one is given back layer by layer
         if theirs.adapter is not None:
             ours.adapter = _copy_adapter(theirs.adapter)
-    rollout.freqs, rollout.shared = master.freqs, frozenset() if owned else frozenset(shared)
+    rollout.freqs = master.freqs
+    rollout.shared = frozenset() if owned else frozenset(shared)
     rollout.head = over(rollout.lm_head_weight)
     return rollout.requires_grad_(False).eval()
 
@@ -110,7 +120,9 @@ def beside(master: Transformer, rollout: Transformer, format: str) -> Transforme
     ):
         ours.set_weight(_engines(name, theirs, format))
         ours.adapter = same.adapter
-    other.freqs, other.shared, other.head = rollout.freqs, rollout.shared, rollout.head
+    other.freqs = rollout.freqs
+    other.shared = rollout.shared
+    other.head = rollout.head
     return other.requires_grad_(False).eval()
 
 
@@ -135,9 +147,8 @@ def publish(
         for name, linear in linears.items()
         if isinstance(linear.weight, nn.Parameter)
     }
-    amax = dict(
-        zip(weights, checksum.amax(list(weights.values())), strict=True)
-    )  # the device reads, the host compares
+    # the device reads, the host compares
+    amax = dict(zip(weights, checksum.amax(list(weights.values())), strict=True))
     mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
     targets = dict(rollout.named_parameters())
     _check_fits(master, rollout, mine, targets)
@@ -145,15 +156,22 @@ def publish(
         if not finite:
             raise ValueError(f"publish: {name}.weight holds a non-finite value")
     drawn = drawn_noise(noise, rollout)
-    for model in (rollout,) if large_batch_model is None else (rollout, large_batch_model):
+    models = [rollout]
+    if large_batch_model is not None:
+        models.append(large_batch_model)
+    for model in models:
         for name, ours in model.linears():
             assert isinstance(ours.weight, QTensor)
             if f"{name}.weight" not in rollout.shared and ours.weight is not linears[name].weight:
                 _refill(name, ours.weight, linears[name], amax.get(name))
     for name, target in targets.items():
         if name not in rollout.shared:
-            value = mine[name] if ".adapter." in name else mine[name].to(rollout.dtype)
-            target.copy_(value.float() + drawn[name] if name in drawn else value)
+            value: Tensor = mine[name]
+            if ".adapter." not in name:
+                value = value.to(rollout.dtype)
+            if name in drawn:
+                value = value.float() + drawn[name]
+            target.copy_(value)
     if rollout.head is not None:
         rollout.head.renew()
     for _, ours in rollout.linears():
