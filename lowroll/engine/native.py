@@ -52,14 +52,14 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     """
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} was asked for, and torch sees no CUDA device")
-    if place.type == "cuda":
-        if place.index is None:
-            place = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_device(place)
-    return place
+    if found.type == "cuda":
+        if found.index is None:
+            found = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(found)
+    return found
 
 
 class NativeEngine:
@@ -111,13 +111,13 @@ class NativeEngine:
         self.format = get_format(weights)
         if isinstance(model, Transformer) and str(device) == "auto":
             device = model.device
-        place = pick_device(device)
-        dtype = self._pick_dtype(weights, dtype, place)
-        if isinstance(model, Transformer) and model.device != place:
-            raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
+        device = pick_device(device)
+        dtype = self._pick_dtype(weights, dtype, device)
+        if isinstance(model, Transformer) and model.device != device:
+            raise ValueError(f"device: the model is on {model.device} and the engine on {device}")
         self.large_batch_model: Transformer | None = None
         if large_batch_weights is not None:
-            master = model if isinstance(model, Transformer) else hf.load(model, place, dtype)
+            master = model if isinstance(model, Transformer) else hf.load(model, device, dtype)
             self.model = rollout_copy(master, weights, dtype, noisy)
             self.large_batch_model = beside(
                 master, self.model, get_format(large_batch_weights).name
@@ -126,7 +126,7 @@ class NativeEngine:
             self.model = rollout_copy(model, weights, dtype, noisy)
         else:
             assert self.folder is not None
-            self.model = rollout_load(self.folder, weights, place, dtype, noisy)
+            self.model = rollout_load(self.folder, weights, device, dtype, noisy)
         self.spec = self.model.spec
         self.receiver = Receiver(self.model, self.large_batch_model)
         if keep_dense:

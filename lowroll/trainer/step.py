@@ -53,7 +53,7 @@ from lowroll.objectives.kl import penalty
 from lowroll.objectives.mismatch import by_length, mismatch
 from lowroll.objectives.objective import Objective
 from lowroll.objectives.reduce import Counts, masked_mean
-from lowroll.trainer.critic import Critic, Judgement
+from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import Packed, PerToken, check, collate, gather, pack, split_groups
 from lowroll.types import Batch, RunFailed, Sample
@@ -190,7 +190,7 @@ class Minibatch:
 
     samples: list[int]
     active: list[int]  # those with a token that is learnt from
-    moving: set[int]  # those of them that have a gradient
+    moving: set[int]  # those that have a gradient, in the whole batch
 
     @property
     def portions(self) -> tuple[list[int], list[int]]:
@@ -239,44 +239,21 @@ def learn(
     that cannot be learned from, and TrainingDiverged.
     """
     samples = batch.samples
-    check(samples, model.spec.vocab_size, model.spec.max_position)
-    if not (math.isfinite(batch.temperature) and batch.temperature > 0):
-        raise ValueError(
-            f"temperature: must be finite and above 0 to learn from, is {batch.temperature}"
-        )
-    if (
-        settings.kl_coef
-        and reference is None
-        and all(linear.adapter is None for _, linear in model.linears())
-    ):
-        raise ValueError(
-            "reference: kl_coef needs a frozen reference model, or a LoRA model whose base is one"
-        )
-    if settings.has_teacher:
-        if teacher is None:
-            raise ValueError(
-                f"teacher: teacher_tau {settings.options['teacher_tau']} needs a teacher model"
-            )
-        check(samples, teacher.spec.vocab_size, teacher.spec.max_position)
+    _refuse(model, batch, settings, reference, teacher)
     forward = Forward(
         model, samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature
     )
     minibatches = split_groups([s.group for s in samples], settings.minibatches)
     active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
-    judged: Judgement | None = None
-    advantages: PerToken | None = None
-    if critic is not None:
-        judged = critic.judge(samples, active)
-        advantages = judged.advantages
+    judged = None if critic is None else critic.judge(samples, active)
+    advantages = None if judged is None else judged.advantages
     learning: Optimizer | None = optimizer
     if critic is not None and critic.warming_up:
         learning = None
-    plan = []
-    for minibatch, mine in zip(minibatches, active, strict=True):
-        moving: set[int] = set()
-        if learning is not None:
-            moving = _moving(samples, mine, settings, advantages)
-        plan.append(Minibatch(minibatch, mine, moving))
+    moving: set[int] = set()
+    if learning is not None:
+        moving = _moving(samples, chain.from_iterable(active), settings, advantages)
+    plan = [Minibatch(*both, moving) for both in zip(minibatches, active, strict=True)]
     anchors = _anchors(forward, plan, settings, reference, teacher)
 
     records: list[dict[str, float]] = []
@@ -306,9 +283,39 @@ def learn(
     return metrics | distances
 
 
+def _refuse(
+    model: Transformer,
+    batch: Batch,
+    settings: LearnSettings,
+    reference: Transformer | None,
+    teacher: Transformer | None,
+) -> None:
+    """ValueError for a batch that cannot be learned from, and for a model that is missing."""
+    samples = batch.samples
+    check(samples, model.spec.vocab_size, model.spec.max_position)
+    if not (math.isfinite(batch.temperature) and batch.temperature > 0):
+        raise ValueError(
+            f"temperature: must be finite and above 0 to learn from, is {batch.temperature}"
+        )
+    if (
+        settings.kl_coef
+        and reference is None
+        and all(linear.adapter is None for _, linear in model.linears())
+    ):
+        raise ValueError(
+            "reference: kl_coef needs a frozen reference model, or a LoRA model whose base is one"
+        )
+    if settings.has_teacher:
+        if teacher is None:
+            raise ValueError(
+                f"teacher: teacher_tau {settings.options['teacher_tau']} needs a teacher model"
+            )
+        check(samples, teacher.spec.vocab_size, teacher.spec.max_position)
+
+
 def _moving(
     samples: Sequence[Sample],
-    active: Sequence[int],
+    active: Iterable[int],
     settings: LearnSettings,
     advantages: PerToken | None,
 ) -> set[int]:
