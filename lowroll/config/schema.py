@@ -261,6 +261,11 @@ class RunConfig(Section):
         """Prompts a step."""
         return self.batch_size // self.rollouts_per_example
 
+    @property
+    def has_critic(self) -> bool:
+        """Does a critic learn beside the model?"""
+        return ALGORITHMS[self.algorithm].has_critic
+
     def at(self, step: int) -> RunConfig:
         """The settings of a step (counted from 1): those of the stages that have begun laid over
         the run's own."""

@@ -52,13 +52,14 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     """
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} was asked for, and torch sees no CUDA device")
-    if place.type == "cuda":
-        place = torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
-        torch.cuda.set_device(place)
-    return place
+    if found.type == "cuda":
+        if found.index is None:
+            found = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(found)
+    return found
 
 
 class NativeEngine:
@@ -108,15 +109,15 @@ class NativeEngine:
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
         weights = weights or self._own_format(model)
         self.format = get_format(weights)
-        place = pick_device(
-            model.device if isinstance(model, Transformer) and str(device) == "auto" else device
-        )
-        dtype = self._pick_dtype(weights, dtype, place)
-        if isinstance(model, Transformer) and model.device != place:
-            raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
+        if isinstance(model, Transformer) and str(device) == "auto":
+            device = model.device
+        device = pick_device(device)
+        dtype = self._pick_dtype(weights, dtype, device)
+        if isinstance(model, Transformer) and model.device != device:
+            raise ValueError(f"device: the model is on {model.device} and the engine on {device}")
         self.large_batch_model: Transformer | None = None
         if large_batch_weights is not None:
-            master = model if isinstance(model, Transformer) else hf.load(model, place, dtype)
+            master = model if isinstance(model, Transformer) else hf.load(model, device, dtype)
             self.model = rollout_copy(master, weights, dtype, noisy)
             self.large_batch_model = beside(
                 master, self.model, get_format(large_batch_weights).name
@@ -125,7 +126,7 @@ class NativeEngine:
             self.model = rollout_copy(model, weights, dtype, noisy)
         else:
             assert self.folder is not None
-            self.model = rollout_load(self.folder, weights, place, dtype, noisy)
+            self.model = rollout_load(self.folder, weights, device, dtype, noisy)
         self.spec = self.model.spec
         self.receiver = Receiver(self.model, self.large_batch_model)
         if keep_dense:
@@ -141,9 +142,11 @@ class NativeEngine:
             self.model, self.large_batch_model, num_pages, page_size, max_batch, self.kv
         )
         self.pool = PagePool(num_pages, page_size)
+        if large_batch_weights is not None:
+            weights = f"{weights}+{large_batch_weights}"
         self.behavior = BehaviorTag(
             self._policy(0),
-            weights=weights if large_batch_weights is None else f"{weights}+{large_batch_weights}",
+            weights=weights,
             kv_policy=self.kv.name,
             kv_budget=self.kv.budget,
         )
@@ -213,7 +216,8 @@ class NativeEngine:
     def _as_requests(
         self, given: str | Request | Sequence[Request | str], chat: bool, sampling: dict[str, Any]
     ) -> list[Request]:
-        given = [given] if isinstance(given, str | Request) else given
+        if isinstance(given, str | Request):
+            given = [given]
         if not isinstance(given, list | tuple):
             raise ValueError(
                 f"requests: expected a text, a Request or a list of them, got "
@@ -234,10 +238,12 @@ class NativeEngine:
         for name in sampling:
             if name not in known:
                 raise ValueError(f"{name}: a request has no such field; it has {', '.join(known)}")
-        return [
-            Request(prompt_ids=self._encode(one, chat), **sampling) if isinstance(one, str) else one
-            for one in given
-        ]
+        requests = []
+        for one in given:
+            if isinstance(one, str):
+                one = Request(prompt_ids=self._encode(one, chat), **sampling)
+            requests.append(one)
+        return requests
 
     def _encode(self, text: str, chat: bool) -> list[int]:
         if chat:
@@ -384,10 +390,11 @@ class NativeEngine:
         """
         self.receiver.take(update)
         noise = update.noise
-        if noise is None or noise.sigma == 0:
-            seed, sigma = None, 0.0
-        else:
-            seed, sigma = noise.seed, noise.sigma
+        seed: int | None = None
+        sigma = 0.0
+        if noise is not None and noise.sigma != 0:
+            seed = noise.seed
+            sigma = noise.sigma
         self.behavior = replace(
             self.behavior, policy=self._policy(update.version), noise_seed=seed, noise_sigma=sigma
         )
@@ -464,7 +471,8 @@ class NativeEngine:
                 known = eos_id(self.folder)
             else:
                 known = self.tokenizer.eos_token_id
-            ids |= set() if known is None else {known}
+            if known is not None:
+                ids.add(known)
         return ids
 
     def _pick_dtype(
@@ -475,7 +483,9 @@ class NativeEngine:
             raise ValueError(f"dtype: weights={weights!r} computes in {fixed}, not in {dtype}")
         if fixed is not None:
             return fixed
-        return dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        if dtype is not None:
+            return dtype
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def _cache_tokens(
         self,

@@ -98,8 +98,10 @@ def inside(folder: Path, name: str) -> Path | None:
     return path
 
 
-def some(names: Iterable[str], most: int = 5) -> str:
-    """The first of the names, and how many more there are."""
+def some(names: Iterable[str]) -> str:
+    """The first five of the names, and how many more there are."""
     names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(printable(name, 200) for name in names[:most]) + more
+    shown = ", ".join(printable(name, 200) for name in names[:5])
+    if len(names) <= 5:
+        return shown
+    return f"{shown} and {len(names) - 5} more"

@@ -81,11 +81,11 @@ class _GatedLinear(torch.autograd.Function):
         x_grad_TK = grad_TN @ weight_NK
         x_TK = torch.empty_like(x_grad_TK)
         gate_up_grad_TN = silu_mul_backward(gate_up_TN, x_grad_TK, x_TK)
-        return (
-            gate_up_grad_TN,
-            grad_TN.t() @ x_TK,
-            grad_TN.sum(0) if ctx.needs_input_grad[2] else None,
-        )
+        weight_grad_NK = grad_TN.t() @ x_TK
+        bias_grad_N = None
+        if ctx.needs_input_grad[2]:
+            bias_grad_N = grad_TN.sum(0)
+        return gate_up_grad_TN, weight_grad_NK, bias_grad_N
 
 
 class _DequantizedLinear(torch.autograd.Function):
@@ -101,7 +101,9 @@ class _DequantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        bias_grad_N = None
+        if ctx.needs_input_grad[2]:
+            bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype)
         return grad_TN @ ctx.weight.dequantize(grad_TN.dtype), None, bias_grad_N
 
 
@@ -117,18 +119,18 @@ class _AlignedLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         ctx.master_dtype = None if master_NK is None else master_NK.dtype
         ctx.save_for_backward(x_TK if ctx.needs_input_grad[2] else None)
-        return weight.linear(x_TK.detach(), None if bias_N is None else bias_N.detach())
+        return weight.linear(x_TK.detach(), bias_N)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         (x_TK,) = ctx.saved_tensors
+        x_grad_TK = None
         if ctx.needs_input_grad[0]:
             x_grad_TK = grad_TN @ ctx.weight.dequantize(grad_TN.dtype)
-        else:
-            x_grad_TK = None
+        master_grad_NK = None
         if ctx.needs_input_grad[2]:
             master_grad_NK = (grad_TN.t() @ x_TK).to(ctx.master_dtype)
-        else:
-            master_grad_NK = None
-        bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        bias_grad_N = None
+        if ctx.needs_input_grad[3]:
+            bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype)
         return x_grad_TK, None, master_grad_NK, bias_grad_N

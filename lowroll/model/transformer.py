@@ -61,7 +61,9 @@ class RMSNorm(nn.Module):
     @property
     def gain(self) -> Tensor:
         """The weight with its noise."""
-        return self.weight if self.noise is None else self.weight.float() + self.noise
+        if self.noise is None:
+            return self.weight
+        return self.weight.float() + self.noise
 
 
 class Block(nn.Module):
@@ -88,8 +90,11 @@ class Block(nn.Module):
         self.qkv = layers.linear(
             hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, spec.qkv_bias, device, dtype
         )
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype)
+            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype)
         self.o = layers.linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
         self.post_attention_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
         self.experts = layers.experts(spec, device, dtype) if spec.num_experts else None

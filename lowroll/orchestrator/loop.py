@@ -274,13 +274,13 @@ class Orchestrator:
     def _log(self, batch: Batch, dropped: list[ScoredGroup]) -> None:
         if self.rollout_log is None:
             return
-        outside = [
+        unused = [
             replace(sample, group=-1, advantage=0.0, loss_mask=[0] * len(sample.loss_mask))
             for group in dropped
             for sample in group.samples
         ]
         stats = {name: value for name, value in batch.stats.items() if not name.startswith("time/")}
-        self.rollout_log(replace(batch, samples=batch.samples + outside, stats=stats))
+        self.rollout_log(replace(batch, samples=batch.samples + unused, stats=stats))
 
     def _progress(self, phase: str) -> Progress | None:
         return None if self.on_phase is None else partial(self.on_phase, phase)

@@ -35,6 +35,11 @@ class Checkpointing:
         self.base = base
         self.inputs = self.home.inputs | dict(beside or {})
 
+    @property
+    def cache_tokens(self) -> int | None:
+        """The KV cache that the run began with; None when there is nothing to go on from."""
+        return None if self.found is None else self.found.meta["cache_tokens"]
+
     def take(self) -> Checkpoint | None:
         """The checkpoint to go on from, once; None when the run ended before its first one."""
         saved, self.found = self.found, None

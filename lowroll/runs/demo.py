@@ -229,9 +229,7 @@ def engine_speed(
     return _in_turns(made, requests, rounds)
 
 
-def larger_speed(
-    cfg: RunConfig, formats: tuple[str, ...], rounds: int = 3
-) -> tuple[float, dict[str, float]]:
+def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[str, float]]:
     """Layers of a real size with random weights: their parameters in millions, and the median
     tokens a second of each format on 64 sequences, 8 a prompt, as in a batch of rollouts."""
     compute, prompts, length, new = Compute.of(cfg), 8, 16, 8
@@ -251,7 +249,7 @@ def larger_speed(
             for i in range(prompts)
         ]
 
-    return master.spec.num_parameters / 1e6, _in_turns(engines, requests, rounds)
+    return master.spec.num_parameters / 1e6, _in_turns(engines, requests, rounds=3)
 
 
 def _in_turns(

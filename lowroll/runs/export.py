@@ -177,7 +177,8 @@ def publish_adapter(
         lora.write(model, target, cfg.model, source, scale, revision)
         if batch and stands_on.rounds and stored_format(str(stands_on.weights)) != holds:
             gap = _gap_on(source, target, model, batch)
-        card.write(target, cfg.model, stands_on, holds, "" if gap is None else f"Measured: {gap}.")
+        measured = "" if gap is None else f"Measured: {gap}."
+        card.write(target, cfg.model, stands_on, holds, measured)
 
     publish_folder(out, write, {"kind": "adapter", "step": step})
     return gap
@@ -279,9 +280,12 @@ def _save_merged(
 ) -> Gap | None:
     """The learner as one dense model; how far it is from the learner, whose sums are rounded to the
     model's dtype."""
-    before = None if batch is None else _scores(model, batch)
+    if batch is None:
+        hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
+        return None
+    before = _scores(model, batch)
     hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
-    return None if batch is None or before is None else _gap(before, _scores(model, batch))
+    return _gap(before, _scores(model, batch))
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:

@@ -64,7 +64,7 @@ def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
         return found | _read_by_environments(cfg)
     beside = {
         "train.teacher": cfg.train.teacher,
-        "critic.model": cfg.critic.model if cfg.algorithm == "ppo" else None,
+        "critic.model": cfg.critic.model if cfg.has_critic else None,
     }
     for key, source in beside.items():
         if source is not None:

@@ -249,7 +249,7 @@ def _beside(
         assert cfg.train.teacher is not None
         models.refuse_other_vocabulary("train.teacher", cfg.train.teacher, cfg, chat)
         beside["teacher"] = _outline("train.teacher", cfg.train.teacher, compute, scratch)
-    if cfg.algorithm == "ppo":
+    if cfg.has_critic:
         source = cfg.critic.model
         if source is not None:
             models.refuse_adapter("critic.model", source)
@@ -276,4 +276,5 @@ def _workloads(
 def _budget(found: Findings, planned: budget.Budget | None) -> None:
     if planned is not None:
         found.lines += planned.lines()
-        found.problems += [planned.problem()] if planned.problem() else []
+        if problem := planned.problem():
+            found.problems.append(problem)

@@ -75,7 +75,8 @@ class Probe:
         }
         learner_N = self.learner_N.clone().requires_grad_(True)
         advantages_N = torch.where(packed.advantages_N == 0, 1, packed.advantages_N)
-        options = {**options, **({"kl_tau": 0.0} if "kl_tau" in options else {})}
+        if "kl_tau" in options:
+            options = {**options, "kl_tau": 0.0}
         with torch.enable_grad():
             J, _ = objective(
                 learner=learner_N,

@@ -90,7 +90,8 @@ def rollout_copy(
             shared |= {name} if share else set()
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
         ours.set_weight(_engines(name, theirs, format))
-        shared |= {f"{name}.weight"} if ours.weight is theirs.weight else set()
+        if ours.weight is theirs.weight:
+            shared.add(f"{name}.weight")
         if owned:
             theirs.set_weight(ours.weight)  # the old one is given back layer by layer
         if theirs.adapter is not None:
@@ -159,8 +160,12 @@ def publish(
                 _refill(name, ours.weight, linears[name], amax.get(name))
     for name, target in targets.items():
         if name not in rollout.shared:
-            value = mine[name] if ".adapter." in name else mine[name].to(rollout.dtype)
-            target.copy_(value.float() + drawn[name] if name in drawn else value)
+            value: Tensor = mine[name]
+            if ".adapter." not in name:
+                value = value.to(rollout.dtype)
+            if name in drawn:
+                value = value.float() + drawn[name]
+            target.copy_(value)
     if rollout.head is not None:
         rollout.head.renew()
     for _, ours in rollout.linears():
