@@ -140,7 +140,7 @@ def mean_gap(engine: Engine, group: Group, policy: Bounded | None) -> float:
 
 def test_weights_change_between_captured_steps_of_bounded_caches(tmp_path: Path) -> None:
     folder, kv = hf_folder(tmp_path / "m"), Parity(20, 11)
-    later = nudge(hf.load(folder, "cuda"), 5, size=0.05)
+    later = nudge(hf.load(folder, "cuda", torch.float32), 5, size=0.05)
     engine = Engine(folder, weights="fp32", device="cuda", kv=kv, cache_tokens=4096, max_batch=32)
     handles = [engine.add(request) for request in REQUESTS]
     done = dict(group for _ in range(3) for group in engine.step())
