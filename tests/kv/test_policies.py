@@ -13,6 +13,7 @@ from torch import Tensor
 from lowroll.kv.cache import Chunk, KVCache, Rows
 from lowroll.kv.policy import snapkv
 from lowroll.kv.policy.base import CachePolicy, Selector, footprint
+from lowroll.kv.policy.h2o import H2O, attended
 from lowroll.kv.policy.rkv import RKV, redundancy
 from lowroll.kv.policy.snapkv import SnapKV, best_and_last, importance
 from lowroll.kv.policy.streaming import Streaming, first_and_last
@@ -171,6 +172,83 @@ def test_the_selector_scores_the_last_queries_of_each_slot(
     assert torch.equal(cache.gather_keys(layer, rows.table_BP), keys)
 
 
+def test_h2o_by_hand() -> None:
+    """Two steps over three keys, each with two query heads; then 2 of 3 stay, and their scores."""
+    q = (
+        torch.tensor([[[[0.0, 0], [0, 0]], [[0, 0], [math.log(2), 0]]]]) * 2**0.5
+    )  # scale is 1/sqrt 2
+    k = torch.tensor([[[[0.0, 0], [1, 0], [0, 1]]]])
+    got = attended(q, k, torch.tensor([[1, 2]]))
+    # step 1 sees two keys: 1/2 each, by both heads; step 2: 1/3 each, and 1/4, 1/2, 1/4
+    want = [1 + 1 / 3 + 1 / 4, 1 + 1 / 3 + 1 / 2, 1 / 3 + 1 / 4]
+    assert got.flatten().tolist() == pytest.approx(want)
+    assert attended(q, k, torch.tensor([[-1, -1]])).tolist() == [[[0, 0, 0]]]
+    assert best_and_last(got, torch.tensor([3]), 2, 1).tolist() == [[[1, 2]]]
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
+def test_what_keys_are_given_against_each_head_written_out(heads: tuple[int, int]) -> None:
+    g = torch.Generator().manual_seed(5)
+    num_queries, num_heads = heads
+    q = torch.randn(3, 4, num_queries, 8, generator=g)
+    k = torch.randn(3, num_heads, 20, 8, generator=g)
+    last = torch.tensor([[4, 9, 19, 0], [7, 7, 7, 7], [-1, 0, 1, 12]])
+    got = attended(q, k, last)
+    for row in range(3):
+        for head in range(num_heads):
+            want = torch.zeros(20, dtype=torch.float64)
+            for step, most in enumerate(last[row].tolist()):
+                for one in q[row, step].unflatten(0, (num_heads, -1))[head].double():
+                    seen = k[row, head, : most + 1].double()
+                    want[: most + 1] += (seen @ one / 8**0.5).softmax(0)
+            torch.testing.assert_close(got[row, head].double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_h2o_carries_the_scores_of_what_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A prompt over the limit in chunks, two compactions, and a slot that begins anew. The scores
+    are those of attention over the keys that stay, and queries go in portions."""
+    spec = read_spec(hf_folder(tmp_path / "m", num_attention_heads=4, num_key_value_heads=2))
+    cache = KVCache(spec, 8, 4, torch.float32, "cpu")
+    g = torch.Generator().manual_seed(3)
+    for buffer in cache.keys:
+        buffer.copy_(torch.randn(buffer.shape, generator=g))
+    monkeypatch.setattr("lowroll.kv.policy.h2o.MOST_SCORED", 100)
+    selector, layer, pages = H2O(5, 2).selector(spec, cache, 3), 1, [3, 1, 6]
+    q = torch.randn(13, spec.num_heads, spec.head_dim, generator=g)
+    table, k = torch.tensor([pages]), cache.gather_keys(1, torch.tensor([pages]))
+    selector.begin([2])
+    for start, stop in ((0, 3), (3, 9), (9, 11)):
+        selector.prefilled(layer, q[start:stop], [Chunk(start, stop, pages, 2)])
+    given = attended(q[None, :11], k, torch.arange(11)[None])
+    lengths = torch.tensor([11], dtype=torch.int32)
+    rows = Rows(torch.tensor([2]), table.int(), lengths, torch.tensor([10]))
+    first = selector.compact(layer, rows, 5)
+    assert torch.equal(first, best_and_last(given, lengths, 5, 2)) and not selector.long
+    # the kept keys would move; here the cache is as it was, and the row has its first five keys
+    given = given.gather(2, first)
+    for length in (6, 7):
+        lengths = torch.tensor([length], dtype=torch.int32)
+        rows = Rows(torch.tensor([2]), table.int(), lengths, torch.tensor([length + 5]))
+        selector.decoded(layer, q[length + 5][None], rows)
+        added = attended(
+            q[None, length + 5][:, None], k[:, :, :length], torch.tensor([[length - 1]])
+        )
+        added[..., : given.shape[2]] += given
+        given = added
+    selector.copy([(2, 0)])
+    rows = Rows(torch.tensor([0]), table.int(), lengths, torch.tensor([12]))
+    torch.testing.assert_close(selector.score_LSGN[layer, 0], given[0])
+    second = selector.compact(layer, rows, 5)
+    assert torch.equal(second, best_and_last(given, lengths, 5, 2))
+    want = torch.cat([given.gather(2, second), torch.zeros(1, 2, 2)], 2)
+    torch.testing.assert_close(selector.score_LSGN[layer, 0], want[0])
+    selector.prefilled(layer, q[:11], [Chunk(0, 11, pages, 2)])
+    selector.begin([2])
+    assert not selector.long and not selector.score_LSGN[:, 2].any()
+
+
 def feed(
     selector: Selector,
     layer: int,
@@ -228,7 +306,13 @@ def test_savings_of_the_paper_by_hand(name: str) -> None:
 
 
 def test_when_a_cache_is_compacted() -> None:
-    for kv in (Streaming(6, 3), SnapKV(9, 3), RKV(9, 3), make("streaming", budget=6, buffer=3)):
+    for kv in (
+        Streaming(6, 3),
+        SnapKV(9, 3),
+        RKV(9, 3),
+        H2O(6, 3),
+        make("streaming", budget=6, buffer=3),
+    ):
         limit = kv.budget + kv.buffer
         assert [kv.room(n) for n in (1, limit - 1, limit, limit + 9)] == [limit - 1, 1, 0, 0]
         assert [kv.kept(n) for n in (1, kv.budget, limit)] == [1, kv.budget, kv.budget]
@@ -254,6 +338,7 @@ BAD = [
     ("streaming", {"sinks": -1}, r"kv.sinks: streaming expects at least 0, got -1"),
     ("snapkv", {"buffer": -1}, r"kv.buffer: snapkv expects at least 1, got -1"),
     ("snapkv", {"buffer": 0}, r"kv.buffer: snapkv expects at least 1, got 0"),
+    ("h2o", {"budget": 1}, r"kv.budget: h2o expects at least 2 \(a last key and a best one\), got"),
     ("rkv", {"window": 0}, r"kv.window: rkv expects at least 1, got 0"),
     ("rkv", {"kernel": 4}, r"kv.kernel: rkv expects an odd number of keys, got 4"),
     ("rkv", {"kernel": 0}, r"kv.kernel: rkv expects at least 1, got 0"),
@@ -280,6 +365,7 @@ def test_the_least_options_that_work() -> None:
         make("streaming", budget=1, buffer=1, sinks=0),
         make("snapkv", budget=2, buffer=1, window=1, kernel=1),
         make("rkv", budget=9, buffer=1, mix=0),
+        make("h2o", budget=2, buffer=1),
         make("rkv", mix=1.0, zero_first=True),
     ]
     assert all(isinstance(kv, CachePolicy) and kv.room(kv.kept(10**6)) >= 1 for kv in least)

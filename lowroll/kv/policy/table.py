@@ -15,6 +15,7 @@ from lowroll.kv.policy.base import CachePolicy
 POLICIES: dict[str, str] = {  # name: module:class
     "dense": "lowroll.kv.policy.dense:Dense",
     "streaming": "lowroll.kv.policy.streaming:Streaming",
+    "h2o": "lowroll.kv.policy.h2o:H2O",
     "snapkv": "lowroll.kv.policy.snapkv:SnapKV",
     "rkv": "lowroll.kv.policy.rkv:RKV",
 }
