@@ -54,6 +54,7 @@ from lowroll.weights.publish import publish, rollout_copy
 from lowroll.weights.update import WeightUpdate
 from tests.fixtures.policies import (
     Bounded,
+    ChosenH2O,
     ChosenRKV,
     ChosenSnapKV,
     ChosenStreaming,
@@ -632,6 +633,7 @@ def random_policy(rng: random.Random, family: Family) -> Bounded | None:
     plain = [Recent(budget, buffer), Parity(budget, buffer), ChosenStreaming(budget, buffer, 3)]
     scored = [
         Liked(budget, buffer),
+        ChosenH2O(budget, buffer),
         ChosenSnapKV(budget, buffer, window, kernel),
         ChosenRKV(budget, buffer, window, kernel, rng.random(), rng.random() < 0.5),
     ]
