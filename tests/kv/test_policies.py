@@ -237,6 +237,7 @@ def test_h2o_carries_the_scores_of_what_stays(
         )
         added[..., : given.shape[2]] += given
         given = added
+    selector.prefilled(layer, q[:11], [Chunk(0, 11, pages, 0)])  # a prompt that is aborted
     selector.copy([(2, 0)])
     rows = Rows(torch.tensor([0]), table.int(), lengths, torch.tensor([12]))
     torch.testing.assert_close(selector.score_LSGN[layer, 0], given[0])

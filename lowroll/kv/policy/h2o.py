@@ -60,11 +60,16 @@ class HeavyHitters(Selector):
 
     def begin(self, slots: Sequence[int]) -> None:
         self.score_LSGN[:, list(slots)] = 0
-        self.long = {place: score for place, score in self.long.items() if place[1] not in slots}
+        self._forget_long(slots)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
         self.score_LSGN[:, targets] = self.score_LSGN[:, sources]
+        self._forget_long(targets)
+
+    def _forget_long(self, slots: Sequence[int]) -> None:
+        """A prompt that was aborted has left its scores."""
+        self.long = {place: score for place, score in self.long.items() if place[1] not in slots}
 
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[Chunk]) -> None:
         packed = q_THd.split([chunk.num_tokens for chunk in chunks])
