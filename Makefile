@@ -57,6 +57,7 @@ $(VLLM)/.installed:
 
 lint: $(STAMP)
 	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
 # Would a test notice a changed operator, comparison, constant or condition? tests/mutants.py says how it asks.

@@ -7,7 +7,7 @@ lengths is forced on both sides: a rollout is a request of its own with that man
 stop; the first of each prompt enters one step before the others, which then find the prompt in the
 cache.
 
-    ours    nvfp4 weights for the tail and fp8 for the bulk, chosen by the number of live rows
+    ours    nvfp4 weights for the tail and fp8 for large batches, chosen by the number of live rows
     peer    our own bf16 engine
 """
 

@@ -133,7 +133,7 @@ def near_misses(gold: str) -> Iterator[str]:
         yield from (f"-({gold})", f"2({gold})") if len(gold) > 1 or not gold.isalpha() else ()
 
 
-def sweep(path: Path, env_id: str, limit: int | None = None) -> Count:
+def score_file(path: Path, env_id: str, limit: int | None = None) -> Count:
     """Score the forms and near misses of the first `limit` gold answers of a file, each different
     one once."""
     env = make(env_id, args={"test_path": str(path)})
@@ -172,7 +172,7 @@ def judge(env: Problems, prompt: Prompt, text: str, reward: float, count: Count)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Sweep all files of a folder."""
+    """Score the gold answers of all files of a folder."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -181,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     ok = True
     for name, env_id in FILES.items():
-        count = sweep(options.data / name, env_id, options.limit)
+        count = score_file(options.data / name, env_id, options.limit)
         ok = ok and count.ok
         print(
             f"{name}: {count.forms} forms, {count.refused} refused; {count.misses} near misses, "

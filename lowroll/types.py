@@ -95,7 +95,7 @@ class PolicySpan:
 class BehaviorTag:
     """Which policy a rollout was really drawn from."""
 
-    policy: tuple[PolicySpan, ...]  # at least one; several when weights were adopted in flight
+    policy: tuple[PolicySpan, ...]  # at least one; several when weights changed in flight
     weights: str  # format of the linear weights: "int8", "bf16", ...
     kv_policy: str = "dense"
     kv_budget: int | None = None

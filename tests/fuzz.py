@@ -7,7 +7,7 @@ alone.
 A block is one engine with random settings (format, LoRA, pages, batch and prefill limits, chunks,
 steps between two looks, and for half of them a cache policy that drops keys) and MIXES mixes after
 one another, so that its prefix cache, slots and graphs are never fresh. A mix is a few requests (n,
-shared stems, stops, samplers) with steps, aborts, adoptions of other weights and scoring in
+shared stems, stops, samplers) with steps, aborts, updates of the weights and scoring in
 between.
 
 The oracle takes each sample alone and knows no batch, no page and no cache of ours. It is told
@@ -96,7 +96,7 @@ class Family:
     name: str
     weights: str
     adapted: bool
-    bulk: str | None
+    large_batch: str | None
     dtype: torch.dtype
     device: str
 
@@ -169,9 +169,9 @@ def folder_of(source: Any) -> Path:
 
 
 @cache
-def policy(family: Family, version: int, bulk: bool) -> Transformer:
+def policy(family: Family, version: int, large_batch: bool) -> Transformer:
     """The weights of a version as the engine should have them."""
-    weights = family.bulk if bulk and family.bulk else family.weights
+    weights = family.large_batch if large_batch and family.large_batch else family.weights
     model = rollout_copy(master(family, version), weights, family.dtype, noisy=True)
     publish(master(family, version), model, NOISES.get(version))
     return model
@@ -192,7 +192,7 @@ def replay(
     ids_T = torch.tensor(ids, device=family.device)
     foreign = (
         family.weights == "fp32"
-        and not (family.adapted or family.bulk or kv)
+        and not (family.adapted or family.large_batch or kv)
         and not any(v in NOISES for v, _ in made)
     )
     kept, attend, pieces = DynamicCache(), Seen(kv, prompt), []
@@ -426,7 +426,7 @@ class Block:
         options = {
             "page_size": self.page_size,
             "cache_tokens": rng.choice([48, 64, 128, 1024]),
-            "max_batch": rng.randint(9 if family.bulk else 1, 14),
+            "max_batch": rng.randint(9 if family.large_batch else 1, 14),
             "max_prefill_tokens": rng.choice([1, 8, 24, 8192]),
             "prefill_chunk": rng.choice([None, None, 1, 3, 7, 16]),
         }
@@ -439,7 +439,7 @@ class Block:
             family.weights,
             dtype=family.dtype,
             device=device,
-            large_batch_weights=family.bulk,
+            large_batch_weights=family.large_batch,
             kv=self.kv,
             tokenizer=Tokenizer(),
             noisy=True,
@@ -467,7 +467,10 @@ class Block:
         return [self.rng.randrange(2, self.vocabulary) for _ in range(length)]
 
     def watch(self, plan: Plan) -> None:
-        decoder, now = self.engine.runner.decoder, (self.version, self.family.bulk is not None)
+        decoder, now = (
+            self.engine.runner.decoder,
+            (self.version, self.family.large_batch is not None),
+        )
         hits = {c.sequence.group.handle: c.start for c in plan.prefills}
         hits |= {group.handle: group.num_prefilled for group in self.engine.scheduler._prefilling}
         for handle in (
@@ -614,13 +617,15 @@ def random_family(rng: random.Random, device: str) -> Family:
     )
     adapted = rng.random() < 0.2
     exact = dtype == torch.float32 and weights in EXACT
-    bulk = "nf4" if exact and rng.random() < 0.15 else None
+    large_batch = "nf4" if exact and rng.random() < 0.15 else None
     name = rng.choice(
         ["qwen3", "qwen2-tied", "llama3-rope", *(["qwen3-moe"] if dense and not adapted else [])]
     )
     if device == "cuda" and name == "llama3-rope":
         name = "qwen3"
-    return Family(name, weights, adapted, None if name == "qwen3-moe" else bulk, dtype, device)
+    return Family(
+        name, weights, adapted, None if name == "qwen3-moe" else large_batch, dtype, device
+    )
 
 
 def random_policy(rng: random.Random, family: Family) -> Bounded | None:

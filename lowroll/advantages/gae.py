@@ -31,14 +31,16 @@ def gae(
     What `rewards` and `values` hold under the mask is not looked at. ValueError for lengths that
     differ, a non-finite entry, or gamma or lam outside of [0, 1].
     """
-    mask = [1] * len(rewards) if mask is None else mask
+    if mask is None:
+        mask = [1] * len(rewards)
     for name, entries in (("values", values), ("mask", mask)):
         if len(entries) != len(rewards):
             raise ValueError(f"{name}: {len(entries)} entries for {len(rewards)} rewards")
     for name, factor in (("gamma", gamma), ("lam", lam)):
         if not 0 <= factor <= 1:
             raise ValueError(f"{name}: {factor} must lie in [0, 1]")
-    advantages, returns = [0.0] * len(rewards), [0.0] * len(rewards)
+    advantages = [0.0] * len(rewards)
+    returns = [0.0] * len(rewards)
     advantage = next_value = 0.0
     for t in reversed([t for t, m in enumerate(mask) if m]):
         for name, entry in (("rewards", rewards[t]), ("values", values[t])):
@@ -46,20 +48,22 @@ def gae(
                 raise ValueError(f"{name}[{t}] = {entry} is not finite")
         advantage = rewards[t] + gamma * next_value - values[t] + gamma * lam * advantage
         next_value = values[t]
-        advantages[t], returns[t] = advantage, advantage + next_value
+        advantages[t] = advantage
+        returns[t] = advantage + next_value
     return advantages, returns
 
 
 def place(reward: float, mask: Mask) -> list[float]:
     """The rewards of one response's tokens: its score on the last unmasked token, 0.0 elsewhere."""
     last = max((t for t, m in enumerate(mask) if m), default=-1)
-    return [reward if t == last else 0.0 for t in range(len(mask))]
+    rewards = [0.0] * len(mask)
+    if last >= 0:
+        rewards[last] = reward
+    return rewards
 
 
-def whiten(
-    advantages: Sequence[Sequence[float]], masks: Sequence[Mask], *, eps: float = 1e-8
-) -> list[list[float]]:
-    """(A - mean) / sqrt(var + eps) over the unmasked tokens of all responses, var with ddof 1; 0.0
+def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list[list[float]]:
+    """(A - mean) / sqrt(var + 1e-8) over the unmasked tokens of all responses, var with ddof 1; 0.0
     under the mask.
 
     A batch of one token, or of equal advantages, gives 0.0. ValueError for lengths that differ or a
@@ -75,10 +79,10 @@ def whiten(
     ]
     if not all(map(math.isfinite, active)):
         raise ValueError("advantages: an unmasked entry is not finite")
-    mean, scale = 0.0, 0.0
+    mean = scale = 0.0
     if len(active) > 1 and min(active) != max(active):
         mean = math.fsum(active) / len(active)
-        scale = 1 / math.sqrt(math.fsum((a - mean) ** 2 for a in active) / (len(active) - 1) + eps)
+        scale = 1 / math.sqrt(math.fsum((a - mean) ** 2 for a in active) / (len(active) - 1) + 1e-8)
     return [
         [(a - mean) * scale if m else 0.0 for a, m in zip(row, mask, strict=True)]
         for row, mask in zip(advantages, masks, strict=True)

@@ -96,8 +96,7 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
     except OSError as error:
         raise NotSyncedError(
             f"{dest} is published, but a power loss could still take it away: {dest.parent} could "
-            f"not "
-            f"be synced ({error.strerror})"
+            f"not be synced ({error.strerror})"
         ) from error
     return dest
 
@@ -185,8 +184,8 @@ def _temporary(dest: Path) -> Iterator[Path]:
             free = shutil.disk_usage(dest.parent).free
             raise DiskFullError(
                 errno.ENOSPC,
-                f"disk full while publishing {dest}, {free / 2**20:.0f} MiB free "
-                "after removing the partial data; nothing was published",
+                f"disk full while publishing {dest}, {free / 2**20:.0f} MiB free after removing "
+                "the partial data; nothing was published",
             ) from error
         if not isinstance(error, FileExistsError) and (code := system_error(error)) is not None:
             raise OSError(

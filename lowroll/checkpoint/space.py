@@ -45,22 +45,19 @@ class Space:
                 if not is_disk_full(error):
                     raise RunFailed(
                         f"{_words(error, path)}. What was committed before is intact: mend the "
-                        f"disk, then "
-                        "go on with --resume"
+                        "disk, then go on with --resume"
                     ) from error
                 if waited >= self.seconds:
                     raise RunFailed(
                         f"disk full: no room to write {path} within {self.seconds:g} s "
                         f"(ckpt.wait_for_space), {_free(path)} free. What was committed before is "
-                        f"intact: "
-                        "make room, then go on with --resume"
+                        "intact: make room, then go on with --resume"
                     ) from error
                 if waited - told >= REMIND:
                     told = waited
                     log.warning(
                         "disk full: waiting for room to write %s, %s free; the run goes on when "
-                        "there is some, "
-                        "and ends in %.0f s (ckpt.wait_for_space)",
+                        "there is some, and ends in %.0f s (ckpt.wait_for_space)",
                         path,
                         _free(path),
                         self.seconds - waited,

@@ -252,8 +252,7 @@ def check_pieces(where: str, state: Mapping[str, Any], wanted: Collection[str]) 
     if odd := sorted({*wanted} ^ state.keys()):
         raise ValueError(
             f"{where}: {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}: the checkpoint "
-            f"is of "
-            "another lowroll, continue it there"
+            "is of another lowroll, continue it there"
         )
 
 

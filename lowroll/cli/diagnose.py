@@ -20,10 +20,8 @@ def parser() -> argparse.ArgumentParser:
         prog="lowroll diagnose",
         description=(
             "Draw one batch and take the log-probs of its tokens four ways (engine decode, engine "
-            "prefill, learner "
-            "aligned, learner dense); print how much of the mismatch comes from weights, kernels, "
-            "KV and staleness. Of a "
-            "run, the newest checkpoint is taken."
+            "prefill, learner aligned, learner dense); print how much of the mismatch comes from "
+            "weights, kernels, KV and staleness. Of a run, the newest checkpoint is taken."
         ),
     )
     p.add_argument(

@@ -62,9 +62,8 @@ def settings(arguments: argparse.Namespace) -> RunConfig:
         "eval.rollouts_per_example": arguments.k,
         "eval.temperature": arguments.temperature,
         "rollout.max_tokens": arguments.max_tokens,
-        "stages": None
-        if arguments.max_tokens is None
-        else [],  # one length, the one that was asked for
+        # one length, where one was asked for
+        "stages": None if arguments.max_tokens is None else [],
         "eval.env": [{"id": env} for env in arguments.env] if arguments.env else None,
     }
     arguments.settings += [

@@ -17,11 +17,9 @@ def parser() -> argparse.ArgumentParser:
         prog="lowroll export",
         description=(
             "Write a run's newest checkpoint as a model folder. merged: one dense model, the "
-            "learner's. adapter: the LoRA "
-            "adapter in PEFT's format, for the base that it states. rollout: the low-bit policy "
-            "that the engine samples "
-            "from, bit for bit and without noise; of a LoRA run it is the adapter, with its "
-            "quantized base in OUT/base."
+            "learner's. adapter: the LoRA adapter in PEFT's format, for the base that it states. "
+            "rollout: the low-bit policy that the engine samples from, bit for bit and without "
+            "noise; of a LoRA run it is the adapter, with its quantized base in OUT/base."
         ),
     )
     p.add_argument(

@@ -16,9 +16,8 @@ def parser() -> argparse.ArgumentParser:
         prog="lowroll grpo",
         description=(
             "Train a model by GRPO and its relatives with low-precision rollouts, in one process. "
-            "The run folder "
-            "(output_dir) holds the resolved settings, metrics.jsonl, every rollout, checkpoints "
-            "and the logs."
+            "The run folder (output_dir) holds the resolved settings, metrics.jsonl, every "
+            "rollout, checkpoints and the logs."
         ),
     )
     add_settings(p)
@@ -63,12 +62,10 @@ def plan(cfg: RunConfig) -> list[str]:
     return [
         f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights",
         f"{train.max_steps} steps of {cfg.num_groups} prompts x {cfg.rollouts_per_example} "
-        f"rollouts of up to "
-        f"{rollout.max_tokens} tokens: at most {tokens:,} tokens generated",
+        f"rollouts of up to {rollout.max_tokens} tokens: at most {tokens:,} tokens generated",
         *(
             f"from step {stage.step}: {now.num_groups} prompts x {now.rollouts_per_example} "
-            f"rollouts of up to "
-            f"{now.rollout.max_tokens} tokens"
+            f"rollouts of up to {now.rollout.max_tokens} tokens"
             for stage in cfg.stages
             for now in [cfg.at(stage.step)]
         ),
@@ -89,8 +86,7 @@ def _evaluations(cfg: RunConfig) -> list[str]:
         return []
     return [
         f"evaluation before step 1, every {drawn.interval} steps and after the last: up to "
-        f"{drawn.num_examples:,} "
-        f"held-out prompts x {drawn.rollouts_per_example} responses an environment each time, "
-        f"twice before step 1 "
-        "and after the last (eval.num_examples; eval.interval: null has none)"
+        f"{drawn.num_examples:,} held-out prompts x {drawn.rollouts_per_example} responses an "
+        "environment each time, twice before step 1 and after the last (eval.num_examples; "
+        "eval.interval: null has none)"
     ]

@@ -126,11 +126,10 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
         from lowroll.config.load import last_names
         from lowroll.config.schema import RunConfig
 
-        key, rest = (
-            name.replace("-", "_"),
-            words[words.index(option) + 1 :] if option in words else [],
-        )
-        value = value if equals else rest[0] if rest and "=" not in rest[0] else "true"
+        key = name.replace("-", "_")
+        rest = words[words.index(option) + 1 :] if option in words else []
+        if not equals:
+            value = rest[0] if rest and "=" not in rest[0] else "true"
         if told := explain_key((key,)):
             return f"{option}: {told}; a setting is written key=value"
         if "." in key or key in last_names(RunConfig):

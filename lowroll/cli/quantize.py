@@ -111,9 +111,8 @@ def _awq(arguments: argparse.Namespace) -> Callable[[Transformer], None]:
         )
         print(
             f"AWQ on {len(sequences)} sequences, {sum(map(len, sequences))} tokens: squared error "
-            f"of the quantized "
-            f"blocks {before:.3g} before, {after:.3g} now; {sum(b.kept for b in blocks)} of "
-            f"{len(blocks)} rescaled"
+            f"of the quantized blocks {before:.3g} before, {after:.3g} now; "
+            f"{sum(b.kept for b in blocks)} of {len(blocks)} rescaled"
         )
 
     return calibrate

@@ -11,8 +11,7 @@ def parser() -> argparse.ArgumentParser:
         prog="lowroll report",
         description=(
             "Write one self-contained HTML page about a run: what changed, reward, entropy, "
-            "mismatch, lengths, clipping, "
-            "time, and sample rollouts to open and search."
+            "mismatch, lengths, clipping, time, and sample rollouts to open and search."
         ),
     )
     p.add_argument("run", metavar="RUN", type=Path, help="the run folder (output_dir)")

@@ -146,8 +146,7 @@ def choose_correction(algorithm: str, rollouts: Rollouts) -> tuple[str, str]:
     if algorithm == "gspo" and row.gspo != row.correction:
         return row.gspo, (
             f"the rollouts {rollouts.words}, {row.reason} ({row.correction} has no form under "
-            f"gspo; "
-            f"{row.gspo} is gspo with a band where A < 0, QaRL sec. 3.2)"
+            f"gspo; {row.gspo} is gspo with a band where A < 0, QaRL sec. 3.2)"
         )
     return row.correction, f"the rollouts {rollouts.words}, {row.reason}" + (
         f" ({row.source})" if row.source else ""

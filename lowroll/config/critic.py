@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from lowroll.config.section import NotNegative, Positive, Problem, Rate, Section, Text
+from lowroll.objectives.table import ALGORITHMS
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -36,7 +37,7 @@ def critic_problems(
     max_steps: int,
 ) -> Iterator[Problem]:
     """Settings that have no meaning with a critic, or without one."""
-    if algorithm != "ppo":
+    if not ALGORITHMS[algorithm].has_critic:
         if advantage == "gae":
             yield (("advantage",), ("algorithm",)), "gae needs a critic; write algorithm: ppo"
         return
@@ -61,5 +62,5 @@ def critic_problems(
 
 def critic_notes(algorithm: str, critic: CriticConfig) -> Iterator[str]:
     """A changed section that nobody reads."""
-    if algorithm != "ppo" and critic != CriticConfig():
+    if not ALGORITHMS[algorithm].has_critic and critic != CriticConfig():
         yield f"critic: no effect, the algorithm is {algorithm}"

@@ -45,7 +45,8 @@ class Mark:
     key: str
 
     def blame(self, message: str) -> str:
-        return f"{self.where}{' ' if self.where == 'override' else ': '}{self.key}: {message}"
+        separator = " " if self.where == "override" else ": "
+        return f"{self.where}{separator}{self.key}: {message}"
 
 
 @dataclass
@@ -113,14 +114,19 @@ def dotted(path: Path) -> str:
     """("env", 0, "id") -> "env[0].id"."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
     return text
 
 
 def nearest(word: str, known: list[str], cutoff: float = 0.6) -> str:
     """ " (did you mean x?)", or "" when nothing is near."""
     close = get_close_matches(word, known, n=1, cutoff=cutoff)
-    return f" (did you mean {close[0]}?)" if close else ""
+    if not close:
+        return ""
+    return f" (did you mean {close[0]}?)"
 
 
 def parse(text: str, name: str) -> Document:
@@ -139,7 +145,9 @@ def parse_value(text: str, mark: Mark) -> Any:
     """Read the value of an override as YAML."""
     try:
         node = _compose(text, mark.key)
-        return None if node is None else _build(node, (), {}, mark.key)
+        if node is None:
+            return None
+        return _build(node, (), {}, mark.key)
     except ConfigError as error:
         message = str(error).removeprefix(f"{mark.key}:1: ").removeprefix(f"{mark.key}: ")
         raise ConfigError(mark.blame(message)) from None
@@ -168,13 +176,16 @@ def resolve_plain(text: str) -> Any:
     if _FLOAT.fullmatch(text):
         number = float(text)
         if number in (float("inf"), float("-inf")):
-            raise ValueError(f"{_clip(text)} is too large a number")
+            raise ValueError(f"{clip(text)} is too large a number")
         return number
     return text
 
 
-def _clip(text: str, length: int = 60) -> str:
-    return text if len(text) <= length else text[:length] + "..."
+def clip(text: str) -> str:
+    """The text, or its first 60 characters."""
+    if len(text) <= 60:
+        return text
+    return text[:60] + "..."
 
 
 def _compose(text: str, name: str) -> yaml.Node | None:
@@ -219,7 +230,9 @@ def _refuse_events(events: Iterator[yaml.Event], name: str) -> None:
 
 def _build(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: str) -> Any:
     line = node.start_mark.line + 1
-    where = f"{name}:{line}: {dotted(path)}: " if path else f"{name}:{line}: "
+    where = f"{name}:{line}: "
+    if path:
+        where += f"{dotted(path)}: "
     if isinstance(node, yaml.ScalarNode):
         if node.style is not None:
             return node.value
@@ -237,7 +250,8 @@ def _build(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: str) -> A
         return values
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        key, key_line = key_node.value, key_node.start_mark.line + 1
+        key = key_node.value
+        key_line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode) or not isinstance(key, str) or not key:
             raise ConfigError(
                 f"{name}:{key_line}: {dotted(path) or 'top level'}: a key must be text"
@@ -284,7 +298,9 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
         plain = resolve_plain(text) == text
     except ValueError:
         plain = False
-    style = '"' if not text.isprintable() else None if plain else "'"
+    style = None if plain else "'"
+    if not text.isprintable():
+        style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

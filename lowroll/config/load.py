@@ -26,6 +26,7 @@ from lowroll.config.document import (
     Document,
     Mark,
     Path,
+    clip,
     dotted,
     nearest,
     parse,
@@ -95,7 +96,8 @@ def build(document: Document, overrides: Overrides = ()) -> RunConfig:
     notes = carry_over(document)
     for key, value, written, note in renamed_overrides(list(_pairs(overrides))):
         _override(document, key, value, Mark("override", written))
-        notes += [note] if note else []
+        if note:
+            notes.append(note)
     notes += carry_over(document)  # of an override that is a whole section
     anchor(document)
     return validate(RunConfig, document).resolved().with_notes(*notes)
@@ -107,10 +109,10 @@ def validate(model: type[M], document: Document) -> M:
     try:
         return model.model_validate(document.value)
     except ValidationError as error:
-        problems = [
-            line for details in error.errors() for line in _explain(model, document, details)
-        ]
-        raise ConfigError("\n".join(sorted(set(problems), key=_order))) from None
+        problems: set[str] = set()
+        for details in error.errors():
+            problems.update(_explain(model, document, details))
+        raise ConfigError("\n".join(sorted(problems, key=_order))) from None
 
 
 def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
@@ -145,7 +147,9 @@ def _override(document: Document, key: str, value: Any, mark: Mark) -> None:
 def _order(line: str) -> tuple[str, int, str]:
     name, _, rest = line.partition(":")
     number = rest.partition(":")[0]
-    return name, int(number) if number.isdecimal() else 0, line
+    if not number.isdecimal():
+        return name, 0, line
+    return name, int(number), line
 
 
 def _explain(model: type[BaseModel], document: Document, details: ErrorDetails) -> list[str]:
@@ -194,7 +198,9 @@ def _blame(document: Document, paths: tuple[Path, ...], message: str) -> str:
 
 
 def _message(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
-    kind, context, value = details["type"], details.get("ctx", {}), details.get("input")
+    kind = details["type"]
+    context = details.get("ctx", {})
+    value = details.get("input")
     got = f", got {_show(value)}"
     if kind == "missing":
         if isinstance(loc[-1], int):
@@ -202,11 +208,15 @@ def _message(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
         return "this key is required"
     if kind == "literal_error":
         choices = _choices(context["expected"])
-        hint = nearest(value.lower(), choices) if isinstance(value, str) else ""
-        return f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{got}{hint}"
+        message = f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{got}"
+        if isinstance(value, str):
+            message += nearest(value.lower(), choices)
+        return message
     if kind in _NEEDS:
-        quoted = " (drop the quotes)" if isinstance(value, str) and _is_number(value) else ""
-        return f"must be {_NEEDS[kind]}{got}{quoted}"
+        message = f"must be {_NEEDS[kind]}{got}"
+        if isinstance(value, str) and _is_number(value):
+            message += " (drop the quotes)"
+        return message
     if kind in _BOUNDS:
         word, limit = _BOUNDS[kind]
         return f"must be {word} {context[limit]}{got}"
@@ -243,10 +253,11 @@ _BOUNDS = {
 def _show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (dict, list, tuple)):
-        return "a section" if isinstance(value, dict) else "a list"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "..."
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return clip(repr(value))
 
 
 def _is_number(text: str) -> bool:
@@ -275,18 +286,28 @@ def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Pat
     for part in path[:-1]:
         if isinstance(part, str) and section is not None and part in section.model_fields:
             section = _section(section.model_fields[part].annotation)
-    here = list(section.model_fields) if section is not None else []
-    foreign = list(foreign_keys(path, value)) if model is RunConfig else []
+    here: list[str] = []
+    if section is not None:
+        here = list(section.model_fields)
+    foreign: list[Path] = []
+    if model is RunConfig:
+        foreign = list(foreign_keys(path, value))
     if foreign and not nearest(word, here, cutoff=0.85):
         yield from ((key, f"; {explain(key)}") for key in foreign)
         return
+    yield path, _meant(model, word, here)
+
+
+def _meant(model: type[BaseModel], word: str, here: list[str]) -> str:
+    """A key of this name elsewhere, a near one of its own section, or the nearest one anywhere."""
     elsewhere = last_names(model)
-    if not (
-        hint := f" (did you mean {elsewhere[word]}?)" if word in elsewhere else nearest(word, here)
-    ):
-        near = get_close_matches(word, elsewhere, n=1, cutoff=0.75) if model is RunConfig else []
-        hint = f" (did you mean {elsewhere[near[0]]}?)" if near else ""
-    yield path, hint
+    if word in elsewhere:
+        return f" (did you mean {elsewhere[word]}?)"
+    if hint := nearest(word, here):
+        return hint
+    if model is RunConfig and (near := get_close_matches(word, elsewhere, n=1, cutoff=0.75)):
+        return f" (did you mean {elsewhere[near[0]]}?)"
+    return ""
 
 
 def last_names(model: type[BaseModel]) -> dict[str, str]:

@@ -156,14 +156,10 @@ def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator
     for rule, bound in (loss.reweight.reject or {}).items():
         where: Path = ("loss", "reweight", "reject", rule)
         if isinstance(bound, tuple) != rule.endswith("k1"):
-            yield (
-                (where,),
-                (
-                    "needs [low, high], bounds on sampler over learner"
-                    if rule.endswith("k1")
-                    else "needs one number, an upper bound"
-                ),
-            )
+            needed = "one number, an upper bound"
+            if rule.endswith("k1"):
+                needed = "[low, high], bounds on sampler over learner"
+            yield (where,), f"needs {needed}"
         elif isinstance(bound, tuple) and bound[0] > bound[1]:
             yield (
                 (where,),

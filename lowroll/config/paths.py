@@ -24,12 +24,20 @@ def anchor(document: Document) -> None:
     for path in READ:
         _replace(document, path, _beside)
     for path in ENVIRONMENTS:
-        envs = _get(document.value, path)
-        places = [path] if isinstance(envs, dict) else [(*path, i) for i in range(len(envs or ()))]
-        for place in places if isinstance(envs, dict | list) else ():
+        for place in _sections(document, path):
             _replace(document, (*place, "id"), _code)
             for inside in _texts(_get(document.value, (*place, "args")), (*place, "args")):
                 _replace(document, inside, _argument)
+
+
+def _sections(document: Document, path: Path) -> list[Path]:
+    """The places of the environments: one section, or a list of them."""
+    envs = _get(document.value, path)
+    if isinstance(envs, dict):
+        return [path]
+    if isinstance(envs, list):
+        return [(*path, i) for i in range(len(envs))]
+    return []
 
 
 def _replace(
@@ -47,8 +55,13 @@ def _folders(document: Document, path: Path) -> list[FilePath]:
     """Where a path that was written here may begin: beside the file, and in the working
     directory."""
     mark = document.mark(path)
-    file = None if mark is None or mark.where == "override" else mark.where.rpartition(":")[0]
-    return [*([FilePath(file).absolute().parent] if file else []), FilePath.cwd()]
+    here = FilePath.cwd()
+    if mark is None or mark.where == "override":
+        return [here]
+    file = mark.where.rpartition(":")[0]
+    if not file:
+        return [here]
+    return [FilePath(file).absolute().parent, here]
 
 
 def _beside(text: str, folders: list[FilePath]) -> str | None:
@@ -57,18 +70,27 @@ def _beside(text: str, folders: list[FilePath]) -> str | None:
 
 def _code(text: str, folders: list[FilePath]) -> str | None:
     """`file.py` or `file.py:Class`. One that is nowhere is missed beside the YAML file."""
-    file, suffix, name = (text, "", "") if text.endswith(".py") else text.partition(".py:")
-    if not suffix and not text.endswith(".py"):
+    if text.endswith(".py"):
+        return _file(text, folders)
+    stem, suffix, name = text.partition(".py:")
+    if not suffix:
         return None
-    file += ".py" if suffix else ""
-    return (_beside(file, folders) or str(folders[0] / file)) + (f":{name}" if suffix else "")
+    return f"{_file(f'{stem}.py', folders)}:{name}"
+
+
+def _file(text: str, folders: list[FilePath]) -> str:
+    return _beside(text, folders) or str(folders[0] / text)
 
 
 def _argument(text: str, folders: list[FilePath]) -> str | None:
     """A text that looks like a path, and is one: of a file, or with a slash in it of a folder
     too."""
-    found = _beside(text, folders) if "/" in text or "." in text else None
-    return None if found is None or "/" not in text and FilePath(found).is_dir() else found
+    if "/" not in text and "." not in text:
+        return None
+    found = _beside(text, folders)
+    if found is not None and "/" not in text and FilePath(found).is_dir():
+        return None
+    return found
 
 
 def _exists(path: FilePath) -> bool:
@@ -83,12 +105,20 @@ def _texts(value: Any, path: Path) -> Iterator[Path]:
     if isinstance(value, str):
         yield path
     elif isinstance(value, dict | list):
-        for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inside in pairs:
             yield from _texts(inside, (*path, key))
+    elif isinstance(value, list):
+        for index, inside in enumerate(value):
+            yield from _texts(inside, (*path, index))
 
 
 def _get(value: Any, path: Path) -> Any:
     for part in path:
-        known = isinstance(value, dict) or isinstance(value, list) and isinstance(part, int)
-        value = (value.get(part) if isinstance(value, dict) else value[part]) if known else None
+        if isinstance(value, dict):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int):
+            value = value[part]
+        else:
+            return None
     return value

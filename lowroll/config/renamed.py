@@ -13,9 +13,8 @@ from typing import Any
 
 from lowroll.config.document import ConfigError, Document, Mark, Path
 
-RENAMED: dict[str, str] = {  # the key before -> the key now
-    "rollout.bulk": "rollout.large_batch_weights",
-}
+# the key before -> the key now
+RENAMED: dict[str, str] = {"rollout.bulk": "rollout.large_batch_weights"}
 
 
 def carry_over(document: Document) -> list[str]:
@@ -23,7 +22,8 @@ def carry_over(document: Document) -> list[str]:
     when both are given."""
     notes = []
     for old, new in RENAMED.items():
-        before, now = _path(old), _path(new)
+        before = _path(old)
+        now = _path(new)
         if not _stands(document.value, before):
             continue
         mark = document.marks.get(before) or Mark(document.name, old)

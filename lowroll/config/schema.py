@@ -261,6 +261,11 @@ class RunConfig(Section):
         """Prompts a step."""
         return self.batch_size // self.rollouts_per_example
 
+    @property
+    def has_critic(self) -> bool:
+        """Does a critic learn beside the model?"""
+        return ALGORITHMS[self.algorithm].has_critic
+
     def at(self, step: int) -> RunConfig:
         """The settings of a step (counted from 1): those of the stages that have begun laid over
         the run's own."""
@@ -467,11 +472,9 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
             f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
         )
     if (dapo.overlong_max is None) != (dapo.overlong_cache is None):
-        given, absent = (
-            ("overlong_max", "overlong_cache")
-            if dapo.overlong_cache is None
-            else ("overlong_cache", "overlong_max")
-        )
+        given, absent = "overlong_cache", "overlong_max"
+        if dapo.overlong_cache is None:
+            given, absent = absent, given
         yield ((("dapo", given),), f"needs dapo.{absent} beside it")
     elif dapo.overlong_max is not None and dapo.overlong_cache is not None:
         if dapo.overlong_cache > dapo.overlong_max:

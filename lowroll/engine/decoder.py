@@ -19,7 +19,7 @@ With a second model in another format (`large_batch_model`), batches of LARGE_BA
 more run on that one: 4-bit weights are the fewest bytes while few rows wait for them, 8-bit ones
 the cheaper product for many (docs/benchmarks.md).
 
-Every tensor that a graph reads is allocated once: new weights are adopted in place, and the graphs
+Every tensor that a graph reads is allocated once: new weights are written in place, and the graphs
 stay valid.
 
 Requests with filters, penalties or bans need their logits on the way: they take one step at a time,
@@ -72,7 +72,9 @@ class Decoder:
     ) -> None:
         self.watcher = selector if selector is not None and selector.watches else None
         self.dead_slot = dead_slot(max_batch)
-        self.model, self.large_batch_model, self.cache = model, large_batch_model, cache
+        self.model = model
+        self.large_batch_model = large_batch_model
+        self.cache = cache
         self.device = model.device
         most = bucket(max_batch) if self.device.type == "cuda" else max_batch
         self._rows: list[Sequence] = []
@@ -125,10 +127,8 @@ class Decoder:
             )
             tokens_SB, logprobs_SB = tokens_B[None], logprobs_B[None]
             self._rows = []  # the device's rows do not have these tokens
-        tokens_SB, logprobs_SB = (
-            tokens_SB[:, : len(sequences)].cpu(),
-            logprobs_SB[:, : len(sequences)].cpu(),
-        )
+        tokens_SB = tokens_SB[:, : len(sequences)].cpu()
+        logprobs_SB = logprobs_SB[:, : len(sequences)].cpu()
         if not all_finite(logprobs_SB):
             self._rows = []
             require_finite(logprobs_SB.t().amin(1).tolist())
@@ -153,12 +153,10 @@ class Decoder:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture the graph of every size of batch now, instead of when it first comes up."""
+        if self.device.type != "cuda":
+            return
         most = self.state.shape[1]
-        for size in (
-            sorted({bucket(rows) for rows in range(1, most + 1)})
-            if self.device.type == "cuda"
-            else ()
-        ):
+        for size in sorted({bucket(rows) for rows in range(1, most + 1)}):
             if (size, True) not in self._graphs:
                 self._capture(size, drawing=True)
 
@@ -166,7 +164,9 @@ class Decoder:
         """Drop the captured graphs: the storages behind them are about to move."""
         self._graphs.clear()
         self.logits.clear()
-        self._rows, self._paged, self._pool = [], [], None
+        self._rows = []
+        self._paged = []
+        self._pool = None
         self._known = [(None, 0, 0)] * len(self._known)
 
     def _upload(self, sequences: list[Sequence], size: int) -> None:
@@ -191,11 +191,12 @@ class Decoder:
             self._state[:, :size] = 0
             self._state[:, : len(sequences)] = torch.tensor(rows)
             self.state[:, :size].copy_(self._state[:, :size], non_blocking=True)
-            settings_B, lengths_B = self.state[5, :size], self.state[7, :size]
-            self.lengths_B[:size] = lengths_B
+            settings_B = self.state[5, :size]
+            self.lengths_B[:size] = self.state[7, :size]
             self.temperature_B[:size] = settings_B.int().view(torch.float32)
             self.greedy_B[:size] = settings_B >> 32 > 0
-            self._rows, self._until = list(sequences), until
+            self._rows = list(sequences)
+            self._until = until
         self._upload_pages(sequences, size)
 
     def _upload_pages(self, sequences: list[Sequence], size: int) -> None:
@@ -236,11 +237,13 @@ class Decoder:
     def _capture(self, size: int, drawing: bool) -> None:
         """Capture one step. The steps before it, which compile and warm up, must leave no trace:
         the rows are dead."""
-        kept, lengths_B = self.state[:, :size].clone(), self.lengths_B[:size].clone()
-        self.state[:, :size], self.lengths_B[:size] = 0, 0
-        side = self._side = self._side or torch.cuda.Stream(
-            self.device
-        )  # one: memory is kept by stream
+        state = self.state[:, :size].clone()
+        lengths_B = self.lengths_B[:size].clone()
+        self.state[:, :size] = 0
+        self.lengths_B[:size] = 0
+        if self._side is None:  # one for all: memory is kept by stream
+            self._side = torch.cuda.Stream(self.device)
+        side = self._side
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             for _ in range(2):
@@ -252,7 +255,8 @@ class Decoder:
             self._advance(size, drawing)
         self._pool = self._pool or graph.pool()
         self._graphs[size, drawing] = graph
-        self.state[:, :size], self.lengths_B[:size] = kept, lengths_B
+        self.state[:, :size] = state
+        self.lengths_B[:size] = lengths_B
         self.step_1.zero_()
 
     def _advance(self, size: int, drawing: bool) -> None:

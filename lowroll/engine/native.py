@@ -3,7 +3,7 @@ log-probs out.
 
     engine = Engine("path/to/model", weights="int8")
     groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
-    groups = engine.generate(["Name a prime."], n=8, max_tokens=64, seed=7)      # text, in the model's chat template
+    groups = engine.generate(["Name a prime."], n=8, max_tokens=64)  # in the model's chat template
     print(engine.text(groups[0].rollouts[0]))
 
 `add`, `step` and `abort` are the continuous-batching interface under `generate`; `update_weights`
@@ -52,13 +52,14 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     """
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} was asked for, and torch sees no CUDA device")
-    if place.type == "cuda":
-        place = torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
-        torch.cuda.set_device(place)
-    return place
+    if found.type == "cuda":
+        if found.index is None:
+            found = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(found)
+    return found
 
 
 class NativeEngine:
@@ -67,13 +68,13 @@ class NativeEngine:
     model: folder, hub id, or a loaded Transformer (which keeps its weights; the engine makes its
     own copy, or shares what is in the format already). weights: a name of `lowroll.formats()`;
     default the model's own low-bit format, or int8 for a dense model. kv: the cache policy
-    (`kv.policy`); None is the dense one. dtype: of activations, norms and KV cache; default float32 on CPU, bfloat16 on
-    CUDA, and what a dense format says. cache_tokens: size of the KV cache; default what
-    `workloads`, the requests that will be in it together, can use, and no more than a quarter of
-    the free memory. Without any: `max_batch` samples of 4,096 tokens, one whole context at least
-    and 16 GiB at most (`kv.capacity`). max_batch: samples decoded at once. max_prefill_tokens:
-    prompt tokens a step. prefill_chunk: longest piece of a prompt in one step, None for whole
-    prompts. noisy: `update_weights` may put noise on the norms. large_batch_weights: a second
+    (`kv.policy`); None is the dense one. dtype: of activations, norms and KV cache; default float32
+    on CPU, bfloat16 on CUDA, and what a dense format says. cache_tokens: size of the KV cache;
+    default what `workloads`, the requests that will be in it together, can use, and no more than a
+    quarter of the free memory. Without any: `max_batch` samples of 4,096 tokens, one whole context
+    at least and 16 GiB at most (`kv.capacity`). max_batch: samples decoded at once.
+    max_prefill_tokens: prompt tokens a step. prefill_chunk: longest piece of a prompt in one step,
+    None for whole prompts. noisy: `update_weights` may put noise on the norms. large_batch_weights: a second
     format, kept beside the first and used while many rows decode and for prompts
     (`engine.decoder`); each token's policy span has the digest of the weights that drew it.
     keep_dense: hold the dequantized matrices of a 4-bit format beside its codes (2 bytes a weight
@@ -108,15 +109,15 @@ class NativeEngine:
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
         weights = weights or self._own_format(model)
         self.format = get_format(weights)
-        place = pick_device(
-            model.device if isinstance(model, Transformer) and str(device) == "auto" else device
-        )
-        dtype = self._pick_dtype(weights, dtype, place)
-        if isinstance(model, Transformer) and model.device != place:
-            raise ValueError(f"device: the model is on {model.device} and the engine on {place}")
+        if isinstance(model, Transformer) and str(device) == "auto":
+            device = model.device
+        device = pick_device(device)
+        dtype = self._pick_dtype(weights, dtype, device)
+        if isinstance(model, Transformer) and model.device != device:
+            raise ValueError(f"device: the model is on {model.device} and the engine on {device}")
         self.large_batch_model: Transformer | None = None
         if large_batch_weights is not None:
-            master = model if isinstance(model, Transformer) else hf.load(model, place, dtype)
+            master = model if isinstance(model, Transformer) else hf.load(model, device, dtype)
             self.model = rollout_copy(master, weights, dtype, noisy)
             self.large_batch_model = beside(
                 master, self.model, get_format(large_batch_weights).name
@@ -125,7 +126,7 @@ class NativeEngine:
             self.model = rollout_copy(model, weights, dtype, noisy)
         else:
             assert self.folder is not None
-            self.model = rollout_load(self.folder, weights, place, dtype, noisy)
+            self.model = rollout_load(self.folder, weights, device, dtype, noisy)
         self.spec = self.model.spec
         self.receiver = Receiver(self.model, self.large_batch_model)
         if keep_dense:
@@ -141,13 +142,16 @@ class NativeEngine:
             self.model, self.large_batch_model, num_pages, page_size, max_batch, self.kv
         )
         self.pool = PagePool(num_pages, page_size)
+        if large_batch_weights is not None:
+            weights = f"{weights}+{large_batch_weights}"
         self.behavior = BehaviorTag(
             self._policy(0),
-            weights=weights if large_batch_weights is None else f"{weights}+{large_batch_weights}",
+            weights=weights,
             kv_policy=self.kv.name,
             kv_budget=self.kv.budget,
         )
-        self._tokenizer, self._tokens = tokenizer, 0
+        self._tokenizer = tokenizer
+        self._tokens = 0  # drawn so far
         decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
         self.scheduler = Scheduler(
             self.pool,
@@ -185,7 +189,8 @@ class NativeEngine:
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
         handles = [self.scheduler.add(request) for request in requests]
-        mine, done = frozenset(handles), dict[int, Group]()
+        mine = frozenset(handles)
+        done: dict[int, Group] = {}
         try:
             while len(done) < len(handles):
                 self._advance()
@@ -211,7 +216,8 @@ class NativeEngine:
     def _as_requests(
         self, given: str | Request | Sequence[Request | str], chat: bool, sampling: dict[str, Any]
     ) -> list[Request]:
-        given = [given] if isinstance(given, str | Request) else given
+        if isinstance(given, str | Request):
+            given = [given]
         if not isinstance(given, list | tuple):
             raise ValueError(
                 f"requests: expected a text, a Request or a list of them, got "
@@ -221,8 +227,7 @@ class NativeEngine:
             if not isinstance(one, str | Request):
                 raise ValueError(
                     f"requests[{i}]: expected a text or a Request (token ids: "
-                    f"Request(prompt_ids=...)), "
-                    f"got {type(one).__name__}"
+                    f"Request(prompt_ids=...)), got {type(one).__name__}"
                 )
         if sampling and not any(isinstance(one, str) for one in given):
             raise ValueError(
@@ -233,10 +238,12 @@ class NativeEngine:
         for name in sampling:
             if name not in known:
                 raise ValueError(f"{name}: a request has no such field; it has {', '.join(known)}")
-        return [
-            Request(prompt_ids=self._encode(one, chat), **sampling) if isinstance(one, str) else one
-            for one in given
-        ]
+        requests = []
+        for one in given:
+            if isinstance(one, str):
+                one = Request(prompt_ids=self._encode(one, chat), **sampling)
+            requests.append(one)
+        return requests
 
     def _encode(self, text: str, chat: bool) -> list[int]:
         if chat:
@@ -284,8 +291,7 @@ class NativeEngine:
             if not 1 <= prompt_len < len(ids) or len(ids) > self.spec.max_position:
                 raise ValueError(
                     f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be "
-                    f"scored in "
-                    f"a context of {self.spec.max_position}"
+                    f"scored in a context of {self.spec.max_position}"
                 )
             if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
                 raise ValueError(
@@ -301,12 +307,10 @@ class NativeEngine:
     def keep_dense(self) -> None:
         """What `keep_dense=True` does, for an engine that has not decoded yet. Stacked experts are
         left as they are: their product reads the codes."""
-        for _, linear in self.model.linears() if self.model.device.type == "cuda" else ():
-            if (
-                isinstance(linear.weight, QTensor)
-                and not isinstance(linear, StackedLinear)
-                and self.format.bits < 8
-            ):
+        if self.model.device.type != "cuda" or self.format.bits >= 8:
+            return
+        for _, linear in self.model.linears():
+            if isinstance(linear.weight, QTensor) and not isinstance(linear, StackedLinear):
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
@@ -386,10 +390,11 @@ class NativeEngine:
         """
         self.receiver.take(update)
         noise = update.noise
-        if noise is None or noise.sigma == 0:
-            seed, sigma = None, 0.0
-        else:
-            seed, sigma = noise.seed, noise.sigma
+        seed: int | None = None
+        sigma = 0.0
+        if noise is not None and noise.sigma != 0:
+            seed = noise.seed
+            sigma = noise.sigma
         self.behavior = replace(
             self.behavior, policy=self._policy(update.version), noise_seed=seed, noise_sigma=sigma
         )
@@ -466,7 +471,8 @@ class NativeEngine:
                 known = eos_id(self.folder)
             else:
                 known = self.tokenizer.eos_token_id
-            ids |= set() if known is None else {known}
+            if known is not None:
+                ids.add(known)
         return ids
 
     def _pick_dtype(
@@ -477,7 +483,9 @@ class NativeEngine:
             raise ValueError(f"dtype: weights={weights!r} computes in {fixed}, not in {dtype}")
         if fixed is not None:
             return fixed
-        return dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        if dtype is not None:
+            return dtype
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def _cache_tokens(
         self,
@@ -486,10 +494,8 @@ class NativeEngine:
         page_size: int,
         max_batch: int,
     ) -> int:
-        each, free = (
-            KVCache.bytes_per_token(self.spec, self.model.dtype),
-            free_memory(self.model.device),
-        )
+        each = KVCache.bytes_per_token(self.spec, self.model.dtype)
+        free = free_memory(self.model.device)
         if cache_tokens is None:
             return capacity(
                 workloads,
@@ -512,8 +518,7 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes that the device (the machine, for a CPU) could give now; None where the system does not
     say."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-            device
-        )  # by torch, for later
+        # what torch holds and nobody uses
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     return machine.free_memory()

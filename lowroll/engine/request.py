@@ -154,9 +154,8 @@ def _check_range(name: str, value: float, low: float, high: float, hint: str = "
 
 
 def _show(value: Any) -> str:
-    if (
-        isinstance(value, int) and value.bit_length() > 256
-    ):  # repr refuses integers of thousands of digits
+    # repr refuses integers of thousands of digits
+    if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

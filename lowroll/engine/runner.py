@@ -51,7 +51,8 @@ class Runner:
         max_batch: int,
         kv: CachePolicy = DENSE,
     ) -> None:
-        self.model, self.large_batch_model = model, large_batch_model
+        self.model = model
+        self.large_batch_model = large_batch_model
         self.cache = KVCache(model.spec, num_pages, page_size, model.dtype, model.device)
         longest = min(num_pages, -(-model.spec.max_position // page_size))
         self.selector = kv.selector(model.spec, self.cache, max_batch)
@@ -85,9 +86,9 @@ class Runner:
         drawn: list[Drawn] = []
         if plan.decodes:
             tokens_BS, logprobs_BS = self.decoder.run(plan.decodes, plan.steps)
-            large_batch_model = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
+            large_batch = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
             drawn = [
-                Drawn(sequence, tokens[:most], logprobs[:most], large_batch_model)
+                Drawn(sequence, tokens[:most], logprobs[:most], large_batch)
                 for sequence, tokens, logprobs, most in zip(
                     plan.decodes, tokens_BS, logprobs_BS, plan.limits, strict=True
                 )
@@ -110,7 +111,8 @@ class Runner:
 
     def _compact_together(self, compactions: list[Compaction], kept: int) -> None:
         assert self.selector is not None, "a policy without a selector compacts nothing"
-        device, page_size = self.model.device, self.cache.page_size
+        device = self.model.device
+        page_size = self.cache.page_size
         rows = Rows(
             slots_B=torch.tensor([c.slot for c in compactions], device=device),
             table_BP=_table([c.pages for c in compactions]).to(device),
@@ -191,7 +193,9 @@ class Runner:
         chunks = [Chunk(c.start, c.stop, c.sequence.pages, c.sequence.slot) for c in prefills]
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
-        ids, positions, last_rows = list[int](), list[int](), [0] * len(chunks)
+        ids: list[int] = []
+        positions: list[int] = []
+        last_rows = [0] * len(chunks)
         for i in (*fresh, *later):
             chunk = chunks[i]
             ids += prefills[i].sequence.prompt_ids[chunk.start : chunk.stop]
@@ -203,10 +207,10 @@ class Runner:
             [chunks[i] for i in later],
             self.decoder.watcher,
         )
-        model, device = self.large_batch_model or self.model, self.model.device
-        return model(
-            torch.tensor(ids, device=device), torch.tensor(positions, device=device), attend
-        ), last_rows
+        model = self.large_batch_model or self.model
+        ids_T = torch.tensor(ids, device=model.device)
+        pos_T = torch.tensor(positions, device=model.device)
+        return model(ids_T, pos_T, attend), last_rows
 
 
 def _table(pages: list[list[int]]) -> Tensor:

@@ -2,13 +2,14 @@
 from.
 
 Per row, in fp32 and in this order (the order of Hugging Face's processors):
- 1. repetition penalty (CTRL, Keskar et al. 2019, arXiv:1909.05858, eq. 5, with the sign rule that is usual since):
-    of every id seen in prompt or response, a positive logit is divided by it, a negative one
-    multiplied;
+ 1. repetition penalty (CTRL, Keskar et al. 2019, arXiv:1909.05858, eq. 5, with the sign rule that
+    is usual since): of every id seen in prompt or response, a positive logit is divided by it, a
+    negative one multiplied;
  2. ids banned until `min_tokens` are drawn: logit -inf;
  3. logits / temperature;
- 4. top-k: the k largest (0 is off); 5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest
-    set of largest probabilities whose mass is >= p; equal logits go lower id first in both;
+ 4. top-k: the k largest (0 is off);
+ 5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest set of largest
+    probabilities whose mass is >= p; equal logits go lower id first in both;
  6. min-p (Nguyen et al. 2024, arXiv:2407.01082): drop what is below min_p * (largest probability).
 The rest is normalised by the one logits-to-logprob function; the token is drawn from its
 exponential by inverse CDF.
@@ -53,9 +54,8 @@ class SamplingBatch:
     greedy_B: Tensor | None  # bool
     penalised: tuple[Tensor, Tensor, Tensor] | None  # row, id and penalty of each (row, seen id)
     banned: tuple[Tensor, Tensor] | None  # row and id
-    ranked: (
-        tuple[Tensor, Tensor, Tensor] | None
-    )  # rows R with top-k or top-p, their k (V if off) and p
+    # rows R with top-k or top-p, their k (V if off) and p
+    ranked: tuple[Tensor, Tensor, Tensor] | None
     log_min_p_B: Tensor | None  # float32, -inf where off
 
     @property
@@ -95,18 +95,16 @@ class SamplingBatch:
         ) -> tuple[Tensor, ...] | None:
             return tuple(map(put, zip(*rows, strict=True), dtypes)) if rows else None
 
+        tempered = any(t != 1 for t in temperature)
+        floored = max(log_min_p, default=-math.inf) > -math.inf
         return cls(
             keys_B=put([signed(s.noise_key) for s in sequences], torch.int64),
-            temperature_B=put(temperature, torch.float32)
-            if any(t != 1 for t in temperature)
-            else None,
+            temperature_B=put(temperature, torch.float32) if tempered else None,
             greedy_B=put(greedy, torch.bool) if any(greedy) else None,
             penalised=columns(seen, torch.int64, torch.int64, torch.float32),  # type: ignore[arg-type]
             banned=columns(banned, torch.int64, torch.int64),  # type: ignore[arg-type]
             ranked=columns(ranked, torch.int64, torch.int64, torch.float64),  # type: ignore[arg-type]
-            log_min_p_B=put(log_min_p, torch.float32)
-            if max(log_min_p, default=-math.inf) > -math.inf
-            else None,
+            log_min_p_B=put(log_min_p, torch.float32) if floored else None,
         )
 
 

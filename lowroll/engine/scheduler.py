@@ -23,13 +23,14 @@ fork from what is left. The dense policy keeps every key, and none of this happe
 Admission is first in, first out, sample by sample, and by worst case (no preemption, hence no
 recomputation): a sample enters when a slot is free and when the pages it could ever need beyond
 those that it shares (`kv.policy.base.footprint`) are free and reserved for nobody else. They are
-given out as it grows, come back to the reserve when a compaction frees them, and the promise lapses
-when it ends. Only the oldest group can have samples outside; it holds nothing but its prompt, which
-they need anyway. So when all others have ended, one more sample always fits: no deadlock. A group
-larger than the cache or than `max_batch` simply enters in waves.
+given out as it grows and come back to the reserve when a compaction frees them; what is left of the
+reserve lapses when the sample ends. Only the oldest group can have samples that wait; it holds
+nothing but its prompt, which they need anyway. So when all others have ended, one more sample
+always fits: no deadlock. A group larger than the cache or than `max_batch` simply enters in waves.
 
-Concurrency: one thread calls everything. `abort` may come between `plan` and `commit`; the commits
-that follow for an ended sequence are ignored.
+Concurrency: one thread calls everything. `abort` may come when the plan has run and before its
+commits; those that follow for an ended sequence are ignored. Before the run it may not: it takes
+the pages that the plan's sequences list.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ class Scheduler:
         self.lookahead = lookahead
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
-        self.reserved_pages = 0  # sum of the sequences' promises; never over pool.num_free
+        self.reserved_pages = 0  # over all sequences; never over pool.num_free
         self._groups: dict[int, LiveGroup] = {}  # by handle, in order of arrival
-        self._waiting: deque[LiveGroup] = deque()  # groups with samples outside, oldest first
+        self._waiting: deque[LiveGroup] = deque()  # groups with samples that wait, oldest first
         self._prefilling: deque[LiveGroup] = deque()
         self._running: dict[Sequence, None] = {}  # admitted samples, in order of admission
         self._free_slots = list(reversed(range(max_batch)))
@@ -277,17 +278,17 @@ class Scheduler:
             sequence = group.waiting[0]
             if not self._free_slots:
                 return
-            if not (
-                self._admit_leader(group)
-                if sequence is group.leader
-                else self._admit_sibling(sequence)
-            ):
+            if sequence is group.leader:
+                fits = self._admit_leader(group)
+            else:
+                fits = self._admit_sibling(sequence)
+            if not fits:
                 return
             group.waiting.popleft()
             self._running[sequence] = None
 
     def _admit_leader(self, group: LiveGroup) -> bool:
-        """Take the prompt's pages (from the prefix cache where it can) and promise the leader's
+        """Take the prompt's pages (from the prefix cache where it can) and reserve the leader's
         others."""
         prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
         need = group.footprint
@@ -367,11 +368,13 @@ class Scheduler:
         return list(zip(tail, own, strict=True))
 
     def _forked(self, sequence: Sequence) -> None:
-        group, sequence.forked = sequence.group, True
+        group = sequence.group
+        sequence.forked = True
         group.num_unforked -= 1
         if group.num_unforked == 0:
             self.pool.free(group.prompt_pages + group.compacted_pages)
-            group.prompt_pages, group.compacted_pages = [], []
+            group.prompt_pages = []
+            group.compacted_pages = []
 
     def _available(self) -> int:
         return self.pool.num_free - self.reserved_pages
@@ -420,10 +423,12 @@ class Scheduler:
     def _compact(self, sequence: Sequence, given_up: list[int]) -> Compaction:
         """The keys that stay move to the first of the sample's own pages, and to new ones where it
         has too few."""
-        cached, pages = sequence.cached_len, sequence.pages
+        cached = sequence.cached_len
+        pages = sequence.pages
         kept = self.kv.kept(cached)
         needed = num_pages(kept, self.pool.page_size)
-        shared, own = pages[: sequence.num_shared], pages[sequence.num_shared :]
+        shared = pages[: sequence.num_shared]
+        own = pages[sequence.num_shared :]
         targets = own[:needed] + self.pool.allocate(max(0, needed - len(own)))
         given_up += shared + own[needed:]
         if sequence.group.tail_writer is sequence:
@@ -447,17 +452,15 @@ class Scheduler:
         unfinished: list[LiveGroup] = []
         while self._prefilling:
             group = self._prefilling[0]
-            start, length = group.num_prefilled, len(group.request.prompt_ids)
+            start = group.num_prefilled
+            length = len(group.request.prompt_ids)
             stop = min(length, start + (self.prefill_chunk or length))
             if chunks and stop - start > budget:
                 break
             self._prefilling.popleft()
             is_last = stop == length
-            chunks.append(
-                PrefillChunk(
-                    group.leader, start, stop, is_last, tuple(group.sequences) if is_last else ()
-                )
-            )
+            samples = tuple(group.sequences) if is_last else ()
+            chunks.append(PrefillChunk(group.leader, start, stop, is_last, samples))
             budget -= stop - start
             group.leader.cached_len = start
             group.num_prefilled = stop
@@ -467,8 +470,8 @@ class Scheduler:
         return chunks
 
     def _publish_prompt(self, group: LiveGroup) -> None:
-        """Offer the full prompt pages to later requests, unless other weights were adopted while
-        the prompt ran."""
+        """Offer the full prompt pages to later requests, unless the behaviour changed while the
+        prompt ran."""
         if group.salt == self.salt:
             keys = page_keys(group.request.prompt_ids, self.pool.page_size, group.salt)
             self.pool.publish(group.leader.pages[: len(keys)], keys)
@@ -499,7 +502,8 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         group = sequence.group
-        sequence.finish_reason, sequence.stop_reason = reason, stop
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop
         self.pool.free(sequence.pages)
         sequence.pages = []
         if not sequence.forked:

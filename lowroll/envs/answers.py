@@ -24,9 +24,8 @@ HASH = re.compile(
 )
 BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 BARE = re.compile(r"[^\s$\\{}]+")
-MINUS = re.compile(
-    r"(?:(?:^|(?<![\d)}])\s|[$=(:{]|\\[(\[])-|[$=]\s*-\s*)$"
-)  # not of a difference, nor of a list
+# not of a difference, nor of a list
+MINUS = re.compile(r"(?:(?:^|(?<![\d)}])\s|[$=(:{]|\\[(\[])-|[$=]\s*-\s*)$")
 JOINED = re.compile(r"(?:[-\s$,;&}]|\\[()]|\\text\s*\{|\\quad|\band\b|\bor\b|\b[A-Za-z]\s*=)*")
 JOINT = re.compile(r"[,;]|\band\b|\bor\b")
 
@@ -129,11 +128,8 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
     same = same_number(gold, answer)
     if same:
         return True
-    from lowroll.envs import (
-        costs,
-        expressions,
-        forms,
-    )  # sympy: only who compares formulas pays for it
+    # sympy: only who compares formulas pays for it
+    from lowroll.envs import costs, expressions, forms
 
     try:
         with costs.cpu_limit(MAX_SECONDS):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from math import factorial
+from math import factorial, prod
 from random import Random
 from typing import Any
 
@@ -37,14 +37,14 @@ POINTS = 3
 CONFIG = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
 )
-GAMMA = re.compile(
-    r"\\(gamma(?![A-Za-z])|Gamma(?![A-Za-z])(?!\s*\())"
-)  # the parser takes it for a function
+# the parser takes it for a function
+GAMMA = re.compile(r"\\(gamma(?![A-Za-z])|Gamma(?![A-Za-z])(?!\s*\())")
 ENERGY = re.compile(r"(?<![A-Za-z\\])E(?=\s*_)")  # E_1 is no number of Euler's
+# and 3(\frac12) no mixed number
 FACTOR = re.compile(
     r"((?<![A-Za-z\\])[A-Za-z]\s*\^\s*(?:\{[^{}-]*\}|\w)|"  # x^2(y+1) is no function of y+1,
     r"(?<![_^\d.])\d+(?:\.\d+)?)\s*\("
-)  # and 3(\frac12) no mixed number
+)
 DECIMAL = re.compile(r"-?\d*\.\d+")
 MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)")
 
@@ -90,8 +90,9 @@ def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
     for tree in (*golds, *answers):
         refuse_tree(tree)
     if not any(tree.free_symbols or tree.has(AppliedUndef) for tree in golds):
-        alike = any(all(map(same_tree, golds, sides)) for sides in (answers, answers[::-1]))
-        return 1.0 if alike else None
+        if all(map(same_tree, golds, answers)) or all(map(same_tree, golds, answers[::-1])):
+            return 1.0
+        return None
     a, b = (
         sympy.Add(left, sympy.Mul(-1, right, evaluate=False), evaluate=False)
         for left, right in (golds, answers)
@@ -143,7 +144,9 @@ class _Reader(_Latex2Sympy):
     def parse_number(self, text: str) -> Any:
         """An integer, or a decimal as a Float. ValueError for anything else."""
         text = text.replace(",", "")
-        return sympy.Integer(int(text)) if text.isascii() and text.isdigit() else sympy.Float(text)
+        if text.isascii() and text.isdigit():
+            return sympy.Integer(int(text))
+        return sympy.Float(text)
 
 
 def _unfinished(tree: Any) -> bool:
@@ -171,11 +174,14 @@ def exact(tree: Any) -> Fraction | None:
         values.append(value)
     if isinstance(tree, sympy.Pow):
         base, power = values
-        return base ** int(power) if power.denominator == 1 and (base or power > 0) else None
-    total = Fraction(isinstance(tree, sympy.Mul))
-    for value in values:
-        total = total * value if isinstance(tree, sympy.Mul) else total + value
-    return total if not isinstance(tree, sympy.UnevaluatedExpr) else values[0]
+        if power.denominator != 1 or (base == 0 and power <= 0):
+            return None
+        return base ** int(power)
+    if isinstance(tree, sympy.UnevaluatedExpr):
+        return values[0]
+    if isinstance(tree, sympy.Mul):
+        return prod(values, start=Fraction(1))
+    return sum(values, start=Fraction(0))
 
 
 def same_tree(a: Any, b: Any) -> bool:
@@ -187,17 +193,20 @@ def _ordered(tree: Any) -> Any:
     parts = [_ordered(part) for part in getattr(tree, "args", ())]
     if isinstance(tree, (sympy.Add, sympy.Mul)):
         parts.sort(key=repr)
-    return (type(tree).__name__, *parts) if parts else (type(tree).__name__, str(tree))
+    if not parts:
+        return type(tree).__name__, str(tree)
+    return (type(tree).__name__, *parts)
 
 
 def compare(a: Any, b: Any) -> bool | None:
     """Whether two trees are equal; None when numbers cannot tell."""
     if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
-        if a.shape == b.shape:
-            verdicts = [compare(x, y) for x, y in zip(a, b, strict=True)]
-        else:
-            verdicts = [False]
-        return False if False in verdicts else None if None in verdicts else True
+        if a.shape != b.shape:
+            return False
+        verdicts = [compare(x, y) for x, y in zip(a, b, strict=True)]
+        if False in verdicts:
+            return False
+        return None if None in verdicts else True
     if (
         not isinstance(a, sympy.Expr)
         or not isinstance(b, sympy.Expr)
@@ -205,13 +214,16 @@ def compare(a: Any, b: Any) -> bool | None:
         or _unfinished(b)
     ):
         return None
-    x, y = exact(a), exact(b)
+    x = exact(a)
+    y = exact(b)
     if x is not None and y is not None:
         return x == y
     values = _values(a, b)
     digits = DIGITS if len(values) > 1 else DIGITS_ALONE
     verdicts = [_agree(u, v, digits) for u, v in values if u is not None and v is not None]
-    return False if False in verdicts else True if len(verdicts) > len(values) // 2 else None
+    if False in verdicts:
+        return False
+    return True if len(verdicts) > len(values) // 2 else None
 
 
 def _ratio(a: Any, b: Any) -> float | None:
@@ -271,10 +283,11 @@ def verified(gold: Any, answer: Any) -> bool:
 
 def _values(a: Any, b: Any) -> list[tuple[Any, Any]]:
     """The values of two trees at each point; None where there is none."""
-    a, b = _evaluable(a), _evaluable(b)
-    names = sorted({symbol.name for tree in (a, b) for symbol in tree.free_symbols} - {"i"})
+    a = _evaluable(a)
+    b = _evaluable(b)
+    names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols} - {"i"})
     if not names:
-        return [tuple(_value(tree, {}, DIGITS_ALONE) for tree in (a, b))]
+        return [(_value(a, {}, DIGITS_ALONE), _value(b, {}, DIGITS_ALONE))]
     found = []
     for point in range(POINTS):
         values = {name: _coordinate(name, point) for name in names}
@@ -286,7 +299,9 @@ def _coordinate(name: str, point: int) -> Any:
     """A rational between 1/4 and 4 in absolute value, positive at the first point."""
     rng = Random(f"{name}/{point}")
     value = sympy.Rational(rng.randrange(25_000, 400_000), 100_003)
-    return -value if point and rng.random() < 0.5 else value
+    if point and rng.random() < 0.5:
+        return -value
+    return value
 
 
 def _evaluable(tree: Any) -> Any:
@@ -294,16 +309,17 @@ def _evaluable(tree: Any) -> Any:
     as variables."""
     unknown = {part: sympy.Symbol(str(part)) for part in tree.atoms(AppliedUndef, sympy.Derivative)}
     decimals = {part: sympy.Rational(str(part)) for part in tree.atoms(sympy.Float)}
-    return tree.xreplace(unknown | decimals) if unknown or decimals else tree
+    if not unknown and not decimals:
+        return tree
+    return tree.xreplace(unknown | decimals)
 
 
 def _value(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
     """The number that a tree is at a point, a complex one included; None when it is none, or not
     finite."""
-    at = {
-        symbol: sympy.I if symbol.name == "i" else point[symbol.name]
-        for symbol in tree.free_symbols
-    }
+    at = {}
+    for symbol in tree.free_symbols:
+        at[symbol] = sympy.I if symbol.name == "i" else point[symbol.name]
     value = tree.evalf(digits, subs=at, maxn=4 * digits)
     if (
         value.is_number
@@ -324,7 +340,8 @@ def _zero(value: Any) -> bool:
 def _agree(u: Any, v: Any, digits: int = DIGITS) -> bool:
     if _zero(u) and _zero(v):
         return True
-    (a, b), (c, d) = u.as_real_imag(), v.as_real_imag()
+    a, b = u.as_real_imag()
+    c, d = v.as_real_imag()
     largest = max(abs(a), abs(b), abs(c), abs(d))
     return bool(
         max(abs(a - c), abs(b - d)) < largest * sympy.Rational(1, 10 ** int(AGREE * digits))

@@ -63,19 +63,23 @@ class Form:
 def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
     """A text cut at the separators outside of all brackets, and these; uncut when its brackets do
     not match."""
-    cut, separators, start, depth = [], [], 0, 0
+    cut = []
+    separators = []
+    start = 0
+    depth = 0
     for token in TOKEN.finditer(text):
         sign = token[0]
-        depth += (sign in ("(", "[", "{", r"\{", r"\begin")) - (
-            sign in (")", "]", "}", r"\}", r"\end")
-        )
+        depth += sign in ("(", "[", "{", r"\{", r"\begin")
+        depth -= sign in (")", "]", "}", r"\}", r"\end")
         if depth < 0:
             return [text], []
         if depth == 0 and separator.fullmatch(sign):
             cut.append(text[start : token.start()])
             separators.append(sign)
             start = token.end()
-    return ([*cut, text[start:]], separators) if depth == 0 else ([text], [])
+    if depth != 0:
+        return [text], []
+    return [*cut, text[start:]], separators
 
 
 def wrapped(text: str) -> tuple[str, str] | None:
@@ -83,7 +87,8 @@ def wrapped(text: str) -> tuple[str, str] | None:
     depth = 0
     for token in TOKEN.finditer(text):
         sign = token[0]
-        depth += (sign in ("(", "[", "{", r"\{")) - (sign in (")", "]", "}", r"\}"))
+        depth += sign in ("(", "[", "{", r"\{")
+        depth -= sign in (")", "]", "}", r"\}")
         if depth <= 0:
             opening = TOKEN.match(text)
             if token.end() < len(text) or opening is None or token.start() == 0:
@@ -102,10 +107,10 @@ def form(text: str) -> Form:
             return found
     if len(union := pieces(text, CUP)[0]) > 1:
         return Form("union", tuple(map(str.strip, union)))
-    parts = [part for piece in _listed(text) for part in _signs(piece)]
+    parts = _values(text)
     if len(parts) > 1:
-        inequalities = all(form(part).kind == "tuple" and form(part).name for part in parts)
-        return Form("union" if inequalities else "list", tuple(parts))
+        inequalities = all(_is_interval(form(part)) for part in parts)
+        return Form("union" if inequalities else "list", parts)
     return _relation(text) or Form("leaf", (text,))
 
 
@@ -114,17 +119,29 @@ def _bracketed(brackets: str, inside: str) -> Form | None:
         condition = pieces(inside, BAR)[0]
         if len(condition) == 2:
             found = form(condition[1])
-            return found if found.kind == "tuple" and found.name else None
-        return Form("set", tuple(part for piece in _listed(inside, True) for part in _signs(piece)))
+            return found if _is_interval(found) else None
+        return Form("set", _values(inside, braces=True))
     if brackets == "{}":
         return form(inside)
     parts = [part.strip() for part in pieces(inside, COMMA)[0]]
     if len(parts) > 1 and all(parts):
         return Form("tuple", tuple(parts), brackets)
-    return form(inside) if brackets == "()" else None
+    if brackets == "()":
+        return form(inside)
+    return None
 
 
-def _listed(text: str, braces: bool = False) -> list[str]:
+def _is_interval(found: Form) -> bool:
+    """Does it bound a variable?"""
+    return found.kind == "tuple" and bool(found.name)
+
+
+def _values(text: str, braces: bool = False) -> tuple[str, ...]:
+    """The parts of a list, both values of those with a sign."""
+    return tuple(part for piece in _listed(text, braces) for part in _signs(piece))
+
+
+def _listed(text: str, braces: bool) -> list[str]:
     """The parts of a list. A comma between digits belongs to a number where other commas have
     spaces behind them."""
     if not braces and quantity(without_unit(ASSIGNED.sub("", text))[0]) is not None:
@@ -156,9 +173,13 @@ def _relation(text: str) -> Form | None:
         return None
     if r"\approx" in operators:
         first = operators.index(r"\approx")
-        keep = first + 1 if first or NAME.fullmatch(sides[0]) is None else first + 2
+        keep = first + 1
+        if first == 0 and NAME.fullmatch(sides[0]):  # a name is about what stands behind it
+            keep = 2
         return form("=".join(sides[:keep]))
-    name = sides[0] if NAME.fullmatch(sides[0]) else ""
+    name = ""
+    if NAME.fullmatch(sides[0]):
+        name = sides[0]
     if operators[0] == r"\in" and name:
         return replace(form(text.partition(r"\in")[2]), name=squeezed(name))
     if operators[0] == "=" and name:
@@ -174,36 +195,44 @@ def _interval(sides: list[str], operators: list[str]) -> Form | None:
     if operators[0] not in FLIPPED:
         return None
     if operators[0] not in BELOW:
-        sides, operators = sides[::-1], [FLIPPED.get(sign, sign) for sign in operators[::-1]]
+        sides = sides[::-1]
+        operators = [FLIPPED.get(sign, sign) for sign in operators[::-1]]
     if any(sign not in BELOW for sign in operators):
         return None
     bounds = [CONSTANT.fullmatch(side) is not None for side in sides]
-    ends = ["[" if operators[0] == r"\leq" else "(", "]" if operators[-1] == r"\leq" else ")"]
+    opening = "[" if operators[0] == r"\leq" else "("
+    closing = "]" if operators[-1] == r"\leq" else ")"
     if bounds == [True, False, True]:
         low, variable, high = sides
     elif bounds == [False, True]:
-        low, (variable, high), ends[0] = r"-\infty", sides, "("
+        low = r"-\infty"
+        opening = "("
+        variable, high = sides
     elif bounds == [True, False]:
-        (low, variable), high, ends[1] = sides, r"\infty", ")"
+        low, variable = sides
+        high = r"\infty"
+        closing = ")"
     else:
         return None
     if not NAME.fullmatch(variable):
         return None
-    return Form("tuple", (low, high), "".join(ends), squeezed(variable))
+    return Form("tuple", (low, high), opening + closing, squeezed(variable))
 
 
 def matches(gold: str, answer: str, ordered: bool = False) -> bool:
     """Whether two texts say the same. `ordered`: the order of a list counts."""
-    gold, answer = tidy(gold), tidy(answer)
+    gold = tidy(gold)
+    answer = tidy(answer)
     if squeezed(gold) == squeezed(answer):
         return True
     if not answer:
         return False
     if (asked := choice(gold)) is not None and (not asked[1] or LETTERED.match(gold)):
+        letter, text = asked
         said = choice(answer)
-        return (
-            said is not None and said[0] == asked[0] or asked[1] != "" and matches(asked[1], answer)
-        )
+        if said is not None and said[0] == letter:
+            return True
+        return text != "" and matches(text, answer)
     return _same_form(form(gold), form(answer), ordered)
 
 
@@ -218,21 +247,18 @@ def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
     several = ("list", "set", "union")
     if gold.kind == answer.kind == "tuple":
         return gold.signs == answer.signs and _pairwise(gold.parts, answer.parts)
-    if {gold.kind, answer.kind} == {
-        "tuple",
-        "list",
-    }:  # a point, or values in parentheses by mistake
+    # a point, or values in parentheses by mistake
+    if {gold.kind, answer.kind} == {"tuple", "list"}:
         pair = gold if gold.kind == "tuple" else answer
-        free = gold.kind == "list" and not ordered
-        return (
-            pair.signs == "()"
-            and not pair.name
-            and (_unordered if free else _pairwise)(gold.parts, answer.parts)
-        )
+        if pair.signs != "()" or pair.name:
+            return False
+        if gold.kind == "list" and not ordered:  # values in parentheses by mistake
+            return _unordered(gold.parts, answer.parts)
+        return _pairwise(gold.parts, answer.parts)
     if gold.kind in several and answer.kind in several:
-        return (_pairwise if ordered and gold.kind == "list" else _unordered)(
-            gold.parts, answer.parts
-        )
+        if ordered and gold.kind == "list":
+            return _pairwise(gold.parts, answer.parts)
+        return _unordered(gold.parts, answer.parts)
     if "relation" in (gold.kind, answer.kind):
         return _same_relation(gold, answer)
     if gold.kind == "leaf" and answer.kind == "list":  # one value in several forms
@@ -249,7 +275,8 @@ def _unordered(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
     lists."""
     if len(gold) != len(answer):
         return False
-    left, rest = list(answer), []
+    left = list(answer)
+    rest = []
     for part in gold:
         alike = next((other for other in left if squeezed(part) == squeezed(other)), None)
         if alike is None:
@@ -269,24 +296,18 @@ def _unordered(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
 def _same_relation(gold: Form, answer: Form) -> bool:
     """Of two relations, or of one and a value: `x = 5` is 5, and so is `2 + 3 = 5`, but not `4 =
     5`."""
-    if gold.kind != "relation" or answer.kind != "relation":
-        relation, other = (gold, answer) if gold.kind == "relation" else (answer, gold)
-        if (
-            other.kind != "leaf"
-            or set(relation.signs.split()) != {"="}
-            or gold is relation
-            and not gold.name
-        ):
+    if answer.kind != "relation":
+        if not gold.name or not _is_equation_and_value(gold, answer):
             return False
-        sides = relation.parts[bool(relation.name) :]
-        said = [side for side in sides[:-1] if CONSTANT.fullmatch(side)] + [sides[-1]]
-        return all(
-            matches(*((side, other.parts[0]) if gold is relation else (other.parts[0], side)))
-            for side in said
-        )
+        return all(matches(side, answer.parts[0]) for side in _said(gold))
+    if gold.kind != "relation":
+        if not _is_equation_and_value(answer, gold):
+            return False
+        return all(matches(gold.parts[0], side) for side in _said(answer))
     if gold.name and gold.name == answer.name and gold.signs[0] == answer.signs[0] == "=":
         return matches(gold.parts[-1], answer.parts[-1])
-    gold, answer = _upwards(gold), _upwards(answer)
+    gold = _upwards(gold)
+    answer = _upwards(answer)
     if gold.signs != answer.signs:
         return False
     if len(gold.parts) > 2:
@@ -295,6 +316,16 @@ def _same_relation(gold: Form, answer: Form) -> bool:
 
     factor = expressions.proportion(gold.parts, answer.parts)
     return factor is not None and (factor > 0 or gold.signs in ("=", r"\neq"))
+
+
+def _is_equation_and_value(relation: Form, other: Form) -> bool:
+    return other.kind == "leaf" and set(relation.signs.split()) == {"="}
+
+
+def _said(equation: Form) -> list[str]:
+    """What an equation says that its name is: its last side, and the numbers before it."""
+    sides = equation.parts[bool(equation.name) :]
+    return [side for side in sides[:-1] if CONSTANT.fullmatch(side)] + [sides[-1]]
 
 
 def _upwards(relation: Form) -> Form:
@@ -312,30 +343,41 @@ def same_leaf(gold: str, answer: str) -> bool:
     expressions."""
     if squeezed(gold) == squeezed(answer):
         return True
-    times = clock(gold), clock(answer)
-    if times[0] is not None and times[1] is not None:
-        return times[0][:2] == times[1][:2] and (
-            "" in (times[0][2], times[1][2]) or times[0] == times[1]
-        )
+    time = clock(gold)
+    other_time = clock(answer)
+    if time is not None and other_time is not None:
+        either_half = "" in (time[2], other_time[2])  # of the day
+        return time[:2] == other_time[:2] and (either_half or time == other_time)
     if (said := words(gold)) is not None:
         return said == words(answer)
-    numerals = numeral(gold), numeral(answer)
-    if numerals[0] is not None and numerals[1] is not None:
-        return numerals[0] == numerals[1]
-    (gold, power), (answer, other) = (
-        (number[0], "") if number is not None else without_unit(text)
-        for number, text in zip(numerals, (gold, answer), strict=True)
-    )
-    if power and other and power != other:
+    number = numeral(gold)
+    other_number = numeral(answer)
+    if number is not None and other_number is not None:
+        return number == other_number
+    gold, unit = _value_and_unit(gold)
+    answer, other_unit = _value_and_unit(answer)
+    if unit and other_unit and unit != other_unit:
         return False
-    (gold, up), (answer, also_up) = scaled(gold), scaled(answer)
-    gold, answer = without_unit(gold)[0], without_unit(answer)[0]
-    return same_value(gold, answer) or up != also_up and same_value(gold, answer, up - also_up)
+    gold, up = scaled(gold)
+    answer, also_up = scaled(answer)
+    gold = without_unit(gold)[0]
+    answer = without_unit(answer)[0]
+    if same_value(gold, answer):
+        return True
+    return up != also_up and same_value(gold, answer, up - also_up)
+
+
+def _value_and_unit(text: str) -> tuple[str, str]:
+    number = numeral(text)
+    if number is not None:
+        return number[0], ""
+    return without_unit(text)
 
 
 def same_value(gold: str, answer: str, shift: int = 0) -> bool:
     """Whether `gold` times 10^shift is `answer`."""
-    number, other = quantity(gold), quantity(answer)
+    number = quantity(gold)
+    other = quantity(answer)
     if number is not None and other is not None:
         sign, digits, exponent = number.as_tuple()
         assert isinstance(exponent, int)
@@ -343,11 +385,10 @@ def same_value(gold: str, answer: str, shift: int = 0) -> bool:
             return True
         if len(readings(gold)) == len(readings(answer)) == 1:
             return False
-    from lowroll.envs import (
-        expressions,
-    )  # imports sympy: only environments that compare formulas pay for it
+    # imports sympy: only environments that compare formulas pay for it
+    from lowroll.envs import expressions
 
-    golds = [
-        rf"({reading}) \cdot 10^{{{shift}}}" if shift else reading for reading in readings(gold)
-    ]
+    golds = list(readings(gold))
+    if shift:
+        golds = [rf"({reading}) \cdot 10^{{{shift}}}" for reading in golds]
     return any(expressions.equal(*pair) for pair in product(golds, readings(answer)))

@@ -56,12 +56,10 @@ def _same_numbers(answer: str, item: dict[str, Any]) -> bool:
     return sorted(map(int, re.findall(r"\d{1,18}", answer))) == sorted(item["metadata"]["numbers"])
 
 
-DEMANDS: dict[
-    str, Callable[[str, dict[str, Any]], bool]
-] = {  # what a scorer of version 0.1.25 forgets to ask
-    "game_of_life_halting": lambda answer, item: (
-        answer == item["answer"]
-    ),  # it takes bool("False") for True
+# what a scorer of version 0.1.25 forgets to ask
+DEMANDS: dict[str, Callable[[str, dict[str, Any]], bool]] = {
+    # it takes bool("False") for True
+    "game_of_life_halting": lambda answer, item: answer == item["answer"],
     "puzzle24": _same_numbers,  # it takes 24 out of any four numbers
 }
 
@@ -90,9 +88,8 @@ class Generator:
     def __init__(self, name: str, options: dict[str, Any], seed: int) -> None:
         self.name, self.options, self.seed = name, _checked(name, options), seed
         self._list = lru_cache(maxsize=8)(self._make_list)
-        self._item = lru_cache(maxsize=64)(
-            self._make_item
-        )  # a group's responses are scored in a row
+        # a group's responses are scored in a row
+        self._item = lru_cache(maxsize=64)(self._make_item)
         try:
             self._list("train", 0, 0)
         except (AssertionError, TypeError, ValueError) as error:
@@ -101,16 +98,14 @@ class Generator:
     def _make_list(self, split: str, draw: int, block: int) -> Any:
         from reasoning_gym import create_dataset
 
-        seed = random.Random(f"{self.seed}/{split}/{draw}/{block}").getrandbits(
-            31
-        )  # numpy takes no larger one
+        # numpy takes no larger one
+        seed = random.Random(f"{self.seed}/{split}/{draw}/{block}").getrandbits(31)
         return create_dataset(self.name, seed=seed, size=BLOCK, **self.options)
 
     def _make_item(self, split: str, draw: int, index: int) -> dict[str, Any]:
         state = random.getstate()
-        random.seed(
-            f"{self.seed}/{split}/{draw}/{index}"
-        )  # a few generators draw from the global stream
+        # a few generators draw from the global stream
+        random.seed(f"{self.seed}/{split}/{draw}/{index}")
         try:
             return self._list(split, draw, index // BLOCK)[index % BLOCK]
         finally:
@@ -124,9 +119,8 @@ class Generator:
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
         """The generator's reward, and 0 for an answer outside of its language or its task."""
         item = self._item(split, draw, index)
-        maker = item["metadata"].get(
-            "source_dataset", self.name
-        )  # a composite tells whose item it is
+        # a composite tells whose item it is
+        maker = item["metadata"].get("source_dataset", self.name)
         language, demand = LANGUAGES.get(maker), DEMANDS.get(maker)
         if answer != item["answer"] and (
             language is not None
@@ -232,8 +226,8 @@ def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     for key in options:
         if key not in known:
             raise ValueError(
-                f"reasoning-gym/{name} has no option {key!r}{nearest(key, known)}; "
-                f"known: {', '.join(known)}"
+                f"reasoning-gym/{name} has no option {key!r}{nearest(key, known)}; known: "
+                f"{', '.join(known)}"
             )
     if name == "composite":
         parts = options.get("datasets")

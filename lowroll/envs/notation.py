@@ -77,18 +77,20 @@ SPELLINGS = [
         (r"^\s*\*\*(.*)\*\*\s*$", r"\1"),  # bold in Markdown
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
         (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
+        # 3\,159 and 10,\!080 and 1{,}000
         (
             rf"(?<=\d)(?:,?(?:{SPACE})|\{{,\}})\s*(?=\d{{3}}(?!\d))",
             "",
-        ),  # 3\,159 and 10,\!080 and 1{,}000
+        ),
         (r"\{,\}", ","),
         (r"\\(?:text(?:bf|it|rm|normal|sf)?|[mh]box|mathrm)\s*\{", r"\\text{"),
         (r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm)\s*\{", "{"),
         (r"\\text\{\s*([eidI])\s*\}", r"\1"),
+        # 576\pi\;m^{2}
         (
             rf"(?<=[\d}}i])\s*(?:{SPACE})+\s*({SI})(\^\{{?\d\}}?)?\s*$",
             r"\\text{\1}\2",
-        ),  # 576\pi\;m^{2}
+        ),
         (rf"(?:{SPACE}|\s)+", " "),
         (rf"\\({'|'.join(COMMANDS)})(?![A-Za-z])", lambda found: COMMANDS[found[1]]),
         (r"<=", r"\\leq "),

@@ -23,9 +23,8 @@ log = logging.getLogger(__name__)
 
 QUESTION_FIELDS = ("question", "problem", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
-CALCULATOR = re.compile(
-    r"<<[^<>]*>>"
-)  # GSM8K's annotations, <<48/2=24>>, are not meant to be imitated
+# GSM8K's annotations, <<48/2=24>>, are not meant to be imitated
+CALCULATOR = re.compile(r"<<[^<>]*>>")
 UNIT = re.compile(r"\\(?:text|mbox|mathrm)\b")
 DOLLARS = re.compile(r"\$([^$]*)\$[.,;]?")
 GROUPED = re.compile(r"(?<=\d),(?=\d{3}\b)")

@@ -49,9 +49,8 @@ class ReasoningGym(Environment):
         self.rng(split, index)  # checks both
         for draw in range(MAX_DRAWS):
             question, answer = self.items.item(split, draw, index)
-            if (
-                split_of(question) == split and answer != ""
-            ):  # an empty answer is a slip of the generator
+            # an empty answer is a slip of the generator
+            if split_of(question) == split and answer != "":
                 info = {
                     "item": [split, draw, index],
                     "digest": _digest(question, answer),
@@ -71,8 +70,8 @@ class ReasoningGym(Environment):
         split, draw, index = prompt.info["item"]
         if _digest(*self.items.item(split, draw, index)) != prompt.info["digest"]:
             raise ValueError(
-                f"{self.generator} does not make the item of {prompt.id} again: "
-                "another version of reasoning-gym, or not reproducible"
+                f"{self.generator} does not make the item of {prompt.id} again: another version of "
+                "reasoning-gym, or not reproducible"
             )
         return Score(self.items.score(split, draw, index, found[-1].strip()), {"has_answer": 1.0})
 

@@ -319,8 +319,7 @@ class ScorerPool:
                     "a scoring worker could not start: "
                     + (
                         f"{self._said(reply['failed'])} (its memory is limited to "
-                        f"{self.memory_limit_mb} MB by "
-                        "score.memory_limit_mb)"
+                        f"{self.memory_limit_mb} MB by score.memory_limit_mb)"
                         if "failed" in reply
                         else worker.kill()
                     )

@@ -150,8 +150,8 @@ def _read_hub(
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"env {name!r}: the hub data set {path!r} needs the package 'datasets' "
-            "(pip install 'lowroll[data]'), or give a .jsonl file"
+            f"env {name!r}: the hub data set {path!r} needs the package 'datasets' (pip install "
+            "'lowroll[data]'), or give a .jsonl file"
         ) from error
     for number, row in enumerate(datasets.load_dataset(path, subset, split=split)):
         yield f"{path}[{split}]:{number}", dict(row)

@@ -21,8 +21,7 @@ def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
     if not isinstance(prompt, Prompt):
         raise ValueError(
             f"env {env.name!r}: prompt({index}, {split!r}) must return a Prompt (as self.ask "
-            f"does), not "
-            f"{type(prompt).__name__}"
+            f"does), not {type(prompt).__name__}"
         )
     where = f"env {env.name!r}: prompt {prompt.id!r}"
     if not _are_messages(prompt.messages):

@@ -71,10 +71,6 @@ def _scaled_mm(device: torch.device) -> Support:
     return cuda_supports(device) and w8a8.scaled_mm_supports(device)
 
 
-def _grouped_mm(device: torch.device) -> Support:
-    return grouped.grouped_mm_supports_device(device)
-
-
 PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     "decode attention": (
         _cuda(
@@ -120,7 +116,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     ),
     "mixture of experts in the learner": (
         _triton("moe/grouped", "forward, in 16-bit numbers"),
-        Kernel("torch.grouped_mm", "torch", "bfloat16", _grouped_mm),
+        Kernel("torch.grouped_mm", "torch", "bfloat16", grouped.grouped_mm_supports_device),
         _torch("one expert at a time"),
     ),
     "routing to experts": (_triton("moe/route"), _torch()),

@@ -49,7 +49,8 @@ class KVCache:
         device: torch.device | str,
     ) -> None:
         shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-        self.page_size, self.released = page_size, False
+        self.page_size = page_size
+        self.released = False
         buffers, self.virtual_memory = _allocate(
             2 * spec.num_layers, shape, dtype, torch.device(device)
         )
@@ -84,7 +85,7 @@ class KVCache:
         """Give the memory back until `restore`, for a learner that runs in between. What the pages
         held is lost.
 
-        The tensors stay the same objects. With an virtual_memory they stay where they are, too;
+        The tensors stay the same objects. With virtual memory they stay where they are, too;
         without one they move, and whoever holds addresses (a CUDA graph) must let go of them.
         """
         if self.virtual_memory is not None:
@@ -161,7 +162,7 @@ class KVCache:
 def _allocate(
     count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], VirtualMemory | None]:
-    """Buffers of zeros, in one virtual_memory where the device has such memory."""
+    """Buffers of zeros, in one piece of virtual memory where the device has such."""
     if device.type != "cuda" or not virtual_memory_works(device):
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)], None
     size = math.prod(shape) * dtype.itemsize
@@ -173,7 +174,7 @@ def _allocate(
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, stop) of one sequence in this step, its page table, and its slot (-1: none)."""
+    """Tokens [start, stop) of one sequence in this step, its page table and slot (-1: none)."""
 
     start: int
     stop: int
@@ -224,30 +225,31 @@ class PagedAttention:
         selector: Selector | None = None,
     ) -> None:
         device = cache.keys[0].device
-        self.cache, self.selector, self.chunks = cache, selector, [*fresh, *later]
-        self.slots_T = upload(
-            torch.cat([self._slots(c)[c.start :] for c in (*fresh, *later)]), device
-        )
+        self.cache = cache
+        self.selector = selector
+        self.chunks = [*fresh, *later]
+        slots = [self._slots(c)[c.start :] for c in self.chunks]
+        self.slots_T = upload(torch.cat(slots), device)
         self.num_fresh = sum(c.num_tokens for c in fresh)
         self.fresh: Attend | None = varlen([c.num_tokens for c in fresh], device) if fresh else None
-        self.later: list[
-            tuple[int, Tensor, Attend]
-        ] = []  # queries, the slots of all their tokens, attention
+        # queries, the slots of all their tokens, attention
+        self.later: list[tuple[int, Tensor, Attend]] = []
         for some in _portions(later):
-            lengths, totals = [c.num_tokens for c in some], [c.stop for c in some]
+            lengths = [c.num_tokens for c in some]
+            totals = [c.stop for c in some]
             slots_T = upload(torch.cat([self._slots(c) for c in some]), device)
             self.later.append((sum(lengths), slots_T, suffixes(lengths, totals, device)))
 
     def _slots(self, chunk: Chunk) -> Tensor:
         """Where the sequence's tokens lie, from its first to the chunk's last."""
         size = self.cache.page_size
-        return (torch.tensor(chunk.pages)[:, None] * size + torch.arange(size)).flatten()[
-            : chunk.stop
-        ]
+        slots_PS = torch.tensor(chunk.pages)[:, None] * size + torch.arange(size)
+        return slots_PS.flatten()[: chunk.stop]
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
-        outputs, first = [], self.num_fresh
+        outputs = []
+        first = self.num_fresh
         if self.fresh is not None:
             outputs.append(self.fresh(layer, q_THd[:first], k_TGd[:first], v_TGd[:first]))
         for count, slots_T, attend in self.later:

@@ -55,7 +55,8 @@ class Workload:
         said."""
         rows = min(max_batch, self.groups * self.n)
         groups = min(self.groups, rows)
-        shared, tail = self.prompt // page_size, min(self.prompt, page_size - 1)
+        shared = self.prompt // page_size
+        tail = min(self.prompt, page_size - 1)
         own = num_pages(tail + self.response - 1, page_size)
         pages = 2 * groups * shared + 1
         longest = num_pages(self.longest, page_size)

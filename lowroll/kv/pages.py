@@ -144,8 +144,3 @@ def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> list[byt
         key = blake2b(key + tokens, digest_size=16).digest()
         keys.append(key)
     return keys
-
-
-def slots(pages: Sequence[int], start: int, stop: int, page_size: int) -> list[int]:
-    """Slot of each position in [start, stop) of the sequence whose page table is `pages`."""
-    return [pages[t // page_size] * page_size + t % page_size for t in range(start, stop)]

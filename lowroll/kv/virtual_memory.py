@@ -44,7 +44,8 @@ class VirtualMemory:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         torch.zeros(1, device=device)  # the device's context exists from here on
         index = torch.cuda.current_device() if device.index is None else device.index
-        self.device, self._memory = torch.device("cuda", index), ctypes.c_ulonglong()
+        self.device = torch.device("cuda", index)
+        self._memory = ctypes.c_ulonglong()
         self._properties = _Properties(1, 0, _Location(1, index))
         unit = ctypes.c_size_t()
         _call(
@@ -54,7 +55,8 @@ class VirtualMemory:
             ctypes.c_int(0),
         )
         self._size = ctypes.c_size_t(-(-nbytes // unit.value) * unit.value)
-        self._address, zero = ctypes.c_ulonglong(), ctypes.c_ulonglong(0)
+        self._address = ctypes.c_ulonglong()
+        zero = ctypes.c_ulonglong(0)
         _call(
             "cuMemAddressReserve",
             ctypes.byref(self._address),
@@ -63,7 +65,8 @@ class VirtualMemory:
             zero,
             zero,
         )
-        self.nbytes, self.mapped = nbytes, False
+        self.nbytes = nbytes
+        self.mapped = False
         self.restore()
 
     @property

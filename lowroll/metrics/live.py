@@ -74,9 +74,8 @@ class LiveView:
         if self._live:
             terminal = sys.stderr
             self._live.start()
-            _redirect(
-                terminal, sys.stderr
-            )  # warnings go above the panel, which would write over them
+            # warnings go above the panel, which would write over them
+            _redirect(terminal, sys.stderr)
         else:
             self._console.print(self.title, markup=False, highlight=False)
         return self

@@ -81,8 +81,8 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "reward/<env>/unjudged",
         "fraction",
-        "mathematics: responses whose answer cannot be judged (no formula, too "
-        "large or too slow to evaluate); they are wrong",
+        "mathematics: responses whose answer cannot be judged (no formula, too large or too slow "
+        "to evaluate); they are wrong",
         "small; a rise deserves a look at the responses",
     ),
     _M(
@@ -382,8 +382,8 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "critic/explained_variance",
         "",
-        "1 - Var(G - V) / Var(G), returns G and values V of before the step; absent "
-        "where all returns are equal",
+        "1 - Var(G - V) / Var(G), returns G and values V of before the step; absent where all "
+        "returns are equal",
         "rises towards 1; at 0 the critic knows no more than a constant",
     ),
     _M("critic/grad_norm", "", "the critic's gradient norm before clipping", "stable"),

@@ -484,9 +484,8 @@ def _dress(figure: Figure, axes: Axes, plot: Plot) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(plot.lines) > 1:
         longest = max(map(len, labels), default=0)
-        columns = max(
-            1, min(4, int(72 * _WIDTH / (4.2 * longest + 32)))
-        )  # points: 4.2 a letter, 32 a sample
+        # points: 4.2 a letter, 32 a sample
+        columns = max(1, min(4, int(72 * _WIDTH / (4.2 * longest + 32))))
         figure.legend(
             handles,
             labels,

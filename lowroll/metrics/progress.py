@@ -18,10 +18,10 @@ from rich.progress import (
 
 
 @contextmanager
-def phases(console: Console | None = None) -> Iterator[Callable[[str, int, int], None]]:
+def phases() -> Iterator[Callable[[str, int, int], None]]:
     """`with phases() as on_phase:` then `on_phase(name, done, total)`: one bar a phase, gone at the
     end."""
-    console = console or Console(stderr=True)
+    console = Console(stderr=True)
     bars: dict[str, TaskID] = {}
     with Progress(
         TextColumn("{task.description}"),

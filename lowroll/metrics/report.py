@@ -64,7 +64,9 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir}: no such run folder")
     records = read(run_dir)
-    notes: list[str] = [] if records else ["no metrics yet: metrics.jsonl is absent or empty"]
+    notes: list[str] = []
+    if not records:
+        notes.append("no metrics yet: metrics.jsonl is absent or empty")
     notes += _lost(records)
     about = _read_about(run_dir, notes)
     supervised = _supervised(about, records)
@@ -80,7 +82,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         _glossary(records, notes),
         _notes(notes),
     ]
-    out = Path(out) if out is not None else run_dir / REPORT_FILE
+    out = run_dir / REPORT_FILE if out is None else Path(out)
     if out.exists() and not is_report(out):
         raise ValueError(
             f"{out}: it is there already and is no report of lowroll; name another file with --out"
@@ -126,10 +128,9 @@ def _read_about(run_dir: Path, notes: list[str]) -> Record:
 def _supervised(about: Record, records: Sequence[Record]) -> bool:
     """Whether the run learnt from demonstrations. Folders that do not say so are known by their
     metrics."""
-    return (
-        about.get("command", "sft" if any("sft/loss" in record for record in records) else "grpo")
-        == "sft"
-    )
+    if "command" in about:
+        return about["command"] == "sft"
+    return any("sft/loss" in record for record in records)
 
 
 def _title(run_dir: Path, about: Record, supervised: bool) -> str:
@@ -139,16 +140,22 @@ def _title(run_dir: Path, about: Record, supervised: bool) -> str:
     model = str(about["model"]).split(" (")[0]
     if supervised:
         return f"Supervised warm start of {model}"
-    how = f", {str(about['rollout']).split(' weights')[0]} rollouts" if about.get("rollout") else ""
-    on = f" on {about['env']}" if about.get("env") else ""
-    what = str(about["algorithm"]).upper() if about.get("algorithm") else "Reinforcement learning"
-    return f"{what} of {model}{on}{how}"
+    title = f"Reinforcement learning of {model}"
+    if about.get("algorithm"):
+        title = f"{str(about['algorithm']).upper()} of {model}"
+    if about.get("env"):
+        title += f" on {about['env']}"
+    if about.get("rollout"):
+        title += f", {str(about['rollout']).split(' weights')[0]} rollouts"
+    return title
 
 
 def _header(
     run_dir: Path, title: str, about: Record, records: Sequence[Record], supervised: bool
 ) -> str:
-    left_out = {"title", "command", "algorithm", *(_OF_ROLLOUTS if supervised else ())}
+    left_out = {"title", "command", "algorithm"}
+    if supervised:
+        left_out |= set(_OF_ROLLOUTS)
     names = [
         name
         for name in dict.fromkeys([*_HEADER, *about])
@@ -159,9 +166,12 @@ def _header(
         for name in names
     )
     name = about.get("title") or run_dir.resolve().name
-    span = f"steps {records[0]['step']} to {records[-1]['step']}" if records else "no steps"
+    span = "no steps"
+    if records:
+        span = f"steps {records[0]['step']} to {records[-1]['step']}"
     lost = sum(bool(record.get("record/lost")) for record in records)
-    span += f", {lost} of their records lost" if lost else ""
+    if lost:
+        span += f", {lost} of their records lost"
     return (
         f"<header><h1>{escape(title, 200)}</h1><p class=sub>{escape(name, 200)}, {span}</p><dl>{facts}</dl>"
         "</header>"
@@ -212,7 +222,8 @@ def _change(records: Sequence[Record], supervised: bool, notes: list[str]) -> st
 
 
 def _span(steps: Sequence[float]) -> str:
-    first, last = f"{steps[0]:.0f}", f"{steps[-1]:.0f}"
+    first = f"{steps[0]:.0f}"
+    last = f"{steps[-1]:.0f}"
     if first != last:
         return f"steps {first} to {last}"
     return f"after step {last}" if steps[0] else "before step 1"
@@ -249,12 +260,14 @@ def _tiles(records: Sequence[Record]) -> str:
         )
     single("optim/skipped", "updates skipped", "{:.0f}", sum, "not finite")
     single("reward/error_rate", "score errors", "{:.1%}", statistics.fmean, "of the rollouts")
+    if not tiles:
+        return ""
     cells = "".join(
         f"<div class=tile><span>{html.escape(label)}</span><b>{html.escape(value)}</b>"
         f"<small>{html.escape(hint)}</small></div>"
         for label, value, hint in tiles
     )
-    return f"<section class=tiles>{cells}</section>" if tiles else ""
+    return f"<section class=tiles>{cells}</section>"
 
 
 def _plots(records: Sequence[Record], supervised: bool, notes: list[str]) -> str:
@@ -270,7 +283,9 @@ def _plots(records: Sequence[Record], supervised: bool, notes: list[str]) -> str
             f"not plotted, because {reason}: {', '.join(titles)}"
             for reason, titles in absent.items()
         ]
-    return f"<section class=plots>{''.join(figures)}</section>" if figures else ""
+    if not figures:
+        return ""
+    return f"<section class=plots>{''.join(figures)}</section>"
 
 
 def _figure(records: Sequence[Record], plot: Plot) -> str:
@@ -282,7 +297,8 @@ def _figure(records: Sequence[Record], plot: Plot) -> str:
 
 def _guard(records: Sequence[Record]) -> str:
     """Every step in which the guard's alarms or its measures are not those of the step before."""
-    rows, before = [], list[str]()
+    rows = []
+    before: list[str] = []
     for record in records:
         if record.get(LOST):
             continue
@@ -294,9 +310,11 @@ def _guard(records: Sequence[Record]) -> str:
                 f"<tr><th>step {record['step']}</th><td>{html.escape(', '.join(words) or 'quiet')}</td></tr>"
             )
         before = words
-    more = f"<p>and {len(rows) - _MAX_EVENTS} more changes</p>" if len(rows) > _MAX_EVENTS else ""
     if not rows:
         return ""
+    more = ""
+    if len(rows) > _MAX_EVENTS:
+        more = f"<p>and {len(rows) - _MAX_EVENTS} more changes</p>"
     return f"<section><h2>Guard</h2><table>{''.join(rows[:_MAX_EVENTS])}</table>{more}</section>"
 
 
@@ -314,8 +332,9 @@ def _config(run_dir: Path, notes: list[str]) -> str:
 
 
 def _glossary(records: Sequence[Record], notes: list[str]) -> str:
-    used, rows = set(), []
-    for name in sorted({name for record in records for name in record if name != "step"}):
+    used = set()
+    rows = []
+    for name in sorted(set[str]().union(*records) - {"step"}):
         try:
             used.add(find(name).name)
         except ValueError as error:
@@ -326,7 +345,9 @@ def _glossary(records: Sequence[Record], notes: list[str]) -> str:
         last = next(
             (record[metric.name] for record in reversed(records) if metric.name in record), None
         )
-        value = "" if "<" in metric.name else "null" if last is None else f"{last:.4g}"
+        value = "null" if last is None else f"{last:.4g}"
+        if "<" in metric.name:  # several metrics have this pattern
+            value = ""
         rows.append(
             f"<tr><td><code>{html.escape(metric.name)}</code></td><td class=num>{value}</td>"
             f"<td>{html.escape(metric.unit)}</td><td>{html.escape(metric.meaning)}</td>"

@@ -37,9 +37,12 @@ class Adapter(nn.Module):
 
     def __init__(self, rank: int, alpha: float) -> None:
         super().__init__()
-        self.rank, self.alpha, self.enabled = rank, alpha, True
+        self.rank = rank
+        self.alpha = alpha
+        self.enabled = True
         self.version = 0  # how often the parameters are known to have changed
-        self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
+        self.a = nn.ParameterDict()
+        self.b = nn.ParameterDict()
         self._made_of: tuple[object, ...] = ()
         self._made: tuple[Tensor, Tensor] | None = None
         self._parts: dict[str, int] = {}
@@ -82,17 +85,16 @@ class Adapter(nn.Module):
             b_NL = a_LK.new_zeros(sum(parts.values()), len(a_LK))
             for part, rows, columns in self.blocks(parts):
                 b_NL[rows, columns] = (self.b[part] * self.scaling).to(dtype)
-            self._parts, self._made_of = dict(parts), made_of
-            if (
-                self._made is not None
-                and self._made[0].dtype == dtype
-                and self._made[0].device == a_LK.device
-            ):
-                self._made[0].copy_(a_LK)
-                self._made[1].copy_(b_NL)
+            self._parts = dict(parts)
+            self._made_of = made_of
+            made = self._made
+            if made is not None and made[0].dtype == dtype and made[0].device == a_LK.device:
+                made[0].copy_(a_LK)
+                made[1].copy_(b_NL)
             else:
-                self._made = a_LK, b_NL
-        return self._made
+                made = a_LK, b_NL
+            self._made = made
+        return made
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
         """Moved to a device, or cast: torch replaces the parameters' storages."""
@@ -104,8 +106,8 @@ class Adapter(nn.Module):
         self.version += 1
 
     def renew(self) -> None:
-        """The parameters have changed: so must what the products use, before a graph that reads it
-        runs again."""
+        """The parameters have changed: make the copies again now, in place, for a graph that reads
+        them."""
         self.changed()
         if self._made is not None:
             self.matrices(self._parts, self._made[0].dtype)
@@ -126,17 +128,20 @@ def product(
     None multiplies with the base, dequantized where it is codes. The gradient with respect to codes
     passes the quantizer unchanged. whole: whether l B' is in the product. Without, whoever reads it
     adds it, and sends back the gradient of the sum."""
-    masters = [
-        matrix[part] for matrix in (adapter.a, adapter.b) for part, _, _ in adapter.blocks(parts)
-    ]
-    dense = None if isinstance(weight, QTensor) else weight
-    stands_for = codes if codes is not None else weight
+    adapted = [part for part, _, _ in adapter.blocks(parts)]
+    masters = [*(adapter.a[part] for part in adapted), *(adapter.b[part] for part in adapted)]
+    in_codes = codes is not None
+    dense: Tensor | None = None
+    if not isinstance(weight, QTensor):
+        dense = weight
+    elif codes is None:
+        codes = weight
     y_TN, low_TL = _AdaptedProduct.apply(
         x_TK,
         dense,
         bias_N,
-        stands_for if isinstance(stands_for, QTensor) else None,
-        codes is not None,
+        codes,
+        in_codes,
         adapter,
         parts,
         whole,
@@ -164,7 +169,8 @@ class _AdaptedProduct(torch.autograd.Function):
         low_TL = F.linear(x_TK, a_LK)
         if codes is not None and in_codes:
             y_TN = codes.linear(x_TK.detach(), bias_N)
-            y_TN = y_TN.addmm_(low_TL, b_NL.t()) if whole else y_TN
+            if whole:
+                y_TN = y_TN.addmm_(low_TL, b_NL.t())
         else:
             dense_NK = weight_NK if codes is None else codes.dequantize(x_TK.dtype)
             assert dense_NK is not None
@@ -173,14 +179,12 @@ class _AdaptedProduct(torch.autograd.Function):
             else:
                 y_TN = F.linear(x_TK, dense_NK, bias_in_dtype_N)
         learns = any(ctx.needs_input_grad[8:]) or ctx.needs_input_grad[1]
-        ctx.save_for_backward(
-            x_TK if learns else None,
-            low_TL if learns else None,
-            a_LK,
-            b_NL,
-            weight_NK if codes is None else None,
-        )
-        ctx.codes, ctx.blocks, ctx.scaling = codes, adapter.blocks(parts), adapter.scaling
+        inputs: tuple[Tensor | None, Tensor | None] = (x_TK, low_TL) if learns else (None, None)
+        kept_NK = weight_NK if codes is None else None
+        ctx.save_for_backward(*inputs, a_LK, b_NL, kept_NK)
+        ctx.codes = codes
+        ctx.blocks = adapter.blocks(parts)
+        ctx.scaling = adapter.scaling
         ctx.dtypes = [None if t is None else t.dtype for t in (weight_NK, bias_N)]
         ctx.mark_non_differentiable(low_TL)
         return y_TN, low_TL
@@ -194,8 +198,12 @@ class _AdaptedProduct(torch.autograd.Function):
         if needs_x:
             dense_NK = weight_NK if ctx.codes is None else ctx.codes.dequantize(grad_TN.dtype)
             x_grad_TK = (low_grad_TL @ a_LK).addmm_(grad_TN, dense_NK)
-        weight_grad = (grad_TN.t() @ x_TK).to(ctx.dtypes[0]) if needs_weight else None
-        bias_grad = grad_TN.sum(0).to(ctx.dtypes[1]) if needs_bias else None
+        weight_grad = None
+        if needs_weight:
+            weight_grad = (grad_TN.t() @ x_TK).to(ctx.dtypes[0])
+        bias_grad = None
+        if needs_bias:
+            bias_grad = grad_TN.sum(0).to(ctx.dtypes[1])
         master_grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad[8:])
         if any(ctx.needs_input_grad[8:]):
             a_grad_LK = float32_product(low_grad_TL.t(), x_TK).float()

@@ -11,8 +11,7 @@ from lowroll.quant.formats import stored_format
 FILE = "README.md"
 _UNMEASURED = (
     "How far it is from the one that learned was not measured here; `lowroll export RUN OUT --as "
-    "adapter` "
-    "measures it on the run's own rollouts."
+    "adapter` measures it on the run's own rollouts."
 )
 
 

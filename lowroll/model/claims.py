@@ -15,10 +15,9 @@ from lowroll import machine
 from lowroll.model.spec import ModelSpec
 
 LEAST_BITS = 4  # of a stored weight, whatever the format
-LAYER_NAMES, EXPERT_NAMES = (
-    10_000,
-    100,
-)  # bytes that a layer's and an expert's names and objects take, at least
+# bytes that a layer's and an expert's names and objects take, at least
+LAYER_NAMES = 10_000
+EXPERT_NAMES = 100
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",

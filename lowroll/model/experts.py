@@ -42,7 +42,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(spec.num_experts, spec.hidden_size, device=device, dtype=dtype)
         )
-        self.choices, self.renormalize = spec.experts_per_token, spec.norm_topk_prob
+        self.choices = spec.experts_per_token
+        self.renormalize = spec.norm_topk_prob
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(weights [T, S] in float32, experts [T, S]), by falling probability."""
@@ -60,17 +61,12 @@ class StackedLinear(Linear):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(
-            in_features,
-            {
-                f"experts.{expert}.{part}": rows
-                for expert in range(num_experts)
-                for part, rows in parts.items()
-            },
-            False,
-            device,
-            dtype,
-        )
+        stacked = {
+            f"experts.{expert}.{part}": rows
+            for expert in range(num_experts)
+            for part, rows in parts.items()
+        }
+        super().__init__(in_features, stacked, False, device, dtype)
         self.num_experts = num_experts
 
     def set_weight(self, weight: QTensor | nn.Parameter) -> None:
@@ -126,7 +122,8 @@ class Experts(nn.Module):
 
     def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
-        hidden, wide = spec.hidden_size, spec.moe_intermediate_size
+        hidden = spec.hidden_size
+        wide = spec.moe_intermediate_size
         self.router = Router(spec, device, dtype)
         self.gate_up = self.stacked(
             spec.num_experts, hidden, {"gate_proj": wide, "up_proj": wide}, device, dtype
@@ -196,15 +193,15 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
         (x_PK,) = ctx.saved_tensors
-        grad_PN, x_grad_PK, master_grad_NK = grad_PN.contiguous(), None, None
+        grad_PN = grad_PN.contiguous()
+        x_grad_PK = None
+        master_grad_NK = None
         if ctx.needs_input_grad[0]:
-            x_grad_PK = grouped.product(
-                grad_PN, _dense(ctx.weight, ctx.num_experts, grad_PN.dtype), ctx.groups
-            )
+            w_ENK = _dense(ctx.weight, ctx.num_experts, grad_PN.dtype)
+            x_grad_PK = grouped.product(grad_PN, w_ENK, ctx.groups)
         if ctx.needs_input_grad[1]:
-            master_grad_NK = (
-                grouped.outer(grad_PN, x_PK, ctx.groups).flatten(0, 1).to(ctx.master_dtype)
-            )
+            master_grad_ENK = grouped.outer(grad_PN, x_PK, ctx.groups)
+            master_grad_NK = master_grad_ENK.flatten(0, 1).to(ctx.master_dtype)
         return x_grad_PK, master_grad_NK, None, None, None, None
 
 

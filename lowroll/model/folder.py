@@ -20,9 +20,8 @@ from safetensors import SafetensorError, safe_open
 from lowroll.types import printable
 
 MOST_JSON = 16 << 20  # bytes; parsed, JSON takes up to forty times as much memory
-MOST_TOKENIZER = (
-    256 << 20
-)  # of a tokenizer.json, which the tokenizers library parses; the largest known has 35 MB
+# of a tokenizer.json, which the tokenizers library parses; the largest known has 35 MB
+MOST_TOKENIZER = 256 << 20
 MOST_HEADER = 32 << 20  # of a safetensors file; 100 bytes a tensor
 
 Headers = dict[str, tuple[tuple[int, ...], str]]  # tensor: (shape, safetensors dtype)
@@ -84,17 +83,13 @@ def inside(folder: Path, name: str) -> Path | None:
     link that leads out of the folder: a stranger's link would put a file of this machine into what
     is published next. The hub's cache keeps the files of `snapshots/<commit>` in `blobs` beside
     it."""
-    path, home = folder / name, os.path.realpath(folder)
+    path = folder / name
+    home = os.path.realpath(folder)
     if not path.is_file():
         return None
-    homes = [
-        home,
-        *(
-            [os.path.join(home, "..", "..", "blobs")]
-            if Path(home).parent.name == "snapshots"
-            else []
-        ),
-    ]
+    homes = [home]
+    if Path(home).parent.name == "snapshots":
+        homes.append(os.path.join(home, "..", "..", "blobs"))
     real = os.path.realpath(path)
     if not any(real.startswith(os.path.normpath(place) + os.sep) for place in homes):
         raise ValueError(
@@ -103,8 +98,10 @@ def inside(folder: Path, name: str) -> Path | None:
     return path
 
 
-def some(names: Iterable[str], most: int = 5) -> str:
-    """The first of the names, and how many more there are."""
+def some(names: Iterable[str]) -> str:
+    """The first five of the names, and how many more there are."""
     names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(printable(name, 200) for name in names[:most]) + more
+    shown = ", ".join(printable(name, 200) for name in names[:5])
+    if len(names) <= 5:
+        return shown
+    return f"{shown} and {len(names) - 5} more"

@@ -80,8 +80,8 @@ def resolve(
         else:
             why = "it is not in the hub's cache on this machine"
         raise ValueError(
-            f"{key}: {name!r} is no local folder, and {why} "
-            f"({type(error).__name__}: {printable((str(error).splitlines() or [''])[0])})"
+            f"{key}: {name!r} is no local folder, and {why} ({type(error).__name__}: "
+            f"{printable((str(error).splitlines() or [''])[0])})"
         ) from error
 
 
@@ -140,7 +140,8 @@ def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]
 
 def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
     """Rows that one HF tensor takes in its fused matrix of `whole` rows."""
-    part, wide = hf_name.rsplit(".", 2)[-2], spec.moe_intermediate_size or spec.intermediate_size
+    part = hf_name.rsplit(".", 2)[-2]
+    wide = spec.moe_intermediate_size or spec.intermediate_size
     if part == "down_proj":
         return spec.hidden_size
     return {
@@ -191,7 +192,8 @@ def load(
     for name, stored in zip(
         shapes, shards.stream(files, _batches(shapes, layout), device), strict=True
     ):
-        owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        owner = model.get_submodule(name.rpartition(".")[0])
+        leaf = name.rpartition(".")[2]
         linear = owner if isinstance(owner, Linear) and leaf == "weight" else None
         if layout is not None and linear is not None:
             linear.set_weight(_decode_low_bit(stored, files, layout, shapes[name]))
@@ -218,7 +220,8 @@ def load(
 def read_headers(folder: Path) -> tuple[ModelSpec, Layout | None, dict[str, Path]]:
     """The spec of a folder, how it stores its linear layers, and the file of each tensor, checked
     as far as headers go. ValueError as `load` says, but for the values of the weights."""
-    spec, layout = read_spec(folder), read_folder_layout(folder)
+    spec = read_spec(folder)
+    layout = read_folder_layout(folder)
     files = _weight_files(folder)
     stored = sum(path.stat().st_size for path in set(files.values()))
     claims.check_files(folder / "config.json", spec, len(files), stored)
@@ -287,7 +290,8 @@ def _stored_names(part: str, shape: tuple[int, ...], layout: Layout | None) -> d
     """What the files hold for one HF tensor, by name."""
     if layout is None or not _is_linear(part):
         return {part: (shape, FLOATS)}
-    module, (rows, columns) = part.removesuffix(".weight"), shape
+    module = part.removesuffix(".weight")
+    rows, columns = shape
     return {
         f"{module}.{suffix}": header for suffix, header in layout.headers((rows, columns)).items()
     }
@@ -302,7 +306,8 @@ def _decode_low_bit(
     """The matrix of stacked parts, each as its file holds it."""
     parts = []
     for part, (rows, columns) in shapes.items():
-        module, names = part.removesuffix(".weight"), _stored_names(part, (rows, columns), layout)
+        module = part.removesuffix(".weight")
+        names = _stored_names(part, (rows, columns), layout)
         stored = {name.removeprefix(f"{module}."): tensors[name] for name in names}
         try:
             parts.append(layout.decode((rows, columns), stored))
@@ -331,8 +336,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
                 raise ValueError(
                     f"{index}: shard name {printable(repr(shard), 200)} is not a plain "
-                    f".safetensors file "
-                    "name"
+                    ".safetensors file name"
                 )
             if not (folder / shard).is_file():
                 raise ValueError(
@@ -352,8 +356,8 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     )
     if foreign:
         raise ValueError(
-            f"{folder}: weights only as {some(foreign)}; lowroll reads safetensors "
-            "(a pickle can run code when it is opened). Convert them first"
+            f"{folder}: weights only as {some(foreign)}; lowroll reads safetensors (a pickle can "
+            "run code when it is opened). Convert them first"
         )
     raise ValueError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
 
@@ -421,8 +425,7 @@ def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) ->
     if dense:
         raise ValueError(
             f"{folder}: quantization_config leaves {some(dense)} dense; one format for all linear "
-            f"layers "
-            "is supported. Quantize the dense model with `lowroll quantize`"
+            "layers is supported. Quantize the dense model with `lowroll quantize`"
         )
     odd = [
         name
@@ -463,7 +466,8 @@ def state(model: Transformer) -> dict[str, Tensor]:
     weights |= {f"{name}.weight": linear.weight for name, linear in model.linears()}
     tensors: dict[str, Tensor] = {}
     for name, parts, shape in hf_names(model.spec):
-        rows, weight = [part_rows(model.spec, part, shape[0]) for part in parts], weights[name]
+        rows = [part_rows(model.spec, part, shape[0]) for part in parts]
+        weight = weights[name]
         if isinstance(weight, QTensor) and get_format(weight.format).dense:
             weight = weight.tensors["weight"]
         if isinstance(weight, Tensor):

@@ -81,11 +81,11 @@ class _GatedLinear(torch.autograd.Function):
         x_grad_TK = grad_TN @ weight_NK
         x_TK = torch.empty_like(x_grad_TK)
         gate_up_grad_TN = silu_mul_backward(gate_up_TN, x_grad_TK, x_TK)
-        return (
-            gate_up_grad_TN,
-            grad_TN.t() @ x_TK,
-            grad_TN.sum(0) if ctx.needs_input_grad[2] else None,
-        )
+        weight_grad_NK = grad_TN.t() @ x_TK
+        bias_grad_N = None
+        if ctx.needs_input_grad[2]:
+            bias_grad_N = grad_TN.sum(0)
+        return gate_up_grad_TN, weight_grad_NK, bias_grad_N
 
 
 class _DequantizedLinear(torch.autograd.Function):
@@ -94,14 +94,16 @@ class _DequantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight: QTensor, bias_N: Tensor | None) -> Tensor:
-        ctx.weight, ctx.bias_dtype = weight, None if bias_N is None else bias_N.dtype
-        return F.linear(
-            x_TK, weight.dequantize(x_TK.dtype), None if bias_N is None else bias_N.to(x_TK.dtype)
-        )
+        ctx.weight = weight
+        ctx.bias_dtype = None if bias_N is None else bias_N.dtype
+        bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
+        return F.linear(x_TK, weight.dequantize(x_TK.dtype), bias_in_dtype_N)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        bias_grad_N = None
+        if ctx.needs_input_grad[2]:
+            bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype)
         return grad_TN @ ctx.weight.dequantize(grad_TN.dtype), None, bias_grad_N
 
 
@@ -113,21 +115,22 @@ class _AlignedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x_TK: Tensor, weight: QTensor, master_NK: Tensor | None, bias_N: Tensor | None
     ) -> Tensor:
-        ctx.weight, ctx.bias_dtype = weight, None if bias_N is None else bias_N.dtype
+        ctx.weight = weight
+        ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         ctx.master_dtype = None if master_NK is None else master_NK.dtype
         ctx.save_for_backward(x_TK if ctx.needs_input_grad[2] else None)
-        return weight.linear(x_TK.detach(), None if bias_N is None else bias_N.detach())
+        return weight.linear(x_TK.detach(), bias_N)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         (x_TK,) = ctx.saved_tensors
+        x_grad_TK = None
         if ctx.needs_input_grad[0]:
             x_grad_TK = grad_TN @ ctx.weight.dequantize(grad_TN.dtype)
-        else:
-            x_grad_TK = None
+        master_grad_NK = None
         if ctx.needs_input_grad[2]:
             master_grad_NK = (grad_TN.t() @ x_TK).to(ctx.master_dtype)
-        else:
-            master_grad_NK = None
-        bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        bias_grad_N = None
+        if ctx.needs_input_grad[3]:
+            bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype)
         return x_grad_TK, None, master_grad_NK, bias_grad_N

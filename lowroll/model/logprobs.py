@@ -30,7 +30,9 @@ from lowroll.kernels.training import logprobs as kernels
 def log_probs(logits_TV: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probs [T, V] float32 of softmax(logits / temperature)."""
     logits_TV = logits_TV.float()
-    return torch.log_softmax(logits_TV if temperature == 1.0 else logits_TV / temperature, dim=-1)
+    if temperature != 1.0:
+        logits_TV = logits_TV / temperature
+    return torch.log_softmax(logits_TV, dim=-1)
 
 
 def token_log_probs(
@@ -71,8 +73,12 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, grad_TV: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD = ctx.saved_tensors
         grad_TV = grad_TV.to(weight_VD.dtype)
-        hidden_grad = grad_TV @ weight_VD if ctx.needs_input_grad[0] else None
-        weight_grad = grad_TV.t() @ hidden_TD if ctx.needs_input_grad[1] else None
+        hidden_grad = None
+        if ctx.needs_input_grad[0]:
+            hidden_grad = grad_TV @ weight_VD
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = grad_TV.t() @ hidden_TD
         return hidden_grad, weight_grad
 
 
@@ -86,17 +92,20 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature = temperature
+        ctx.chunk = chunk
         only_hidden = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
         logp_T = torch.empty(hidden_TD.shape[0], dtype=torch.float32, device=hidden_TD.device)
-        entropy_T, slope_TD = (
-            torch.empty_like(logp_T),
-            torch.empty_like(hidden_TD) if only_hidden else None,
-        )
-        grad_CV = _room(hidden_TD, weight_VD, chunk) if only_hidden else None
+        entropy_T = torch.empty_like(logp_T)
+        slope_TD: Tensor | None = None
+        grad_CV: Tensor | None = None
+        if only_hidden:
+            slope_TD = torch.empty_like(hidden_TD)
+            grad_CV = _room(hidden_TD, weight_VD, chunk)
         for rows in _chunks(hidden_TD, chunk):
             logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
-            grad_CV = None if grad_CV is None else grad_CV[: len(logits_CV)]
+            if grad_CV is not None:
+                grad_CV = grad_CV[: len(logits_CV)]
             logp_T[rows], entropy_T[rows] = kernels.token_log_probs(
                 logits_CV, targets_T[rows], temperature, grad_CV
             )
@@ -115,9 +124,8 @@ class _TokenLogProbs(torch.autograd.Function):
             (slope_TD,) = ctx.saved_tensors
             return (slope_TD * grad_T[:, None]).to(slope_TD.dtype), None, None, None, None
         hidden_TD, weight_VD, targets_T, logp_T = ctx.saved_tensors
-        grad_T = (
-            grad_T.contiguous()
-        )  # of a plain sum it is one number with stride 0; kernels read addresses
+        # of a plain sum it is one number with stride 0; kernels read addresses
+        grad_T = grad_T.contiguous()
         hidden_grad = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
         grad_CV = _room(hidden_TD, weight_VD, ctx.chunk)
@@ -150,7 +158,9 @@ def _wide(x: Tensor) -> bool:
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, in float32 where the device gives its sums unrounded, else in the dtype of a."""
-    return torch.mm(a, b, out_dtype=torch.float32) if _wide(a) else a @ b
+    if _wide(a):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a @ b
 
 
 def _add_float32_product(total: Tensor, a: Tensor, b: Tensor) -> None:

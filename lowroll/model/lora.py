@@ -72,8 +72,7 @@ def attach(
     if memory is not None and needed > memory:
         raise ValueError(
             f"lora_rank: adapters of rank {rank:,} take {needed / 1e9:,.1f} GB, and {model.device} "
-            f"has "
-            f"{memory / 1e9:,.1f} GB"
+            f"has {memory / 1e9:,.1f} GB"
         )
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -151,12 +150,11 @@ def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
 
     input_scale: the s of a base whose norms were scaled (`model.scaling`): the adapters behind a
     norm read s x there, so s goes into their A, and what comes out fits the base as it was."""
-    return {
-        name: p.detach() * input_scale
-        if input_scale != 1 and name.endswith(_BEHIND_A_NORM)
-        else p.detach()
-        for name, p in _named(model)
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, p in _named(model):
+        scaled = input_scale != 1 and name.endswith(_BEHIND_A_NORM)
+        tensors[name] = p.detach() * input_scale if scaled else p.detach()
+    return tensors
 
 
 def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -287,15 +285,13 @@ def base_of(folder: Path) -> str:
         wanted = f"{base} --revision {revision}" if revision else base
         raise ValueError(
             f"{path}: base_model_name_or_path: {printable(repr(base))} is not on this machine, and "
-            f"a name "
-            "that comes with a folder opens no connection. If you want that model: "
-            f"`hf download {printable(wanted)}`"
+            "a name that comes with a folder opens no connection. If you want that model: `hf "
+            f"download {printable(wanted)}`"
         ) from None
     if (named / "adapter_config.json").is_file():
         raise ValueError(
             f"{path}: base_model_name_or_path: {named} is an adapter folder itself; merge it into "
-            f"its "
-            f"base first (lowroll export {named} OUT --as merged)"
+            f"its base first (lowroll export {named} OUT --as merged)"
         )
     return str(named)
 
@@ -348,8 +344,7 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
     if config.get("init_lora_weights") not in (None, True, False, "gaussian", "orthogonal"):
         raise ValueError(
             f"{path}: init_lora_weights: {printable(repr(config['init_lora_weights']))} changes "
-            f"the base "
-            "weights, and is not supported; convert the adapter to a plain one with PEFT"
+            "the base weights, and is not supported; convert the adapter to a plain one with PEFT"
         )
     for key, value in config.items():
         if key not in _READ and value not in _NEUTRAL:

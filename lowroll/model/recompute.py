@@ -36,7 +36,8 @@ class _Recipe:
     """A function and its inputs, for `readers` that will ask for what it gives."""
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-        self.function, self.inputs = function, inputs
+        self.function = function
+        self.inputs = inputs
         self.readers = 0
         self.made: Tensor | None = None
 

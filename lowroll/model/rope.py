@@ -37,12 +37,3 @@ def rotations(pos_T: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
     """(cos, sin) of every token's angles, each [T, 1, d/2] float32."""
     angles = pos_T.float()[:, None, None] * freqs
     return angles.cos(), angles.sin()
-
-
-def rotate(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn every head of every token by its position's angles; computed in float32, returned in the
-    dtype of x."""
-    first, second = x_THd.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
-        x_THd.dtype
-    )

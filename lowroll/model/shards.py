@@ -80,9 +80,8 @@ def stream(
             yield reader.finish(*under_way.popleft()[:2])
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        if (
-            reader.device.type == "cuda"
-        ):  # after an error, no copy may still write to memory that is given back
+        # after an error, no copy may still write to memory that is given back
+        if reader.device.type == "cuda":
             torch.cuda.synchronize(reader.device)
             torch.cuda.empty_cache()
 
@@ -143,9 +142,8 @@ class _Reader:
             ends[name] = size
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         ready = None
-        if (
-            self.device.type == "cuda"
-        ):  # what the memory held before may still be in use on this stream
+        # what the memory held before may still be in use on this stream
+        if self.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.device))
         tensors, futures = {}, []

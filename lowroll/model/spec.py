@@ -198,7 +198,9 @@ def _flag(config: dict[str, Any], key: str) -> bool:
 
 def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
     value = config.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
         raise ValueError(f"eos_token_id: expected token ids, got {value!r}")
     return tuple(ids)
@@ -245,8 +247,7 @@ def _refuse_active_window(config: dict[str, Any], architecture: str) -> None:
     if window < longest:
         raise ValueError(
             f"sliding_window: a window of {window} would be active within the context of "
-            f"{longest}, "
-            "and sliding-window attention is not supported"
+            f"{longest}, and sliding-window attention is not supported"
         )
 
 

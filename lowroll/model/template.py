@@ -71,14 +71,12 @@ class Template:
             except Ended:
                 if not served:
                     raise
-            return self._text(
-                asked
-            )  # it has served before: somebody else has ended it, and another one may do
+            # it has served before: somebody else has ended it, and another one may do
+            return self._text(asked)
 
     def _text(self, asked: dict[str, Any]) -> str:
-        if (
-            self.child is not None and self.child.poll() is not None
-        ):  # also in a fork, where it is somebody else's
+        # also in a fork, where it is somebody else's
+        if self.child is not None and self.child.poll() is not None:
             self._forget_child()
         if self.child is None:
             self.child = _start()

@@ -21,9 +21,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(folder)
-    if not any(
-        (folder / name).is_file() for name in _VOCABULARIES
-    ):  # transformers would make an empty one
+    # transformers would make an empty one
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise ValueError(f"{folder}: no tokenizer here; looked for {', '.join(_VOCABULARIES)}")
     _check_files(folder)
     try:
@@ -125,8 +124,7 @@ class ChatTokenizer:
         if self.tokenizer.eos_token_id is None:
             raise ValueError(
                 "tokenizer: it has no end-of-sequence token (eos_token in tokenizer_config.json) "
-                "to learn "
-                "to stop with"
+                "to learn to stop with"
             )
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 

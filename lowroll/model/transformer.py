@@ -42,7 +42,8 @@ class RMSNorm(nn.Module):
         self, size: int, eps: float, device: torch.device | str, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(size, device=device, dtype=dtype)), eps
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.eps = eps
         self.noise: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +61,9 @@ class RMSNorm(nn.Module):
     @property
     def gain(self) -> Tensor:
         """The weight with its noise."""
-        return self.weight if self.noise is None else self.weight.float() + self.noise
+        if self.noise is None:
+            return self.weight
+        return self.weight.float() + self.noise
 
 
 class Block(nn.Module):
@@ -75,24 +78,23 @@ class Block(nn.Module):
         layers: Layers,
     ) -> None:
         super().__init__()
-        self.layer, self.heads, self.kv_heads, self.head_dim = (
-            layer,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-        )
-        q, kv, hidden, wide = (
-            spec.num_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-            spec.hidden_size,
-            spec.intermediate_size,
-        )
+        self.layer = layer
+        self.heads = spec.num_heads
+        self.kv_heads = spec.num_kv_heads
+        self.head_dim = spec.head_dim
+        q = spec.num_heads * spec.head_dim
+        kv = spec.num_kv_heads * spec.head_dim
+        hidden = spec.hidden_size
+        wide = spec.intermediate_size
         self.input_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
         self.qkv = layers.linear(
             hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, spec.qkv_bias, device, dtype
         )
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype)
+            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype)
         self.o = layers.linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
         self.post_attention_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
         self.experts = layers.experts(spec, device, dtype) if spec.num_experts else None
@@ -118,9 +120,8 @@ class Block(nn.Module):
         return x_TD, self.mlp(normed)
 
     def attention(self, x_TD: Tensor | Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Stream:
-        q_norm, k_norm = (
-            None if norm is None else norm.gain for norm in (self.q_norm, self.k_norm)
-        )
+        q_norm = None if self.q_norm is None else self.q_norm.gain
+        k_norm = None if self.k_norm is None else self.k_norm.gain
         q_THd, k_TGd, v_TGd = rotate_heads(
             self.qkv(x_TD),
             cos,
@@ -184,9 +185,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.spec = spec
         self.run_block: RunBlock = run_block
-        self.shared: frozenset[str] = (
-            frozenset()
-        )  # names of weights whose storages belong to another model too
+        # names of weights whose storages belong to another model too
+        self.shared: frozenset[str] = frozenset()
         self.embedding = nn.Parameter(
             torch.empty(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
         )
@@ -242,8 +242,7 @@ class Transformer(nn.Module):
         if requires_grad and self.weight_format is not None:
             raise ValueError(
                 f"the linear weights are {self.weight_format} codes, which have no gradient; "
-                f"dequantize "
-                "them (weights.publish.dequantize_base), or train an adapter on them "
+                "dequantize them (weights.publish.dequantize_base), or train an adapter on them "
                 "(model.lora.attach)"
             )
         super().requires_grad_(requires_grad)

@@ -219,11 +219,11 @@ def correct(
 
 def rejection_statistics(kept_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
     """How much of the batch carries no gradient: of the tokens, and of the sequences as a whole."""
-    heard_S = sequence_any(torch.ones_like(kept_N), sequences)
+    active_S = sequence_any(torch.ones_like(kept_N), sequences)
     return {
         "correction/rejected_fraction": masked_mean(~kept_N, sequences.mask_N),
         "correction/rejected_sequence_fraction": masked_mean(
-            ~sequence_any(kept_N, sequences), heard_S
+            ~sequence_any(kept_N, sequences), active_S
         ),
     }
 

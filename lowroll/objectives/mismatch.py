@@ -144,8 +144,10 @@ def by_length(
 ) -> dict[str, float]:
     """{"mismatch/length_<tokens>/<name>": value} of every class of lengths that has a sequence."""
     sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
-    log_ratio_N, statistics = learner_N - behavior_N, dict[str, Tensor]()
-    weight_N, has_tokens_S = exp_ratio(log_ratio_N), sequence_sum(sequences.mask_N, sequences) > 0
+    log_ratio_N = learner_N - behavior_N
+    statistics: dict[str, Tensor] = {}
+    weight_N = exp_ratio(log_ratio_N)
+    has_tokens_S = sequence_sum(sequences.mask_N, sequences) > 0
     power_S = token_counts(sequences).double().log2().ceil().long().clamp(min=SHORTEST)
     for power in power_S[has_tokens_S].unique().tolist():
         mask_N = sequences.mask_N & (power_S == power)[sequences.segments_N]

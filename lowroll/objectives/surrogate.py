@@ -102,7 +102,8 @@ def prepare(
     num_dropped = torch.zeros((), dtype=torch.int64, device=mask.device)
     if "behavior" in flat:
         unusable_N = sequences.mask_N & ~flat["behavior"].isfinite()
-        sequences, num_dropped = sequences.drop(unusable_N), unusable_N.sum()
+        sequences = sequences.drop(unusable_N)
+        num_dropped = unusable_N.sum()
     clean = {name: torch.where(sequences.mask_N, x_N, 0) for name, x_N in flat.items()}
     anchor_N = clean["proximal"] if "proximal" in clean else clean["behavior"]
     log_ratio_N = clean["learner"] - anchor_N

@@ -61,6 +61,7 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=lambda: CLIP)  # shared ones, with defaults
     fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that are no options of it
     judge: str = ""  # module:function of the weights and rejections; "": it rejects nothing
+    sequences: bool = False  # its ratio is a whole sequence's
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,17 @@ class Algorithm(Row):
     # options that they bring
     applies: Mapping[str, Mapping[str, Any]] | None = None
 
+    @property
+    def has_critic(self) -> bool:
+        """Are its advantages made of the values of a critic?"""
+        return self.advantage == "gae"
+
 
 @dataclass(frozen=True)
 class Correction(Row):
-    """A row of `CORRECTIONS`."""
+    """A row of `CORRECTIONS`. One of whole sequences combines with every algorithm."""
 
     takes: tuple[str, ...] = (*BOUNDS, "reduce")  # options that are the algorithm's
-    sequences: bool = False  # its ratio is a whole sequence's: it combines with every algorithm
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -112,6 +117,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "arXiv 2507.18071",
         "lowroll.objectives.gspo:gspo",
         options=SEQUENCE_CLIP,
+        sequences=True,
         applies={"tis": {"cap": CAP}, "decoupled": {}},
     ),
     "ppo": Algorithm(

@@ -38,8 +38,7 @@ def canaries(
         if isinstance(outcome, ScoreError):
             failures.append(
                 f"environment {prompt.env!r}: the {kind} answer of {prompt.id!r} could not be "
-                f"scored: "
-                f"{describe([outcome])}"
+                f"scored: {describe([outcome])}"
             )
         elif (outcome.reward >= SOLVED) != solved:
             failures.append(

@@ -50,8 +50,8 @@ class ErrorWindow:
         total, failures = len(self._outcomes), sum(self._outcomes)
         if errors and total >= self.min_scores and failures > self.max_error_rate * total:
             raise ScoringFailed(
-                f"{failures} of the last {total} scores are errors "
-                f"(limit {self.max_error_rate:.1%}): {describe(errors)}"
+                f"{failures} of the last {total} scores are errors (limit "
+                f"{self.max_error_rate:.1%}): {describe(errors)}"
             )
 
     def copy(self) -> ErrorWindow:

@@ -69,7 +69,8 @@ class Repetition:
 
     def matches(self, rollout: Rollout) -> bool:
         """Whether `window` consecutive tokens were drawn with more than `prob_threshold`."""
-        run, threshold = 0, math.log(self.prob_threshold)
+        run = 0
+        threshold = math.log(self.prob_threshold)
         for logprob in rollout.logprobs:
             run = run + 1 if logprob > threshold else 0
             if run >= self.window:

@@ -137,7 +137,8 @@ class Orchestrator:
             raise ValueError(
                 f"orchestrator state: expected format {STATE_FORMAT} with plan, ledger and errors"
             )
-        saved, plan = state["plan"], self._plan()
+        saved = state["plan"]
+        plan = self._plan()
         if not isinstance(saved, Mapping):
             raise ValueError(f"orchestrator state: plan: expected a mapping, got {saved!r}")
         for name in sorted(saved.keys() | plan.keys()):
@@ -164,7 +165,8 @@ class Orchestrator:
     def _harvest(
         self, ledger: Ledger, errors: ErrorWindow, temperature: float, version: int | None
     ) -> Harvest:
-        harvest, wanted = Harvest(), self.settings.num_groups
+        harvest = Harvest()
+        wanted = self.settings.num_groups
         max_rounds = self.settings.max_rounds if self.settings.dynamic_sampling else 1
         while harvest.rounds < max_rounds and len(harvest.kept) < wanted:
             draws = self.source.draw(ledger, wanted - len(harvest.kept), temperature)
@@ -198,10 +200,8 @@ class Orchestrator:
         scores = [score for group in harvest.dropped for score in group.scores()]
         found = (
             f"dynamic sampling: all {len(harvest.dropped)} groups of {harvest.rounds} rounds have "
-            f"constant "
-            f"rewards ({sum(scores) / len(scores):.3g} in the mean); the tasks are all too hard or "
-            f"all too easy "
-            "for this policy"
+            f"constant rewards ({sum(scores) / len(scores):.3g} in the mean); the tasks are all "
+            "too hard or all too easy for this policy"
         )
         if self.settings.no_signal == "end":
             raise NoSignal(found)
@@ -274,13 +274,13 @@ class Orchestrator:
     def _log(self, batch: Batch, dropped: list[ScoredGroup]) -> None:
         if self.rollout_log is None:
             return
-        outside = [
+        unused = [
             replace(sample, group=-1, advantage=0.0, loss_mask=[0] * len(sample.loss_mask))
             for group in dropped
             for sample in group.samples
         ]
         stats = {name: value for name, value in batch.stats.items() if not name.startswith("time/")}
-        self.rollout_log(replace(batch, samples=batch.samples + outside, stats=stats))
+        self.rollout_log(replace(batch, samples=batch.samples + unused, stats=stats))
 
     def _progress(self, phase: str) -> Progress | None:
         return None if self.on_phase is None else partial(self.on_phase, phase)

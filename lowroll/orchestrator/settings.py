@@ -39,9 +39,8 @@ class Settings:
     # takes the place of sampling.temperature
     temperature_schedule: TemperatureSchedule | None = None
     seed: int = 0
-    env_weights: Mapping[str, float] = field(
-        default_factory=dict
-    )  # share of draws; an absent one counts 1
+    # share of draws; an absent one counts 1
+    env_weights: Mapping[str, float] = field(default_factory=dict)
     advantage: str = "grpo"  # a name of lowroll.advantages.TABLE; gae: a critic's
     max_prompt_tokens: int | None = None  # longer prompts are passed over and counted
     dynamic_sampling: bool = False  # DAPO: learn from groups with differing rewards only

@@ -92,18 +92,15 @@ class PromptSource:
         self, settings: Settings, envs: Mapping[str, Environment], tokenizer: Tokenizer
     ) -> None:
         unknown = set(settings.env_weights) - set(envs)
-        if not envs or unknown:
-            raise ValueError(
-                f"env_weights: no environment named {sorted(unknown)}"
-                if unknown
-                else "envs: none given"
-            )
+        if unknown:
+            raise ValueError(f"env_weights: no environment named {sorted(unknown)}")
+        if not envs:
+            raise ValueError("envs: none given")
         self.settings = settings
         self.envs = dict(envs)
         self.tokenizer = tokenizer
-        self._names = sorted(
-            self.envs
-        )  # the choice must not depend on the order of the configuration
+        # the choice must not depend on the order of the configuration
+        self._names = sorted(self.envs)
         self._shares = list(accumulate(settings.env_weights.get(name, 1.0) for name in self._names))
 
     def draw(self, ledger: Ledger, count: int, temperature: float) -> list[Draw]:

@@ -41,7 +41,8 @@ class Dense(Format):
         return q.tensors["weight"].to(dtype)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        x, w_NK = x_MK.to(self.dtype), q.tensors["weight"]
+        x = x_MK.to(self.dtype)
+        w_NK = q.tensors["weight"]
         bias_N = None if bias_N is None else bias_N.to(self.dtype)
         if (
             w_NK.numel() < PACK_FROM

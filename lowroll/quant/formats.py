@@ -40,9 +40,8 @@ from lowroll.kernels.quantize.rows import Product, Rows
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import DEFAULT, FORMATS, OWN
 
-LARGE = (
-    1 << 26
-)  # weights of a matrix whose 4-bit codes are read faster than the dense copy up to 64 rows
+# weights of a matrix whose 4-bit codes are read faster than the dense copy up to 64 rows
+LARGE = 1 << 26
 EPS = torch.finfo(torch.float32).eps  # the scale of an all-zero channel or group
 
 
@@ -110,22 +109,20 @@ class QTensor:
         return get_format(self.format).linear(x_MK, self, bias_N)
 
     def copy_(self, other: QTensor) -> QTensor:
-        """Adopt the codes and scales of `other` in place: no storage moves. ValueError when they do
-        not fit."""
+        """Take over the codes and scales of `other` in place: no storage moves. ValueError when they
+        do not fit."""
         if (self.format, self.shape) != (other.format, other.shape):
             raise ValueError(
-                f"cannot adopt a {other.format} tensor of shape {list(other.shape)} into a "
+                f"cannot copy a {other.format} tensor of shape {list(other.shape)} into a "
                 f"{self.format} one of shape {list(self.shape)}"
             )
-        if odd := [
-            name
-            for name, tensor in self.tensors.items()
-            if tensor.shape != other.tensors[name].shape
-        ]:
+        shapes = {name: tensor.shape for name, tensor in other.tensors.items()}
+        odd = [name for name, tensor in self.tensors.items() if tensor.shape != shapes[name]]
+        if odd:
             raise ValueError(
-                f"cannot adopt a {other.format} tensor with {odd[0]} "
-                f"{list(other.tensors[odd[0]].shape)} "
-                f"into one with {list(self.tensors[odd[0]].shape)}"
+                f"cannot copy a {other.format} tensor with {odd[0]} "
+                f"{list(other.tensors[odd[0]].shape)} into one with "
+                f"{list(self.tensors[odd[0]].shape)}"
             )
         for name, tensor in self.tensors.items():
             tensor.copy_(other.tensors[name])
@@ -142,7 +139,7 @@ class QTensor:
         """
         if tuple(w_NK.shape) != self.shape:
             raise ValueError(
-                f"cannot adopt a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}"
+                f"cannot quantize a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}"
             )
         if amax_1 is None:
             (amax_1,) = checksum.amax([w_NK])
@@ -208,7 +205,8 @@ def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
     lives for one product, unless `keep_dense` asked for it.
     """
     if q.device.type != "cpu":
-        return q.packed[key] if (key := f"dense {dtype}") in q.packed else q.dequantize(dtype)
+        kept = q.packed.get(f"dense {dtype}")
+        return q.dequantize(dtype) if kept is None else kept
     with torch.inference_mode(False):  # the learner may differentiate through what the engine kept
         return q.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
@@ -337,10 +335,12 @@ class Format(ABC):
 
     def stack(self, parts: Sequence[QTensor]) -> QTensor:
         """The matrix of which these are the parts, from the top. ValueError as for `cut`."""
-        rows, num_in = [part.shape[0] for part in parts], parts[0].shape[1]
+        rows = [part.shape[0] for part in parts]
+        num_in = parts[0].shape[1]
         stacked: dict[str, Tensor] = {}
         for name in parts[0].tensors:
-            edges, pieces = self._edges(name, num_in, rows), [part.tensors[name] for part in parts]
+            edges = self._edges(name, num_in, rows)
+            pieces = [part.tensors[name] for part in parts]
             if name in self.once:
                 counts = [stop - start for start, stop in pairwise(edges)]
                 pieces = [piece.expand(count) for piece, count in zip(pieces, counts, strict=True)]
@@ -357,8 +357,7 @@ class Format(ABC):
         if odd := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
             raise ValueError(
                 f"{self.name}: {rows[odd[0]]} rows of {num_in} weights end within one of its "
-                f"blocks, "
-                "which two parts of a fused matrix would have to share"
+                "blocks, which two parts of a fused matrix would have to share"
             )
         return [-(-edge.numerator // edge.denominator) for edge in edges]
 
@@ -380,16 +379,12 @@ class WeightOnly(Format):
     fallback = "fp8"
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        kept = (
-            x_MK.is_cuda
-            and x_MK.shape[0] > dense_from(q.shape)
-            and f"dense {x_MK.dtype}" in q.packed
-        )
+        many = x_MK.is_cuda and x_MK.shape[0] > dense_from(q.shape)
+        kept = many and f"dense {x_MK.dtype}" in q.packed
         if not kept and w4a16.supports(self.kernel, x_MK, q.shape):
             return w4a16.linear(self.kernel, q.tensors, x_MK, q.shape, bias_N)
-        return F.linear(
-            x_MK, multiplicand(q, x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype)
-        )
+        bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
+        return F.linear(x_MK, multiplicand(q, x_MK.dtype), bias_N)
 
 
 _MADE: dict[str, Format] = {}

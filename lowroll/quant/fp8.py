@@ -68,9 +68,8 @@ class Float8(Format):
         return (q.tensors["weight"].float() * q.tensors["weight_scale"]).to(dtype)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not (
-            w_NK.is_cuda and triton_supports(w_NK)
-        ):  # Triton's interpreter rounds to e4m3 wrongly
+        # Triton's interpreter rounds to e4m3 wrongly
+        if not (w_NK.is_cuda and triton_supports(w_NK)):
             return super().encode_into(w_NK, amax_1, tensors)
         quantize_rows_into(w_NK, tensors["weight"], tensors["weight_scale"], KIND)
 

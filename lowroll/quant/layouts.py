@@ -127,7 +127,8 @@ def describe(format: str, dtype: torch.dtype, routers: bool = False) -> dict[str
 
     routers: the model has experts, whose routers stay dense."""
     form = get_format(format)
-    theirs, scheme = form.describe(dtype, routers), form.scheme
+    theirs = form.describe(dtype, routers)
+    scheme = form.scheme
     if theirs is not None:
         return theirs
     if scheme is None:
@@ -214,8 +215,7 @@ def _read_group(where: str, group: Any, compression: object) -> Layout:
     if inputs is not None and inputs["dynamic"] is not True:
         raise ValueError(
             f"{where}.input_activations.dynamic: is {inputs['dynamic']!r}, and calibrated scales "
-            f"of "
-            f"activations are not supported{_ADVICE}"
+            f"of activations are not supported{_ADVICE}"
         )
     schemes = _schemes()
     for name, scheme in schemes.items():
@@ -248,8 +248,13 @@ def _normal(where: str, args: Any) -> dict[str, Any] | None:
             f"{where}.actorder: {args['actorder']!r} reorders columns, which is not "
             f"supported{_ADVICE}"
         )
-    size, blocks = args.get("group_size"), args.get("block_structure")
-    strategy = args.get("strategy") or ("channel" if size == -1 else "group" if size else "tensor")
+    size = args.get("group_size")
+    blocks = args.get("block_structure")
+    strategy = args.get("strategy")
+    if not strategy and size == -1:
+        strategy = "channel"
+    elif not strategy:
+        strategy = "group" if size else "tensor"
     if isinstance(blocks, str) and all(part.isdigit() for part in blocks.split("x")):
         blocks = [int(part) for part in blocks.split("x")]
     return {

@@ -1,10 +1,9 @@
 """What surrounds an attempt at a run, of whatever kind: the folder that it owns, its log, and its
 steps.
 
-with attempt(cfg, "grpo", resume) as folder: lock and check output_dir; logs/attempt_N.log tells the
-story
-    with polite_stop() as stop:
-        drive(steps, first, last, every, show, stop)   step after step, until the last one or a signal
+    with attempt(cfg, "grpo", resume) as folder:       lock and check output_dir, begin a log
+        with polite_stop() as stop:
+            drive(steps, first, last, every, show, stop)     step after step, to the last or a signal
 """
 
 from __future__ import annotations
@@ -160,10 +159,8 @@ def log_file(folder: Path, attempt: int) -> Iterator[None]:
     """Everything that is logged in the block goes to logs/attempt_N.log, and warnings to the
     terminal too."""
     (folder / LOGS).mkdir(exist_ok=True)
-    file, terminal = (
-        LogFile(folder / LOGS / f"attempt_{attempt}.log", encoding="utf-8"),
-        logging.StreamHandler(),
-    )
+    file = LogFile(folder / LOGS / f"attempt_{attempt}.log", encoding="utf-8")
+    terminal = logging.StreamHandler()
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal.setLevel(logging.WARNING)
     terminal.addFilter(lambda record: not record.exc_info)  # the one that catches an error shows it
@@ -196,8 +193,9 @@ def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
         platform.python_version(),
         torch.__version__,
     )
-    for note in cfg.notes if command == "grpo" else ():  # of rollouts and what pays for them
-        log.info("%s", note)
+    if command == "grpo":  # the notes are of rollouts and what pays for them
+        for note in cfg.notes:
+            log.info("%s", note)
     try:
         yield
     except BaseException as error:

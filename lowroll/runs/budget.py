@@ -58,8 +58,7 @@ class Budget:
         held = ", ".join(f"{name} {_shown(size)}" for name, size in self.parts.items() if size)
         return [
             f"memory on {self.device}: {_shown(self.total)}{free}, and about "
-            f"{_shown(self.activations)} of "
-            "activations while it learns",
+            f"{_shown(self.activations)} of activations while it learns",
             f"of that: {held}{cache}",
         ]
 
@@ -70,8 +69,7 @@ class Budget:
         largest = max(self.parts, key=lambda name: self.parts[name])
         return (
             f"memory: the run holds {_shown(self.total)}, {_shown(self.parts[largest])} of it "
-            f"{largest}, and "
-            f"{_shown(self.free)} are free on {self.device}; "
+            f"{largest}, and {_shown(self.free)} are free on {self.device}; "
             f"{LESS.get(largest, 'a smaller model takes less')}"
         )
 
@@ -85,28 +83,25 @@ def plan(
 ) -> Budget:
     """The memory of a run of `lowroll grpo`. model: its shapes, on the meta device. beside: those
     of the frozen models and the critic, by name."""
-    train, free = cfg.train, free_memory(compute.device)
+    train = cfg.train
+    free = free_memory(compute.device)
     format = compute.format(cfg.rollout.weights)
     dtype = get_format(format).dtype or compute.dtype
     parts = learner(cfg, compute, model)
     parts["rollouts' weights"] = _engine(cfg, compute, model, format)
-    if train.weight_metrics:
-        parts["what weights/* compares with"] = (
-            MASTER * adapter_size(cfg, model)
-            if train.lora
-            else (linear_size(model) * compute.dtype.itemsize + linear_bytes(model, format))
-        )
+    if train.weight_metrics and train.lora:
+        parts["what weights/* compares with"] = MASTER * adapter_size(cfg, model)
+    elif train.weight_metrics:
+        before = linear_size(model) * compute.dtype.itemsize
+        parts["what weights/* compares with"] = before + linear_bytes(model, format)
     for name, other in beside.items():
         size = sum(p.numel() for p in other.parameters())
-        parts[name] = size * compute.dtype.itemsize + (
-            _learning(size, compute, "adamw") if name == "critic" else 0
-        )
+        parts[name] = size * compute.dtype.itemsize
+        if name == "critic":
+            parts[name] += _learning(size, compute, "adamw")
     each = KVCache.bytes_per_token(model.spec, dtype)
-    left = (
-        (UNKNOWN_FREE if free is None else free)
-        - parts["learner's weights"]
-        - parts["rollouts' weights"]
-    )
+    left = UNKNOWN_FREE if free is None else free
+    left -= parts["learner's weights"] + parts["rollouts' weights"]
     tokens = cfg.rollout.cache_tokens or capacity(
         workloads,
         page_size=cfg.rollout.page_size,
@@ -116,10 +111,8 @@ def plan(
         free=max(0, left),
     )
     parts["KV cache"] = tokens * each
-    longest = max(
-        (work.groups * work.n * (work.prompt + work.response) for work in workloads),
-        default=1 << 62,
-    )
+    batches = [work.groups * work.n * (work.prompt + work.response) for work in workloads]
+    longest = max(batches, default=1 << 62)
     working = activations(cfg, compute, model, longest)
     return Budget(parts, working, free, str(compute.device), tokens)
 
@@ -136,7 +129,8 @@ def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int)
 
 def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
     """What learns, and what its optimiser holds."""
-    train, item = cfg.train, compute.dtype.itemsize
+    train = cfg.train
+    item = compute.dtype.itemsize
     if train.lora:
         adapter = adapter_size(cfg, model)
         weights = (
@@ -167,14 +161,15 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, i
 
 def activations(cfg: RunConfig, compute: Compute, model: Transformer, longest: int) -> int:
     """About what the backward pass of one micro-batch holds. longest: tokens of a whole batch."""
-    spec, item = model.spec, compute.dtype.itemsize
-    tokens, share = (
-        min(cfg.train.tokens_per_microbatch, longest),
-        float(cfg.train.activation_checkpointing),
-    )
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    spec = model.spec
+    item = compute.dtype.itemsize
+    tokens = min(cfg.train.tokens_per_microbatch, longest)
+    share = float(cfg.train.activation_checkpointing)
+    q = spec.num_heads * spec.head_dim
+    kv = spec.num_kv_heads * spec.head_dim
     wide = spec.experts_per_token * spec.moe_intermediate_size or spec.intermediate_size
-    stream, inside = 2 * spec.hidden_size, 2 * q + 2 * kv + 2 * wide
+    stream = 2 * spec.hidden_size
+    inside = 2 * q + 2 * kv + 2 * wide
     if cfg.train.activation_checkpointing is True:
         layers = spec.num_layers * spec.hidden_size + stream + inside
     else:
@@ -234,9 +229,8 @@ def _engine(cfg: RunConfig, compute: Compute, model: Transformer, format: str) -
         mine = other_size(model) * item + linear_bytes(model, format)
     if cfg.rollout.large_batch_weights is not None:
         mine += linear_bytes(model, cfg.rollout.large_batch_weights)
-    kept = (
-        compute.device.type == "cpu" or cfg.rollout.keep_dense
-    )  # dequantized for the product, beside the codes
+    # whether codes are dequantized for the product, beside themselves
+    kept = compute.device.type == "cpu" or cfg.rollout.keep_dense
     if kept and get_format(format).bits < 8:
         mine += linear_size(model) * item
     return mine

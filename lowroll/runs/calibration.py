@@ -46,16 +46,15 @@ def calibration_sequences(
 
 def _from_lines(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
     for where, row in read_jsonl(str(path)):
-        text, messages = row.get("text"), row.get("messages")
+        text = row.get("text")
+        messages = row.get("messages")
         if isinstance(text, str):
             yield tokenizer.encode(text)[:length]
         elif isinstance(messages, list) and messages:
             try:
                 yield ChatTokenizer(tokenizer).encode_chat(messages, open_turn=False)[:length]
-            except (
-                ValueError,
-                AttributeError,
-            ) as error:  # of the template; of messages that are no objects
+            # of the template; of messages that are no objects
+            except (ValueError, AttributeError) as error:
                 raise ValueError(
                     f"calibration: {where}: messages: the chat template refuses them ({error})"
                 ) from error

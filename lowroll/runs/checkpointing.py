@@ -18,8 +18,8 @@ State = dict[str, Any]
 
 
 class Checkpointing:
-    """The checkpoints of one run. With `resume`, `found` is the one that it goes on from; ValueError
-    when that is another run's."""
+    """The checkpoints of one run. With `resume`, `found` is the one that it goes on from;
+    ValueError when that is another run's."""
 
     def __init__(self, home: RunFolder, resume: bool) -> None:
         self.home = home
@@ -34,6 +34,11 @@ class Checkpointing:
         run that goes on must have the same."""
         self.base = base
         self.inputs = self.home.inputs | dict(beside or {})
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """The KV cache that the run began with; None when there is nothing to go on from."""
+        return None if self.found is None else self.found.meta["cache_tokens"]
 
     def take(self) -> Checkpoint | None:
         """The checkpoint to go on from, once; None when the run ended before its first one."""

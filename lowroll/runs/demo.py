@@ -3,10 +3,11 @@ minutes on two cores.
 
 1. Build a Qwen3-shaped model of random weights and a byte-level tokenizer with a chat template, as
    a Hugging Face folder.
-2. Warm-start it by SFT on reverse-text demonstrations, briefly: it learns the form, and a part of the task.
-3. Evaluate on 256 held-out strings, train by GRPO with INT8 rollouts and ACR, evaluate again: sampled as in training,
-   and sharpened, at T = 0.5 and greedily. A policy that only became sharper would gain in the first
-   row alone.
+2. Warm-start it by SFT on reverse-text demonstrations, briefly: it learns the form, and a part of
+   the task.
+3. Evaluate on 256 held-out strings, train by GRPO with INT8 rollouts and ACR, evaluate again:
+   sampled as in training, and sharpened, at T = 0.5 and greedily. A policy that only became sharper
+   would gain in the first row alone.
 4. Measure the INT8 and the dense engines on the same requests, in turns: on this model, and on
    layers of a size at which low precision pays.
 
@@ -53,8 +54,7 @@ SHARPER = 0.5  # a temperature at which sampling the warm start alone gains as m
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% "
-    "endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
@@ -186,7 +186,8 @@ def held_out(
 ) -> float:
     """Mean reward of a model folder on held-out prompts, in a weight format: the policy as it
     samples (1.0), or its most likely responses (0.0)."""
-    compute, chat = Compute.of(cfg), models.tokenizer(model)
+    compute = Compute.of(cfg)
+    chat = models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
     (env,) = environments.make(cfg.env, cfg.seed).values()
     sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
@@ -208,7 +209,8 @@ def engine_speed(
     cfg: RunConfig, model: Path, formats: tuple[str, ...], rounds: int = 5
 ) -> dict[str, float]:
     """Median tokens a second of each format on the run's own kind of batch, measured in turns."""
-    compute, chat = Compute.of(cfg), models.tokenizer(model)
+    compute = Compute.of(cfg)
+    chat = models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
     (env,) = environments.make(cfg.env, cfg.seed).values()
     made = {name: engines.make(cfg, compute, master, chat, name) for name in formats}
@@ -227,9 +229,7 @@ def engine_speed(
     return _in_turns(made, requests, rounds)
 
 
-def larger_speed(
-    cfg: RunConfig, formats: tuple[str, ...], rounds: int = 3
-) -> tuple[float, dict[str, float]]:
+def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[str, float]]:
     """Layers of a real size with random weights: their parameters in millions, and the median
     tokens a second of each format on 64 sequences, 8 a prompt, as in a batch of rollouts."""
     compute, prompts, length, new = Compute.of(cfg), 8, 16, 8
@@ -249,7 +249,7 @@ def larger_speed(
             for i in range(prompts)
         ]
 
-    return master.spec.num_parameters / 1e6, _in_turns(engines, requests, rounds)
+    return master.spec.num_parameters / 1e6, _in_turns(engines, requests, rounds=3)
 
 
 def _in_turns(
@@ -282,23 +282,22 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     # One thread: a model this small gains a third from a second one, and loses most of its speed to
     # it when another process wants the core (docs/LOG.md).
     torch.set_num_threads(1)
-    console, began = Console(), time.monotonic()
+    console = Console()
+    began = time.monotonic()
     folder = Path(output_dir)
     cfg = settings(folder, seed, device)
     _clear(folder, cfg)
     untrained = build_model(folder / "untrained", seed, CONFIG)
     console.print(
         f"[bold]1[/] built {untrained}: {hf.load(untrained).spec.num_parameters / 1e6:.2f} M "
-        f"parameters, "
-        f"{CONFIG['architectures'][0]}, byte-level tokenizer"
+        f"parameters, {CONFIG['architectures'][0]}, byte-level tokenizer"
     )
     loss = warm_start(cfg, untrained, folder / "model")["sft/loss"]
     console.print(f"[bold]2[/] warm start: {cfg.sft.steps} SFT steps, loss {loss:.3f} nats a token")
     before = _rewards(cfg, folder / "model")
     console.print(
         f"[bold]3[/] held-out reward before: {before['int8']:.3f}; {cfg.train.max_steps} steps of "
-        f"GRPO with "
-        f"INT8 rollouts and ACR"
+        "GRPO with INT8 rollouts and ACR"
     )
     result = run(cfg, overwrite=True)
     if result.signal:
@@ -317,8 +316,7 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     _speeds(
         console,
         f"{LARGER['num_hidden_layers']} layers of Qwen2.5-0.5B's shape ({size:.0f} M parameters, "
-        f"random "
-        "weights), 64 sequences",
+        "random weights), 64 sequences",
         larger,
     )
     gain, learnt = after["int8"] - before["int8"], after["greedy"] - before["greedy"]
@@ -336,8 +334,7 @@ def _clear(folder: Path, cfg: RunConfig) -> None:
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise ValueError(
             f"output_dir: {folder} is not empty and holds no earlier demo; remove it, or name "
-            f"another "
-            "folder"
+            "another folder"
         )
     RunFolder(cfg, "grpo").check(overwrite=True)
     models = [path for path in (folder / "untrained", folder / "model") if path.exists()]
@@ -395,11 +392,9 @@ def _summary(
     console.print(table)
     console.print(
         f"Sharpness alone would give {before['sharper'] - before['int8']:.3f} of the rise at T = "
-        f"1: the warm "
-        f"start, sampled at T = {SHARPER}, scores {before['sharper']:.3f}. Learnt beside it is "
-        f"what rose at "
-        f"T = {SHARPER}, {after['sharper'] - before['sharper']:+.3f}, and greedily, "
-        f"{after['greedy'] - before['greedy']:+.3f}.",
+        f"1: the warm start, sampled at T = {SHARPER}, scores {before['sharper']:.3f}. Learnt "
+        f"beside it is what rose at T = {SHARPER}, {after['sharper'] - before['sharper']:+.3f}, "
+        f"and greedily, {after['greedy'] - before['greedy']:+.3f}.",
         soft_wrap=True,
     )
 
@@ -410,8 +405,7 @@ def _speeds(console: Console, what: str, speed: Mapping[str, float]) -> None:
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in speed.items())
     console.print(
         f"{what}: {rates} tokens/s; INT8 is {speed['int8'] / dense:.2f} times as fast as the "
-        f"fastest dense "
-        "format",
+        "fastest dense format",
         soft_wrap=True,
         highlight=False,
     )

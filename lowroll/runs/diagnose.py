@@ -44,6 +44,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.orchestrator.source import draw_at
+from lowroll.quant.formats import get_format
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.monitor import fallen_to
@@ -51,7 +52,6 @@ from lowroll.trainer.state import restore_weights
 from lowroll.types import Request
 from lowroll.weights import aligned
 
-POINTS = ("decode", "prefill", "aligned", "dense")
 CAUSES = ("weights", "kernels", "kv", "staleness")
 ADVICE = {
     "weights": "correction auto pays for it (acr, or tis for LoRA on its base); train.forward "
@@ -102,8 +102,7 @@ class Diagnosis:
         if max(part.logp_diff_max for part in (*self.parts, self.whole)) < NEGLIGIBLE:
             return (
                 f"engine and learner agree: no token differs by {NEGLIGIBLE:g} nats or more, so "
-                f"there is nothing "
-                "to correct"
+                "there is nothing to correct"
             )
         cause = max(CAUSES, key=self.share)
         return f"{self.share(cause):.0%} of the gap comes from {cause}: {ADVICE[cause]}"
@@ -119,7 +118,7 @@ class Diagnosis:
 def attribute(
     log_probs: Mapping[str, Tensor], segments: Tensor, kv_policy: str = "dense"
 ) -> tuple[tuple[Part, ...], Part]:
-    """The parts and the whole from the log-probs [N] at every point of POINTS.
+    """The parts and the whole from the log-probs [N] at every point (see the top).
 
     segments: the sequence of every token. kv_policy: the engine's; `dense` forgets nothing, so its
     part is 0.
@@ -170,8 +169,10 @@ def diagnose(
     responses a prompt. ValueError when nothing was drawn or the run cannot be read.
     """
     cfg = cfg.resolved()
-    compute, chat = Compute.of(cfg), models.tokenizer(cfg.model)
-    model, notes = models.learner(cfg, compute), list(_notes(cfg))
+    compute = Compute.of(cfg)
+    chat = models.tokenizer(cfg.model)
+    model = models.learner(cfg, compute)
+    notes = _notes(cfg)
     held = _checkpoint(run)
     weights = cfg.rollout.weights if held is None else _weights(held, cfg)
     if held is not None:
@@ -194,10 +195,8 @@ def diagnose(
     ]
     if not rows:
         raise ValueError("diagnose: no token was drawn")
-    sequences, lengths = (
-        [ids + rollout.token_ids for ids, rollout in rows],
-        [len(ids) for ids, _ in rows],
-    )
+    sequences = [ids + rollout.token_ids for ids, rollout in rows]
+    lengths = [len(ids) for ids, _ in rows]
     temperature = cfg.rollout.temperature
 
     def learner() -> Tensor:
@@ -207,7 +206,7 @@ def diagnose(
         "decode": torch.tensor([p for _, rollout in rows for p in rollout.logprobs]),
         "prefill": torch.cat(engine.score(sequences, lengths, temperature)),
     }
-    aligned.align(model, format)
+    _align(model, format)
     points["aligned"] = learner()
     with aligned.suspended(model):
         points["dense"] = learner()
@@ -216,6 +215,16 @@ def diagnose(
         points, torch.arange(len(rows)).repeat_interleave(sizes), engine.capabilities.kv_policy
     )
     return Diagnosis(str(run or cfg.model), format, int(sizes.sum()), parts, whole, tuple(notes))
+
+
+def _align(model: Transformer, format: str) -> None:
+    """Let the learner's forward run in the engine's arithmetic."""
+    base = model.weight_format
+    if base not in (None, format) and get_format(format).dense:
+        # LoRA whose guard fell back: the engine has the values of the base, as the plain forward
+        aligned.realign(model, format)
+    else:
+        aligned.align(model, format)
 
 
 def _checkpoint(run: Path | None) -> Checkpoint | None:
@@ -266,18 +275,13 @@ def _requests(
 
 def _notes(cfg: RunConfig) -> list[str]:
     """What the run does and this batch does not."""
-    rollout, notes = cfg.rollout, []
-    if (
-        rollout.top_k,
-        rollout.top_p,
-        rollout.min_p,
-        rollout.repetition_penalty,
-        rollout.min_tokens,
-    ) != (0, 1.0, 0.0, 1.0, 0):
+    rollout = cfg.rollout
+    notes: list[str] = []
+    drawn = (rollout.top_k, rollout.top_p, rollout.min_p)
+    if (*drawn, rollout.repetition_penalty, rollout.min_tokens) != (0, 1.0, 0.0, 1.0, 0):
         notes.append(
             "drawn without the run's top_k, top_p, min_p, repetition_penalty and min_tokens; their "
-            "part is "
-            "not shown"
+            "part is not shown"
         )
     if cfg.noise is not None:
         notes.append("drawn from clean norms; the part of the run's noise is not shown")

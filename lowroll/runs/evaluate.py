@@ -40,7 +40,8 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
     """
     weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
     cfg = cfg.resolved().at(cfg.train.max_steps)
-    compute, chat = Compute.of(cfg), models.tokenizer(cfg.model)
+    compute = Compute.of(cfg)
+    chat = models.tokenizer(cfg.model)
     model = hf.load(cfg.model, compute.device, compute.dtype)
     chosen = cfg.eval.env or cfg.env
     envs = environments.make(chosen, cfg.seed)
@@ -155,7 +156,8 @@ def held_out(
     With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn as the rollouts of `cfg`
     are.
     """
-    chosen, drawn = orchestrator.eval_sampling(cfg), orchestrator.sampling(cfg)
+    chosen = orchestrator.eval_sampling(cfg)
+    drawn = orchestrator.sampling(cfg)
     metrics = {"eval/temperature": chosen.temperature}
     for env in envs.values():
         found = {}
@@ -189,7 +191,8 @@ def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, f
     if first:
         early["eval/temperature"] = first["eval/temperature"]
     seconds = [found["time/eval"] for found in (first, then) if found]
-    return {**early, **then, **({"time/eval": sum(seconds)} if seconds else {})}
+    total = {"time/eval": sum(seconds)} if seconds else {}
+    return early | dict(then) | total
 
 
 def _within_evaluation(on_phase: PhaseProgress, phase: str, done: int, total: int) -> None:

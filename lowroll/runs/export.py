@@ -65,8 +65,7 @@ class Gap:
     def __str__(self) -> str:
         return (
             f"{self.logp_diff:.3g} nats a token (mean |difference of log-probs|; KL {self.kl:.3g}) "
-            f"over "
-            f"{self.tokens} tokens of the run's rollouts"
+            f"over {self.tokens} tokens of the run's rollouts"
         )
 
 
@@ -126,7 +125,8 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     """
     if kind not in KINDS:
         raise ValueError(f"--as: {kind!r} is not one of {', '.join(KINDS)}")
-    out, run = _absent(out), Path(run)
+    out = _absent(out)
+    run = Path(run)
     if (run / "adapter_config.json").is_file():
         return _export_adapter(run, out, kind, step)
     if not (run / "config.yaml").is_file():
@@ -140,14 +140,14 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
         )
     saved = Store(run / "checkpoints").load(step)
     model, compute = _learner(cfg, saved)
-    source, gap, note = hf.resolve(cfg.model), None, None
+    source = hf.resolve(cfg.model)
+    gap = note = None
     if kind == "adapter":
         gap = publish_adapter(cfg, model, out, newest_batch(run, saved.step), saved.step)
         form = _format_of(model)
     elif kind == "merged":
-        gap = _save_merged(
-            model, out, source, newest_batch(run, saved.step) if cfg.train.lora else None
-        )
+        batch = newest_batch(run, saved.step) if cfg.train.lora else None
+        gap = _save_merged(model, out, source, batch)
         form = _format_of(model)
     else:
         form = compute.format(fallen_to(saved.state) or cfg.rollout.weights)
@@ -165,8 +165,11 @@ def publish_adapter(
     batch: what the gap is measured on. None when there is nothing to measure: no batch, a base that
     is the model as it is, or no room on the device for a second model.
     """
-    scale, source, gap = cfg.train.uaq_scale or 1.0, hf.resolve(cfg.model), None
-    stands_on, holds = base.of(model, scale), hf.low_bit_format(source)
+    scale = cfg.train.uaq_scale or 1.0
+    source = hf.resolve(cfg.model)
+    gap = None
+    stands_on = base.of(model, scale)
+    holds = hf.low_bit_format(source)
     revision = source.name if source.parent.name == "snapshots" else None  # of the hub's cache
 
     def write(target: Path) -> None:
@@ -174,7 +177,8 @@ def publish_adapter(
         lora.write(model, target, cfg.model, source, scale, revision)
         if batch and stands_on.rounds and stored_format(str(stands_on.weights)) != holds:
             gap = _gap_on(source, target, model, batch)
-        card.write(target, cfg.model, stands_on, holds, "" if gap is None else f"Measured: {gap}.")
+        measured = "" if gap is None else f"Measured: {gap}."
+        card.write(target, cfg.model, stands_on, holds, measured)
 
     publish_folder(out, write, {"kind": "adapter", "step": step})
     return gap
@@ -183,10 +187,8 @@ def publish_adapter(
 def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> Gap | None:
     """The gap of an adapter folder on a model folder, from the learner. A measurement may not cost
     the folder: None, with a line in the log, when there is no memory for a second model."""
-    needs, free = (
-        1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30),
-        free_memory(model.device),
-    )
+    needs = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
+    free = free_memory(model.device)
     try:
         if free is None or free > needs:
             plain = lora.load(hf.load(source, model.device, model.dtype), adapter)
@@ -195,8 +197,7 @@ def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> Ga
         pass
     log.warning(
         "how far the adapter is from the learner on %s was not measured: too little memory is free "
-        "for a "
-        "second model",
+        "for a second model",
         source,
     )
     return None
@@ -209,10 +210,10 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
             f"{folder} is an adapter folder: it has no checkpoints, and is exported as merged or "
             f"rollout"
         )
-    stated, source = base.read(folder), hf.resolve(lora.base_of(folder))
-    model = hf.load(
-        folder, dtype=_stored_dtype(source) if stated is None else _STORED[stated.dtype]
-    )
+    stated = base.read(folder)
+    source = hf.resolve(lora.base_of(folder))
+    dtype = _stored_dtype(source) if stated is None else _STORED[stated.dtype]
+    model = hf.load(folder, dtype=dtype)
     note = None
     if kind == "merged":
         _save_merged(model, out, folder)
@@ -239,10 +240,9 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
     """The newest rollouts that a run has logged up to a step, of each group in turn, as many of
     them as hold `most` tokens; None when there are none. A file that cannot be read is told, and
     the one before is taken."""
-    batch, left = None, most
-    for _, path in reversed(
-        [found for found in rollout_files(run / "rollouts") if found[0] <= step]
-    ):
+    batch = None
+    paths = [path for made, path in rollout_files(run / "rollouts") if made <= step]
+    for path in reversed(paths):
         try:
             batch = read_rollouts(path)
             break
@@ -251,6 +251,7 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
     if batch is None:
         return None
     kept: list[Sample] = []
+    left = most
     for sample in sorted(batch.samples, key=lambda sample: sample.rollout.behavior.sample):
         tokens = len(sample.prompt_ids) + len(sample.rollout.token_ids)
         if sample.rollout.token_ids and tokens <= left:
@@ -262,15 +263,9 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
 def _scores(model: Transformer, batch: Batch) -> Tensor:
     """Log-probs of the responses under a model's dense forward, without noise."""
     sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
+    prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
     with aligned.suspended(model), noise.muted(model):
-        return torch.cat(
-            score(
-                model,
-                sequences,
-                [len(sample.prompt_ids) for sample in batch.samples],
-                batch.temperature,
-            )
-        ).cpu()
+        return torch.cat(score(model, sequences, prompt_lens, batch.temperature)).cpu()
 
 
 def _gap(learner: Tensor, policy: Tensor) -> Gap:
@@ -285,9 +280,12 @@ def _save_merged(
 ) -> Gap | None:
     """The learner as one dense model; how far it is from the learner, whose sums are rounded to the
     model's dtype."""
-    before = None if batch is None else _scores(model, batch)
+    if batch is None:
+        hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
+        return None
+    before = _scores(model, batch)
     hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
-    return None if batch is None or before is None else _gap(before, _scores(model, batch))
+    return _gap(before, _scores(model, batch))
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
@@ -338,9 +336,8 @@ def _absent(out: str | Path) -> Path:
 def _stored_dtype(folder: Path) -> torch.dtype:
     """The dtype that a folder's config.json names, else float32."""
     config = read_config(folder)
-    return _STORED.get(
-        str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), torch.float32
-    )
+    name = str(config.get("dtype") or config.get("torch_dtype"))
+    return _STORED.get(name.removeprefix("torch."), torch.float32)
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -64,7 +64,8 @@ class RunFolder:
     """`output_dir` of a configuration, for the runs of a command: grpo or sft."""
 
     def __init__(self, cfg: RunConfig, command: str) -> None:
-        self.cfg, self.command = cfg, command
+        self.cfg = cfg
+        self.command = command
         self.path = Path(cfg.output_dir)
         self.final = self.path / FINAL
         self.store = Store(self.path / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
@@ -130,8 +131,7 @@ class RunFolder:
         if made is not None and not (resume or overwrite) and self.has_steps():
             raise ValueError(
                 f"output_dir: {self.path} already holds a run; continue it with --resume, replace "
-                f"it with "
-                "--overwrite, or name another folder"
+                "it with --overwrite, or name another folder"
             )
         for found in self._in_the_way(made, overwrite):
             raise ValueError(
@@ -186,8 +186,7 @@ class RunFolder:
             ):
                 raise ValueError(
                     f"output_dir: the run reads {text}, which a new run in {self.path} would "
-                    f"replace: "
-                    "name another folder"
+                    "replace: name another folder"
                 )
 
     # -- beginning and going on --------------------------------------------------------------------
@@ -252,8 +251,7 @@ class RunFolder:
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ValueError(
                 f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins "
-                f"again "
-                f"({' '.join(str(error).split())})"
+                f"again ({' '.join(str(error).split())})"
             ) from error
         if not isinstance(written, dict):
             raise ValueError(
@@ -263,9 +261,8 @@ class RunFolder:
         return written
 
     def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
-        ended = (
-            (read_meta(self.final) or {}).get("step") == saved.step < before["train"]["max_steps"]
-        )
+        last = (read_meta(self.final) or {}).get("step")
+        ended = last == saved.step < before["train"]["max_steps"]
         return identity.FOR_SIGNAL if ended else ()
 
     def check_base(self, saved: Checkpoint, base: str) -> None:
@@ -327,9 +324,8 @@ class RunFolder:
         last, when others take their place."""
         if self.made_by() is None:
             return
-        self.store.truncate(
-            -1
-        )  # first: a run with a checkpoint has all that it made, until the last one goes
+        # first: a run with a checkpoint has all that it made, until the last one goes
+        self.store.truncate(-1)
         damaged = self.store.folder / DAMAGED
         for path in [*(damaged.iterdir() if damaged.is_dir() else ()), self.final]:
             if path.exists() and not foreign_in(path, contents=False):

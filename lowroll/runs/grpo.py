@@ -26,11 +26,11 @@ import torch
 
 from lowroll.checkpoint.store import check_pieces
 from lowroll.config import RunConfig
-from lowroll.envs.rewards import ScorerPool
-from lowroll.kv.capacity import Workload
+from lowroll.engine.base import EngineStats
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, read
 from lowroll.model import hf
+from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs import identity
@@ -123,26 +123,42 @@ class Run:
         self.compute = Compute.of(given)
         self.model = models.learner(given, self.compute)
         base = digest(self.model)
-        prompts.check_stages(given, self.model.spec)
-        self.chat = models.tokenizer(given.model)
-        self.envs = environments.make(given.env, given.seed)
-        self.eval_envs = self.envs
+        spec = self.model.spec
+        prompts.check_stages(given, spec)
+        chat = models.tokenizer(given.model)
+        envs = environments.make(given.env, given.seed)
+        eval_envs = envs
         if given.eval.env:
-            self.eval_envs = environments.make(given.eval.env, given.seed)
-        self.rollouts = self._rollout_engine(given)
+            eval_envs = environments.make(given.eval.env, given.seed)
+        self.rollouts = RolloutEngine(
+            given,
+            self.compute,
+            self.model,
+            chat,
+            partial(engines.workloads, given, spec, chat, envs, eval_envs),
+            self.checkpoints.cache_tokens,
+        )
         self.cfg = cfg = self.rollouts.cfg
-        prompts.check_stages(cfg, self.model.spec)
-        prompts.check(cfg, self.model.spec, self.chat, self.envs)
+        prompts.check_stages(cfg, spec)
+        prompts.check(cfg, spec, chat, envs)
         self.stages = Stages(cfg)
         self.monitor = Monitor(cfg)
         scorer = stack.enter_context(environments.scorer(cfg, cfg.env))
         eval_scorer = scorer
         if cfg.eval.env and cfg.eval.interval:
             eval_scorer = stack.enter_context(environments.scorer(cfg, cfg.eval.env))
-        self.evaluations = Evaluations(cfg, self.rollouts, self.eval_envs, eval_scorer, self.chat)
+        self.evaluations = Evaluations(cfg, self.rollouts, eval_envs, eval_scorer, chat)
         channel = MemoryRolloutChannel()
-        self.orchestrator = self._orchestrator(scorer, channel)
-        self.trainer = self._trainer(channel)
+        self.orchestrator = Orchestrator(
+            orchestrator.settings(cfg, spec),
+            envs,
+            self.rollouts,
+            scorer,
+            chat,
+            channel,
+            rollout_log=partial(home.keep_batch, "rollouts"),
+        )
+        self.trainer = self._trainer(chat, channel)
         teacher = self.trainer.teacher
         beside = {} if teacher is None else {identity.TEACHER: digest(teacher)}
         self.checkpoints.identify(base, beside)
@@ -150,27 +166,7 @@ class Run:
         self.made = 0  # the last step
         self._before: State = {}  # the orchestrator's, before the step that is being made
 
-    def _rollout_engine(self, given: RunConfig) -> RolloutEngine:
-        def workloads() -> list[Workload]:
-            spec, chat = self.model.spec, self.chat
-            return engines.workloads(given, spec, chat, self.envs, self.eval_envs)
-
-        saved = self.checkpoints.found
-        cache_tokens = None if saved is None else saved.meta["cache_tokens"]
-        return RolloutEngine(given, self.compute, self.model, self.chat, workloads, cache_tokens)
-
-    def _orchestrator(self, scorer: ScorerPool, channel: RolloutChannel) -> Orchestrator:
-        return Orchestrator(
-            orchestrator.settings(self.cfg, self.model.spec),
-            self.envs,
-            self.rollouts,
-            scorer,
-            self.chat,
-            channel,
-            rollout_log=partial(self.home.keep_batch, "rollouts"),
-        )
-
-    def _trainer(self, channel: RolloutChannel) -> Trainer:
+    def _trainer(self, chat: ChatTokenizer, channel: RolloutChannel) -> Trainer:
         cfg, model = self.cfg, self.model
         matrices = hidden_matrices(model)
         return Trainer(
@@ -180,8 +176,8 @@ class Run:
             channel,
             self.rollouts.publish,
             reference=models.reference(cfg, self.compute),
-            critic=models.critic(cfg, self.compute, self.chat),
-            teacher=models.teacher(cfg, self.compute, self.chat),
+            critic=models.critic(cfg, self.compute, chat),
+            teacher=models.teacher(cfg, self.compute, chat),
             save_offending=self._save_offending,
             before_first=self._first_look,
             deadline_s=60.0,
@@ -247,7 +243,8 @@ class Run:
         then = self.evaluations.after(step, self.stages.now, self.trainer.version)
         metrics |= around(first, then)
         saving = self.checkpoints.seconds()
-        metrics |= self._performance(metrics) | saving
+        stats = self.rollouts.engine.stats()
+        metrics |= _performance(self.compute.device, stats, metrics) | saving
         metrics["time/step"] = time.monotonic() - began + sum(saving.values())
         record = self.home.record(step, metrics)
         self.made = step
@@ -330,16 +327,18 @@ class Run:
             path,
         )
 
-    def _performance(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        stats = self.rollouts.engine.stats()
-        if self.compute.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated() + stats.virtual_memory_bytes
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {
-            "perf/generate_tokens_per_second": metrics["rollout/tokens"]
-            / max(metrics["time/generate"], 1e-9),
-            "perf/peak_memory_gb": peak / 1e9,
-            "perf/kv_pages_peak": float(stats.pages_peak),
-            "perf/prefix_hits": float(stats.prefix_hits),
-        }
+
+def _performance(
+    device: torch.device, stats: EngineStats, metrics: Mapping[str, float]
+) -> dict[str, float]:
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() + stats.virtual_memory_bytes
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "perf/generate_tokens_per_second": metrics["rollout/tokens"]
+        / max(metrics["time/generate"], 1e-9),
+        "perf/peak_memory_gb": peak / 1e9,
+        "perf/kv_pages_peak": float(stats.pages_peak),
+        "perf/prefix_hits": float(stats.prefix_hits),
+    }

@@ -42,10 +42,8 @@ MAY_CHANGE = (
     "rollout.release_cache",
     "dapo.no_signal",
 )
-FOR_SIGNAL = (
-    "dapo.dynamic_sampling",
-    "dapo.max_rounds",
-)  # too, after a run that ended because it found none
+# may change too, after a run that ended because it found no signal
+FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
 TEACHER = "train.teacher: weights"  # read long after all else that a run reads
 CONFIG = "config.json: "  # of what a key of it says
 IDLE_FILES = ("generation_config.json",)  # copied along, and never read
@@ -66,7 +64,7 @@ def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
         return found | _read_by_environments(cfg)
     beside = {
         "train.teacher": cfg.train.teacher,
-        "critic.model": cfg.critic.model if cfg.algorithm == "ppo" else None,
+        "critic.model": cfg.critic.model if cfg.has_critic else None,
     }
     for key, source in beside.items():
         if source is not None:
@@ -89,9 +87,8 @@ def _meaning(source: str | Path, key: str = "model") -> dict[str, str]:
     here."""
     folder = hf.resolve(source, key=key)
     spec = read_spec(folder)
-    return {
-        field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare
-    } | {"model_type": repr(read_config(folder).get("model_type"))}
+    said = {field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare}
+    return said | {"model_type": repr(read_config(folder).get("model_type"))}
 
 
 def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
@@ -109,7 +106,8 @@ def texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
-        for inside in value.values() if isinstance(value, dict) else value:
+        inner = value.values() if isinstance(value, dict) else value
+        for inside in inner:
             yield from texts(inside)
 
 
@@ -126,9 +124,8 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
             "resume: the checkpoint is of an older lowroll and does not say what the run reads "
             "(tokenizer, data): continue it there, or begin a run with the model that it exports"
         )
-    known = {
-        key: value for key, value in now.items() if key in saved or CONFIG not in key
-    }  # older ones say less
+    # older checkpoints say less
+    known = {key: value for key, value in now.items() if key in saved or CONFIG not in key}
     _refuse("the run does not read what it began with", saved, known, _text)
 
 
@@ -141,18 +138,18 @@ def refuse_other_settings(
     What is computed in a step may not change, but for settings of `more`. A run may be lengthened
     when nothing is scheduled over its length.
     """
-    before, after = _flatten(renamed_tree(saved)), _flatten(yaml.safe_load(cfg.dump()))
+    before = _flatten(renamed_tree(saved))
+    after = _flatten(yaml.safe_load(cfg.dump()))
     unscheduled = (
         cfg.train.lr_scheduler_type == "constant"
         and cfg.rollout.temp_scheduler is None
         and cfg.noise is None
     )
-    free = (
-        *MAY_CHANGE,
-        *more,
-        *(["train.max_steps"] if unscheduled else []),
-        *(["sft.steps"] if cfg.sft.lr_scheduler_type == "constant" else []),
-    )
+    free = [*MAY_CHANGE, *more]
+    if unscheduled:
+        free.append("train.max_steps")
+    if cfg.sft.lr_scheduler_type == "constant":
+        free.append("sft.steps")
     held = {
         key
         for key in before.keys() | after.keys()

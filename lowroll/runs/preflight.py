@@ -55,7 +55,8 @@ class Findings:
 
 def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
     """What `lowroll grpo` would meet. cfg as loaded."""
-    cfg, found = cfg.resolved(), Findings()
+    cfg = cfg.resolved()
+    found = Findings()
     found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
@@ -83,7 +84,8 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
     """What `lowroll sft` would meet."""
-    cfg, found = sft.plain(cfg.resolved()), Findings()
+    cfg = sft.plain(cfg.resolved())
+    found = Findings()
     found.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
@@ -99,10 +101,8 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         lengths = [len(sample.prompt_ids) + len(sample.rollout.token_ids) for sample in samples]
         found.lines.append(
             f"{len(samples):,} demonstrations of {sum(lengths) / len(lengths):,.0f} tokens on "
-            f"average, "
-            f"{max(lengths):,} at most; {cfg.sft.steps} steps of {cfg.sft.batch_size} at learning "
-            f"rate "
-            f"{cfg.sft.learning_rate:g}"
+            f"average, {max(lengths):,} at most; {cfg.sft.steps} steps of {cfg.sft.batch_size} at "
+            f"learning rate {cfg.sft.learning_rate:g}"
         )
         _budget(found, budget.plan_sft(cfg, compute, model, max(lengths) * cfg.sft.batch_size))
     return found
@@ -165,8 +165,7 @@ def _ask(env: Environment, cfg: RunConfig, envs: tuple[EnvConfig, ...], found: F
         why = f"{type(error).__name__}: {error}".removesuffix(": ")
         found.notes.append(
             f"env {env.name!r}: it gives no answer of its own, so its scorer was tried on the "
-            f"prompts "
-            f"alone ({why})"
+            f"prompts alone ({why})"
         )
         _score_prompts(env, cfg, envs, prompts, found)
         return
@@ -242,14 +241,15 @@ def _beside(
     cfg: RunConfig, compute: Compute, model: Transformer, chat: ChatTokenizer
 ) -> dict[str, Transformer]:
     """The shapes of the models that a run holds beside the learner."""
-    beside, scratch = {}, Findings()
+    beside = {}
+    scratch = Findings()
     if models.asks_reference(cfg):
         beside["reference"] = model
     if models.asks_teacher(cfg):
         assert cfg.train.teacher is not None
         models.refuse_other_vocabulary("train.teacher", cfg.train.teacher, cfg, chat)
         beside["teacher"] = _outline("train.teacher", cfg.train.teacher, compute, scratch)
-    if cfg.algorithm == "ppo":
+    if cfg.has_critic:
         source = cfg.critic.model
         if source is not None:
             models.refuse_adapter("critic.model", source)
@@ -276,4 +276,5 @@ def _workloads(
 def _budget(found: Findings, planned: budget.Budget | None) -> None:
     if planned is not None:
         found.lines += planned.lines()
-        found.problems += [planned.problem()] if planned.problem() else []
+        if problem := planned.problem():
+            found.problems.append(problem)

@@ -55,7 +55,8 @@ def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
     """Train the model of folder `source` on demonstrations, publish it as folder `target`; the last
     step's metrics."""
     cfg = cfg.model_copy(update={"model": str(source)})
-    learner, metrics = _learner(cfg, Compute.of(cfg)), dict[str, float]()
+    learner = _learner(cfg, Compute.of(cfg))
+    metrics: dict[str, float] = {}
     with progress(cfg.sft.steps) as show:
         for step in range(1, cfg.sft.steps + 1):
             metrics = learner.step()
@@ -126,7 +127,8 @@ def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> Non
 @contextmanager
 def progress(steps: int) -> Iterator[Callable[[Record], str]]:
     """`show(record)` puts a step into words: a line now and then, and a bar at a terminal."""
-    began, first = time.monotonic(), 0
+    began = time.monotonic()
+    first = 0
     with phases() as on_phase:
 
         def show(record: Record) -> str:
@@ -135,9 +137,8 @@ def progress(steps: int) -> Iterator[Callable[[Record], str]]:
             first = first or step
             left = (time.monotonic() - began) / (step - first + 1) * (steps - step)
             line = (
-                f"step {step:>4}/{steps}  loss {_shown(record['sft/loss'], '.4f')}  "
-                f"lr {record['optim/lr']:.1e}  grad norm "
-                f"{_shown(record['optim/grad_norm'], '.3g')}  "
+                f"step {step:>4}/{steps}  loss {_shown(record['sft/loss'], '.4f')}  lr "
+                f"{record['optim/lr']:.1e}  grad norm {_shown(record['optim/grad_norm'], '.3g')}  "
                 f"eta {duration(left)}"
             )
             on_phase("sft", step, steps)

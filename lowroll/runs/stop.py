@@ -1,9 +1,10 @@
 """The wish to stop: SIGINT, SIGTERM and SIGHUP let a run finish its step and write a checkpoint.
 
-first signal       the step ends as usual; one that still generates or scores after DROP_S is dropped
-second signal      has its usual, immediate effect (one that comes within a second is taken for the first one:
-                   terminals, shells and wrappers often send two)
-END_S later        the process ends without a checkpoint, if it still has not stopped
+first signal     the step ends as usual; one that still generates or scores after DROP_S is
+                 dropped
+second signal    has its usual, immediate effect (one that comes within a second is taken for
+                 the first one: terminals, shells and wrappers often send two)
+END_S later      the process ends without a checkpoint, if it still has not stopped
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ class Stop:
         """Take a signal; False for a second one that is meant."""
         if self.signal:
             return time.monotonic() - self._asked_at < ECHO_S
-        self.signal, self._asked_at = number, time.monotonic()
-        threading.Thread(
-            target=self._wait, name="stop", daemon=True
-        ).start()  # it may write, a handler may not
+        self.signal = number
+        self._asked_at = time.monotonic()
+        # a thread may write, a handler may not
+        threading.Thread(target=self._wait, name="stop", daemon=True).start()
         return True
 
     def close(self) -> None:
@@ -78,9 +79,8 @@ class Stop:
         name = signal.Signals(self.signal).name
         log.warning(
             "%s: finishing this step, then stopping. A step that still generates in %.0f s is "
-            "dropped, to be "
-            "made again by --resume. Signal again to stop at once; in %.0f s that happens by "
-            "itself",
+            "dropped, to be made again by --resume. Signal again to stop at once; in %.0f s that "
+            "happens by itself",
             name,
             DROP_S,
             END_S,
@@ -115,7 +115,8 @@ def leave_lost_outputs() -> None:
 @contextmanager
 def polite_stop() -> Iterator[Stop]:
     """In the block, the signals of SIGNALS ask to stop. One that is ignored (nohup) stays so."""
-    stop, before = Stop(), dict[int, Any]()
+    stop = Stop()
+    before: dict[int, Any] = {}
 
     def ask(number: int, _frame: FrameType | None) -> None:
         if not stop.ask(number):

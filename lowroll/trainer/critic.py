@@ -84,7 +84,8 @@ class Critic:
         self, body: Transformer, optim: OptimSettings, settings: CriticSettings | None = None
     ) -> None:
         body.lm_head = None
-        self.body, self.settings = body.requires_grad_(True), settings or CriticSettings()
+        self.body = body.requires_grad_(True)
+        self.settings = settings or CriticSettings()
         self.weight_D = nn.Parameter(torch.zeros(body.spec.hidden_size, device=body.device))
         self.bias = nn.Parameter(torch.zeros(1, device=body.device))
         self.params = {f"body.{name}": p for name, p in body.named_parameters()} | {
@@ -103,7 +104,8 @@ class Critic:
         read: the values of equal weights are then equal bit for bit. ValueError for a sample that
         the critic cannot read or that has no reward; RunFailed when a value is not finite."""
         check(samples, self.body.spec.vocab_size, self.body.spec.max_position)
-        values, indices = self._run(samples, portions), [i for portion in portions for i in portion]
+        values = self._run(samples, portions)
+        indices = [i for portion in portions for i in portion]
         rows = [values[i].tolist() for i in indices]
         masks = [samples[i].loss_mask for i in indices]
         advantages, returns = [], []
@@ -136,8 +138,8 @@ class Critic:
         self, samples: Sequence[Sample], minibatch: Sequence[int], judged: Judgement
     ) -> dict[str, float]:
         """One optimiser update towards the returns of a minibatch; returns its metrics."""
-        heard = [i for i in minibatch if i in judged.returns]
-        counts = Counts(sum(map(sum, (samples[i].loss_mask for i in heard))), len(minibatch))
+        active = [i for i in minibatch if i in judged.returns]
+        counts = Counts(sum(map(sum, (samples[i].loss_mask for i in active))), len(minibatch))
 
         def loss(packed: Packed, values_N: Tensor) -> tuple[Tensor, dict[str, float]]:
             return value_loss(
@@ -150,10 +152,10 @@ class Critic:
                 clip=self.settings.value_clip,
             )
 
-        values = self._run(samples, [heard], lambda packed, values_N: loss(packed, values_N)[0])
+        values = self._run(samples, [active], lambda packed, values_N: loss(packed, values_N)[0])
         record: dict[str, float] = {"critic/loss": 0.0}
-        if heard:
-            whole = collate(samples, heard, self.body.device)
+        if active:
+            whole = collate(samples, active, self.body.device)
             record = loss(whole, gather(values, whole))[1]
         updated = self.optimizer.update(refuse=not math.isfinite(record["critic/loss"]))
         return record | {
@@ -186,8 +188,7 @@ class Critic:
             if saved[name].shape != p.shape or saved[name].dtype != p.dtype:
                 raise ValueError(
                     f"critic state: {name} is {saved[name].dtype} {list(saved[name].shape)}, "
-                    f"expected "
-                    f"{p.dtype} {list(p.shape)}"
+                    f"expected {p.dtype} {list(p.shape)}"
                 )
         self.optimizer.restore(tensors["critic_optimizer"], counters)
         for name, p in self.params.items():

@@ -80,7 +80,8 @@ class Guard:
     """
 
     def __init__(self, settings: GuardSettings, weights: str, to_dense: bool = False) -> None:
-        self.settings, self.weights = settings, weights
+        self.settings = settings
+        self.weights = weights
         self.to_dense = to_dense or settings.fallback == "dense"
         self.tightened = self.fallbacks = self.streak = self.num_seen = 0
         self.average = self.baseline = 0.0
@@ -129,7 +130,8 @@ class Guard:
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """The alarms of a step, with their numbers."""
-        s, rung = self.settings, dict[str, str]()
+        s = self.settings
+        rung: dict[str, str] = {}
         odd = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
         odd += ["optim/skipped"] if metrics.get("optim/skipped", 0) else []
         if s.nonfinite and odd:

@@ -145,6 +145,6 @@ class Trainer:
     def _refuse_replay(self, batch: Batch) -> None:
         if self.last_step is not None and batch.step <= self.last_step:
             raise ValueError(
-                f"batch of step {batch.step}: step {self.last_step} was already learned from; "
-                "a batch is consumed once and in order"
+                f"batch of step {batch.step}: step {self.last_step} was already learned from; a "
+                "batch is consumed once and in order"
             )

@@ -51,7 +51,8 @@ def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
 def orthogonalize(x_NK: Tensor) -> Tensor:
     """Nearly the orthogonal factor of a matrix, in its dtype; zero stays zero."""
     a, b, c = COEFFICIENTS
-    dtype, tall = x_NK.dtype, x_NK.shape[0] > x_NK.shape[1]
+    dtype = x_NK.dtype
+    tall = x_NK.shape[0] > x_NK.shape[1]
     x = x_NK.float().t() if tall else x_NK.float()
     x = x / torch.linalg.vector_norm(x).clamp_min(1e-30)
     x = x.bfloat16() if x.is_cuda else x
@@ -74,7 +75,9 @@ class Muon:
                     f"muon: {name} of shape {list(p.shape)} is no stack of matrices of "
                     f"{rows[name]} rows"
                 )
-        self.params, self.rows, self.weight_decay = dict(params), dict(rows), weight_decay
+        self.params = dict(params)
+        self.rows = dict(rows)
+        self.weight_decay = weight_decay
         self.momentum: dict[str, Tensor] = {}
 
     @torch.no_grad()

@@ -97,14 +97,13 @@ def learning_rate(settings: OptimSettings, step: int) -> float:
        1 past the end, and lr = learning_rate * (min_lr_ratio + (1 - min_lr_ratio) * decay(p)) with
        decay 1, 1 - p or (1 + cos(pi p)) / 2.
     """
-    full, warmup = settings.learning_rate, settings.warmup_steps
+    full = settings.learning_rate
+    warmup = settings.warmup_steps
     if step < warmup:
         return full * (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, settings.total_steps - warmup))
-    return full * (
-        settings.min_lr_ratio
-        + (1.0 - settings.min_lr_ratio) * DECAYS[settings.lr_scheduler_type](progress)
-    )
+    decay = DECAYS[settings.lr_scheduler_type]
+    return full * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * decay(progress))
 
 
 class Optimizer:
@@ -125,30 +124,32 @@ class Optimizer:
             raise ValueError("params: nothing to train")
         self.settings = settings
         self.params = dict(params)
-        self._waiting: dict[
-            str, Tensor
-        ] = {}  # on CUDA: the first gradient since the last update, as it came
+        # on CUDA: the first gradient since the last update, as it came
+        self._waiting: dict[str, Tensor] = {}
         self.masters = {name: _master(name, p, self._waiting) for name, p in self.params.items()}
         self.num_steps = 0  # training steps begun: the schedule's clock
         self.num_updates = 0  # updates applied: AdamW's t
         self.refused_in_a_row = 0
         if settings.optimizer == "muon" and not matrices:
             raise ValueError("optimizer: muon needs matrices to train, and was given none")
-        rows = dict(matrices or {}) if settings.optimizer == "muon" else {}
+        rows: dict[str, tuple[int, ...]] = {}
+        if settings.optimizer == "muon":
+            rows = dict(matrices or {})
         self.muon = Muon(
             {name: m for name, m in self.masters.items() if name in rows},
             rows,
             settings.weight_decay,
         )
         self.others = {name: m for name, m in self.masters.items() if name not in rows}
-        groups = [
-            {
-                "params": [m for m in self.others.values() if (m.ndim >= 2) == decays],
-                "weight_decay": settings.weight_decay if decays else 0.0,
-            }
-            for decays in (True, False)
-        ]
-        groups = [g for g in groups if g["params"]] or [{"params": []}]
+        decaying = [m for m in self.others.values() if m.ndim >= 2]
+        constant = [m for m in self.others.values() if m.ndim < 2]
+        groups: list[dict[str, Any]] = []
+        if decaying:
+            groups.append({"params": decaying, "weight_decay": settings.weight_decay})
+        if constant:
+            groups.append({"params": constant, "weight_decay": 0.0})
+        if not groups:
+            groups.append({"params": []})
         make = adamw8bit.make if self.in_8_bits else torch.optim.AdamW
         self.adamw: Any = make(groups, settings.learning_rate, settings.betas, settings.eps)
         self.rate = settings.learning_rate
@@ -179,9 +180,9 @@ class Optimizer:
         norm = torch.linalg.vector_norm(
             torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
         )
-        at = (
-            None if self._fused is None else self._fused.addresses(self._own(gradients))
-        )  # before the wait for norm
+        at = None
+        if self._fused is not None:  # before norm.item() waits for the device
+            at = self._fused.addresses(self._own(gradients))
         metrics = {"optim/grad_norm": norm.item(), "optim/update_norm": 0.0, "optim/skipped": 1.0}
         if refuse or not math.isfinite(metrics["optim/grad_norm"]):
             self.refused_in_a_row += 1
@@ -189,9 +190,8 @@ class Optimizer:
             self.num_updates += 1
             self.refused_in_a_row = 0
             metrics |= {"optim/update_norm": self._apply(norm, gradients, at), "optim/skipped": 0.0}
-            torch.autograd.graph.increment_version(
-                list(self.params.values())
-            )  # kernels write past autograd's eyes
+            # kernels write past autograd's eyes
+            torch.autograd.graph.increment_version(list(self.params.values()))
         self.zero_grad()
         return metrics
 
@@ -215,7 +215,8 @@ class Optimizer:
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
         """Clip by the gradients' norm, step, round to the parameters; returns the 2-norm of the
         update."""
-        plain, most = {} if self._fuses() else self.others, self.settings.max_grad_norm
+        plain = {} if self._fuses() else self.others
+        most = self.settings.max_grad_norm
         by_hand = self.muon.params | plain
         if most is not None and by_hand:
             nn.utils.clip_grads_with_norm_(by_hand.values(), most, norm)
@@ -226,7 +227,9 @@ class Optimizer:
             if master is not self.params[name]:
                 self.params[name].copy_(master)
         if self._fuses():
-            clip = torch.ones_like(norm) if most is None else (most / (norm + 1e-6)).clamp(max=1.0)
+            clip = torch.ones_like(norm)
+            if most is not None:
+                clip = (most / (norm + 1e-6)).clamp(max=1.0)
             fused = self._fused_adamw()
             if at is None:
                 at = fused.addresses(self._own(gradients))
@@ -278,10 +281,12 @@ class Optimizer:
         if not self.others:
             return 0.0
         if self.in_8_bits:
-            moved, self.adamw.moved = self.adamw.moved, 0.0
+            moved = self.adamw.moved
+            self.adamw.moved = 0.0
             return math.sqrt(moved)
         b1, b2 = (1 - beta**self.num_updates for beta in self.settings.betas)
-        rate, norms = self.adamw.param_groups[0]["lr"], []
+        rate = self.adamw.param_groups[0]["lr"]
+        norms = []
         for moments in (self.adamw.state[master] for master in self.others.values()):
             step = (moments["exp_avg_sq"] / b2).sqrt_().add_(self.settings.eps)
             norms.append(
@@ -321,19 +326,16 @@ class Optimizer:
         """Put back what `state()` gave, bitwise. Raises ValueError, before any change, when names
         or shapes differ."""
         check_pieces("optimizer state", state, ("num_steps", "num_updates", "refused_in_a_row"))
-        kinds = {name: self._moments(name) if state["num_updates"] else {} for name in self.masters}
-        expected = {
-            f"{name}.{kind}": like
-            for name, m in self.masters.items()
-            for kind, like in (
-                kinds[name] | ({} if m is self.params[name] else {"master": (m.shape, m.dtype)})
-            ).items()
-        }
+        expected = {}
+        for name, master in self.masters.items():
+            if state["num_updates"]:
+                for kind, like in self._moments(name).items():
+                    expected[f"{name}.{kind}"] = like
+            if master is not self.params[name]:
+                expected[f"{name}.master"] = (master.shape, master.dtype)
         if odd := sorted(expected.keys() ^ tensors.keys()):
-            raise ValueError(
-                f"optimizer state: {odd[0]} is {'missing' if odd[0] in expected else 'unknown'} "
-                f"({len(odd)} such names)"
-            )
+            what = "missing" if odd[0] in expected else "unknown"
+            raise ValueError(f"optimizer state: {odd[0]} is {what} ({len(odd)} such names)")
         for key, (shape, dtype) in expected.items():
             if tensors[key].shape != shape or tensors[key].dtype != dtype:
                 raise ValueError(
@@ -349,9 +351,10 @@ class Optimizer:
         for name, master in self.masters.items():
             if master is not self.params[name]:
                 master.copy_(tensors[f"{name}.master"])
-            saved = {
-                kind: tensors[f"{name}.{kind}"].to(master.device, copy=True) for kind in kinds[name]
-            }
+            saved = {}
+            if state["num_updates"]:
+                for kind in self._moments(name):
+                    saved[kind] = tensors[f"{name}.{kind}"].to(master.device, copy=True)
             if name not in self.others:
                 self.muon.momentum.update((name, momentum) for momentum in saved.values())
             elif saved and self.in_8_bits:
@@ -380,7 +383,8 @@ def _master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tenso
     master = param.detach().float().clone()
 
     def take_gradient(p: Tensor) -> None:
-        gradient, p.grad = p.grad, None
+        gradient = p.grad
+        p.grad = None
         assert gradient is not None
         if p.is_cuda and master.grad is None and name not in waiting:
             waiting[name] = gradient

@@ -27,9 +27,8 @@ from torch import Tensor
 from lowroll.model.attention import upload
 from lowroll.types import MicroBatch, Sample
 
-PerToken = dict[
-    int, Tensor
-]  # sample index -> float32 [tokens of its response], detached, on any device
+# sample index -> float32 [tokens of its response], detached, on any device
+PerToken = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,8 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
     if not samples:
         raise ValueError("samples: the batch is empty")
     for i, sample in enumerate(samples):
-        rollout, num = sample.rollout, len(sample.rollout.token_ids)
+        rollout = sample.rollout
+        num = len(sample.rollout.token_ids)
         if not sample.prompt_ids:
             raise ValueError(f"sample {i} ({sample.prompt.id}): prompt_ids is empty")
         if not num:
@@ -181,14 +181,13 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
         ):
             if len(values) != num:
                 raise ValueError(
-                    f"sample {i} ({sample.prompt.id}): {name} has {len(values)} entries "
-                    f"for {num} response tokens"
+                    f"sample {i} ({sample.prompt.id}): {name} has {len(values)} entries for {num} "
+                    "response tokens"
                 )
         if num_fed(sample) > context_length:
             raise ValueError(
                 f"sample {i} ({sample.prompt.id}): prompt_ids and rollout.token_ids are "
-                f"{num_fed(sample)} "
-                f"tokens to read, the model's context is {context_length}"
+                f"{num_fed(sample)} tokens to read, the model's context is {context_length}"
             )
         for name, ids in (
             ("prompt_ids", sample.prompt_ids),

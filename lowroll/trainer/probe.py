@@ -50,23 +50,23 @@ class Probe:
         token, sequence = (self.spread[f"spread/{level}_std"] for level in ("token", "sequence"))
         found = [
             f"before the first update: ln pi_old - ln b has std {token:.2g} a token and "
-            f"{sequence:.2g} a sequence "
-            "(mean over its tokens)"
+            f"{sequence:.2g} a sequence (mean over its tokens)"
         ]
-        band, name = options.get("eps_high"), self.settings.objective.name
+        band = options.get("eps_high")
+        name = self.settings.objective.name
         if band and band < sequence and any(word in name for word in ("gspo", "tbpo")):
             found.append(
                 f"{name}: its band ends at 1 + {band:.2g}, {sequence / band:.1f} times closer than "
-                f"that: it "
-                "bounds what the learner moves, not this mismatch; train.forward aligned makes "
-                "that small"
+                "that: it bounds what the learner moves, not this mismatch; train.forward aligned "
+                "makes that small"
             )
         return found
 
     def silent(self, options: Mapping[str, Any]) -> dict[str, float]:
         """Shares of tokens, and of whole sequences, without a gradient under these options of the
         objective."""
-        packed, objective = self.packed, self.settings.objective
+        packed = self.packed
+        objective = self.settings.objective
         given = {
             "mask": packed.mask_N,
             "segments": packed.segments_N,
@@ -75,7 +75,8 @@ class Probe:
         }
         learner_N = self.learner_N.clone().requires_grad_(True)
         advantages_N = torch.where(packed.advantages_N == 0, 1, packed.advantages_N)
-        options = {**options, **({"kl_tau": 0.0} if "kl_tau" in options else {})}
+        if "kl_tau" in options:
+            options = {**options, "kl_tau": 0.0}
         with torch.enable_grad():
             J, _ = objective(
                 learner=learner_N,
@@ -86,20 +87,21 @@ class Probe:
                 **options,
             )
             (gradient_N,) = torch.autograd.grad(J, learner_N)
-        heard_N, sequences = gradient_N != 0, sequences_of(packed.mask_N, packed.segments_N)
-        has_tokens_S = sequence_any(torch.ones_like(heard_N), sequences)
+        active_N = gradient_N != 0
+        sequences = sequences_of(packed.mask_N, packed.segments_N)
+        has_tokens_S = sequence_any(torch.ones_like(active_N), sequences)
         return {
-            "spread/silent_fraction": masked_mean(~heard_N, sequences.mask_N).item(),
+            "spread/silent_fraction": masked_mean(~active_N, sequences.mask_N).item(),
             "spread/silent_sequence_fraction": masked_mean(
-                ~sequence_any(heard_N, sequences), has_tokens_S
+                ~sequence_any(active_N, sequences), has_tokens_S
             ).item(),
         }
 
 
 def probe(model: Transformer, batch: Batch, settings: LearnSettings) -> Probe | None:
     """Score a batch with the learner as it is; None when no token of it is learnt from."""
-    heard = [i for i, sample in enumerate(batch.samples) if any(sample.loss_mask)]
-    if not heard:
+    active = [i for i, sample in enumerate(batch.samples) if any(sample.loss_mask)]
+    if not active:
         return None
     forward = Forward(
         model,
@@ -108,5 +110,5 @@ def probe(model: Transformer, batch: Batch, settings: LearnSettings) -> Probe | 
         settings.logprob_chunk,
         batch.temperature,
     )
-    packed = forward.collate(heard)
-    return Probe(packed, gather(forward.run([heard]).log_probs, packed), settings)
+    packed = forward.collate(active)
+    return Probe(packed, gather(forward.run([active]).log_probs, packed), settings)

@@ -92,7 +92,8 @@ class SftLearner:
         self.samples = encode_all(
             tokenizer, examples, model.spec.vocab_size, model.spec.max_position
         )
-        self.model, self.settings = model, settings
+        self.model = model
+        self.settings = settings
         self.optimizer = Optimizer(
             model.trainable_parameters(), settings.optim, hidden_matrices(model)
         )
@@ -131,7 +132,8 @@ def train_sft(
     `on_step(step, metrics)` is called after each step, counted from 1. Raises what `SftLearner`
     does.
     """
-    learner, metrics = SftLearner(model, tokenizer, examples, settings), dict[str, float]()
+    learner = SftLearner(model, tokenizer, examples, settings)
+    metrics: dict[str, float] = {}
     for step in range(1, settings.steps + 1):
         metrics = learner.step()
         if on_step is not None:
@@ -232,7 +234,8 @@ def demonstrations(
     open_envs = list(range(len(envs)))
     while open_envs and len(found) < count:
         k = rng.choices(open_envs, [envs[e][1] for e in open_envs])[0]
-        env, index = envs[k][0], cursors[k]
+        env = envs[k][0]
+        index = cursors[k]
         cursors[k] += 1
         size = env.size("train")
         if (size is not None and index >= size) or index >= 2 * count:

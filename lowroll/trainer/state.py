@@ -90,14 +90,13 @@ def _check(model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, 
     if state.get("uaq_scale") != scaling.applied(model):
         raise ValueError(
             f"model state: uaq_scale: the saved weights carry {state.get('uaq_scale')}, and the "
-            f"model "
-            f"{scaling.applied(model)}"
+            f"model {scaling.applied(model)}"
         )
     params = model.trainable_parameters()
     if odd := sorted(params.keys() ^ saved.keys()):
         raise ValueError(
-            f"model state: {odd[0]} is {'missing' if odd[0] in params else 'unknown'} "
-            f"({len(odd)} such names)"
+            f"model state: {odd[0]} is {'missing' if odd[0] in params else 'unknown'} ({len(odd)} "
+            "such names)"
         )
     for name, param in params.items():
         if saved[name].shape != param.shape or saved[name].dtype != param.dtype:

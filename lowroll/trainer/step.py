@@ -39,6 +39,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -164,12 +165,8 @@ class Forward:
                     chunk=self.logprob_chunk,
                 )
                 del hidden_TD
-                arrivals.append(
-                    (
-                        packed,
-                        torch.stack((learner_N.detach(), entropy_N)).to("cpu", non_blocking=True),
-                    )
-                )
+                both_2N = torch.stack((learner_N.detach(), entropy_N))
+                arrivals.append((packed, both_2N.to("cpu", non_blocking=True)))
                 arrived = _record(self.model.device)
                 if objective is not None:
                     (-objective(packed, learner_N)).backward()
@@ -193,15 +190,15 @@ class Minibatch:
 
     samples: list[int]
     active: list[int]  # those with a token that is learnt from
-    moving: set[int]  # those of them that have a gradient
+    moving: set[int]  # those that have a gradient, in the whole batch
 
     @property
     def portions(self) -> tuple[list[int], list[int]]:
         """What is packed by itself: the samples with a gradient, and those that are only
         measured."""
-        return [i for i in self.active if i in self.moving], [
-            i for i in self.active if i not in self.moving
-        ]
+        moving = [i for i in self.active if i in self.moving]
+        still = [i for i in self.active if i not in self.moving]
+        return moving, still
 
 
 @dataclass(frozen=True)
@@ -242,6 +239,59 @@ def learn(
     that cannot be learned from, and TrainingDiverged.
     """
     samples = batch.samples
+    _refuse(model, batch, settings, reference, teacher)
+    forward = Forward(
+        model, samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature
+    )
+    minibatches = split_groups([s.group for s in samples], settings.minibatches)
+    active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
+    judged = None if critic is None else critic.judge(samples, active)
+    advantages = None if judged is None else judged.advantages
+    learning: Optimizer | None = optimizer
+    if critic is not None and critic.warming_up:
+        learning = None
+    moving: set[int] = set()
+    if learning is not None:
+        moving = _moving(samples, chain.from_iterable(active), settings, advantages)
+    plan = [Minibatch(*both, moving) for both in zip(minibatches, active, strict=True)]
+    anchors = _anchors(forward, plan, settings, reference, teacher)
+
+    records: list[dict[str, float]] = []
+    rate = 0.0 if learning is None else learning.begin_step()
+    if critic is not None:
+        critic.optimizer.begin_step()
+    distances: dict[str, float] = {}
+    for part in plan:
+        record, trace = _accumulate(forward, part, settings, anchors, advantages)
+        if not records:  # of the policy before its first update, while the device is busy
+            learner = trace.log_probs if anchors.proximal is None else anchors.proximal
+            distances = _distances(samples, list(chain.from_iterable(active)), learner)
+        if learning is None:
+            record |= STILL
+        else:
+            record |= learning.update(refuse=not math.isfinite(record["policy/objective"]))
+            derived.renew(model)
+        if critic is not None and judged is not None:
+            record |= critic.update(samples, part.samples, judged)
+        records.append(record)
+        if on_update is not None:
+            on_update(len(records), len(plan))
+        _refuse_divergence(batch.step, record, optimizer, critic)
+    metrics = _merge(records) | {"optim/lr": rate}
+    if judged is not None:
+        metrics |= judged.metrics
+    return metrics | distances
+
+
+def _refuse(
+    model: Transformer,
+    batch: Batch,
+    settings: LearnSettings,
+    reference: Transformer | None,
+    teacher: Transformer | None,
+) -> None:
+    """ValueError for a batch that cannot be learned from, and for a model that is missing."""
+    samples = batch.samples
     check(samples, model.spec.vocab_size, model.spec.max_position)
     if not (math.isfinite(batch.temperature) and batch.temperature > 0):
         raise ValueError(
@@ -261,69 +311,20 @@ def learn(
                 f"teacher: teacher_tau {settings.options['teacher_tau']} needs a teacher model"
             )
         check(samples, teacher.spec.vocab_size, teacher.spec.max_position)
-    forward = Forward(
-        model, samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature
-    )
-    minibatches = split_groups([s.group for s in samples], settings.minibatches)
-    active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
-    judged = None if critic is None else critic.judge(samples, active)
-    advantages = None if judged is None else judged.advantages
-    learning = None if critic is not None and critic.warming_up else optimizer
-    plan = [
-        Minibatch(
-            minibatch,
-            mine,
-            set() if learning is None else _moving(samples, mine, settings, advantages),
-        )
-        for minibatch, mine in zip(minibatches, active, strict=True)
-    ]
-    anchors = _anchors(forward, plan, settings, reference, teacher)
-
-    records: list[dict[str, float]] = []
-    rate = 0.0 if learning is None else learning.begin_step()
-    if critic is not None:
-        critic.optimizer.begin_step()
-    distances: dict[str, float] = {}
-    for minibatch in plan:
-        record, trace = _accumulate(forward, minibatch, settings, anchors, advantages)
-        if not records:  # of the policy before its first update, while the device is busy
-            learner = trace.log_probs if anchors.proximal is None else anchors.proximal
-            distances = _distances(samples, [i for mine in active for i in mine], learner)
-        record |= (
-            STILL
-            if learning is None
-            else learning.update(refuse=not math.isfinite(record["policy/objective"]))
-        )
-        if learning is not None:
-            derived.renew(model)
-        if critic is not None and judged is not None:
-            record |= critic.update(samples, minibatch.samples, judged)
-        records.append(record)
-        if on_update is not None:
-            on_update(len(records), len(plan))
-        _refuse_divergence(batch.step, record, optimizer, critic)
-    return (
-        _merge(records)
-        | {"optim/lr": rate}
-        | ({} if judged is None else judged.metrics)
-        | distances
-    )
 
 
 def _moving(
     samples: Sequence[Sample],
-    active: Sequence[int],
+    active: Iterable[int],
     settings: LearnSettings,
     advantages: PerToken | None,
 ) -> set[int]:
     """The samples with a gradient: an advantage, or a term that needs none."""
     if settings.kl_coef or not settings.objective.needs_advantage(**settings.options):
         return set(active)
-    return {
-        i
-        for i in active
-        if (samples[i].advantage != 0 if advantages is None else advantages[i].any())
-    }
+    if advantages is None:
+        return {i for i in active if samples[i].advantage != 0}
+    return {i for i in active if advantages[i].any()}
 
 
 def _anchors(
@@ -334,16 +335,15 @@ def _anchors(
     teacher: Transformer | None,
 ) -> Anchors:
     """One pass without gradient for each policy that is read, packed as the updates pack."""
-    portions = [portion for minibatch in plan for portion in minibatch.portions]
-    proximal_lp = forward.run(portions).log_probs if len(plan) > 1 or settings.normalizes else None
-    reference_lp = teacher_lp = None
-    if settings.kl_coef:
-        with (
-            contextlib.nullcontext(reference)
-            if reference is not None
-            else _base_policy(forward.model) as frozen
-        ):
-            reference_lp = replace(forward, model=frozen).run(portions).log_probs
+    portions = list(chain.from_iterable(minibatch.portions for minibatch in plan))
+    proximal_lp = reference_lp = teacher_lp = None
+    if len(plan) > 1 or settings.normalizes:
+        proximal_lp = forward.run(portions).log_probs
+    if settings.kl_coef and reference is not None:
+        reference_lp = replace(forward, model=reference).run(portions).log_probs
+    elif settings.kl_coef:
+        with _base_policy(forward.model) as base:
+            reference_lp = replace(forward, model=base).run(portions).log_probs
     if settings.has_teacher and teacher is not None:
         teacher_lp = replace(forward, model=teacher).run(portions).log_probs
     return Anchors(proximal_lp, reference_lp, teacher_lp)
@@ -396,8 +396,11 @@ def _accumulate(
 ) -> tuple[dict[str, float], Trace]:
     """The gradient of a minibatch; returns its statistics and what the learner said.
     `advantages` of the tokens take the place of those of the samples."""
-    samples, active = forward.samples, minibatch.active
-    proximal, reference, teacher = anchors.proximal, anchors.reference, anchors.teacher
+    samples = forward.samples
+    active = minibatch.active
+    proximal = anchors.proximal
+    reference = anchors.reference
+    teacher = anchors.teacher
 
     @functools.cache
     def counts() -> Counts:
@@ -451,7 +454,8 @@ def _accumulate(
                 estimator=settings.kl_estimator,
                 **settings.reduction,
             )
-            J, statistics = J - settings.kl_coef * divergence, statistics | more
+            J = J - settings.kl_coef * divergence
+            statistics = statistics | more
         return J, statistics
 
     moving, still = minibatch.portions
@@ -477,7 +481,7 @@ def _merge(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Statistics of a step from those of its updates: extremes of extremes, counts added, the mean
     of the rest."""
     merged: dict[str, float] = {}
-    for name in dict.fromkeys(name for record in records for name in record):
+    for name in dict.fromkeys(chain.from_iterable(records)):
         values = [record[name] for record in records if name in record]
         if name.endswith("_max"):
             merged[name] = max(values)

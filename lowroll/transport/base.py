@@ -6,7 +6,7 @@
 | WeightChannel | trainer, one version an update, growing | engine | `publish` |
 
 A rollout channel loses nothing: a full one makes the producer wait. A weight channel keeps the
-newest only: an engine that was busy for two updates adopts the second.
+newest only: an engine that was busy for two updates takes the second.
 """
 
 from __future__ import annotations

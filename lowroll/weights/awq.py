@@ -163,7 +163,8 @@ def _errors(
 ) -> list[float]:
     """Squared error of the mapping's output, summed over the tokens, with the reader quantized
     under each s."""
-    weight, errors = mapping.reader.weight, [0.0] * len(candidates)
+    weight = mapping.reader.weight
+    errors = [0.0] * len(candidates)
     assert isinstance(weight, nn.Parameter)
     quantized = [format.quantize(_scaled(weight, s_K)) for s_K in candidates]
     for chunk in chunks:
@@ -309,7 +310,8 @@ def _squared_distance(a: Tensor, b: Tensor) -> float:
 
 def _chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
     """Whole sequences, about CHUNK_TOKENS a chunk."""
-    start, packed = 0, list[int]()
+    start = 0
+    packed: list[int] = []
     for i, length in enumerate(lengths):
         packed.append(length)
         if i + 1 == len(lengths) or sum(packed) + lengths[i + 1] > CHUNK_TOKENS:
@@ -337,8 +339,7 @@ def _check(model: Transformer, format: Format, sequences: Sequence[Sequence[int]
     if model.spec.num_experts:
         raise ValueError(
             f"awq: {model.spec.architecture} has experts, of which each would need scales for its "
-            f"own "
-            "tokens; that is not supported"
+            "own tokens; that is not supported"
         )
     if not sequences:
         raise ValueError("awq: no calibration sequences")

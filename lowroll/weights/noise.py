@@ -48,6 +48,10 @@ class Noise:
     seed: int  # 0 .. 2^63 - 1
     sigma: float
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.sigma) and self.sigma >= 0):
+            raise ValueError(f"sigma: must be finite and not negative, is {self.sigma}")
+
     def draw(self, name: str, size: int) -> Tensor:
         """z [size] of a norm, float32 on the CPU."""
         generator = torch.Generator().manual_seed(_hash(self.seed, name))

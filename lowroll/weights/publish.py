@@ -4,8 +4,8 @@ engine's buffers, in place.
 `rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a
 storage. Under LoRA the base is frozen and, when it is quantized already, shared: the two models
 hold the same QTensors, norms and embeddings, and only the adapter is published. The codes of an
-aligned learner (`weights.aligned`) are copied as they are. `digest` proves what was adopted. Noise
-(`weights.noise`) lands on the engine's norms and nowhere else.
+aligned learner (`weights.aligned`) are copied as they are. `digest` proves what the engine holds.
+Noise (`weights.noise`) lands on the engine's norms and nowhere else.
 """
 
 from __future__ import annotations
@@ -77,23 +77,27 @@ def rollout_copy(
     _note_conversion(master, format)
     shares_base = master.dtype == dtype and (owned or master.weight_format == format)
     rollout = Transformer(master.spec, "meta", dtype, ENGINE)
-    mine, shared = dict(master.named_parameters()), set[str]()
+    mine = dict(master.named_parameters())
+    shared: set[str] = set()
     disturbed = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     for name, _ in list(rollout.named_parameters()):
         if not name.endswith(_LINEAR_WEIGHTS):
             frozen = owned or not mine[name].requires_grad
-            value, share = mine[name].detach(), shares_base and frozen and name not in disturbed
+            share = shares_base and frozen and name not in disturbed
+            value = mine[name].detach()
             value = value if share else value.to(dtype, copy=True)
             set_parameter(rollout, name, value.float() if name in disturbed else value)
             shared |= {name} if share else set()
     for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
         ours.set_weight(_engines(name, theirs, format))
-        shared |= {f"{name}.weight"} if ours.weight is theirs.weight else set()
+        if ours.weight is theirs.weight:
+            shared.add(f"{name}.weight")
         if owned:
             theirs.set_weight(ours.weight)  # the old one is given back layer by layer
         if theirs.adapter is not None:
             ours.adapter = _copy_adapter(theirs.adapter)
-    rollout.freqs, rollout.shared = master.freqs, frozenset() if owned else frozenset(shared)
+    rollout.freqs = master.freqs
+    rollout.shared = frozenset() if owned else frozenset(shared)
     rollout.head = over(rollout.lm_head_weight)
     return rollout.requires_grad_(False).eval()
 
@@ -110,7 +114,9 @@ def beside(master: Transformer, rollout: Transformer, format: str) -> Transforme
     ):
         ours.set_weight(_engines(name, theirs, format))
         ours.adapter = same.adapter
-    other.freqs, other.shared, other.head = rollout.freqs, rollout.shared, rollout.head
+    other.freqs = rollout.freqs
+    other.shared = rollout.shared
+    other.head = rollout.head
     return other.requires_grad_(False).eval()
 
 
@@ -135,9 +141,8 @@ def publish(
         for name, linear in linears.items()
         if isinstance(linear.weight, nn.Parameter)
     }
-    amax = dict(
-        zip(weights, checksum.amax(list(weights.values())), strict=True)
-    )  # the device reads, the host compares
+    # read on the device now, compared on the host below
+    amax = dict(zip(weights, checksum.amax(list(weights.values())), strict=True))
     mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
     targets = dict(rollout.named_parameters())
     _check_fits(master, rollout, mine, targets)
@@ -145,15 +150,22 @@ def publish(
         if not finite:
             raise ValueError(f"publish: {name}.weight holds a non-finite value")
     drawn = drawn_noise(noise, rollout)
-    for model in (rollout,) if large_batch_model is None else (rollout, large_batch_model):
+    models = [rollout]
+    if large_batch_model is not None:
+        models.append(large_batch_model)
+    for model in models:
         for name, ours in model.linears():
             assert isinstance(ours.weight, QTensor)
             if f"{name}.weight" not in rollout.shared and ours.weight is not linears[name].weight:
                 _refill(name, ours.weight, linears[name], amax.get(name))
     for name, target in targets.items():
         if name not in rollout.shared:
-            value = mine[name] if ".adapter." in name else mine[name].to(rollout.dtype)
-            target.copy_(value.float() + drawn[name] if name in drawn else value)
+            value: Tensor = mine[name]
+            if ".adapter." not in name:
+                value = value.to(rollout.dtype)
+            if name in drawn:
+                value = value.float() + drawn[name]
+            target.copy_(value)
     if rollout.head is not None:
         rollout.head.renew()
     for _, ours in rollout.linears():
@@ -212,8 +224,7 @@ def _check_fits(
         if ours.adapter and theirs.adapter and ours.adapter.scaling != theirs.adapter.scaling:
             raise ValueError(
                 f"publish: {name}: the adapter's scaling is {theirs.adapter.scaling}, and the "
-                f"engine was "
-                f"made with {ours.adapter.scaling}"
+                f"engine was made with {ours.adapter.scaling}"
             )
         if f"{name}.weight" in rollout.shared and theirs.weight is not ours.weight:
             raise ValueError(

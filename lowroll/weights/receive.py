@@ -29,7 +29,8 @@ class Receiver:
     """Takes updates for the engine's model, and for the one `beside` it."""
 
     def __init__(self, rollout: Transformer, large_batch_model: Transformer | None = None) -> None:
-        self.rollout, self.large_batch_model = rollout, large_batch_model
+        self.rollout = rollout
+        self.large_batch_model = large_batch_model
         adapted = any(linear.adapter is not None for _, linear in rollout.linears())
         self.kind: Kind = "adapter" if adapted else "full"  # of the streams that it takes
         self.takes_noise = can_take_noise(rollout)
@@ -52,7 +53,7 @@ class Receiver:
         if update.kind == "full":
             publish(self._gather(update), self.rollout, update.noise, self.large_batch_model)
         else:
-            self._adopt(update)
+            self._write_adapter(update)
 
     def _check_kind(self, update: WeightUpdate) -> None:
         if update.kind != self.kind:
@@ -74,8 +75,8 @@ class Receiver:
 
     def _gather(self, update: WeightUpdate) -> Transformer:
         """A dense model of what a full stream holds, on the engine's device."""
-        rollout = self.rollout
-        spec, staging = rollout.spec, Transformer(rollout.spec, "meta", rollout.dtype)
+        spec = self.rollout.spec
+        staging = Transformer(spec, "meta", self.rollout.dtype)
         whole = {name: (parts, shape) for name, parts, shape in hf.hf_names(spec)}
         owner = {part: name for name, (parts, _) in whole.items() for part in parts}
         wanted = {
@@ -94,9 +95,10 @@ class Receiver:
         return staging
 
     @torch.no_grad()
-    def _adopt(self, update: WeightUpdate) -> None:
+    def _write_adapter(self, update: WeightUpdate) -> None:
         """Write what an adapter's stream holds, and the noise on the norms of its base."""
-        rollout, targets = self.rollout, lora.state(self.rollout)
+        rollout = self.rollout
+        targets = lora.state(rollout)
         wanted = {name: tuple(target.shape) for name, target in targets.items()}
         arrived = dict(self._arrivals(update, wanted))
         _check_content(update, arrived)

@@ -35,7 +35,8 @@ class WeightWatch:
     def __init__(self, master: Transformer, weights: Mapping[str, QTensor]) -> None:
         """weights: what the engine multiplies with, by the name of the layer; storages that every
         publication refills."""
-        self.master, self.weights = master, weights
+        self.master = master
+        self.weights = weights
         self._before = [
             (_dense(theirs.weight).clone(), _codes(ours).clone()) for theirs, ours in self._pairs()
         ]

@@ -54,12 +54,8 @@ def test_length_weighted_by_hand():
     assert length_weighted([1, 0, 0, 1], [7] * 4) == pytest.approx(grpo_no_std([1, 0, 0, 1]))
 
 
-COMPARING = [
-    "grpo",
-    "grpo_no_std",
-    "rloo",
-    "length_weighted",
-]  # the estimators with a baseline of the group's
+# the estimators with a baseline of the group's
+COMPARING = [name for name in advantages.TABLE if name != "gae"]
 
 
 @pytest.mark.parametrize("name", COMPARING)
@@ -88,7 +84,6 @@ def test_failed_scores_leave_the_statistics(name):
 def test_gae_leaves_the_baseline_to_the_critic():
     assert advantages.TABLE["gae"]([0.7, None, 0.0, 0.7], None) == [0.7, 0.0, 0.0, 0.7]
     assert advantages.TABLE["gae"]([-2], [10]) == [-2.0]
-    assert {*COMPARING, "gae"} == set(advantages.TABLE)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=12).filter(lambda r: max(r) - min(r) > 1e-3))

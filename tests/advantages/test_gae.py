@@ -96,14 +96,14 @@ def test_the_score_stands_on_the_last_unmasked_token():
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_whitening(rows):
     masks = [[1] * len(row) for row in rows]
-    heard = [a for row in rows for a in row]
+    active = [a for row in rows for a in row]
     got = [a for row in whiten(rows, masks) for a in row]
-    if len(heard) < 2 or min(heard) == max(heard):
-        assert got == [0.0] * len(heard)
+    if len(active) < 2 or min(active) == max(active):
+        assert got == [0.0] * len(active)
     else:
-        scale = math.sqrt(statistics.variance(heard) + 1e-8)
+        scale = math.sqrt(statistics.variance(active) + 1e-8)
         assert got == pytest.approx(
-            [(a - statistics.fmean(heard)) / scale for a in heard], abs=1e-6
+            [(a - statistics.fmean(active)) / scale for a in active], abs=1e-6
         )
 
 

@@ -116,7 +116,7 @@ def test_a_kill_at_every_point_of_a_save_leaves_a_loadable_checkpoint(tmp_path: 
         assert_is_step(store, 2 if index >= committed else 1)
         store.save(
             3, tensors_of(3), state_of(3)
-        )  # the run goes on, and sweeps what the dead one left
+        )  # the run goes on, and removes what the dead one left
         assert_is_step(store, 3)
         assert sorted(os.listdir(folder)) == ["step_000003"], fault
 
@@ -524,7 +524,7 @@ def test_only_leftovers_of_dead_writers_are_swept(tmp_path: Path) -> None:
 
     def outer(folder: Path) -> None:
         publish_folder(tmp_path / "inner", lambda inner: (inner / "x").write_text("x") and None, {})
-        (folder / "y").write_text("y")  # our own folder is locked: the inner sweep left it alone
+        (folder / "y").write_text("y")  # our own folder is locked: the inner run left it alone
 
     publish_folder(tmp_path / "outer", outer, {})
     assert sorted(os.listdir(tmp_path)) == [".tmp-of-somebody", "inner", "outer"]

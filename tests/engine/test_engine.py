@@ -244,7 +244,7 @@ def test_generate_leaves_queued_requests_to_step(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adoption_is_in_place_versioned_and_never_served_from_an_old_prefix(
+def test_an_update_is_in_place_versioned_and_never_served_from_an_old_prefix(
     folder: Path, tmp_path: Path
 ) -> None:
     old, new = hf.load(folder), hf.load(hf_folder(tmp_path / "new", seed=9))

@@ -314,7 +314,7 @@ def test_a_prompt_that_ran_under_two_behaviours_is_never_served_though_the_first
     )
 
 
-def test_weights_adopted_in_flight_make_spans_and_no_prefix():
+def test_weights_updated_in_flight_make_spans_and_no_prefix():
     scheduler, runner = make(num_pages=32, prefill_chunk=4)
     request = Request(prompt_ids=[1, 2, 3, 4, 5, 6], max_tokens=3, ignore_eos=True)
     scheduler.add(request)

@@ -597,7 +597,7 @@ def test_no_text_of_an_answer_is_evaluated_as_python(tmp_path, monkeypatch):
 def test_gold_answers_in_their_usual_forms_and_near_misses(file, limit):
     if not (DATA / file).is_file():
         pytest.skip(f"no {file} in {DATA} (set LOWROLL_DATA)")
-    count = scoring.sweep(DATA / file, scoring.FILES[file], limit)
+    count = scoring.score_file(DATA / file, scoring.FILES[file], limit)
     assert count.forms > 10 * limit and count.misses > 3 * limit
     assert (count.refused, count.accepted, count.errors) == (0, 0, 0), count.examples
 
@@ -613,10 +613,10 @@ def test_the_sweep_counts_what_is_wrong(tmp_path, capsys, monkeypatch):
         capsys.readouterr().out,
     )
     monkeypatch.setattr("lowroll.envs.problems.equal", lambda gold, answer, ordered: answer != "28")
-    count = scoring.sweep(tmp_path / "a.jsonl", "math", limit=1)
+    count = scoring.score_file(tmp_path / "a.jsonl", "math", limit=1)
     assert count.refused == 0 and count.accepted == count.misses - 1 > 5 and not count.ok
     monkeypatch.setattr("lowroll.envs.problems.equal", lambda gold, answer, ordered: 1 / 0)
-    count = scoring.sweep(tmp_path / "a.jsonl", "math")
+    count = scoring.score_file(tmp_path / "a.jsonl", "math")
     assert (
         count.refused == count.forms and count.errors == count.forms + count.misses and not count.ok
     )

@@ -269,7 +269,7 @@ def test_decode_equals_prefill_in_bfloat16(folder: Path, weights: str) -> None:
 # -- the corridor ----------------------------------------------------------------------------------
 
 
-def test_lora_shares_its_base_and_adopts_in_place_on_the_device(folder: Path) -> None:
+def test_lora_shares_its_base_and_is_updated_in_place_on_the_device(folder: Path) -> None:
     learner = lora.attach(quantize_base(hf.load(folder, "cuda"), "int8"), rank=4, alpha=8.0)
     assert all(p.is_cuda for p in learner.parameters())
     engine = Engine(learner, weights="int8", cache_tokens=2048)

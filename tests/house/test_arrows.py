@@ -38,13 +38,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner
     # does
-    "kv": ({"quant", "kernels", "types", "model"}, {"torch"}),
-    "weights": ({"model", "quant", "kernels", "types"}, {"torch"}),
-    # engine -> weights: the engine adopts through the one corridor
-    "engine": (
-        {"model", "quant", "kv", "kernels", "transport", "metrics", "types", "machine", "weights"},
-        {"torch"},
-    ),
+    "kv": ({"kernels", "model"}, {"torch"}),
+    "weights": ({"model", "quant", "kernels"}, {"torch"}),
+    # engine -> weights: the engine takes new weights through the one corridor
+    "engine": ({"model", "quant", "kv", "kernels", "types", "machine", "weights"}, {"torch"}),
     "objectives": (set(), {"torch"}),
     "advantages": (set(), set()),
     "envs": (
@@ -52,9 +49,9 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym", "datasets"},
     ),
     # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
-    "transport": ({"types", "config", "checkpoint"}, set()),
+    "transport": ({"types", "checkpoint"}, set()),
     "metrics": ({"checkpoint"}, {"rich", "matplotlib"}),
-    "orchestrator": ({"advantages", "envs", "transport", "metrics", "types"}, set()),
+    "orchestrator": ({"advantages", "envs", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
     "trainer": (
         {
@@ -66,7 +63,6 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "advantages",
             "transport",
             "checkpoint",
-            "metrics",
             "types",
         },
         {"torch", "bitsandbytes"},

@@ -81,8 +81,8 @@ CALLS: dict[str, Callable[[], object]] = {
         *(empty(2, dtype=INT64) for _ in range(4)),
         empty(2, dtype=INT32),
     ),
-    "few-int8": lambda: product(gemv.multiply, 2),
-    "few-fp8": lambda: product(gemv.multiply, 1, E4M3),
+    "gemv-int8": lambda: product(gemv.multiply, 2),
+    "gemv-fp8": lambda: product(gemv.multiply, 1, E4M3),
     "integers": lambda: product(integers.multiply, 64),
     "experts": lambda: grouped.experts(
         empty(8, 512),

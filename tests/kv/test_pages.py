@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowroll.kv.pages import OutOfPages, PagePool, page_keys, slots
+from lowroll.kv.pages import OutOfPages, PagePool, page_keys
 
 
 def test_allocate_share_free_by_hand():
@@ -84,10 +84,6 @@ def test_first_publisher_of_a_key_is_served_and_clear_forgets():
     assert pool.match(keys) == [] and pool.num_free == 2 and pool.refcount(second[0]) == 1
     pool.free(second)
     assert sorted(pool.allocate(3)) == [0, 1, 2]
-
-
-def test_slots_follow_the_page_table():
-    assert slots([5, 2], 2, 7, 4) == [22, 23, 8, 9, 10]
 
 
 @settings(max_examples=60, deadline=None)

@@ -97,7 +97,7 @@ def test_a_folder_quantized_on_the_way_is_the_copy_of_the_loaded_model(
 
 @pytest.mark.slow
 def test_an_engine_of_a_folder_owns_its_weights(folder: Path, tmp_path: Path) -> None:
-    """It adopts any master of its sizes, also where the folder holds the engine's format or an
+    """It takes any master of its sizes, also where the folder holds the engine's format or an
     adapter."""
     request = Request([5, 6, 7], n=2, max_tokens=8, seed=1, ignore_eos=True)
     hf.save(quantize_base(hf.load(folder), "int8"), tmp_path / "int8")

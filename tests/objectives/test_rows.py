@@ -14,6 +14,7 @@ import torch
 from lowroll.objectives.correction import RULES
 from lowroll.objectives.objective import Objective, named, select
 from lowroll.objectives.reduce import Counts, count
+from lowroll.objectives.table import ALGORITHMS, forms
 from tests.fixtures.objectives import f64, of_row, random_batch, single
 
 aipo, decoupled, gspo, ipo = map(of_row, ("aipo", "decoupled", "gspo", "ipo"))
@@ -635,3 +636,10 @@ def bad(name, **changes):
 def test_bad_options_are_named(name, changes, message):
     with pytest.raises(ValueError, match=message):
         bad(name, **changes)
+
+
+def test_a_row_says_whose_ratio_is_a_whole_sequences_and_who_has_a_critic():
+    pairs = [(a, c) for a in ALGORITHMS for c in ("none", *forms(a))]
+    whole = {select(*names).name for names in pairs if select(*names).row.sequences}
+    assert whole == {"gspo", "gspo+tis", "gspo+decoupled", *(f"{a}+tbpo" for a in ALGORITHMS)}
+    assert [name for name, row in ALGORITHMS.items() if row.has_critic] == ["ppo"]

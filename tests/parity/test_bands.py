@@ -126,8 +126,8 @@ def test_a_critics_values_are_those_of_its_updates() -> None:
         critic.weight_D.copy_(
             0.1 * torch.randn(len(critic.weight_D), generator=torch.Generator().manual_seed(0))
         )
-    heard = [[i for i in part if any(batch.samples[i].loss_mask)] for part in parts]
-    judged = critic.judge(batch.samples, heard)
+    active = [[i for i in part if any(batch.samples[i].loss_mask)] for part in parts]
+    judged = critic.judge(batch.samples, active)
     for part in parts:
         assert critic.update(batch.samples, part, judged)["critic/clip_fraction"] == 0
 

@@ -568,7 +568,7 @@ def test_linear_is_the_oracles_product(name: str, shape: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_adoption_keeps_storages_and_forgets_what_was_derived(name: str) -> None:
+def test_a_copy_keeps_storages_and_forgets_what_was_derived(name: str) -> None:
     q, w, x = lowroll.quantize(normal(48, 80), name), normal(48, 80, seed=1), normal(3, 80, seed=2)
     pointers = {part: t.data_ptr() for part, t in q.tensors.items()}
     before = q.linear(x)

@@ -69,7 +69,7 @@ def test_a_gradient_goes_through_the_plain_product() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_engine_adopts_a_packed_head(
+def test_the_engine_takes_a_packed_head(
     everything_packed: None, tmp_path: object, tied: bool
 ) -> None:
     """After `update_weights`, no layer and no lm_head multiplies with what it packed before."""

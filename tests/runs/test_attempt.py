@@ -445,7 +445,7 @@ def test_other_demonstrations_are_refused(tree: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.fixture(autouse=True)
-def heard() -> Iterator[None]:
+def signals() -> Iterator[None]:
     """A shell's background job, as the tests may be, begins with SIGINT ignored, and one of nohup
     with SIGHUP."""
     before = {number: signal.getsignal(number) for number in stop.SIGNALS}

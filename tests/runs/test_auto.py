@@ -84,16 +84,16 @@ def test_a_second_format_is_not_the_learners_own(model: Path, tmp_path: Path) ->
     draws."""
     lora = {"lora": True, "lora_rank": 4, "learning_rate": 1e-5}
     for shared, alone, dense in ((lora, "tis", "tis"), ({"forward": "aligned"}, "tbpo", "acr")):
-        for bulk, chosen in ((None, alone), ("int8", "acr"), ("fp8", "acr"), ("bf16", dense)):
+        for second, chosen in ((None, alone), ("int8", "acr"), ("fp8", "acr"), ("bf16", dense)):
             correction, gap = run_once(
                 model,
-                tmp_path / f"{alone}{bulk}",
-                {"weights": "nvfp4", "large_batch_weights": bulk},
+                tmp_path / f"{alone}{second}",
+                {"weights": "nvfp4", "large_batch_weights": second},
                 **shared,
             )
-            assert correction == chosen and (gap > REACHES) == (bulk is not None), (
+            assert correction == chosen and (gap > REACHES) == (second is not None), (
                 shared,
-                bulk,
+                second,
                 gap,
             )
             assert (

@@ -24,7 +24,7 @@ from lowroll.weights.update import WeightUpdate
 from tests.fixtures.runs import copy_stopped_after, fingerprint, settings, train
 
 FORMATS = ("int8", "bf16", "fp32")
-QUANTISED = tuple(name for name in lowroll.formats() if not get_format(name).dense)
+QUANTIZED = tuple(name for name in lowroll.formats() if not get_format(name).dense)
 NOISE = {"sigma_start": 0.1, "sigma_end": 0.01, "num_stages": 3}
 TWO = {"max_steps": 2, "lr_scheduler_type": "constant"}
 
@@ -234,7 +234,7 @@ def test_the_reference_under_a_shared_noise_is_the_base_without_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", QUANTISED)
+@pytest.mark.parametrize("weights", QUANTIZED)
 def test_an_aligned_run_has_no_mismatch_but_the_kernels(
     model: Path, tmp_path: Path, weights: str
 ) -> None:

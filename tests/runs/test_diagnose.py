@@ -15,7 +15,7 @@ from lowroll.config import from_mapping
 from lowroll.model import hf
 from lowroll.runs import demo
 from lowroll.runs.diagnose import CAUSES, Diagnosis, attribute, diagnose
-from tests.fixtures.runs import TINY, settings, train
+from tests.fixtures.runs import ALWAYS, TINY, settings, train
 
 TASK = {
     "id": "reverse-text",
@@ -166,6 +166,22 @@ def test_prefill_scores_are_the_learners_and_disturb_nothing(model: Path) -> Non
         with pytest.raises(ValueError, match=r"sequences\[0\]"):
             engine.score([bad], [3])
     assert engine.pool.num_free == free
+
+
+@pytest.mark.slow
+def test_lora_whose_guard_fell_back_to_dense_rollouts(model: Path, tmp_path: Path) -> None:
+    """The base stays in its format; the engine multiplies with its values, as the learner does."""
+    tree = settings(
+        model,
+        tmp_path / "run",
+        rollout={"weights": "nvfp4"},
+        train={"max_steps": 2, "lora": True, "lora_rank": 4, "lr_scheduler_type": "constant"},
+        guard={"action": "fallback", **ALWAYS, "patience": 1},
+        force=True,
+    )
+    run = train(tree).folder
+    found = diagnose(from_mapping(tree), run, num_prompts=4, n=2)
+    assert found.format == "fp32" and found.whole.logp_diff_max < 1e-4
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_cutting_and_stacking_change_no_code(name: str) -> None:
     assert torch.equal(stacked.dequantize(), torch.cat([part.dequantize() for part in alone]))
     assert all(same_tensors(a, b) for a, b in zip(format.cut(stacked, rows), alone, strict=True))
     with (
-        pytest.raises(ValueError, match="cannot adopt")
+        pytest.raises(ValueError, match="cannot (copy|quantize)")
         if name in ("nvfp4", "nf4_dq")
         else ExitStack()
     ):

@@ -165,11 +165,11 @@ def test_the_value_loss_of_the_table_through_an_update():
 def test_whitening_is_over_the_tokens_of_the_whole_batch():
     critic, batch = make_critic(), ppo_batch(tiny_model())
     batch.samples[3].loss_mask = [0] * len(batch.samples[3].loss_mask)
-    heard = [i for i in range(8) if i != 3]
-    whitened = critic.judge(batch.samples, [heard]).advantages
-    plain = make_critic(whiten=False).judge(batch.samples, [heard]).advantages
-    mask = torch.cat([torch.tensor(batch.samples[i].loss_mask) for i in heard]).bool()
-    raw, white = (torch.cat([rows[i] for i in heard])[mask].double() for rows in (plain, whitened))
+    active = [i for i in range(8) if i != 3]
+    whitened = critic.judge(batch.samples, [active]).advantages
+    plain = make_critic(whiten=False).judge(batch.samples, [active]).advantages
+    mask = torch.cat([torch.tensor(batch.samples[i].loss_mask) for i in active]).bool()
+    raw, white = (torch.cat([rows[i] for i in active])[mask].double() for rows in (plain, whitened))
     assert torch.allclose(white, (raw - raw.mean()) / raw.std(), atol=1e-5)
     assert 3 not in whitened and len({len(s.rollout.token_ids) for s in batch.samples}) > 1
 
@@ -243,7 +243,7 @@ def test_the_corrections_multiply_the_advantage_of_each_token(correction, J, g):
 
 
 def gae_by_sums(reward, values, mask, gamma, lam):
-    """A_t = sum_k (gamma lam)^k delta_{t+k} over the heard tokens; zeros elsewhere."""
+    """A_t = sum_k (gamma lam)^k delta_{t+k} over the active tokens; zeros elsewhere."""
     steps = [t for t, m in enumerate(mask) if m]
     A = torch.zeros(len(mask), dtype=torch.float64)
     v = [float(values[t]) for t in steps] + [0.0]
@@ -267,8 +267,8 @@ def textbook(policy, critic, batch, *, parts, gamma, lam, cap=2.0, eps=0.2, clip
         gae_by_sums(s.reward, v, s.loss_mask, gamma, lam) for s, v in zip(samples, old, strict=True)
     ]
     G = [a + v for a, v in zip(A, old, strict=True)]
-    heard = torch.cat([a[m] for a, m in zip(A, masks, strict=True)])
-    A = [(a - heard.mean()) / (heard.var() + 1e-8).sqrt() for a in A]
+    active = torch.cat([a[m] for a, m in zip(A, masks, strict=True)])
+    A = [(a - active.mean()) / (active.var() + 1e-8).sqrt() for a in A]
     proximal = frozen_log_probs(policy, samples)
     actor_params, critic_params = (
         list(policy.trainable_parameters().values()),

@@ -74,9 +74,9 @@ def test_an_aligned_learner_publishes_into_another_format_as_any_other(folder: P
 def test_the_second_model_multiplies_in_its_own_format(folder: Path) -> None:
     master = hf.load(folder)
     rollout = rollout_copy(master, "int4", torch.float32)
-    bulk = beside(master, rollout, "int8")
-    assert torch.equal(logits(bulk), logits(rollout_copy(master, "int8", torch.float32)))
-    assert not torch.equal(logits(bulk), logits(rollout)) and not bulk.training
+    second = beside(master, rollout, "int8")
+    assert torch.equal(logits(second), logits(rollout_copy(master, "int8", torch.float32)))
+    assert not torch.equal(logits(second), logits(rollout)) and not second.training
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-tied-bias"])

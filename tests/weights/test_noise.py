@@ -151,6 +151,13 @@ def test_wrong_settings_are_named(field: str, value: object) -> None:
         NoiseSchedule(**{field: value})
 
 
+@pytest.mark.parametrize("sigma", [math.nan, math.inf, -0.1])
+def test_no_noise_has_such_a_sigma(sigma: float) -> None:
+    """It would reach the engine's norms: nothing that it drew afterwards would be a number."""
+    with pytest.raises(ValueError, match="sigma"):
+        Noise(1, sigma)
+
+
 # -- draws -----------------------------------------------------------------------------------------
 
 

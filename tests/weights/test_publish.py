@@ -82,7 +82,7 @@ def test_lora_shares_the_base_and_copies_the_adapter(folder: Path, format: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_engine_rolls_out_the_adapter_that_it_adopted(folder: Path, format: str) -> None:
+def test_the_engine_rolls_out_the_adapter_that_it_was_given(folder: Path, format: str) -> None:
     learner = lora_learner(folder, format)
     engine, base = (
         engine_of(learner, format),
@@ -91,7 +91,7 @@ def test_the_engine_rolls_out_the_adapter_that_it_adopted(folder: Path, format: 
     first = engine.generate([REQUEST])[0]
     nudge(learner, seed=3)
     again = engine.generate([REQUEST])[0]
-    assert token_ids(again) == token_ids(first)  # the learner moved; nothing was adopted yet
+    assert token_ids(again) == token_ids(first)  # the learner moved; nothing was published yet
     before = engine.behavior.policy[0].digest
     tag = engine.update_weights(WeightUpdate.local(learner, 1))
     changed = engine.generate([REQUEST])[0]
@@ -233,25 +233,25 @@ def test_a_second_format_beside_the_first_is_published_with_it(folder: Path) -> 
     was made of a frozen base stays."""
     master = aligned.align(hf.load(folder), "int8")
     rollout = rollout_copy(master, "nvfp4", torch.float32)
-    bulk = beside(master, rollout, "int8")
-    places, stamp = pointers(bulk), digest(bulk)
+    second = beside(master, rollout, "int8")
+    places, stamp = pointers(second), digest(second)
     aligned.refresh(nudge(master, seed=1))
-    assert digest(bulk) == stamp
-    publish(master, rollout, large_batch_model=bulk)
+    assert digest(second) == stamp
+    publish(master, rollout, large_batch_model=second)
     assert (
-        pointers(bulk) == places
-        and digest(bulk) == digest(rollout_copy(master, "int8", torch.float32)) != stamp
+        pointers(second) == places
+        and digest(second) == digest(rollout_copy(master, "int8", torch.float32)) != stamp
     )
     learner = lora_learner(folder, "nvfp4")
     rollout = rollout_copy(learner, "nvfp4", torch.float32)
-    bulk = beside(learner, rollout, "int8")
-    before = {name: t.clone() for name, t in tensors(bulk).items()}
-    publish(nudge(learner, seed=2), rollout, large_batch_model=bulk)
+    second = beside(learner, rollout, "int8")
+    before = {name: t.clone() for name, t in tensors(second).items()}
+    publish(nudge(learner, seed=2), rollout, large_batch_model=second)
     assert all(
         torch.equal(t, before[name]) == (".adapter." not in name)
-        for name, t in tensors(bulk).items()
+        for name, t in tensors(second).items()
     )
-    assert digest(bulk) == digest(beside(learner, rollout, "int8"))
+    assert digest(second) == digest(beside(learner, rollout, "int8"))
 
 
 def test_a_frozen_base_of_another_format_is_requantized_when_it_changes_and_not_before(

@@ -262,9 +262,8 @@ def _disagreements(files: Files) -> Iterator[str]:
         )
 
 
-Setting = tuple[
-    str, Any, str
-]  # key of RunConfig, its value (None: leave the default), a note for people or ""
+# key of RunConfig, its value (None: leave the default), a note for people or ""
+Setting = tuple[str, Any, str]
 
 
 def _lengths(files: Files) -> Iterator[Setting]:
@@ -298,8 +297,8 @@ def _switches(files: Files) -> Iterator[Setting]:
         "rollout.weights",
         "dense",
         (
-            "rollout.weights: dense, as the files name no format; rollout.weights=int8 "
-            "asks for INT8 rollouts"
+            "rollout.weights: dense, as the files name no format; rollout.weights=int8 asks for "
+            "INT8 rollouts"
         ),
     )
     yield "algorithm", "grpo_no_std", ""

@@ -179,17 +179,14 @@ def _plain(
     live_B = lengths_B > 0
     table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))]
     last_B = (lengths_B - 1).clamp(min=0)
-    slots_B = (
-        table_BN.gather(1, (last_B // page)[:, None].long())[:, 0].long() * page + last_B % page
-    )
+    pages_B = table_BN.gather(1, (last_B // page)[:, None].long())[:, 0].long()
+    slots_B = pages_B * page + last_B % page
     write_pages(keys_pPGd, values_pPGd, torch.where(live_B, slots_B, -1), k_BGd, v_BGd)
 
     # A dead row has no keys, and attention over none is NaN: it attends to its first slot, and its
     # output is set to 0.
-    allowed_BL = (
-        torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
-        < lengths_B.clamp(min=1)[:, None]
-    )
+    at_L = torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
+    allowed_BL = at_L < lengths_B.clamp(min=1)[:, None]
     q_BGRd = q_BHd.reshape(q_BHd.shape[0], k_BGd.shape[1], -1, q_BHd.shape[-1])
     o_BGRd = F.scaled_dot_product_attention(
         q_BGRd,

@@ -64,9 +64,12 @@ def add_rms_norm(
     """
     if not triton_supports(x_TD) or x_TD.numel() == 0:
         if update is not None:
-            x_TD = x_TD + (update.dense(x_TD.dtype) if isinstance(update, Product) else update)
+            dense = update.dense(x_TD.dtype) if isinstance(update, Product) else update
+            x_TD = x_TD + dense
         normed_TD = rms_norm(x_TD, weight_D, eps)
-        return x_TD, normed_TD if rows is None else quantize_rows(normed_TD, rows)
+        if rows is None:
+            return x_TD, normed_TD
+        return x_TD, quantize_rows(normed_TD, rows)
     if torch.is_grad_enabled() and (
         x_TD.requires_grad
         or weight_D.requires_grad
@@ -102,13 +105,22 @@ def _forward(
     """(sum, normed, 1 / rms [T] float32 when it is to be kept)."""
     num_tokens, size = x_TD.shape
     x_TD = x_TD.contiguous()
-    sum_TD = x_TD if update is None else torch.empty_like(x_TD)
-    inverse_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TD.device) if keep else None
-    sums, row, column, bias = (None,) * 4 if update is None else parts(update)
-    normed: Tensor | Rows = (
-        torch.empty_like(x_TD) if rows is None else empty_rows(x_TD, (num_tokens, size), rows)
-    )
-    out, scale = (normed.codes_MK, normed.scale_M1) if isinstance(normed, Rows) else (normed, None)
+    sum_TD = x_TD
+    sums = row = column = bias = None
+    if update is not None:
+        sum_TD = torch.empty_like(x_TD)
+        sums, row, column, bias = parts(update)
+    inverse_T: Tensor | None = None
+    if keep:
+        inverse_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TD.device)
+    normed: Tensor | Rows
+    scale: Tensor | None = None
+    if rows is None:
+        normed = out = torch.empty_like(x_TD)
+    else:
+        normed = empty_rows(x_TD, (num_tokens, size), rows)
+        out = normed.codes_MK
+        scale = normed.scale_M1
     _norm_kernel[(num_tokens,)](
         x_TD,
         sums,
@@ -145,11 +157,9 @@ def _backward(
     grad_TD = torch.empty_like(sum_TD)
     programs = min(num_tokens, PROGRAMS * max(1, WIDTH // block(size)))
     sum_grad_TD = None if sum_grad_TD is None else sum_grad_TD.contiguous()
-    partial_PD = (
-        torch.empty(programs, size, dtype=torch.float32, device=sum_TD.device)
-        if weight_learns
-        else None
-    )
+    partial_PD = None
+    if weight_learns:
+        partial_PD = torch.empty(programs, size, dtype=torch.float32, device=sum_TD.device)
     _norm_backward_kernel[(programs,)](
         sum_TD,
         weight_D,
@@ -163,7 +173,9 @@ def _backward(
         BLOCK=block(size),
         num_warps=warps(block(size)),
     )
-    return grad_TD, None if partial_PD is None else partial_PD.sum(0).to(weight_D.dtype)
+    if partial_PD is None:
+        return grad_TD, None
+    return grad_TD, partial_PD.sum(0).to(weight_D.dtype)
 
 
 class _Norm(torch.autograd.Function):
@@ -176,7 +188,10 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         sum_TD, weight_D, inverse_T = ctx.saved_tensors
-        return *_backward(sum_TD, weight_D, inverse_T, grad_TD, None, ctx.needs_input_grad[1]), None
+        x_grad_TD, weight_grad_D = _backward(
+            sum_TD, weight_D, inverse_T, grad_TD, None, ctx.needs_input_grad[1]
+        )
+        return x_grad_TD, weight_grad_D, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -195,18 +210,15 @@ class _AddNorm(torch.autograd.Function):
         ctx: Any, sum_grad_TD: Tensor | None, normed_grad_TD: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         sum_TD, weight_D, inverse_T = ctx.saved_tensors
-        if normed_grad_TD is None:
-            grad_TD, weight_grad_D = sum_grad_TD, None
-        else:
+        grad_TD = sum_grad_TD
+        weight_grad_D: Tensor | None = None
+        if normed_grad_TD is not None:
             grad_TD, weight_grad_D = _backward(
                 sum_TD, weight_D, inverse_T, normed_grad_TD, sum_grad_TD, ctx.needs_input_grad[2]
             )
-        return (
-            grad_TD,
-            None if grad_TD is None else grad_TD.to(ctx.update_dtype),
-            weight_grad_D,
-            None,
-        )
+        if grad_TD is None:
+            return None, None, weight_grad_D, None
+        return grad_TD, grad_TD.to(ctx.update_dtype), weight_grad_D, None
 
 
 # -- Triton ----------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ def linear(
     `streamed.linear`."""
     if x_MK.shape[0] <= STREAM_ROWS:
         return streamed.linear(kind, tensors, x_MK, shape[0], bias_N)
-    bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
+    if bias_N is not None:
+        bias_N = bias_N.to(x_MK.dtype)
     return F.linear(x_MK, dequantize(kind, tensors, shape, x_MK.dtype), bias_N)
 
 
@@ -65,7 +66,9 @@ def supports_dequantize(
         return found
     if shape[1] % BLOCK[kind]:
         return no("takes channels of whole blocks")
-    return YES if packed.is_cuda or dtype != torch.bfloat16 else NO_CUDA
+    if not packed.is_cuda and dtype == torch.bfloat16:
+        return NO_CUDA
+    return YES
 
 
 def dequantize(
@@ -74,9 +77,11 @@ def dequantize(
     """The matrix [N, K] that the codes stand for, in one pass over them."""
     words = tensors["weight_packed"].view(torch.int32)
     w_NK = torch.empty(shape, dtype=dtype, device=words.device)
-    global_, zero = tensors.get("weight_global_scale"), tensors.get("weight_zero_point")
+    global_ = tensors.get("weight_global_scale")
+    zero = tensors.get("weight_zero_point")
     scale = tensors["weight_scale"]
-    scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+    if scale.dtype != torch.float32:
+        scale = scale.view(torch.uint8)
     globals_ = 0  # one for the matrix, or (2) one a channel
     if global_ is not None:
         globals_ = 1 if global_.numel() == 1 else 2

@@ -90,16 +90,12 @@ def require(kind: str) -> None:
         raise ValueError(f"rows: {kind!r} is none of {', '.join(KINDS)}")
 
 
-def empty_rows(
-    like: Tensor, shape: tuple[int, int], kind: str, dtype: torch.dtype | None = None
-) -> Rows:
-    """Rows for a kernel to fill, on the device of `like`, standing for activations of its dtype
-    unless given."""
+def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> Rows:
+    """Rows for a kernel to fill, on the device of `like`, standing for activations of its dtype."""
     require(kind)
+    codes_MK = torch.empty(shape, dtype=KINDS[kind], device=like.device)
     scale_M1 = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)
-    return Rows(
-        torch.empty(shape, dtype=KINDS[kind], device=like.device), scale_M1, dtype or like.dtype
-    )
+    return Rows(codes_MK, scale_M1, like.dtype)
 
 
 def parts(x: Tensor | Product) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:

@@ -119,8 +119,8 @@ def uniform(keys_B: Tensor, counters_B: Tensor) -> Tensor:
     return (words_4B[0] * 2**21 + (words_4B[1] >> 11)).double() * 2.0**-53
 
 
-def philox4x32(counter_4B: Tensor, key_2B: Tensor, rounds: int = 10) -> Tensor:
-    """Philox4x32 of Salmon et al. 2011, section 3.4: words [4, B] of each column. All int64, values
+def philox4x32(counter_4B: Tensor, key_2B: Tensor) -> Tensor:
+    """Philox4x32-10 of Salmon et al. 2011, section 3.4: words [4, B] of each column. All int64, values
     in [0, 2^32).
 
     Both halves of a round run as one [2, B] operation, and constants are made on the device: few,
@@ -130,7 +130,7 @@ def philox4x32(counter_4B: Tensor, key_2B: Tensor, rounds: int = 10) -> Tensor:
     multiplier_21 = lane_21 * (0xCD9E8D57 - 0xD2511F53) + 0xD2511F53
     weyl_21 = lane_21 * (0xBB67AE85 - 0x9E3779B9) + 0x9E3779B9
     multiplied_2B, other_2B = counter_4B[0::2], counter_4B[1::2]
-    for i in range(rounds):
+    for i in range(10):
         # modulo 2^64: the sign bit is bit 63 of the product
         product_2B = multiplied_2B * multiplier_21
         high_2B, low_2B = (product_2B >> 32) & _WORD, product_2B & _WORD

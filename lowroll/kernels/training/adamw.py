@@ -95,11 +95,8 @@ class Tensors:
             for (p, m, v, low), g in zip(self.kept, gradients, strict=True)
         ]
         table = torch.tensor(rows, dtype=torch.int64)
-        table = (
-            table.pin_memory().to(self.device, non_blocking=True)
-            if self.device.type == "cuda"
-            else table
-        )
+        if self.device.type == "cuda":
+            table = table.pin_memory().to(self.device, non_blocking=True)
         return Addresses(table, gradients)
 
     def step(

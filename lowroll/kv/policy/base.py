@@ -72,7 +72,10 @@ class CachePolicy(ABC):
         return length if self.room(length) else self.kept(length)
 
     def peak(self, cached: int, more: int) -> int:
-        """The most keys that a cache of `cached` holds while `more` are added one by one."""
+        """The most keys that a cache of `cached` holds while `more` are added one by one.
+
+        Here for a policy whose later compactions leave no more than the first one.
+        """
         room = self.room(cached)
         if more <= room:
             return cached + more
@@ -98,7 +101,8 @@ class Selector(ABC):
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[Chunk]) -> None:  # noqa: B027
         """Chunks of prompts have run in this layer: their queries, packed in the chunks' order.
 
-        Keys and values lie in the chunks' pages.
+        Keys and values lie in the chunks' pages. A prompt's first chunk may start behind tokens
+        that the prefix cache served: their queries are never seen, their keys lie in the pages.
         """
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: Rows) -> None:  # noqa: B027
@@ -160,7 +164,8 @@ def footprint(policy: CachePolicy, prompt: int, response: int, page_size: int) -
     base = policy.after_prompt(prompt)
     peak = policy.peak(base, response - 1)
     evicts = peak < base + response - 1
-    pages, base_pages = num_pages(peak, page_size), num_pages(base, page_size)
+    pages = num_pages(peak, page_size)
+    base_pages = num_pages(base, page_size)
     return Footprint(
         prompt=num_pages(prompt, page_size),
         base=base,

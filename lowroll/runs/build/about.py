@@ -41,7 +41,7 @@ def _learning(cfg: RunConfig) -> str:
         f", {cfg.algorithm}, {train.optimizer}, {train.forward} forward, learning rate "
         f"{train.learning_rate:g}"
     )
-    if cfg.algorithm == "ppo":
+    if cfg.has_critic:
         critic = cfg.critic
         words += (
             f"; critic {critic.model or 'of the same model'}, learning rate "

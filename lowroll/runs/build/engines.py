@@ -53,7 +53,8 @@ def make(
 
 def check_capabilities(cfg: RunConfig, able: Capabilities) -> None:
     """ValueError names the settings of a run that an engine cannot follow."""
-    drawn, plain = vars(orchestrator.sampling(cfg)), vars(Sampling())
+    drawn = vars(orchestrator.sampling(cfg))
+    plain = vars(Sampling())
     asked = [name for name, value in drawn.items() if value != plain[name]]
     unheeded = [name for name in asked if name not in able.sampler]
     if unheeded:

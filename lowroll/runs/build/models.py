@@ -60,7 +60,7 @@ def tokenizer(source: str | Path) -> ChatTokenizer:
 def critic(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Critic | None:
     """PPO's critic, with a head of zeros on the model that its section names; None for any other
     algorithm."""
-    if cfg.algorithm != "ppo":
+    if not cfg.has_critic:
         return None
     source = cfg.critic.model
     if source is not None:

@@ -45,7 +45,7 @@ def learn(cfg: RunConfig) -> LearnSettings:
 def optim(cfg: RunConfig) -> OptimSettings:
     """The policy's; its schedule spans the steps in which it learns, those after a critic's
     warm-up."""
-    pause = cfg.critic.warmup_steps if cfg.algorithm == "ppo" else 0
+    pause = cfg.critic.warmup_steps if cfg.has_critic else 0
     return _OPTIM(cfg.train, total_steps=cfg.train.max_steps - pause)
 
 

@@ -1,4 +1,4 @@
-"""On a CUDA device: weights are adopted in place, whatever holds their addresses goes on, and
+"""On a CUDA device: weights are updated in place, whatever holds their addresses goes on, and
 folders arrive whole."""
 
 from __future__ import annotations
