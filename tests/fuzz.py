@@ -52,7 +52,18 @@ from lowroll.types import Group, Rollout
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import publish, rollout_copy
 from lowroll.weights.update import WeightUpdate
-from tests.fixtures.policies import Bounded, Liked, Parity, Recent, Seen, Undecided
+from tests.fixtures.policies import (
+    Bounded,
+    ChosenH2O,
+    ChosenRKV,
+    ChosenSnapKV,
+    ChosenStreaming,
+    Liked,
+    Parity,
+    Recent,
+    Seen,
+    Undecided,
+)
 from tests.fixtures.tiny import hf_model
 
 MIXES = 20  # of a block
@@ -618,12 +629,20 @@ def random_family(rng: random.Random, device: str) -> Family:
 
 
 def random_policy(rng: random.Random, family: Family) -> Bounded | None:
-    """What a key's score is rounded to decides in `Liked`: for exact numbers alone."""
+    """What a key's score is rounded to decides in some: those are for exact numbers alone."""
     if rng.random() < 0.5:
         return None
     exact = family.is_exact and family.device == "cpu"
-    kind = rng.choice([Recent, Parity, Liked] if exact else [Recent, Parity])
-    return kind(rng.randint(5, 24), rng.choice([1, 2, 5]))
+    budget, buffer = rng.randint(5, 24), rng.choice([1, 2, 5])
+    window, kernel = rng.randint(1, 4), rng.choice([1, 3, 7])
+    plain = [Recent(budget, buffer), Parity(budget, buffer), ChosenStreaming(budget, buffer, 3)]
+    scored = [
+        Liked(budget, buffer),
+        ChosenH2O(budget, buffer),
+        ChosenSnapKV(budget, buffer, window, kernel),
+        ChosenRKV(budget, buffer, window, kernel, rng.random(), rng.random() < 0.5),
+    ]
+    return rng.choice(plain + scored if exact else plain)
 
 
 def least(kv: Bounded, page_size: int) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.kernels.attention.decode import paged_decode, write_pages
+from lowroll.kernels.attention.decode import gather_pages, paged_decode, write_pages
 from lowroll.kv.policy.base import Selector
 from lowroll.kv.virtual_memory import VirtualMemory, virtual_memory_works
 from lowroll.model.attention import Attend, suffixes, upload, varlen
@@ -124,6 +124,11 @@ class KVCache:
             self.keys[layer].flatten(0, 1).index_select(0, slots_T),
             self.values[layer].flatten(0, 1).index_select(0, slots_T),
         )
+
+    def gather_keys(self, layer: int, table_BP: Tensor) -> Tensor:
+        """Keys [B, G, N, d] of these pages, N = P * page; behind a row's length they are anything
+        finite."""
+        return gather_pages(self.keys[layer], table_BP)
 
     def decode(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: Rows) -> Tensor:
         """Write the new key and value of each row behind its others, and attend over them all."""

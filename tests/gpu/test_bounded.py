@@ -4,6 +4,7 @@ on the CPU over exactly the keys that stay."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,18 @@ from lowroll.types import Group
 from lowroll.weights.update import WeightUpdate
 from tests.fixtures.engines import prompt
 from tests.fixtures.masters import nudge
-from tests.fixtures.policies import Bounded, Liked, Parity, Recent, check_group, distributions
+from tests.fixtures.policies import (
+    Bounded,
+    ChosenH2O,
+    ChosenRKV,
+    ChosenSnapKV,
+    ChosenStreaming,
+    Liked,
+    Parity,
+    Recent,
+    check_group,
+    distributions,
+)
 from tests.fixtures.tiny import hf_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
@@ -63,9 +75,17 @@ def numbers(groups: list[Group]) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.parametrize("max_batch", [6, 32])
-@pytest.mark.parametrize("kind", [Recent, Parity, Liked])
+def snapkv(budget: int, buffer: int) -> ChosenSnapKV:
+    return ChosenSnapKV(budget, buffer, window=3, kernel=3)
+
+
+def rkv(budget: int, buffer: int) -> ChosenRKV:
+    return ChosenRKV(budget, buffer, window=3, kernel=3)
+
+
+@pytest.mark.parametrize("kind", [Recent, Parity, Liked, ChosenStreaming, ChosenH2O, snapkv, rkv])
 def test_captured_steps_over_bounded_caches_are_the_cpus(
-    kind: type[Bounded],
+    kind: Callable[[int, int], Bounded],
     max_batch: int,
     tmp_path: Path,
     counts: Counter[str],
@@ -107,7 +127,7 @@ def gaps(groups: list[Group], others: list[Group]) -> list[float]:
 @pytest.mark.parametrize("weights", ["bf16", "nvfp4"])
 def test_many_rows_in_half_precision_keep_the_same_keys(
     weights: str,
-    kind: type[Bounded],
+    kind: Callable[[int, int], Bounded],
     tmp_path: Path,
     counts: Counter[str],
     monkeypatch: pytest.MonkeyPatch,

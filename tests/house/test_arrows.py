@@ -77,6 +77,8 @@ TORCH_FREE = (
     "kv/pages.py",
     "kv/capacity.py",
     "kv/policy/dense.py",
+    "kv/policy/bounded.py",
+    "kv/policy/table.py",
     "quant/table.py",
     "objectives/table.py",
 )
@@ -97,6 +99,8 @@ LIGHT = (
     "kv.capacity",
     "kv.policy.base",
     "kv.policy.dense",
+    "kv.policy.bounded",
+    "kv.policy.table",
     "quant.table",
     "objectives.table",
     "runs.build.environments",

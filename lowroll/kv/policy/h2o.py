@@ -1,0 +1,136 @@
+"""H2O (arXiv 2306.14048): the keys to which all queries so far have attended most, and the last ones.
+
+A KV head's score of a key is the sum, over all queries since the prompt began and over the head's
+group, of the attention probability that each has given it. A key that stays keeps its score. Half
+of the budget is for the last keys, the other half for the best scores before them.
+
+Attention's own kernel does not give its probabilities away: they are computed once more here, for
+each token and layer. All queries of a prompt must be seen: none of its tokens is taken from the
+prefix cache.
+
+Legend: B rows, S slots, T tokens, C queries of a row, H query heads, G key-value heads, d head
+size, N keys, P pages, K keys that stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowroll.kv.cache import Chunk, KVCache, Rows
+from lowroll.kv.policy.base import Selector, num_pages, num_slots
+from lowroll.kv.policy.bounded import Bounded, require
+from lowroll.kv.policy.snapkv import MOST_SCORED, best_and_last
+from lowroll.model.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class H2O(Bounded):
+    """See the top of the file."""
+
+    name = "h2o"
+    window = sys.maxsize
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.name, "budget", self.budget, 2, " (a last key and a best one)")
+
+    def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector:
+        return HeavyHitters(self, spec, cache, max_batch)
+
+
+class HeavyHitters(Selector):
+    """score_LSGN: by slot, of each key in its cache, 0 where there is none. Only a prompt's cache
+    is longer, until it is compacted: `long` has its scores [G, n], by layer and slot."""
+
+    watches = True
+
+    def __init__(self, policy: H2O, spec: ModelSpec, cache: KVCache, max_batch: int) -> None:
+        self.cache, self.last = cache, policy.budget // 2
+        self.most = min(policy.budget + policy.buffer, spec.max_position)
+        self.score_LSGN = torch.zeros(
+            (spec.num_layers, num_slots(max_batch), spec.num_kv_heads, self.most),
+            device=cache.keys[0].device,
+        )
+        self.long: dict[tuple[int, int], Tensor] = {}
+
+    def begin(self, slots: Sequence[int]) -> None:
+        self.score_LSGN[:, list(slots)] = 0
+        self._forget_long(slots)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
+        self.score_LSGN[:, targets] = self.score_LSGN[:, sources]
+        self._forget_long(targets)
+
+    def _forget_long(self, slots: Sequence[int]) -> None:
+        """A prompt that was aborted has left its scores."""
+        self.long = {place: score for place, score in self.long.items() if place[1] not in slots}
+
+    def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[Chunk]) -> None:
+        packed = q_THd.split([chunk.num_tokens for chunk in chunks])
+        for chunk, q_CHd in zip(chunks, packed, strict=True):
+            score_GN = self._prompt_score(layer, chunk)
+            table_1P = torch.tensor([chunk.pages], device=q_THd.device)
+            k_1GNd = self.cache.gather_keys(layer, table_1P)[:, :, : chunk.stop]
+            together = max(1, MOST_SCORED // (q_CHd.shape[1] * chunk.stop))
+            last_C = torch.arange(chunk.start, chunk.stop, device=q_THd.device)
+            for q_cHd, last_c in zip(q_CHd.split(together), last_C.split(together), strict=True):
+                score_GN += attended(q_cHd[None], k_1GNd, last_c[None])[0]
+
+    def _prompt_score(self, layer: int, chunk: Chunk) -> Tensor:
+        """Where the scores [G, stop] of a prompt's keys are to be added up."""
+        if chunk.stop <= self.most:
+            return self.score_LSGN[layer, chunk.slot, :, : chunk.stop]
+        before_GN = self.long.get((layer, chunk.slot), self.score_LSGN[layer, chunk.slot])
+        before_GN = before_GN[:, : chunk.start]
+        score_GN = before_GN.new_zeros(before_GN.shape[0], chunk.stop)
+        score_GN[:, : chunk.start] = before_GN
+        self.long[layer, chunk.slot] = score_GN
+        return score_GN
+
+    def decoded(self, layer: int, q_BHd: Tensor, rows: Rows) -> None:
+        table_BP = rows.table_BP[:, : num_pages(self.most, self.cache.page_size)]
+        k_BGNd = self.cache.gather_keys(layer, table_BP)[:, :, : self.most]
+        added_BGN = attended(q_BHd[:, None], k_BGNd, rows.lengths_B[:, None] - 1)
+        score_SGN = self.score_LSGN[layer, :, :, : k_BGNd.shape[2]]
+        score_SGN[rows.slots_B] = score_SGN[rows.slots_B] + added_BGN
+
+    def compact(self, layer: int, rows: Rows, kept: int) -> Tensor:
+        score_BGN = self._scores(layer, rows)
+        kept_BGK = best_and_last(score_BGN, rows.lengths_B, kept, self.last)
+        left_BGN = self.score_LSGN.new_zeros(*score_BGN.shape[:2], self.most)
+        left_BGN[..., :kept] = score_BGN.gather(2, kept_BGK)
+        self.score_LSGN[layer, rows.slots_B] = left_BGN
+        return kept_BGK
+
+    def _scores(self, layer: int, rows: Rows) -> Tensor:
+        """Scores [B, G, N] of the rows' keys; takes those of the long prompts away."""
+        score_BGN = self.score_LSGN[layer, rows.slots_B]
+        if not self.long:
+            return score_BGN
+        long = [self.long.pop((layer, slot), None) for slot in rows.slots_B.tolist()]
+        widest = max([self.most, *(score_GN.shape[1] for score_GN in long if score_GN is not None)])
+        wide_BGN = score_BGN.new_zeros(*score_BGN.shape[:2], widest)
+        wide_BGN[..., : self.most] = score_BGN
+        for row, score_GN in enumerate(long):
+            if score_GN is not None:
+                wide_BGN[row, :, : score_GN.shape[1]] = score_GN
+        return wide_BGN
+
+
+def attended(q_BCHd: Tensor, k_BGNd: Tensor, last_BC: Tensor) -> Tensor:
+    """The attention probability that each key gets from a row's queries, summed over these and the
+    group: float32 [B, G, N]. A query sees the keys 0..last; with -1 it sees none and adds 0."""
+    num_heads, d = k_BGNd.shape[1], k_BGNd.shape[3]
+    q_BGQCd = q_BCHd.float().unflatten(2, (num_heads, -1)).permute(0, 2, 3, 1, 4)
+    logits_BGXN = q_BGQCd.flatten(2, 3) @ k_BGNd.float().transpose(2, 3) * d**-0.5
+    n_N = torch.arange(k_BGNd.shape[2], device=k_BGNd.device)
+    sees_BCN = n_N <= last_BC[..., None]
+    sees_BGXN = sees_BCN.repeat(1, q_BGQCd.shape[2], 1)[:, None]
+    p_BGXN = logits_BGXN.masked_fill(~sees_BGXN, -torch.inf).softmax(-1)
+    return p_BGXN.masked_fill(~sees_BGXN, 0).sum(2)

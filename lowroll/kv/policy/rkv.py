@@ -1,0 +1,67 @@
+"""R-KV (arXiv 2505.24133): keys that the last queries attend to, and that no newer key repeats.
+
+Beside SnapKV's importance I, over the n keys of a head:
+
+    C_ij = cos(k_i, k_j), 0 for i = j; of the j with C_ij > 0.5 the last one's C_ij is set to 0, so
+           that the newest of several duplicates is not held against itself
+    R    = softmax over all keys j of mean_i C_ij
+    Z    = mix I - (1 - mix) R
+
+and the best Z stay. Where no C_ij is over 0.5 the published code sets C_i0 to 0, an accident of its
+argmax; so does `zero_first`.
+
+Legend: as in `kv.policy.snapkv`; R rows of C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowroll.kv.policy.snapkv import MOST_SCORED, SnapKV, importance
+
+DUPLICATE = 0.5  # cosine over which two keys are duplicates
+EPS = 1e-8  # beside a key's norm
+
+
+@dataclass(frozen=True)
+class RKV(SnapKV):
+    """mix: weight of importance against redundancy, the paper's lambda, 0 to 1. zero_first: as the
+    published code does with keys that have no duplicate."""
+
+    name = "rkv"
+    mix: float = 0.1
+    zero_first: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_number = isinstance(self.mix, int | float) and not isinstance(self.mix, bool)
+        if not is_number or not 0 <= self.mix <= 1:
+            raise ValueError(f"kv.mix: {self.name} expects a number of 0 to 1, got {self.mix!r}")
+
+    def scores(self, q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor) -> Tensor:
+        important_BGN = importance(q_BAHd, k_BGNd, lengths_B, self.kernel)
+        redundant_BGN = redundancy(k_BGNd, lengths_B, self.zero_first)
+        return self.mix * important_BGN - (1 - self.mix) * redundant_BGN
+
+
+def redundancy(k_BGNd: Tensor, lengths_B: Tensor, zero_first: bool = False) -> Tensor:
+    """Softmax over a row's keys of how much the others resemble each: float32 [B, G, N], 0 behind
+    the row's end. C exists some rows at a time."""
+    k_BGNd = k_BGNd.float()
+    unit_BGNd = k_BGNd / (k_BGNd.norm(dim=-1, keepdim=True) + EPS)
+    n_N = torch.arange(k_BGNd.shape[2], device=k_BGNd.device)
+    live_BN = n_N < lengths_B[:, None]
+    sum_BGN = k_BGNd.new_zeros(k_BGNd.shape[:3])
+    for i_R in n_N.split(max(1, MOST_SCORED // sum_BGN.numel())):
+        cos_BGRN = unit_BGNd[:, :, i_R] @ unit_BGNd.transpose(2, 3)
+        is_pair_BRN = live_BN[:, i_R, None] & live_BN[:, None] & (i_R[:, None] != n_N)
+        cos_BGRN = cos_BGRN.masked_fill(~is_pair_BRN[:, None], 0)
+        newest_BGR1 = torch.where(cos_BGRN > DUPLICATE, n_N, -1).amax(-1, keepdim=True)
+        if zero_first:
+            newest_BGR1 = newest_BGR1.clamp(min=0)
+        sum_BGN += cos_BGRN.masked_fill(n_N == newest_BGR1, 0).sum(2)
+    mean_BGN = sum_BGN / lengths_B[:, None, None]
+    return mean_BGN.masked_fill(~live_BN[:, None], -torch.inf).softmax(-1)

@@ -1,0 +1,46 @@
+"""StreamingLLM (arXiv 2309.17453): the first keys of the sequence, which attention leans on, and the
+last ones. No scores, no state; all layers and heads keep the same keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowroll.kv.cache import KVCache, Rows
+from lowroll.kv.policy.base import Selector
+from lowroll.kv.policy.bounded import Bounded, require
+from lowroll.model.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Streaming(Bounded):
+    """sinks: first keys of the sequence, which always stay."""
+
+    name = "streaming"
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.name, "sinks", self.sinks, 0)
+        require(self.name, "budget", self.budget, self.sinks + 1, f" (sinks {self.sinks} and 1)")
+
+    def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector:
+        return FirstAndLast(self.sinks, spec.num_kv_heads)
+
+
+class FirstAndLast(Selector):
+    def __init__(self, sinks: int, num_heads: int) -> None:
+        self.sinks, self.num_heads = sinks, num_heads
+
+    def compact(self, layer: int, rows: Rows, kept: int) -> Tensor:
+        kept_BK = first_and_last(rows.lengths_B, kept, self.sinks)
+        return kept_BK[:, None].expand(-1, self.num_heads, -1)
+
+
+def first_and_last(lengths_B: Tensor, kept: int, sinks: int) -> Tensor:
+    """Indices int64 [B, kept] of the first `sinks` keys and the last others, ascending."""
+    k_K = torch.arange(kept, device=lengths_B.device)
+    dropped_B1 = (lengths_B.long() - kept)[:, None]
+    return torch.where(k_K < sinks, k_K, k_K + dropped_B1)
