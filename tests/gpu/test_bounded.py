@@ -74,7 +74,6 @@ def numbers(groups: list[Group]) -> list[tuple[list[int], list[float]]]:
     return [(r.token_ids, r.logprobs) for group in groups for r in group.rollouts]
 
 
-@pytest.mark.parametrize("max_batch", [6, 32])
 def snapkv(budget: int, buffer: int) -> ChosenSnapKV:
     return ChosenSnapKV(budget, buffer, window=3, kernel=3)
 
@@ -83,6 +82,7 @@ def rkv(budget: int, buffer: int) -> ChosenRKV:
     return ChosenRKV(budget, buffer, window=3, kernel=3)
 
 
+@pytest.mark.parametrize("max_batch", [6, 32])
 @pytest.mark.parametrize("kind", [Recent, Parity, Liked, ChosenStreaming, ChosenH2O, snapkv, rkv])
 def test_captured_steps_over_bounded_caches_are_the_cpus(
     kind: Callable[[int, int], Bounded],
