@@ -80,6 +80,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [1, 5])
 @pytest.mark.parametrize("kind", POLICIES)
 @pytest.mark.parametrize(
@@ -119,6 +120,7 @@ def test_heads_keep_other_keys(model: Transformer) -> None:
         check_group(Same(6, 2), group, [model])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", POLICIES)
 def test_a_budget_of_the_whole_sequence_is_bitwise_the_dense_engine(
     model: Transformer, kind: Kind
@@ -128,6 +130,7 @@ def test_a_budget_of_the_whole_sequence_is_bitwise_the_dense_engine(
     assert numbers(engine_of(model, kv=kind(54, 1)).generate(REQUESTS)) == numbers(wanted[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", POLICIES)
 def test_a_sample_keeps_the_same_keys_in_any_company(model: Transformer, kind: Kind) -> None:
     """Alone, in a crowd, in waves, and with other steps between two looks."""
@@ -149,6 +152,7 @@ def test_a_policy_sees_the_last_queries_of_a_prompt_that_the_prefix_cache_has(
     assert check_group(kv, second, [model]) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", POLICIES)
 def test_weights_change_between_compactions(folder: Path, model: Transformer, kind: Kind) -> None:
     """Older keys stay, and go on being kept or dropped."""
@@ -165,6 +169,7 @@ def test_weights_change_between_compactions(folder: Path, model: Transformer, ki
     assert sum(check_group(kv, group, [model, later]) for group in groups) > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", POLICIES)
 def test_aborts_at_any_step_leave_nothing_and_disturb_nobody(
     model: Transformer, kind: Kind

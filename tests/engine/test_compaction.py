@@ -156,6 +156,7 @@ def random_request(rng: random.Random) -> Request:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(seed=st.integers(0, 2**32), num_events=st.integers(0, 100))
 def test_any_interleaving_keeps_pages_exact_and_every_key_where_it_belongs(seed, num_events):

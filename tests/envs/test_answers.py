@@ -585,6 +585,7 @@ def test_no_text_of_an_answer_is_evaluated_as_python(tmp_path, monkeypatch):
 # ---- real gold answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file, limit",
     [

@@ -359,6 +359,7 @@ GOLD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file, id", GOLD)
 def test_gold_answers_are_accepted_and_perturbed_ones_rejected(file, id):
     env = make(id, args={"test_path": data(file)})
@@ -527,6 +528,7 @@ def test_reasoning_gym_every_generator_prompts_and_accepts_its_own_answer():
     assert len(names) > 100 and not faults
 
 
+@pytest.mark.slow
 def test_reasoning_gym_is_pure_held_out_and_checked():
     generators()
 

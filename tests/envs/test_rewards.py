@@ -365,6 +365,7 @@ def test_a_scorer_that_forks_gives_no_item_the_reward_of_another(pool, how):
     ] and pool.replaced == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["forge", "scribble", "forge_later"])
 def test_what_a_scorer_writes_to_the_pipe_is_nobodys_reward(pool, how):
     bad = {0} if how == "forge_later" else {10, 11, 30}
@@ -528,6 +529,7 @@ def test_a_worker_has_so_long_to_start(tmp_path, monkeypatch):
     assert 2.0 <= time.monotonic() - start < 30
 
 
+@pytest.mark.slow
 def test_an_environment_may_say_what_a_response_scores_that_takes_too_long(bombs, tmp_path):
     (tmp_path / "lenient.py").write_text(
         BOMBS.replace(

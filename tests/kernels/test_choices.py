@@ -532,6 +532,7 @@ def lines() -> Iterator[str]:
             yield f"    {', '.join(names)}: {choice}"
 
 
+@pytest.mark.slow
 def test_every_product_runs_by_the_kernels_of_the_table() -> None:
     assert list(lines()) == TABLE.read_text().splitlines()
 
@@ -583,6 +584,7 @@ def ours(product: str, machine: Machine) -> set[str]:
     return {name for name in files if name in named or name.rpartition("/")[2] in named}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 def test_the_kernels_of_the_record_are_those_that_run(machine: Machine) -> None:
     device = CUDA if machine.capability else torch.device("cpu")

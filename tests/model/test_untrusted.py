@@ -460,6 +460,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "SECONDS", 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_strangers_folder_gives_one_line_or_works(case: str, good: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(good, tmp_path / "m"))

@@ -14,6 +14,7 @@ from tests.fixtures.policies import Parity
 from tests.fixtures.runs import copy_stopped_after, fingerprint, settings, train
 
 
+@pytest.mark.slow
 def test_resume_is_bitwise_the_uninterrupted_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,6 +206,7 @@ def test_transformers_reads_ours(name: str, ours: Callable[[str], Path]) -> None
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "fp8", "fp8_block", "int4", "w4a8", "nf4", "nf4_dq"])
 def test_transformers_runs_ours(name: str, ours: Callable[[str], Path]) -> None:
     """With its tools' own arithmetic: activations rounded by other rules, NF4 multiplied in

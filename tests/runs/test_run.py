@@ -444,6 +444,7 @@ def test_lora_shares_one_base_and_publishes_an_adapter(
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm,correction",
     [

@@ -102,6 +102,7 @@ def follow(
 # -- the same bits ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "format"),
     [
@@ -119,6 +120,7 @@ def test_a_full_stream_is_the_local_update(
     follow(master, near, far, [None, NOISE, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_adapter_is_the_local_update(folders: dict[str, Path], format: str) -> None:
     """The far engine stands on a base of its own; noise comes and goes on the base's norms."""
