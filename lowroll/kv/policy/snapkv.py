@@ -27,9 +27,8 @@ from lowroll.kv.policy.base import Selector, num_slots
 from lowroll.kv.policy.bounded import Bounded, require
 from lowroll.model.spec import ModelSpec
 
-MOST_SCORED = (
-    1 << 26
-)  # numbers of keys or scores, float32, that exist at once while rows are scored
+# numbers of keys or scores, float32, that exist at once while rows are scored
+MOST_SCORED = 1 << 26
 
 
 @dataclass(frozen=True)
