@@ -19,7 +19,7 @@ from lowroll.config.section import Problem, Section, one_of
 from lowroll.kv.policy.table import POLICIES, filled, problems
 
 Policy = Annotated[str, one_of(lambda: POLICIES)]
-DTYPES = ("auto", "fp8")
+LOW_BIT = ("fp8",)
 
 
 class KvConfig(Section):
@@ -57,16 +57,17 @@ class KvConfig(Section):
         return KvConfig(policy=self.policy, dtype=self.dtype, **filled(self.policy, self.options))
 
     def another(self, name: str) -> KvConfig:
-        """The cache that a name stands for, with the options of this one that its policy has.
+        """The cache that a name of `lowroll eval --kv` stands for, with the options of this one
+        that its policy has.
 
         ValueError says which names there are.
         """
         words = name.split("+")
         policy = words[0] if words[0] in POLICIES else "dense"
-        dtype = words[-1] if words[-1] in DTYPES else "auto"
+        dtype = words[-1] if words[-1] in LOW_BIT else "auto"
         if name not in (policy, dtype, f"{policy}+{dtype}"):
             raise ValueError(
-                f"kv: unknown cache {name!r}; known: {', '.join(POLICIES)}, and fp8 or "
+                f"--kv: unknown cache {name!r}; known: {', '.join(POLICIES)}, and fp8 or "
                 "<policy>+fp8 for one in 8 bits"
             )
         known = POLICIES[policy].options
