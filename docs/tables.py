@@ -129,7 +129,9 @@ def caches() -> str:
     for name, row in POLICIES.items():
         doc = sys.modules[type(make(name)).__module__].__doc__ or ""
         first = " ".join(doc.split("\n\n")[0].split()).split(". ")[0]
-        options = ", ".join(f"{key} {str(option.default).lower()}" for key, option in row.options.items())
+        options = ", ".join(
+            f"{key} {str(option.default).lower()}" for key, option in row.options.items()
+        )
         rows.append((f"`{name}`", first.partition(": ")[2].rstrip("."), options))
     return table(("policy", "which keys stay", "options, with their defaults"), rows)
 

@@ -7,7 +7,7 @@ saw fail; they are refused unless `force: true` asks for them, as a comparison d
 
     QuRL       low-bit rollouts, a dense learner          acr; Fig. 2, Fig. 3, Tables 1 and 2 show the others fail
     QaRL       a learner in the rollouts' arithmetic      tbpo; Fig. 8 shows gspo drift
-    Sparse-RL  a cache that forgets                       sparse: rejection and reweighting; Fig. 1, Table 1 show none fail
+    Sparse-RL  a cache that forgets                       sparse: rejection, reweighting; Fig. 1, Table 1 show none fail
     Sparse-RL  a sampler that cannot reach every token    rejection and reweighting (sec. 3)
     QeRL       LoRA on the rollouts' own low-bit base     trains without a correction; tis costs nothing and is safe
 

@@ -19,7 +19,7 @@ from lowroll.config.section import Problem, Section, one_of
 from lowroll.kv.policy.table import POLICIES, filled, problems
 
 Policy = Annotated[str, one_of(lambda: POLICIES)]
-LOW_BIT = ("fp8",)
+Dtype = Literal["auto", "fp8"]
 
 
 class KvConfig(Section):
@@ -29,7 +29,7 @@ class KvConfig(Section):
 
     policy: Policy = "dense"
     # auto: the engine's own dtype; fp8: keys and values in 8 bits
-    dtype: Literal["auto", "fp8"] = "auto"
+    dtype: Dtype = "auto"
 
     @classmethod
     def table_keys(cls) -> list[str]:
@@ -64,7 +64,7 @@ class KvConfig(Section):
         """
         words = name.split("+")
         policy = words[0] if words[0] in POLICIES else "dense"
-        dtype = words[-1] if words[-1] in LOW_BIT else "auto"
+        dtype: Dtype = "fp8" if words[-1] == "fp8" else "auto"
         if name not in (policy, dtype, f"{policy}+{dtype}"):
             raise ValueError(
                 f"--kv: unknown cache {name!r}; known: {', '.join(POLICIES)}, and fp8 or "

@@ -17,9 +17,9 @@ import pytest
 
 import lowroll
 from lowroll.cli.eval import show
-from lowroll.config.kv import KvConfig
 from lowroll.cli.main import COMMANDS, main
 from lowroll.config import load
+from lowroll.config.kv import KvConfig
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout, RunFailed
 
 ROOT = Path(__file__).parents[2]

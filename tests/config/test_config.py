@@ -983,7 +983,9 @@ def test_a_cache_that_is_a_row_more() -> None:
         cfg = from_mapping(tree, ["rollout.kv.reach=4"])
         assert cfg.correction == "sparse" and cfg.rollout.cache.options["reach"] == 4
         assert "rollout.kv.reach" in known_keys(RunConfig)
-        with pytest.raises(ConfigError, match=r"budget: made expects at least 10 \(reach 9 and 1\)"):
+        with pytest.raises(
+            ConfigError, match=r"budget: made expects at least 10 \(reach 9 and 1\)"
+        ):
             from_mapping(tree, ["rollout.kv.reach=9"])
 
 

@@ -105,7 +105,9 @@ def test_a_run_asks_an_engine_for_no_more_than_it_can(folder: Path) -> None:
     check_capabilities(bounded, able)
     lacking = replace(able, kv_policies=frozenset({"dense", "h2o"}))
     check_capabilities(plain, lacking)
-    with pytest.raises(ValueError, match=r"^rollout\.kv\.policy: this engine has no rkv cache; it "):
+    with pytest.raises(
+        ValueError, match=r"^rollout\.kv\.policy: this engine has no rkv cache; it "
+    ):
         check_capabilities(bounded, lacking)
     low_bit = from_mapping({**run, "rollout": {"kv": {"dtype": "fp8"}}}).resolved()
     check_capabilities(low_bit, replace(able, kv_dtypes=frozenset({"auto", "fp8"})))

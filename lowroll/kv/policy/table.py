@@ -49,7 +49,11 @@ class Option(Generic[T]):
 
     @property
     def _range(self) -> str:
-        return f"at least {self.least:g}" if self.most == math.inf else f"{self.least:g} to {self.most:g}"
+        return (
+            f"at least {self.least:g}"
+            if self.most == math.inf
+            else f"{self.least:g} to {self.most:g}"
+        )
 
 
 @dataclass(frozen=True)
