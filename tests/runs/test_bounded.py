@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,13 @@ import pytest
 
 from lowroll import Engine, Request
 from lowroll.checkpoint.store import Store
-from lowroll.config import from_mapping
+from lowroll.config import from_mapping, load
 from lowroll.kv.policy import table
+from lowroll.kv.policy.base import footprint
 from lowroll.metrics.record import read
+from lowroll.model.spec import read_spec
+from lowroll.runs.build import caches, prompts
+from lowroll.runs.diagnose import diagnose
 from lowroll.runs.evaluate import evaluate
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.types import Group, Rollout
@@ -145,3 +151,64 @@ def test_an_evaluation_compares_caches_on_the_same_prompts(
     whole = run({"policy": "rkv", "budget": 64})
     assert whole["rkv"] == whole["dense"] == small["dense"]
     assert len(sizes) == 1
+
+
+@pytest.mark.slow
+def test_a_fallback_keeps_the_cache_and_diagnosis_draws_under_it(
+    model: Path, tmp_path: Path
+) -> None:
+    kv = {"policy": "rkv", **SMALL["rkv"]}
+    tree = settings(
+        model,
+        tmp_path / "run",
+        rollout={"weights": "int8", "kv": kv},
+        guard={"action": "fallback", "patience": 1, "ess_below": 1.0},
+        train={"max_steps": 3},
+    )
+    result = train(tree)
+    tags = {(r.behavior.weights, r.behavior.kv_policy) for r in drawn(result.folder)}
+    assert tags == {("int8", "rkv"), ("fp32", "rkv")}
+    found = {}
+    for name, changes in (("rkv", []), ("dense", ["rollout.kv=null"])):
+        cfg = load(result.folder / "config.yaml", ["force=true", *changes])
+        found[name] = diagnose(cfg, result.folder, num_prompts=2, n=2).share("kv")
+    assert found["rkv"] > 0 == found["dense"]
+
+
+def test_every_prompt_up_to_the_longest_fits() -> None:
+    """Against every length, where none is longer than the next one that does not fit."""
+    rng = random.Random(0)
+    for _ in range(300):
+        kv = {"policy": "streaming", "sinks": 0}
+        kv |= {"budget": rng.randint(1, 30), "buffer": rng.randint(1, 20)}
+        rollout = {"max_tokens": rng.randint(1, 60), "page_size": rng.randint(1, 8), "kv": kv}
+        cfg, tokens = from_mapping({"model": "m", "rollout": rollout}), rng.randint(1, 150)
+        need = [
+            footprint(caches.policy(cfg), p, rollout["max_tokens"], rollout["page_size"]).alone
+            for p in range(1, tokens + 2)
+        ]
+        fits = [pages <= tokens // rollout["page_size"] for pages in need]
+        assert caches.longest_prompt(cfg, tokens) == [*fits, False].index(False)
+
+
+def test_a_bounded_cache_takes_longer_prompts(model: Path) -> None:
+    """The longest prompt that fits beside its response, by the scheduler's own arithmetic."""
+    spec = replace(read_spec(model), max_position=99)
+    rollout = {"max_tokens": 40, "page_size": 4, "cache_tokens": 64}
+    for kv in (None, *({"policy": name, **SMALL[name]} for name in SMALL if name != "parity")):
+        cfg = from_mapping({"model": "m", "rollout": {**rollout, "kv": kv}})
+        policy = caches.policy(cfg)
+        assert policy.budget == (kv and kv["budget"])
+        most = prompts.longest(cfg, spec)
+        assert most == caches.longest_prompt(cfg, 64)
+        assert footprint(policy, most, 40, 4).alone <= 16
+        assert kv is None or footprint(policy, most + 1, 40, 4).alone > 16
+        assert (most > 64 - 40) == (kv is not None)
+    small = from_mapping({"model": "m", "rollout": {**rollout, "cache_tokens": 4, "kv": kv}})
+    with pytest.raises(ValueError, match="40 leaves no room for a prompt in the KV cache of 4 tok"):
+        prompts.longest(small, spec)
+    with pytest.raises(ValueError, match="in the model's context of 40 tokens"):
+        prompts.longest(
+            from_mapping({"model": "m", "rollout": {**rollout, "kv": kv}}),
+            replace(spec, max_position=40),
+        )

@@ -17,8 +17,12 @@ def policy(cfg: RunConfig) -> CachePolicy:
 
 
 def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
-    """Tokens of the longest prompt that a cache of this size holds with a whole response beside
-    it; 0 or less when there is none."""
+    """Tokens of the longest prompt up to which a cache of this size holds every one with a whole
+    response; 0 or less when there is none.
+
+    Pages grow with a prompt's length, but at the limit from which on prompts are compacted: samples
+    that would be compacted while they decode need more of their own than those of a longer prompt.
+    """
     rollout = cfg.rollout
     if not rollout.cache.evicts:
         return cache_tokens - rollout.max_tokens
@@ -27,4 +31,7 @@ def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
     def pages(prompt: int) -> int:
         return footprint(kv, prompt, rollout.max_tokens, size).alone
 
-    return bisect_right(range(1, cache_tokens + 1), cache_tokens // size, key=pages)
+    lengths, have = range(1, cache_tokens + 1), cache_tokens // size
+    limit = min(kv.room(0), cache_tokens + 1) - 1  # index of the first prompt that is compacted
+    short = bisect_right(lengths, have, hi=limit, key=pages)
+    return short if short < limit else bisect_right(lengths, have, lo=limit, key=pages)
