@@ -32,9 +32,8 @@ class Capabilities:
     scores: bool  # `score`: log-probs of given tokens under its own weights and kernels
     exact_logprobs: bool  # of the distribution that was drawn from, after top-k, top-p, penalties
     sampler: frozenset[str]  # fields of `Request` that it heeds
-    kv_policy: str = "dense"  # of its cache
-    kv_policies: frozenset[str] = frozenset({"dense"})  # that one can be made with
-    kv_dtypes: frozenset[str] = frozenset({"auto"})  # of the cache; auto is the engine's own
+    kv_policy: str = "dense"
+    kv_dtype: str | None = None  # of the stored keys and values; None is the model's own
 
 
 @dataclass(frozen=True)

@@ -67,15 +67,12 @@ def check_capabilities(cfg: RunConfig, able: Capabilities) -> None:
     if cfg.noise is not None and not able.noise:
         raise ValueError("noise: this engine puts none on its norms")
     kv = cfg.rollout.cache
-    for key, asked_for, can in (
-        ("policy", kv.policy, able.kv_policies),
-        ("dtype", kv.dtype, able.kv_dtypes),
+    for key, wanted, has in (
+        ("policy", kv.policy, able.kv_policy),
+        ("dtype", kv.dtype, able.kv_dtype or "auto"),
     ):
-        if asked_for not in can:
-            raise ValueError(
-                f"rollout.kv.{key}: this engine has no {asked_for} cache; it has "
-                f"{', '.join(sorted(can))}"
-            )
+        if wanted != has:
+            raise ValueError(f"rollout.kv.{key}: {wanted} is asked for; this engine's is {has}")
 
 
 def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:
