@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -987,6 +989,22 @@ def test_a_cache_that_is_a_row_more() -> None:
             ConfigError, match=r"budget: made expects at least 10 \(reach 9 and 1\)"
         ):
             from_mapping(tree, ["rollout.kv.reach=9"])
+
+
+def test_a_cache_is_checked_without_torch(write: Callable[[str], Path]) -> None:
+    """In a fresh interpreter: what is right, what is wrong, and what is evaluated beside it."""
+    path = write("model: m\nrollout: {kv: {policy: rkv, budget: 64}}\n")
+    code = f"""
+import sys
+from lowroll.cli.main import main
+from lowroll.config import load
+cfg = load({str(path)!r})
+cfg.rollout.cache.another("snapkv+fp8"), cfg.dump(), cfg.correction
+codes = [main(["grpo", {str(path)!r}, "rollout.kv.budget=8"]), main(["eval", {str(path)!r}, "--kv=x"])]
+sys.exit("torch" in sys.modules or codes != [2, 2])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: ") == 2 and "expects at least 9" in done.stderr
 
 
 def test_overrides_of_the_cache() -> None:
