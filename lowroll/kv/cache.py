@@ -37,8 +37,11 @@ class KVCache:
     NaN.
 
     `virtual_memory` is the memory behind it on CUDA, whose address survives `release`; None where
-    there is no such memory.
+    there is no such memory. `rounds`: whether keys and values are stored in fewer bits than the
+    model makes them in.
     """
+
+    rounds = False
 
     def __init__(
         self,

@@ -52,15 +52,15 @@ def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
 
 
 def saving(kv: CachePolicy, lengths: Iterable[tuple[int, int]]) -> dict[str, float]:
-    """`peak`, `final` and `mean` (see the top), and `evictions` a response, of prompts and responses
-    of so many tokens; all 0 of none."""
+    """`saving_peak`, `saving_final` and `saving_mean` (see the top), and `evictions` a response, of
+    prompts and responses of so many tokens; all 0 of none."""
     held, dense = [], []
     for prompt, response in lengths:
         whole = prompt + response
         every = response * prompt + response * (response + 1) // 2
         held.append(stored(kv, prompt, response))
         dense.append(Stored(whole, whole, every, 0))
-    shares = {"peak": "peak", "final": "final", "mean": "total"}
+    shares = {"saving_peak": "peak", "saving_final": "final", "saving_mean": "total"}
     saved = {
         name: _saved(sum(getattr(s, field) for s in held), sum(getattr(s, field) for s in dense))
         for name, field in shares.items()

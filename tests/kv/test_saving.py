@@ -22,7 +22,8 @@ def test_the_example_to_its_printed_digits(name: str) -> None:
     """Budget 512, buffer 128."""
     kv = make(name, budget=512, buffer=128)
     found = saving(kv, EXAMPLE)
-    assert [f"{found[place]:.6f}" for place in ("final", "peak", "mean")] == [
+    printed = [f"{found[name]:.6f}" for name in ("saving_final", "saving_peak", "saving_mean")]
+    assert printed == [
         "0.543030",
         "0.521212",
         "0.436358",
@@ -33,7 +34,7 @@ def test_the_example_to_its_printed_digits(name: str) -> None:
 
 
 def test_a_dense_cache_and_short_sequences_save_exactly_nothing() -> None:
-    nothing = {"peak": 0.0, "final": 0.0, "mean": 0.0, "evictions": 0.0}
+    nothing = dict.fromkeys(("saving_peak", "saving_final", "saving_mean", "evictions"), 0.0)
     assert saving(DENSE, EXAMPLE) == saving(DENSE, []) == nothing
     assert saving(make("rkv"), [(100, 200), (500, 139), (3, 0)]) == nothing
     assert saving(make("rkv", budget=2000, buffer=1), EXAMPLE) == nothing
