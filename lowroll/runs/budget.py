@@ -4,8 +4,9 @@ before anything is loaded.
 Everything but the activations follows from the settings: weights, the optimiser's float32 masters
 of what is not float32, gradients and moments (`trainer.optim`), the engine's own weights
 (`weights.publish`), what `weights/*` is measured against (`weights.watch`), the frozen models
-beside, the KV cache (`kv.capacity`), and what its policy remembers of each sample. Activations are an estimate: what a layer keeps of one
-micro-batch for its backward pass, and the logits of a piece of it.
+beside, the KV cache (`kv.capacity`), and what its policy remembers of each sample. Activations are
+an estimate: what a layer keeps of one micro-batch for its backward pass, and the logits of a piece
+of it.
 """
 
 from __future__ import annotations

@@ -145,9 +145,7 @@ def test_a_policys_state_is_taken_off_before_the_share(
 
     def cache_tokens(free: int, **options: Any) -> int:
         monkeypatch.setattr(engine_module, "free_memory", lambda device: free)
-        engine = lowroll.Engine(
-            folder, weights="fp32", device="cpu", kv=kv, max_batch=8, **options
-        )
+        engine = lowroll.Engine(folder, weights="fp32", device="cpu", kv=kv, max_batch=8, **options)
         assert engine.stats().policy_bytes == state
         return engine.stats().cache_tokens
 

@@ -192,7 +192,11 @@ def test_what_a_cache_forgets_and_rounds_is_named(
     assert len(kernels) == 1 + is_exact and max(kernels) < 1e-4
     assert (part(found, "weights").logp_diff_max > 1e-3) == (weights == "int8")
     if is_exact:
-        assert (found.parts, found.whole, found.reading) == (plain.parts, plain.whole, plain.reading)
+        assert (found.parts, found.whole, found.reading) == (
+            plain.parts,
+            plain.whole,
+            plain.reading,
+        )
     elif weights == "fp32":
         assert found.share("kv") > 0.95 and "comes from kv: the cache forgets" in found.reading
     assert sum(p.kl_k1 for p in found.parts) == pytest.approx(found.whole.kl_k1, abs=1e-9)

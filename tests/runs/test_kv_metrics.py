@@ -28,7 +28,11 @@ REJECTED = {
 def test_a_bounded_run_says_what_it_saves_and_rejects(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sparse = {"correction": "sparse", "loss": {"sparse": {"veto": 0.9999}}, "guard": {"action": "warn"}}
+    sparse = {
+        "correction": "sparse",
+        "loss": {"sparse": {"veto": 0.9999}},
+        "guard": {"action": "warn"},
+    }
     tree = settings(model, tmp_path / "dense", train={"max_steps": 2}, **sparse)
     dense = train(tree).records
     assert not (SAVED | REJECTED) & set[str]().union(*dense)

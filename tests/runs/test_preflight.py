@@ -243,9 +243,7 @@ def test_the_state_of_a_cache_policy_is_in_the_memory_plan(model: Path, tmp_path
         assert planned.parts["its policy's state"] == engine.policy_bytes
         assert planned.cache_tokens == engine.cache_tokens
         assert ("its policy's state" in planned.lines()[1]) == (kv is not DENSE)
-    crowd = cfg.model_copy(
-        update={"rollout": cfg.rollout.model_copy(update={"max_batch": 10**12})}
-    )
+    crowd = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"max_batch": 10**12})})
     planned = budget.plan(crowd, compute, shapes, load, {}, make("snapkv"))
     assert planned.cache_tokens == 0
     assert "of it its policy's state" in planned.problem()
