@@ -37,11 +37,8 @@ class KVCache:
     NaN.
 
     `virtual_memory` is the memory behind it on CUDA, whose address survives `release`; None where
-    there is no such memory. `rounds`: whether keys and values are stored in fewer bits than the
-    model makes them in.
+    there is no such memory.
     """
-
-    rounds = False
 
     def __init__(
         self,
