@@ -361,7 +361,7 @@ class NativeEngine:
     def release(self) -> None:
         """Give the memory of the KV cache away, for a learner that runs before the next rollouts.
 
-        It comes back with the next step or `score`, at its old address where the device can do that
+        It comes back with the next step, at its old address where the device can do that
         (`kv.virtual_memory`); elsewhere the graphs of decoding are captured again. The pages of
         shared prompts are forgotten. RuntimeError while requests are in flight.
         """
