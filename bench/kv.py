@@ -42,6 +42,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -516,7 +517,7 @@ def whole_rollouts(device: torch.device) -> Row:
         engines[kind].warm_up()
         lengths.run(engines[kind], short)
     seconds = interleave(
-        {kind: lambda e=engine: lengths.run(e, work) for kind, engine in engines.items()}, 1
+        {kind: partial(lengths.run, engine, work) for kind, engine in engines.items()}, 1
     )
     row = speed_row(
         f"{name} bf16 rkv over dense: whole rollouts in a cache of {cache_bytes >> 30} GiB",

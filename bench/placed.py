@@ -66,10 +66,12 @@ class Placed:
         RuntimeError when they are not all admitted.
         """
         vocab_size = self.engine.spec.vocab_size
+        size = (max(contexts),)
+        noise = torch.randint(vocab_size, size, generator=self.dice).tolist()
         for i, length in enumerate(contexts):
-            ids = torch.randint(vocab_size, (length,), generator=self.dice).tolist()
+            ids = [i, *noise[1:length]]  # no two prompts share a page
             request = Request(ids, max_tokens=new_tokens, ignore_eos=True, seed=7, id=f"{i}")
-            self.handles.append(self.engine.add(request))
+            self.handles.append(self.engine.scheduler.add(request))
         for _ in range(MOST_TURNS):
             self.engine.step()
             if not self.engine.scheduler.num_waiting:
