@@ -80,6 +80,14 @@ def test_samples_stand_at_their_contexts_over_noise() -> None:
     assert side.engine.pool.num_used == 0 and not side.engine.has_work
 
 
+def test_a_policy_sees_queries_of_the_placed_prompt() -> None:
+    side = placed(RKV)
+    side.stand([28, 30], 20)
+    for row in side.engine.scheduler._running:
+        ring_LAHd = side.engine.runner.decoder.watcher.ring_LSAHd[:, row.slot]
+        assert (ring_LAHd != 0).float().mean() > 0.99
+
+
 def test_a_row_that_ended_is_no_steady_state() -> None:
     side = placed(DENSE)
     side.stand([10, 10], 5)
@@ -114,9 +122,6 @@ def test_a_bounded_row_behind_a_long_context(name: str) -> None:
     rows = list(side.engine.scheduler._running)
     assert all(24 <= row.cached_len <= 32 and row.position > 400 for row in rows)
     assert side.engine.pool.num_used <= 4 * 2
-    if watcher := side.engine.runner.decoder.watcher:
-        ring = getattr(watcher, "ring_LSAHd", None)
-        assert ring is None or (ring[:, :4] != 0).float().mean() > 0.99
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
@@ -221,6 +226,22 @@ def test_a_cache_that_the_engine_lacks_is_said(
     rows, _ = run(tmp_path, "--caches", "fp8", "--parts", "equal")
     lonely = rows["tiny bf16 fp8"]
     assert lonely.ours is None and lonely.note == "not run: this engine has no 8-bit cache"
+
+
+@pytest.mark.slow
+def test_a_cache_that_fails_leaves_the_others(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown = kv.Bench.grown
+
+    def failing(bench: kv.Bench, name: str, cache: Cache) -> None:
+        grown(bench, name, cache)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(kv.Bench, "grown", failing)
+    rows, code = run(tmp_path, "--caches", "streaming", "--parts", "equal")
+    assert code == 1 and rows["tiny bf16 dense"].note == "failed"
+    assert rows["tiny bf16 streaming 64 B=2: decode step over dense"].ratio
 
 
 @pytest.mark.slow
