@@ -122,6 +122,7 @@ def test_a_bounded_row_behind_a_long_context(name: str) -> None:
     rows = list(side.engine.scheduler._running)
     assert all(24 <= row.cached_len <= 32 and row.position > 400 for row in rows)
     assert side.engine.pool.num_used <= 4 * 2
+    assert side.engine.stats().prefix_hits == 0  # no prompt is another one's
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
