@@ -36,6 +36,7 @@ SMALL = {
     "dense": Cache(),
     "fp8": Cache(kv_dtype="fp8"),
     "rkv": Cache(RKV),
+    "rkv+fp8": Cache(RKV, "fp8"),
     "snapkv": Cache(make("snapkv", budget=24, buffer=8, window=3, kernel=3)),
     "streaming": Cache(make("streaming", budget=24, buffer=8)),
     "h2o": Cache(make("h2o", budget=24, buffer=8), only=2),
@@ -248,8 +249,10 @@ def test_a_cache_that_fails_leaves_the_others(
 @pytest.mark.slow
 @pytest.mark.skipif(not CACHES["fp8"].known, reason="this engine has no 8-bit cache")
 def test_an_8_bit_cache(small: None, tmp_path: Path) -> None:
-    rows, _ = run(tmp_path, "--caches", "fp8")
-    assert rows["tiny bf16 fp8 64 B=2: decode step over dense"].ratio > 0
+    rows, code = run(tmp_path, "--caches", "fp8", "rkv+fp8")
+    assert code == 0
+    for name in ("fp8", "rkv+fp8"):
+        assert rows[f"tiny bf16 {name} 64 B=2: decode step over dense"].ratio > 0
     fits = rows["tiny bf16 fp8 128, largest batch: rows"]
     assert fits.ours > fits.peer == 8
 
