@@ -659,16 +659,9 @@ def least(kv: Bounded, page_size: int) -> int:
     return page_size * max(footprint(kv, *length, page_size).alone for length in lengths)
 
 
-def run_block(
-    seed: int,
-    mixes: int = MIXES,
-    device: str = "cpu",
-    family: Family | None = None,
-    kv: Bounded | None = None,
-) -> Verdict:
-    """Run the mixes of one block; what the engine raises names the block. family, kv: instead of
-    those that are drawn."""
-    block = Block(seed, device, family, kv)
+def run_block(seed: int, mixes: int = MIXES, device: str = "cpu") -> Verdict:
+    """Run the mixes of one block; what the engine raises names the block."""
+    block = Block(seed, device)
     try:
         for _ in range(mixes):
             block.mix()

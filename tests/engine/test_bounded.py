@@ -251,10 +251,12 @@ def test_a_bounded_cache_takes_requests_that_a_dense_one_refuses(model: Transfor
         engine.generate([Request(prompt(70), max_tokens=20)])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", POLICIES)
 def test_a_released_cache_and_a_failed_step_leave_a_working_engine(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch
+    model: Transformer, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kv = Liked(9, 4)
+    kv = kind(9, 4)
     engine = bounded(model, kv, 3)
     want = numbers(engine.generate(REQUESTS))
     engine.release()
