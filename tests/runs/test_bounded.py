@@ -32,7 +32,7 @@ def dense(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv", "step"), zip(POLICIES, (1, 2, 3, 1, 2), strict=True))
+@pytest.mark.parametrize(("kv", "step"), [*zip(POLICIES, (1, 2, 3, 1, 2), strict=True)])
 def test_resume_is_bitwise_the_uninterrupted_run(
     model: Path,
     dense: dict[str, str],
