@@ -21,10 +21,9 @@ from lowroll.config import RunConfig
 from lowroll.engine.native import free_memory
 from lowroll.kv.cache import KVCache
 from lowroll.kv.capacity import UNKNOWN_FREE, Workload, capacity
-from lowroll.kv.policy.base import CachePolicy
-from lowroll.kv.policy.dense import DENSE
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
+from lowroll.runs.build import caches
 from lowroll.runs.build.compute import Compute
 
 MASTER = 4  # bytes of a float32
@@ -84,11 +83,11 @@ def plan(
     model: Transformer,
     workloads: Sequence[Workload],
     beside: dict[str, Transformer],
-    kv: CachePolicy = DENSE,
 ) -> Budget:
     """The memory of a run of `lowroll grpo`. model: its shapes, on the meta device. beside: those
-    of the frozen models and the critic, by name. kv: the policy of the rollouts' cache."""
+    of the frozen models and the critic, by name."""
     train = cfg.train
+    kv = caches.policy(cfg)
     free = free_memory(compute.device)
     format = compute.format(cfg.rollout.weights)
     dtype = get_format(format).dtype or compute.dtype

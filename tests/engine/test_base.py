@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,6 +110,19 @@ def test_a_run_asks_an_engine_for_no_more_than_it_can(folder: Path) -> None:
         check_capabilities(drawn, replace(able, sampler=frozenset({"temperature", "max_tokens"})))
     with pytest.raises(ValueError, match="log-probs are not those of the distribution"):
         check_capabilities(plain, replace(able, exact_logprobs=False))
+    dense = SimpleNamespace(**{**vars(able), "kv_policy": "dense", "kv_dtype": None})
+    check_capabilities(plain, dense)
+    for kv, told in (
+        ({"policy": "rkv"}, r"^rollout\.kv\.policy: rkv is asked for; this engine's is dense$"),
+        ({"dtype": "fp8"}, r"^rollout\.kv\.dtype: fp8 is asked for; this engine's is auto$"),
+    ):
+        cached = from_mapping({**run, "rollout": {"kv": kv}}).resolved()
+        with pytest.raises(ValueError, match=told):
+            check_capabilities(cached, dense)
+        dense.kv_policy = kv.get("policy", "dense")
+        dense.kv_dtype = kv.get("dtype")
+        check_capabilities(cached, dense)
+        dense.kv_policy, dense.kv_dtype = "dense", None
     noisy = from_mapping({**run, "noise": {"sigma_start": 0.02}}).resolved()
     check_capabilities(noisy, replace(able, noise=True))
     with pytest.raises(ValueError, match="^noise: "):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from lowroll.config import from_mapping
 from lowroll.engine import runner
 from lowroll.engine.base import Capabilities
 from lowroll.kv.cache import KVCache, Rows
-from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.runs import demo
 from lowroll.runs.build import engines
@@ -44,12 +42,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf.save(rough, folder.parent / "rough", tokenizer_from=folder)
 
 
-def of(model: Path, weights: str, n: int = 2, **changes: Any) -> Diagnosis:
+def of(
+    model: Path, weights: str, n: int = 2, kv: dict[str, Any] | None = None, **changes: Any
+) -> Diagnosis:
     tree = {
         "model": str(model),
         "device": "cpu",
         "env": [TASK],
-        "rollout": {"weights": weights, "max_tokens": 8, "cache_tokens": 1024},
+        "rollout": {"weights": weights, "kv": kv, "max_tokens": 8, "cache_tokens": 1024},
     } | changes
     return diagnose(from_mapping(tree), num_prompts=4, n=n)
 
@@ -179,12 +179,12 @@ def test_what_a_cache_forgets_and_rounds_is_named(
     """Each alone, both, neither; beside weights that have a gap of their own, which stays what it
     is without the cache's."""
     plain = of(model, weights, n)
-    kv = None if budget is None else make("streaming", budget=budget, buffer=2, sinks=2)
+    bounded = {"policy": "streaming", "budget": budget, "buffer": 2, "sinks": 2}
+    kv = ({} if budget is None else bounded) | {"dtype": "fp8" if rounds else "auto"}
     if rounds:
         monkeypatch.setattr(runner, "KVCache", Rounding)
-    kind = RoundingEngine if rounds else lowroll.Engine
-    monkeypatch.setattr(engines, "NativeEngine", partial(kind, kv=kv))
-    found = of(model, weights, n)
+    monkeypatch.setattr(engines, "NativeEngine", RoundingEngine if rounds else lowroll.Engine)
+    found = of(model, weights, n, kv=kv)
     is_exact = not rounds and budget != 12
     assert part(found, "kv").logp_diff_max == 0 if is_exact else found.share("kv") > 0.05
     assert part(plain, "kv").logp_diff_max == 0 and plain.share("kv") == 0

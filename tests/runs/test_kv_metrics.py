@@ -3,15 +3,13 @@ nothing of it."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from lowroll import Engine
+from lowroll.kv.policy import table
 from lowroll.kv.saving import saving
 from lowroll.metrics.report import write_report
-from lowroll.runs.build import engines
 from lowroll.transport.rollout_log import read_rollouts
 from tests.fixtures.policies import Parity
 from tests.fixtures.runs import settings, train
@@ -37,13 +35,15 @@ def test_a_bounded_run_says_what_it_saves_and_rejects(
     dense = train(tree).records
     assert not (SAVED | REJECTED) & set[str]().union(*dense)
 
-    kv = Parity(4, 2)
-    monkeypatch.setattr(engines, "NativeEngine", partial(Engine, kv=kv))
-    bounded = train({**tree, "output_dir": str(tmp_path / "bounded")})
+    row = table.Row("tests.fixtures.policies:Parity", table.BOUNDED)
+    monkeypatch.setitem(table.POLICIES, "parity", row)
+    kv = {"policy": "parity", "budget": 4, "buffer": 2}
+    changed = {"output_dir": str(tmp_path / "bounded"), "rollout": {**tree["rollout"], "kv": kv}}
+    bounded = train({**tree, **changed})
     for record in bounded.records:
         batch = read_rollouts(bounded.folder / "rollouts" / f"step_{record['step']:06}.jsonl")
         lengths = [(len(s.prompt_ids), len(s.rollout.token_ids)) for s in batch.samples]
-        want = {f"kv/{name}": value for name, value in saving(kv, lengths).items()}
+        want = {f"kv/{name}": value for name, value in saving(Parity(4, 2), lengths).items()}
         assert {name: record[name] for name in SAVED} == want
         assert record["kv/saving_peak"] > 0.3 and record["kv/evictions"] >= 1
         assert REJECTED <= set(record) and record["correction/vetoed_fraction"] > 0

@@ -16,8 +16,8 @@ import torch
 from lowroll import Engine
 from lowroll.cli.main import main
 from lowroll.config import from_mapping, load
+from lowroll.config.kv import KvConfig
 from lowroll.kv.capacity import Workload
-from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
 from lowroll.model.spec import read_spec
 from lowroll.model.transformer import Transformer
@@ -235,16 +235,21 @@ def test_the_state_of_a_cache_policy_is_in_the_memory_plan(model: Path, tmp_path
     compute = Compute.of(cfg)
     shapes = Transformer(read_spec(model), "meta", compute.dtype)
     load = [Workload(2, 4, 20, 6)]
-    for kv in (DENSE, make("snapkv", budget=12, buffer=4), make("h2o", budget=12, buffer=4)):
-        planned = budget.plan(cfg, compute, shapes, load, {}, kv)
+    for name in ("dense", "snapkv", "h2o"):
+        options = {} if name == "dense" else {"budget": 12, "buffer": 4}
+        kv = make(name, **options)
+        rollout = cfg.rollout.with_kv(KvConfig(policy=name, **options))
+        bounded = cfg.model_copy(update={"rollout": rollout})
+        planned = budget.plan(bounded, compute, shapes, load, {})
         engine = Engine(
             model, weights="int8", kv=kv, device="cpu", max_batch=8, workloads=load
         ).stats()
         assert planned.parts["its policy's state"] == engine.policy_bytes
         assert planned.cache_tokens == engine.cache_tokens
-        assert ("its policy's state" in planned.lines()[1]) == (kv is not DENSE)
-    crowd = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"max_batch": 10**12})})
-    planned = budget.plan(crowd, compute, shapes, load, {}, make("snapkv"))
+        assert ("its policy's state" in planned.lines()[1]) == (name != "dense")
+    many = {"max_batch": 10**12, "kv": KvConfig(policy="snapkv")}
+    crowd = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=many)})
+    planned = budget.plan(crowd, compute, shapes, load, {})
     assert planned.cache_tokens == 0
     assert "of it its policy's state" in planned.problem()
     assert planned.problem().endswith("a smaller rollout.max_batch takes less")

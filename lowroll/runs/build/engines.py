@@ -14,7 +14,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.settings import Sampling
 from lowroll.quant.formats import get_format
-from lowroll.runs.build import orchestrator, prompts
+from lowroll.runs.build import caches, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
 
 
@@ -36,6 +36,7 @@ def make(
     made = NativeEngine(
         model,
         weights=name,
+        kv=caches.policy(cfg),
         dtype=None if get_format(name).dense else compute.dtype,
         tokenizer=chat.tokenizer,
         page_size=rollout.page_size,
@@ -65,6 +66,13 @@ def check_capabilities(cfg: RunConfig, able: Capabilities) -> None:
         )
     if cfg.noise is not None and not able.noise:
         raise ValueError("noise: this engine puts none on its norms")
+    kv = cfg.rollout.cache
+    for key, wanted, has in (
+        ("policy", kv.policy, able.kv_policy),
+        ("dtype", kv.dtype, able.kv_dtype or "auto"),
+    ):
+        if wanted != has:
+            raise ValueError(f"rollout.kv.{key}: {wanted} is asked for; this engine's is {has}")
 
 
 def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:

@@ -1,0 +1,37 @@
+"""The KV cache of a run's engine, by its policy's arithmetic. No torch before a policy is asked
+for that has a device's side."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from lowroll.config import RunConfig
+from lowroll.kv.policy.base import CachePolicy, footprint
+from lowroll.kv.policy.table import make
+
+
+def policy(cfg: RunConfig) -> CachePolicy:
+    """Which keys the rollouts' cache keeps."""
+    kv = cfg.rollout.cache
+    return make(kv.policy, **kv.options)
+
+
+def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
+    """Tokens of the longest prompt up to which a cache of this size holds every one with a whole
+    response; 0 or less when there is none.
+
+    Pages grow with a prompt's length, but at the limit from which on prompts are compacted: samples
+    that would be compacted while they decode need more of their own than those of a longer prompt.
+    """
+    rollout = cfg.rollout
+    if not rollout.cache.evicts:
+        return cache_tokens - rollout.max_tokens
+    kv, size = policy(cfg), rollout.page_size
+
+    def pages(prompt: int) -> int:
+        return footprint(kv, prompt, rollout.max_tokens, size).alone
+
+    lengths, have = range(1, cache_tokens + 1), cache_tokens // size
+    limit = min(kv.room(0), cache_tokens + 1) - 1  # index of the first prompt that is compacted
+    short = bisect_right(lengths, have, hi=limit, key=pages)
+    return short if short < limit else bisect_right(lengths, have, lo=limit, key=pages)
