@@ -15,15 +15,16 @@ Legend: as in `kv.policy.snapkv`; R rows of C.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lowroll.kernels.compact import score
+from lowroll.kernels.compact.score import DUPLICATE, EPS
+from lowroll.kv.cache import Rows
 from lowroll.kv.policy.snapkv import MOST_SCORED, SnapKV, importance
-
-DUPLICATE = 0.5  # cosine over which two keys are duplicates
-EPS = 1e-8  # beside a key's norm
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,17 @@ class RKV(SnapKV):
         important_BGN = importance(q_BAHd, k_BGNd, lengths_B, self.kernel)
         redundant_BGN = redundancy(k_BGNd, lengths_B, self.zero_first)
         return self.mix * important_BGN - (1 - self.mix) * redundant_BGN
+
+    def paged_scores(self, ring_LSAHd: Tensor, keys: Sequence[Tensor], rows: Rows) -> Tensor:
+        table_BP, lengths_B = rows.table_BP, rows.lengths_B
+        return score.join(
+            score.importance(ring_LSAHd, keys, rows.slots_B, table_BP, lengths_B),
+            score.redundancy(keys, table_BP, lengths_B, self.zero_first),
+            lengths_B,
+            self.window,
+            self.kernel,
+            self.mix,
+        )
 
 
 def redundancy(k_BGNd: Tensor, lengths_B: Tensor, zero_first: bool = False) -> Tensor:
