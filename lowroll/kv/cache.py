@@ -16,7 +16,7 @@ head size, K keys that stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -130,6 +130,11 @@ class KVCache:
         """Keys [B, G, N, d] of these pages, N = P * page; behind a row's length they are anything
         finite."""
         return gather_pages(self.keys[layer], table_BP)
+
+    def key_pages(self, table_BP: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        """The keys of these pages in all layers, as pages [p, page, G, d] of numbers, and the rows'
+        tables of those: the buffers themselves, where keys are stored as they are."""
+        return self.keys, table_BP
 
     def decode(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: Rows) -> Tensor:
         """Write the new key and value of each row behind its others, and attend over them all."""

@@ -32,14 +32,14 @@ QUERIES = 128  # of a program: the window's, of a group, each padded to a power 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def supports(keys_pPGd: Tensor, num_heads: int, window: int) -> Support:
-    """Do these kernels score keys of such a buffer?"""
-    kv_heads, d = keys_pPGd.shape[2:]
-    if keys_pPGd.dtype not in TYPES:
-        return no("takes keys in bfloat16, float16 or float32")
-    if block(window) * block(num_heads // kv_heads) > QUERIES or d > 256:
+def supports(ring_LSAHd: Tensor, num_heads: int) -> Support:
+    """Do these kernels score the keys of `num_heads` KV heads with such queries?"""
+    _, _, window, num_queries, d = ring_LSAHd.shape
+    if ring_LSAHd.dtype not in TYPES:
+        return no("takes queries and keys in bfloat16, float16 or float32")
+    if block(window) * block(num_queries // num_heads) > QUERIES or d > 256:
         return no(f"takes up to {QUERIES} queries of a group's window, and heads of up to 256")
-    return triton_supports(keys_pPGd)
+    return triton_supports(ring_LSAHd)
 
 
 def importance(

@@ -15,7 +15,6 @@ Legend: as in `kv.policy.snapkv`; R rows of C.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from lowroll.kernels.compact import score
 from lowroll.kernels.compact.score import DUPLICATE, EPS
-from lowroll.kv.cache import Rows
+from lowroll.kv.cache import KVCache, Rows
 from lowroll.kv.policy.snapkv import MOST_SCORED, SnapKV, importance
 
 
@@ -47,8 +46,9 @@ class RKV(SnapKV):
         redundant_BGN = redundancy(k_BGNd, lengths_B, self.zero_first)
         return self.mix * important_BGN - (1 - self.mix) * redundant_BGN
 
-    def paged_scores(self, ring_LSAHd: Tensor, keys: Sequence[Tensor], rows: Rows) -> Tensor:
-        table_BP, lengths_B = rows.table_BP, rows.lengths_B
+    def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+        keys, table_BP = cache.key_pages(rows.table_BP)
+        lengths_B = rows.lengths_B
         return score.join(
             score.importance(ring_LSAHd, keys, rows.slots_B, table_BP, lengths_B),
             score.redundancy(keys, table_BP, lengths_B, self.zero_first),

@@ -66,11 +66,12 @@ class SnapKV(Bounded):
         """
         return importance(q_BAHd, k_BGNd, lengths_B, self.kernel)
 
-    def paged_scores(self, ring_LSAHd: Tensor, keys: Sequence[Tensor], rows: Rows) -> Tensor:
-        """The same of all layers, [L, B, G, N], by kernels. keys: a buffer of pages a layer."""
-        at = rows.slots_B, rows.table_BP, rows.lengths_B
-        important_LBGN = score.importance(ring_LSAHd, keys, *at)
-        return score.join(important_LBGN, None, rows.lengths_B, self.window, self.kernel)
+    def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+        """The same of all layers, [L, B, G, N], by kernels. ring_LSAHd: queries by slot."""
+        keys, table_BP = cache.key_pages(rows.table_BP)
+        lengths_B = rows.lengths_B
+        important_LBGN = score.importance(ring_LSAHd, keys, rows.slots_B, table_BP, lengths_B)
+        return score.join(important_LBGN, None, lengths_B, self.window, self.kernel)
 
 
 class Attended(Selector):
@@ -104,16 +105,14 @@ class Attended(Selector):
         remember(self.ring_LSAHd[layer], rows.slots_B, rows.positions_B, q_BHd)
 
     def compact(self, rows: Rows, kept: int) -> Tensor:
-        keys, ring_LSAHd, window = self.cache.keys, self.ring_LSAHd, self.policy.window
-        layers, kv_heads = len(keys), keys[0].shape[2]
-        if score.supports(keys[0], ring_LSAHd.shape[3], window):
-            chosen = []
-            each = SCORES * layers * kv_heads * self.cache.page_size
-            for some in _portions(rows, each):
-                score_LBGN = self.policy.paged_scores(ring_LSAHd, keys, some)
-                chosen.append(best_and_last(score_LBGN, some.lengths_B, kept, window))
-            return torch.cat(chosen, 1)
-        return torch.stack([self._compact_layer(layer, rows, kept) for layer in range(layers)])
+        layers, num_heads = len(self.cache.keys), self.cache.keys[0].shape[2]
+        if not score.supports(self.ring_LSAHd, num_heads):
+            return torch.stack([self._compact_layer(layer, rows, kept) for layer in range(layers)])
+        chosen = []
+        for some in _portions(rows, SCORES * layers * num_heads * self.cache.page_size):
+            score_LBGN = self.policy.paged_scores(self.ring_LSAHd, self.cache, some)
+            chosen.append(best_and_last(score_LBGN, some.lengths_B, kept, self.policy.window))
+        return torch.cat(chosen, 1)
 
     def _compact_layer(self, layer: int, rows: Rows, kept: int) -> Tensor:
         chosen = []
