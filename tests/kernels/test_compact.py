@@ -69,7 +69,10 @@ def check(got: Tensor, want: Tensor, lengths: list[int], window: int) -> None:
     for row, length in enumerate(lengths):
         old = length - window
         torch.testing.assert_close(
-            got[row, :, :old].double().cpu(), want[row, :, :old].double().cpu(), rtol=2e-5, atol=2e-7
+            got[row, :, :old].double().cpu(),
+            want[row, :, :old].double().cpu(),
+            rtol=2e-5,
+            atol=2e-7,
         )
 
 
@@ -151,9 +154,7 @@ def test_what_stays_moves_in_place(seed: int, path: str) -> None:
     for width, dtype in widths:
         shape = (layers, 1000, page, heads, width)
         kinds.append(list(torch.randint(100, shape, generator=g).to(dtype).unbind()))
-    want = [
-        [moves.expected(layer, x) for layer, x in enumerate(buffers)] for buffers in kinds
-    ]
+    want = [[moves.expected(layer, x) for layer, x in enumerate(buffers)] for buffers in kinds]
     move(kinds, moves.table, moves.kept, moves.slots)
     for got, expected in zip(kinds, want, strict=True):
         assert all(map(torch.equal, got, expected))
@@ -163,7 +164,11 @@ def test_what_stays_moves_in_place(seed: int, path: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_queries_are_remembered_by_position(dtype: torch.dtype, path: str) -> None:
     q = torch.randn(3, 8, 40)[:, :6].to(dtype)
-    ring, slots, positions = torch.zeros(5, 4, 6, 40), torch.tensor([4, 0, 1]), torch.tensor([9, 3, 4])
+    ring, slots, positions = (
+        torch.zeros(5, 4, 6, 40),
+        torch.tensor([4, 0, 1]),
+        torch.tensor([9, 3, 4]),
+    )
     ring = ring.to(dtype)
     want = ring.clone()
     for row, (slot, place) in enumerate(((4, 1), (0, 3), (1, 0))):

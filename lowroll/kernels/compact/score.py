@@ -83,7 +83,7 @@ def importance(
         QP=queries,
         D=max(16, block(d)),
         BLOCK=tile,
-        num_warps=4,
+        num_warps=4 if tile == 64 else 8,
         num_stages=2,
     )
     return mean_LBGN

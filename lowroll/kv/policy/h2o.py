@@ -5,8 +5,8 @@ group, of the attention probability that each has given it. A key that stays kee
 of the budget is for the last keys, the other half for the best scores before them.
 
 Attention's own kernel does not give its probabilities away: they are computed once more, for each
-token and layer; here is plain torch, and `kernels.compact.watch` has the kernel for CUDA. All queries of a prompt must be seen: none of its tokens is taken from the
-prefix cache.
+token and layer, here in plain torch, on CUDA by `kernels.compact.watch`. All queries of a prompt
+must be seen: none of its tokens is taken from the prefix cache.
 
 Legend: L layers, B rows, S slots, T tokens, C queries of a row, H query heads, G key-value heads, d head
 size, N keys, P pages, K keys that stay.

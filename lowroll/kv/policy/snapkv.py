@@ -150,4 +150,3 @@ def importance(q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor, kernel: int) -
     logits_BGAN = (logits_BGAN * d**-0.5).masked_fill(~is_old_BN[:, None, None], -torch.inf)
     mean_BGN = logits_BGAN.softmax(-1).mean(2).masked_fill(~is_old_BN[:, None], -torch.inf)
     return F.max_pool1d(mean_BGN, kernel, stride=1, padding=kernel // 2)
-
