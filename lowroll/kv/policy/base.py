@@ -17,7 +17,8 @@ A new policy is one file that defines both sides:
         def kept(self, cached): return min(cached, self.budget)
         def selector(self, spec, cache, max_batch): return LastKeys()
 
-Legend: L layers, B rows, T tokens, H query heads, G key-value heads, d head size, K keys that stay.
+Legend: L layers, B rows, T tokens, H query heads, G key-value heads, d head size, K keys that
+stay.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Attention's own kernel does not give its probabilities away: they are computed o
 token and layer, here in plain torch, on CUDA by `kernels.compact.watch`. All queries of a prompt
 must be seen: none of its tokens is taken from the prefix cache.
 
-Legend: L layers, B rows, S slots, T tokens, C queries of a row, H query heads, G key-value heads, d head
-size, N keys, P pages, K keys that stay.
+Legend: L layers, B rows, S slots, T tokens, C queries of a row, H query heads, G key-value heads, d
+head size, N keys, P pages, K keys that stay.
 """
 
 from __future__ import annotations
