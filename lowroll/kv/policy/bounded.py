@@ -14,7 +14,8 @@ from lowroll.kv.policy.base import CachePolicy
 
 @dataclass(frozen=True)
 class Bounded(CachePolicy):
-    """budget: keys that a compaction leaves; buffer: keys that a cache takes until the next one.
+    """budget: keys that a compaction leaves; buffer: keys that a cache takes until the next one. A
+    multiple of the steps between two plans (16 on CUDA) keeps rows from waiting for theirs.
 
     ValueError names the option that is wrong.
     """
