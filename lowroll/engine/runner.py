@@ -26,7 +26,7 @@ from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
 SCORE_ROWS = 256  # rows whose logits exist at a time while a sequence is scored
-MOST_COMPACTED = 64  # samples whose kept keys and values are copied out at a time
+MOST_COMPACTED = 64  # samples whose keys are scored and moved at a time
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,7 @@ class Runner:
         return drawn
 
     def _compact(self, compactions: list[Compaction]) -> None:
-        """Move the keys that the policy keeps: those that keep equally many together, a layer at a
-        time."""
+        """Move the keys that the policy keeps: those that keep equally many together."""
         by_kept: dict[int, list[Compaction]] = {}
         for compaction in compactions:
             by_kept.setdefault(compaction.kept, []).append(compaction)
@@ -123,9 +122,7 @@ class Runner:
         targets_BP = _table([c.targets for c in compactions]).long()
         slots_BK = (targets_BP[..., None] * page_size + torch.arange(page_size)).flatten(1)
         slots_BK = slots_BK[:, :kept].to(device)
-        for layer in range(self.model.spec.num_layers):
-            kept_BGK = self.selector.compact(layer, rows, kept)
-            self.cache.keep(layer, rows.table_BP, kept_BGK, slots_BK)
+        self.cache.keep(rows.table_BP, self.selector.compact(rows, kept), slots_BK)
 
     def _prefill(self, prefills: list[PrefillChunk]) -> list[Drawn]:
         """Run chunks of prompts; the first token of each sample whose prompt is through."""

@@ -116,8 +116,9 @@ class PrefillChunk:
 class Compaction:
     """Of the `cached` keys in `pages` the policy keeps `kept`, which move to `targets`.
 
-    No target is shared or can be served again. It may be one of `pages`, and then of no other
-    compaction's.
+    No target is shared or can be served again. Those that are among `pages`, and then of no other
+    compaction's, come first, and stand in `pages` one behind the other: what stays can move in
+    place (`kernels.compact.move`).
     """
 
     slot: int  # of the sample or prompt, in the policy's state

@@ -83,6 +83,17 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         _triton("attention/decode"),
         _torch(),
     ),
+    "scores of a bounded cache": (
+        _triton("compact/score", "keys in bfloat16, float16 or float32"),
+        _torch(),
+    ),
+    "choice of the keys that stay": (_triton("compact/choose"), _torch()),
+    "move of the keys that stay": (_triton("compact/move"), _torch()),
+    "queries of a bounded cache": (_triton("compact/watch"), _torch()),
+    "attention that keys are given": (
+        _triton("compact/watch", "keys in bfloat16, float16 or float32"),
+        _torch(),
+    ),
     "writes to the KV cache": (_triton("attention/decode"), _torch()),
     "int8 product": (
         _triton("matmul/gemv", f"up to {gemv.MOST[torch.int8]} rows"),

@@ -16,13 +16,14 @@ head size, K keys that stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowroll.kernels.attention.decode import gather_pages, paged_decode, write_pages
+from lowroll.kernels.compact.move import move
 from lowroll.kv.policy.base import Selector
 from lowroll.kv.virtual_memory import VirtualMemory, virtual_memory_works
 from lowroll.model.attention import Attend, suffixes, upload, varlen
@@ -130,6 +131,11 @@ class KVCache:
         finite."""
         return gather_pages(self.keys[layer], table_BP)
 
+    def key_pages(self, table_BP: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        """The keys of these pages in all layers, as pages [p, page, G, d] of numbers, and the rows'
+        tables of those: the buffers themselves, where keys are stored as they are."""
+        return self.keys, table_BP
+
     def decode(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: Rows) -> Tensor:
         """Write the new key and value of each row behind its others, and attend over them all."""
         return paged_decode(
@@ -143,20 +149,13 @@ class KVCache:
             q_BHd.shape[-1] ** -0.5,
         )
 
-    def keep(self, layer: int, table_BP: Tensor, kept_BGK: Tensor, slots_BK: Tensor) -> None:
-        """Move the kept keys and values of each row and KV head to new slots.
+    def keep(self, table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor) -> None:
+        """Move the kept keys and values of each layer, row and KV head to new slots
+        (`kernels.compact.move`).
 
-        kept_BGK: int64, indices into the keys of a row, whose pages `table_BP` lists. Everything is
-        read before anything is written, so a row's new slots may be among its old ones.
+        kept_LBGK: int64, ascending indices into the keys of a row, whose pages `table_BP` lists.
         """
-        num_heads = kept_BGK.shape[1]
-        pages_BGP = table_BP[:, None].expand(-1, num_heads, -1)
-        pages_BGK = pages_BGP.gather(2, kept_BGK // self.page_size).long()
-        from_BGK = pages_BGK * self.page_size + kept_BGK % self.page_size
-        heads_G1 = torch.arange(num_heads, device=kept_BGK.device)[:, None]
-        for buffer in (self.keys[layer], self.values[layer]):
-            numbers_TGd = buffer.flatten(0, 1)
-            numbers_TGd[slots_BK] = numbers_TGd[from_BGK, heads_G1].transpose(1, 2)
+        move([self.keys, self.values], table_BP, kept_LBGK, slots_BK)
 
 
 def _allocate(

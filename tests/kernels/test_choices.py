@@ -24,6 +24,10 @@ from torch.overrides import TorchFunctionMode
 from lowroll.kernels import checksum, dispatch, launch, nvcc
 from lowroll.kernels.attention import paged
 from lowroll.kernels.attention.decode import paged_decode, write_pages
+from lowroll.kernels.compact import score
+from lowroll.kernels.compact.choose import best_and_last
+from lowroll.kernels.compact.move import move
+from lowroll.kernels.compact.watch import add_attended, add_supports, remember
 from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.fused.swiglu import silu_mul
@@ -352,6 +356,50 @@ def advanced(put: Put) -> object:
     )
 
 
+def scored(window: int, dtype: torch.dtype = BF16) -> Any:
+    """A bounded cache is scored, where a kernel does that."""
+
+    def call(put: Put) -> object:
+        ring = put(torch.zeros(1, 2, window, 8, 64, dtype=dtype))
+        if not score.supports(ring, 1):
+            return "a layer at a time"
+        keys = [put(torch.zeros(3, 16, 1, 64, dtype=dtype))]
+        slots, lengths = (put(torch.ones(1, dtype=x)) for x in (torch.int64, torch.int32))
+        table = put(torch.zeros(1, 2, dtype=torch.int32))
+        important = score.importance(ring, keys, slots, table, lengths)
+        return score.join(
+            important, score.redundancy(keys, table, lengths, False), lengths, window, 7
+        )
+
+    return call
+
+
+def stays(put: Put) -> object:
+    return best_and_last(put(torch.zeros(2, 1, 1, 32)), put(torch.tensor([20])), 4, 2)
+
+
+def moved(put: Put) -> object:
+    buffers = [put(torch.zeros(3, 16, 1, 64)) for _ in range(2)]
+    kept, slots = torch.arange(4).expand(2, 1, 1, 4), torch.arange(4)[None]
+    return move([buffers], put(torch.zeros(1, 2, dtype=torch.int32)), put(kept), put(slots))
+
+
+def watched(put: Put) -> object:
+    ring, ones = torch.zeros(2, 8, 8, 64), torch.ones(1, dtype=torch.int64)
+    return remember(put(ring), put(ones), put(ones), put(torch.zeros(1, 8, 64)))
+
+
+def given(dtype: torch.dtype) -> Any:
+    def call(put: Put) -> object:
+        keys, one = put(torch.zeros(3, 16, 1, 64).to(dtype)), put(torch.ones(1, dtype=torch.int32))
+        if not add_supports(keys, 8):
+            return "plain"
+        table, q = put(torch.zeros(1, 2, dtype=torch.int32)), put(torch.zeros(1, 8, 64))
+        return add_attended(put(torch.zeros(2, 1, 32)), q, keys, one.long(), table, one)
+
+    return call
+
+
 def log_probs(put: Put) -> object:
     targets, scores = put(torch.zeros(2, dtype=torch.int64)), put(torch.zeros(2, 50))
     token_log_probs(scores, targets)
@@ -378,6 +426,14 @@ CASES: dict[str, Callable[[Put], object]] = {
         )
     },
     "write pages": written,
+    "score bfloat16 of 8": scored(8),
+    "score float32 of 8": scored(8, FP32),
+    "score bfloat16 of 17": scored(17),
+    "stays": stays,
+    "moved": moved,
+    "watched": watched,
+    "given bfloat16": given(BF16),
+    "given uint8": given(torch.uint8),
     **{
         f"int8 product {rows} x {out} x {width}": low_bit(torch.int8, rows, out, width, BF16)
         for rows, out, width in (
@@ -543,6 +599,11 @@ def test_every_product_runs_by_the_kernels_of_the_table() -> None:
 CASES_OF = {
     "decode attention": ("attention ",),
     "writes to the KV cache": ("write pages",),
+    "scores of a bounded cache": ("score ",),
+    "choice of the keys that stay": ("stays",),
+    "move of the keys that stay": ("moved",),
+    "queries of a bounded cache": ("watched",),
+    "attention that keys are given": ("given ",),
     "int8 product": ("int8 product",),
     "fp8 product": ("fp8 product",),
     "4-bit product (nvfp4, mxfp4, int4)": ("nvfp4 ", "mxfp4 ", "int4 ", "int4_asym "),

@@ -207,9 +207,9 @@ def test_the_selector_scores_the_last_queries_of_each_slot(
         torch.tensor(lengths, dtype=torch.int32),
         torch.tensor(lengths) - 1,
     )
-    got = selector.compact(layer, rows, 9)
+    got = selector.compact(rows, 9)[layer]
     monkeypatch.setattr(snapkv, "MOST_SCORED", 1)
-    assert torch.equal(selector.compact(layer, rows, 9), got)
+    assert torch.equal(selector.compact(rows, 9)[layer], got)
     last_q = torch.stack([q[row, n - 3 : n] for row, n in enumerate(lengths)])
     score = kv.scores(last_q, cache.gather_keys(layer, rows.table_BP), rows.lengths_B)
     assert torch.equal(best_and_last(score, rows.lengths_B, 9, 3), got)
@@ -270,7 +270,7 @@ def test_h2o_carries_the_scores_of_what_stays(
     given = attended(q[None, :11], k, torch.arange(11)[None])
     lengths = torch.tensor([11], dtype=torch.int32)
     rows = Rows(torch.tensor([2]), table.int(), lengths, torch.tensor([10]))
-    first = selector.compact(layer, rows, 5)
+    first = selector.compact(rows, 5)[layer]
     assert torch.equal(first, best_and_last(given, lengths, 5, 2)) and not selector.long
     # the kept keys would move; here the cache is as it was, and the row has its first five keys
     given = given.gather(2, first)
@@ -287,7 +287,7 @@ def test_h2o_carries_the_scores_of_what_stays(
     selector.copy([(2, 0)])
     rows = Rows(torch.tensor([0]), table.int(), lengths, torch.tensor([12]))
     torch.testing.assert_close(selector.score_LSGN[layer, 0], given[0])
-    second = selector.compact(layer, rows, 5)
+    second = selector.compact(rows, 5)[layer]
     assert torch.equal(second, best_and_last(given, lengths, 5, 2))
     want = torch.cat([given.gather(2, second), torch.zeros(1, 2, 2)], 2)
     torch.testing.assert_close(selector.score_LSGN[layer, 0], want[0])

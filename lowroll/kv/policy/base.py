@@ -17,7 +17,8 @@ A new policy is one file that defines both sides:
         def kept(self, cached): return min(cached, self.budget)
         def selector(self, spec, cache, max_batch): return LastKeys()
 
-Legend: B rows, T tokens, H query heads, G key-value heads, d head size, K keys that stay.
+Legend: L layers, B rows, T tokens, H query heads, G key-value heads, d head size, K keys that
+stay.
 """
 
 from __future__ import annotations
@@ -120,12 +121,12 @@ class Selector(ABC):
         """
 
     @abstractmethod
-    def compact(self, layer: int, rows: Rows, kept: int) -> Tensor:
-        """Indices int64 [B, G, K] of the `kept` keys that stay, ascending along K; 0 is the oldest
-        key in the cache.
+    def compact(self, rows: Rows, kept: int) -> Tensor:
+        """Indices int64 [L, B, G, K] of the `kept` keys that stay in each layer, ascending along K;
+        0 is the oldest key in the cache.
 
         rows: `lengths_B` keys each, of which those in `positions_B` are the last. A state that goes
-        by key is gathered here too, for these slots and this layer.
+        by key is gathered here too, for these slots.
         """
 
 

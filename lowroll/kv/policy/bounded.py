@@ -15,7 +15,8 @@ from lowroll.kv.policy.table import BUDGET, BUFFER, POLICIES, check
 
 @dataclass(frozen=True)
 class Bounded(CachePolicy):
-    """budget: keys that a compaction leaves; buffer: keys that a cache takes until the next one.
+    """budget: keys that a compaction leaves; buffer: keys that a cache takes until the next one. A
+    multiple of the steps between two plans (16 on CUDA) keeps rows from waiting for theirs.
 
     Options have the defaults and the bounds of the policy's row in `kv.policy.table`. ValueError
     names the one that is wrong.

@@ -4,12 +4,12 @@ A KV head's score of a key is the sum, over all queries since the prompt began a
 group, of the attention probability that each has given it. A key that stays keeps its score. Half
 of the budget is for the last keys, the other half for the best scores before them.
 
-Attention's own kernel does not give its probabilities away: they are computed once more here, for
-each token and layer. All queries of a prompt must be seen: none of its tokens is taken from the
-prefix cache.
+Attention's own kernel does not give its probabilities away: they are computed once more, for each
+token and layer, here in plain torch, on CUDA by `kernels.compact.watch`. All queries of a prompt
+must be seen: none of its tokens is taken from the prefix cache.
 
-Legend: B rows, S slots, T tokens, C queries of a row, H query heads, G key-value heads, d head
-size, N keys, P pages, K keys that stay.
+Legend: L layers, B rows, S slots, T tokens, C queries of a row, H query heads, G key-value heads, d
+head size, N keys, P pages, K keys that stay.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels.compact.choose import best_and_last
+from lowroll.kernels.compact.watch import add_attended, add_supports
 from lowroll.kv.cache import Chunk, KVCache, Rows
 from lowroll.kv.policy.base import Selector, num_pages, num_slots
 from lowroll.kv.policy.bounded import Bounded
-from lowroll.kv.policy.snapkv import MOST_SCORED, best_and_last
+from lowroll.kv.policy.snapkv import MOST_SCORED
 from lowroll.model.spec import ModelSpec
 
 
@@ -99,33 +102,41 @@ class HeavyHitters(Selector):
         return score_GN
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: Rows) -> None:
+        keys = self.cache.keys[layer]
+        if add_supports(keys, q_BHd.shape[1]):
+            at = rows.slots_B, rows.table_BP, rows.lengths_B
+            add_attended(self.score_LSGN[layer], q_BHd, keys, *at)
+            return
         table_BP = rows.table_BP[:, : num_pages(self.most, self.cache.page_size)]
         k_BGNd = self.cache.gather_keys(layer, table_BP)[:, :, : self.most]
         added_BGN = attended(q_BHd[:, None], k_BGNd, rows.lengths_B[:, None] - 1)
         score_SGN = self.score_LSGN[layer, :, :, : k_BGNd.shape[2]]
         score_SGN[rows.slots_B] = score_SGN[rows.slots_B] + added_BGN
 
-    def compact(self, layer: int, rows: Rows, kept: int) -> Tensor:
-        score_BGN = self._scores(layer, rows)
-        kept_BGK = best_and_last(score_BGN, rows.lengths_B, kept, self.last)
-        left_BGN = self.score_LSGN.new_zeros(*score_BGN.shape[:2], self.most)
-        left_BGN[..., :kept] = score_BGN.gather(2, kept_BGK)
-        self.score_LSGN[layer, rows.slots_B] = left_BGN
-        return kept_BGK
+    def compact(self, rows: Rows, kept: int) -> Tensor:
+        score_LBGN = self._scores(rows)
+        kept_LBGK = best_and_last(score_LBGN, rows.lengths_B, kept, self.last)
+        left_LBGN = self.score_LSGN.new_zeros(*score_LBGN.shape[:3], self.most)
+        left_LBGN[..., :kept] = score_LBGN.gather(3, kept_LBGK)
+        self.score_LSGN[:, rows.slots_B] = left_LBGN
+        return kept_LBGK
 
-    def _scores(self, layer: int, rows: Rows) -> Tensor:
-        """Scores [B, G, N] of the rows' keys; takes those of the long prompts away."""
-        score_BGN = self.score_LSGN[layer, rows.slots_B]
+    def _scores(self, rows: Rows) -> Tensor:
+        """Scores [L, B, G, N] of the rows' keys; takes those of the long prompts away."""
+        score_LBGN = self.score_LSGN[:, rows.slots_B]
         if not self.long:
-            return score_BGN
-        long = [self.long.pop((layer, slot), None) for slot in rows.slots_B.tolist()]
-        widest = max([self.most, *(score_GN.shape[1] for score_GN in long if score_GN is not None)])
-        wide_BGN = score_BGN.new_zeros(*score_BGN.shape[:2], widest)
-        wide_BGN[..., : self.most] = score_BGN
-        for row, score_GN in enumerate(long):
-            if score_GN is not None:
-                wide_BGN[row, :, : score_GN.shape[1]] = score_GN
-        return wide_BGN
+            return score_LBGN
+        slots = rows.slots_B.tolist()
+        long = {
+            (layer, slots.index(slot)): self.long.pop((layer, slot))
+            for layer, slot in list(self.long)
+            if slot in slots
+        }
+        widest = max([self.most, *(score_GN.shape[1] for score_GN in long.values())])
+        wide_LBGN = F.pad(score_LBGN, (0, widest - self.most))
+        for (layer, row), score_GN in long.items():
+            wide_LBGN[layer, row, :, : score_GN.shape[1]] = score_GN
+        return wide_LBGN
 
 
 def attended(q_BCHd: Tensor, k_BGNd: Tensor, last_BC: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowroll.kernels.compact import score
+from lowroll.kernels.compact.score import DUPLICATE, EPS
+from lowroll.kv.cache import KVCache, Rows
 from lowroll.kv.policy.snapkv import MOST_SCORED, SnapKV, importance
 from lowroll.kv.policy.table import MIX, ZERO_FIRST
-
-DUPLICATE = 0.5  # cosine over which two keys are duplicates
-EPS = 1e-8  # beside a key's norm
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,18 @@ class RKV(SnapKV):
         important_BGN = importance(q_BAHd, k_BGNd, lengths_B, self.kernel)
         redundant_BGN = redundancy(k_BGNd, lengths_B, self.zero_first)
         return self.mix * important_BGN - (1 - self.mix) * redundant_BGN
+
+    def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+        keys, table_BP = cache.key_pages(rows.table_BP)
+        lengths_B = rows.lengths_B
+        return score.join(
+            score.importance(ring_LSAHd, keys, rows.slots_B, table_BP, lengths_B),
+            score.redundancy(keys, table_BP, lengths_B, self.zero_first),
+            lengths_B,
+            self.window,
+            self.kernel,
+            self.mix,
+        )
 
 
 def redundancy(k_BGNd: Tensor, lengths_B: Tensor, zero_first: bool = False) -> Tensor:

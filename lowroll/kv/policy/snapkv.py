@@ -9,19 +9,24 @@ A KV head's score of a key, over the n cached keys and the last A = `window` que
 
 The last A keys always stay. Ties go to the older key.
 
-Legend: B rows, S slots, A queries of the window, H query heads, G key-value heads, Q query heads of
-a group, d head size, N keys of the longest row, K keys that stay.
+Here is plain torch, a layer at a time. On CUDA `kernels.compact` scores all layers at once.
+
+Legend: L layers, B rows, S slots, A queries of the window, H query heads, G key-value heads, Q
+query heads of a group, d head size, N keys of the longest row, K keys that stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels.compact import score
+from lowroll.kernels.compact.choose import best_and_last
+from lowroll.kernels.compact.watch import remember
 from lowroll.kv.cache import Chunk, KVCache, Rows
 from lowroll.kv.policy.base import Selector, num_slots
 from lowroll.kv.policy.bounded import Bounded
@@ -30,6 +35,7 @@ from lowroll.model.spec import ModelSpec
 
 # numbers of keys or scores, float32, that exist at once while rows are scored
 MOST_SCORED = 1 << 26
+SCORES = 6  # numbers of a key, layer and head that the kernels leave for each other
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,13 @@ class SnapKV(Bounded):
         q_BAHd: the last queries, in any order; k_BGNd: keys, of which a row has `lengths_B`.
         """
         return importance(q_BAHd, k_BGNd, lengths_B, self.kernel)
+
+    def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+        """The same of all layers, [L, B, G, N], by kernels. ring_LSAHd: queries by slot."""
+        keys, table_BP = cache.key_pages(rows.table_BP)
+        lengths_B = rows.lengths_B
+        important_LBGN = score.importance(ring_LSAHd, keys, rows.slots_B, table_BP, lengths_B)
+        return score.join(important_LBGN, None, lengths_B, self.window, self.kernel)
 
 
 class Attended(Selector):
@@ -84,25 +97,37 @@ class Attended(Selector):
             self.ring_LSAHd[layer, chunk.slot].index_copy_(0, at_A, q_CHd[first - chunk.start :])
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: Rows) -> None:
-        at_B = rows.positions_B % self.policy.window
-        self.ring_LSAHd[layer, rows.slots_B, at_B] = q_BHd
+        remember(self.ring_LSAHd[layer], rows.slots_B, rows.positions_B, q_BHd)
 
-    def compact(self, layer: int, rows: Rows, kept: int) -> Tensor:
-        widest = rows.table_BP.shape[1] * self.cache.page_size
-        together = max(1, MOST_SCORED // (widest * self.ring_LSAHd[0, 0].numel()))
-        portions = zip(
-            rows.slots_B.split(together),
-            rows.table_BP.split(together),
-            rows.lengths_B.split(together),
-            strict=True,
-        )
+    def compact(self, rows: Rows, kept: int) -> Tensor:
+        layers, num_heads = len(self.cache.keys), self.cache.keys[0].shape[2]
+        if not score.supports(self.ring_LSAHd, num_heads):
+            return torch.stack([self._compact_layer(layer, rows, kept) for layer in range(layers)])
         chosen = []
-        for slots_B, table_BP, lengths_B in portions:
-            q_BAHd = self.ring_LSAHd[layer, slots_B]
-            k_BGNd = self.cache.gather_keys(layer, table_BP)
-            score_BGN = self.policy.scores(q_BAHd, k_BGNd, lengths_B)
-            chosen.append(best_and_last(score_BGN, lengths_B, kept, self.policy.window))
+        for some in _portions(rows, SCORES * layers * num_heads * self.cache.page_size):
+            score_LBGN = self.policy.paged_scores(self.ring_LSAHd, self.cache, some)
+            chosen.append(best_and_last(score_LBGN, some.lengths_B, kept, self.policy.window))
+        return torch.cat(chosen, 1)
+
+    def _compact_layer(self, layer: int, rows: Rows, kept: int) -> Tensor:
+        chosen = []
+        each = self.cache.page_size * self.ring_LSAHd[0, 0].numel()
+        for some in _portions(rows, each):
+            q_BAHd = self.ring_LSAHd[layer, some.slots_B]
+            k_BGNd = self.cache.gather_keys(layer, some.table_BP)
+            score_BGN = self.policy.scores(q_BAHd, k_BGNd, some.lengths_B)
+            chosen.append(best_and_last(score_BGN, some.lengths_B, kept, self.policy.window))
         return torch.cat(chosen)
+
+
+def _portions(rows: Rows, each: int) -> Iterator[Rows]:
+    """Rows of which MOST_SCORED numbers exist at once; each: numbers of a page."""
+    together = max(1, MOST_SCORED // (rows.table_BP.shape[1] * each))
+    for first in range(0, len(rows.slots_B), together):
+        some = slice(first, first + together)
+        yield Rows(
+            rows.slots_B[some], rows.table_BP[some], rows.lengths_B[some], rows.positions_B[some]
+        )
 
 
 def importance(q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor, kernel: int) -> Tensor:
@@ -120,14 +145,3 @@ def importance(q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor, kernel: int) -
     logits_BGAN = (logits_BGAN * d**-0.5).masked_fill(~is_old_BN[:, None, None], -torch.inf)
     mean_BGN = logits_BGAN.softmax(-1).mean(2).masked_fill(~is_old_BN[:, None], -torch.inf)
     return F.max_pool1d(mean_BGN, kernel, stride=1, padding=kernel // 2)
-
-
-def best_and_last(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) -> Tensor:
-    """Indices int64 [B, G, kept], ascending: the last `window` keys of each row, and those of the
-    best scores before them. Equal scores: the lower index."""
-    n_N = torch.arange(score_BGN.shape[2], device=score_BGN.device)
-    lengths_B11 = lengths_B[:, None, None]
-    score_BGN = score_BGN.masked_fill(n_N >= lengths_B11 - window, torch.inf)
-    score_BGN = score_BGN.masked_fill(n_N >= lengths_B11, -torch.inf)
-    best_BGN = score_BGN.argsort(dim=2, descending=True, stable=True)
-    return best_BGN[..., :kept].sort(2).values

@@ -23,16 +23,16 @@ class Streaming(Bounded):
     sinks: int = SINKS.default
 
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector:
-        return FirstAndLast(self.sinks, spec.num_kv_heads)
+        return FirstAndLast(self.sinks, spec)
 
 
 class FirstAndLast(Selector):
-    def __init__(self, sinks: int, num_heads: int) -> None:
-        self.sinks, self.num_heads = sinks, num_heads
+    def __init__(self, sinks: int, spec: ModelSpec) -> None:
+        self.sinks, self.layers, self.heads = sinks, spec.num_layers, spec.num_kv_heads
 
-    def compact(self, layer: int, rows: Rows, kept: int) -> Tensor:
+    def compact(self, rows: Rows, kept: int) -> Tensor:
         kept_BK = first_and_last(rows.lengths_B, kept, self.sinks)
-        return kept_BK[:, None].expand(-1, self.num_heads, -1)
+        return kept_BK[:, None].expand(self.layers, -1, self.heads, -1)
 
 
 def first_and_last(lengths_B: Tensor, kept: int, sinks: int) -> Tensor:

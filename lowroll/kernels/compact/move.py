@@ -1,0 +1,146 @@
+"""The move of what stays: rows of bytes in the pages of a cache, in place, of all layers at once.
+
+A program moves one KV head of one row in one buffer, some keys at a time: all of them are read
+before the first is written. Why no key is overwritten before it is read, wherever the new slots
+lie: let s be where the row's own page that is the first target stands in its table, in keys. Key k
+of those that stay comes from place i_k of the old cache and goes to its place s + k (or to a page
+that the row did not have: nothing to lose there). Indices ascend, so i_k - k never falls: there is
+a k' before which keys move up, i_k < s + k, and from which on they move down or stay. Those before
+go last to first: what is still to be read lies below i_k < s + k. Those from k' on go first to
+last: what is still to be read lies above i_k >= s + k. And the two do not meet, because the first
+read and write below s + k', the others not.
+
+Legend: L layers, B rows, P pages of a row, G key-value heads, K keys that stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.compact.score import addresses
+from lowroll.kernels.launch import block, jit, tl, triton_supports
+
+Buffers = Sequence[Tensor]  # one a layer, [pages, page, G, ...], whatever a key or value takes
+
+
+def move(kinds: Sequence[Buffers], table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor) -> None:
+    """Move what lies at the kept indices of each row and head, in all layers' buffers, to new slots.
+
+    kept_LBGK: int64, ascending along K, into the keys of a row, whose pages `table_BP` lists (int32).
+    slots_BK: int64, new slots, page * page_size + offset, in order; of whole pages but the last. A
+    row's new pages may be among its old ones if they come first and stand there one behind the
+    other; they are of no other row's.
+    """
+    if not triton_supports(kept_LBGK):
+        for layer, kept_BGK in enumerate(kept_LBGK):
+            _plain([buffers[layer] for buffers in kinds], table_BP, kept_BGK, slots_BK)
+        return
+    by_width: dict[int, list[Tensor]] = {}
+    for buffers in kinds:
+        by_width.setdefault(buffers[0][0, 0, 0].nbytes, []).extend(buffers)
+    for nbytes, some in by_width.items():
+        _launch(some, nbytes, table_BP, kept_LBGK.contiguous(), slots_BK)
+
+
+def _launch(
+    buffers: list[Tensor], nbytes: int, table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor
+) -> None:
+    layers, rows, heads, kept = kept_LBGK.shape
+    size = next(size for size in (4, 2, 1) if nbytes % size == 0)
+    width = nbytes // size
+    _move_kernel[(len(buffers) * rows * heads,)](
+        addresses(buffers),
+        table_BP,
+        kept_LBGK,
+        slots_BK,
+        rows,
+        layers,
+        table_BP.shape[1],
+        kept,
+        table_BP.stride(0),
+        SIZE=size,
+        W=width,
+        WIDTH=block(width),
+        G=heads,
+        PAGE=buffers[0].shape[1],
+        BLOCK=min(64, max(16, 4096 // block(width))),
+        num_warps=4,
+    )
+
+
+def _plain(buffers: Buffers, table_BP: Tensor, kept_BGK: Tensor, slots_BK: Tensor) -> None:
+    page_size, num_heads = buffers[0].shape[1:3]
+    pages_BGP = table_BP[:, None].expand(-1, num_heads, -1)
+    pages_BGK = pages_BGP.gather(2, kept_BGK // page_size).long()
+    from_BGK = pages_BGK * page_size + kept_BGK % page_size
+    heads_G1 = torch.arange(num_heads, device=kept_BGK.device)[:, None]
+    for buffer in buffers:
+        numbers_TG = buffer.flatten(0, 1)
+        numbers_TG[slots_BK] = numbers_TG[from_BGK, heads_G1].transpose(1, 2)
+
+
+# -- Triton ----------------------------------------------------------------------------------------
+
+
+@jit
+def _first_place(table_ptr, page, pages, BLOCK: tl.constexpr):
+    """Where a page stands in a row's table; `pages` if it is not there."""
+    found = pages
+    for start in range(0, pages, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        page_P = tl.load(table_ptr + offs, mask=offs < pages, other=-1)
+        found = tl.minimum(found, tl.min(tl.where(page_P == page, offs, pages), 0))
+    return found
+
+
+@jit
+def _move_kernel(
+    addresses,
+    table_ptr,
+    kept_ptr,
+    slots_ptr,
+    rows,
+    layers,
+    pages,
+    kept,
+    table_stride,
+    SIZE: tl.constexpr,
+    W: tl.constexpr,
+    WIDTH: tl.constexpr,
+    G: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One KV head of one row in one buffer: W numbers of SIZE bytes a key."""
+    pid = tl.program_id(0)
+    head, row, buffer = pid % G, (pid // G) % rows, pid // (G * rows)
+    integer: tl.constexpr = tl.int32 if SIZE == 4 else tl.int16 if SIZE == 2 else tl.int8
+    numbers_ptr = tl.load(addresses + buffer).to(tl.pointer_type(integer))
+    numbers_ptr = tl.multiple_of(numbers_ptr, 16)
+    table_ptr += row.to(tl.int64) * table_stride
+    kept_ptr += (((buffer % layers) * rows + row).to(tl.int64) * G + head) * kept
+    slots_ptr += row.to(tl.int64) * kept
+    first = _first_place(table_ptr, tl.load(slots_ptr) // PAGE, pages, 64) * PAGE
+    rising = 0
+    for start in range(0, kept, 1024):
+        offs_k = start + tl.arange(0, 1024)
+        from_k = tl.load(kept_ptr + offs_k, mask=offs_k < kept, other=0)
+        rising += tl.sum(((from_k < first + offs_k) & (offs_k < kept)).to(tl.int32), 0)
+    turn = tl.minimum(rising, kept - 1) // BLOCK
+    offs_w = tl.arange(0, WIDTH)
+    for step in range(0, tl.cdiv(kept, BLOCK)):
+        offs_k = tl.where(step <= turn, turn - step, step) * BLOCK + tl.arange(0, BLOCK)
+        in_k = offs_k < kept
+        from_k = tl.load(kept_ptr + offs_k, mask=in_k, other=0)
+        page_k = tl.load(table_ptr + from_k // PAGE, mask=in_k, other=0).to(tl.int64)
+        from_k = page_k * PAGE + from_k % PAGE
+        to_k = tl.load(slots_ptr + offs_k, mask=in_k, other=0)
+        moves_kw = (in_k & (from_k != to_k))[:, None] & (offs_w < W)[None, :]
+        from_kw = (from_k * G + head)[:, None] * W + offs_w[None, :]
+        numbers_kw = tl.load(numbers_ptr + from_kw, mask=moves_kw)
+        tl.debug_barrier()
+        to_kw = (to_k * G + head)[:, None] * W + offs_w[None, :]
+        tl.store(numbers_ptr + to_kw, numbers_kw, mask=moves_kw)

@@ -1,0 +1,433 @@
+"""What a bounded cache's policy thinks of each key, of all layers at once, straight from the pages.
+
+The definitions, and plain torch, are those of `kv.policy.snapkv` (importance I) and `kv.policy.rkv`
+(redundancy R). No n x n matrix is stored. The cosines C exist in tiles, which tensor cores make: the
+product of two 16-bit keys is exact, and norms in float32 come after it. C is symmetric, so a
+column's sum is that of its row, without what the fix for duplicates takes away:
+
+    sum_i, newest_i, C of the newest     one pass of tiles, by row
+    S_j = sum_j - sum over i with newest_i = j of C_ij
+    R   = softmax of S / n
+
+A program is one KV head of one row of one layer (and one tile), so a row's numbers do not depend on
+its batch.
+
+Legend: L layers, S slots, A queries of the window, H query heads, G key-value heads, Q query heads
+of a group, d head size, p pages of the cache, B rows, P pages of a row, N keys of those pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.launch import block, jit, tl, triton, triton_supports
+from lowroll.kernels.support import Support, no
+
+DUPLICATE = 0.5  # cosine over which two keys are duplicates
+EPS = 1e-8  # beside a key's norm
+QUERIES = 128  # of a program: the window's, of a group, each padded to a power of two
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def supports(ring_LSAHd: Tensor, num_heads: int) -> Support:
+    """Do these kernels score the keys of `num_heads` KV heads with such queries?"""
+    _, _, window, num_queries, d = ring_LSAHd.shape
+    if ring_LSAHd.dtype not in TYPES:
+        return no("takes queries and keys in bfloat16, float16 or float32")
+    if block(window) * block(num_queries // num_heads) > QUERIES or d > 256:
+        return no(f"takes up to {QUERIES} queries of a group's window, and heads of up to 256")
+    return triton_supports(ring_LSAHd)
+
+
+def importance(
+    ring_LSAHd: Tensor,
+    keys: Sequence[Tensor],
+    slots_B: Tensor,
+    table_BP: Tensor,
+    lengths_B: Tensor,
+) -> Tensor:
+    """How much a row's last A queries attend to each key before theirs, before it spreads: float32
+    [L, B, G, N], undefined from key length - A on.
+
+    ring_LSAHd: the queries of each slot, in the keys' dtype; keys: a buffer [p, page, G, d] a layer;
+    slots_B int64, table_BP and lengths_B int32.
+    """
+    _, _, window, num_heads, d = ring_LSAHd.shape
+    page, kv_heads = keys[0].shape[1:3]
+    mean_LBGN = _scores(keys, table_BP)
+    queries = block(num_heads // kv_heads)
+    tile, _, _ = _tiles(keys[0])
+    _importance_kernel[(mean_LBGN[..., 0].numel(),)](
+        ring_LSAHd,
+        addresses(keys),
+        slots_B,
+        table_BP,
+        lengths_B,
+        mean_LBGN,
+        len(slots_B),
+        mean_LBGN.shape[3],
+        ring_LSAHd.stride(0),
+        ring_LSAHd.stride(1),
+        table_BP.stride(0),
+        d**-0.5,
+        TYPE=_type(keys[0]),
+        A=window,
+        H=num_heads,
+        G=kv_heads,
+        d=d,
+        PAGE=page,
+        AP=max(block(window), 16 // queries),
+        QP=queries,
+        D=max(16, block(d)),
+        BLOCK=tile,
+        num_warps=4 if tile == 64 else 8,
+        num_stages=2,
+    )
+    return mean_LBGN
+
+
+def redundancy(
+    keys: Sequence[Tensor], table_BP: Tensor, lengths_B: Tensor, zero_first: bool
+) -> Tensor:
+    """How much a row's other keys resemble each, before the softmax: S / n, float32 [L, B, G, N],
+    undefined behind the row's end."""
+    page, kv_heads, d = keys[0].shape[1:]
+    sum_LBGN, value_LBGN, mean_LBGN = (_scores(keys, table_BP) for _ in range(3))
+    newest_LBGN = torch.empty_like(sum_LBGN, dtype=torch.int32)
+    heads, widest = sum_LBGN[..., 0].numel(), sum_LBGN.shape[3]
+    tile, rows, warps = _tiles(keys[0])
+    tiles = triton.cdiv(widest, rows)
+    _newest_kernel[(heads * tiles,)](
+        addresses(keys),
+        table_BP,
+        lengths_B,
+        sum_LBGN,
+        newest_LBGN,
+        value_LBGN,
+        len(lengths_B),
+        tiles,
+        widest,
+        table_BP.stride(0),
+        TYPE=_type(keys[0]),
+        ZERO_FIRST=zero_first,
+        DUPLICATE=DUPLICATE,
+        EPS=EPS,
+        G=kv_heads,
+        d=d,
+        PAGE=page,
+        D=max(16, block(d)),
+        ROWS=rows,
+        BLOCK=tile,
+        num_warps=warps,
+        num_stages=3,
+    )
+    tiles = triton.cdiv(widest, 64)
+    _mean_kernel[(heads * tiles,)](
+        lengths_B,
+        sum_LBGN,
+        newest_LBGN,
+        value_LBGN,
+        mean_LBGN,
+        len(lengths_B),
+        tiles,
+        widest,
+        G=kv_heads,
+        BLOCK=64,
+        num_warps=4,
+    )
+    return mean_LBGN
+
+
+def join(
+    important_LBGN: Tensor,
+    redundant_LBGN: Tensor | None,
+    lengths_B: Tensor,
+    window: int,
+    kernel: int,
+    mix: float = 1.0,
+) -> Tensor:
+    """mix I - (1 - mix) R, float32 [L, B, G, N]: I spread over `kernel` keys, R the softmax of
+    `redundant_LBGN`; None is I alone. Undefined from key length - window on."""
+    score_LBGN = torch.empty_like(important_LBGN)
+    num_rows, kv_heads, widest = score_LBGN.shape[1:]
+    _join_kernel[(score_LBGN[..., 0].numel(),)](
+        important_LBGN,
+        important_LBGN if redundant_LBGN is None else redundant_LBGN,
+        lengths_B,
+        score_LBGN,
+        num_rows,
+        widest,
+        float(mix),
+        float(1 - mix),
+        A=window,
+        KERNEL=kernel,
+        MIXED=redundant_LBGN is not None,
+        G=kv_heads,
+        BLOCK=min(1024, block(widest)),
+        num_warps=4,
+    )
+    return score_LBGN
+
+
+def addresses(buffers: Sequence[Tensor]) -> Tensor:
+    """Where the buffers lie, int64 on their device: a kernel finds its layer's there."""
+    return torch.tensor([buffer.data_ptr() for buffer in buffers]).to(buffers[0].device)
+
+
+def _scores(keys: Sequence[Tensor], table_BP: Tensor) -> Tensor:
+    page, kv_heads = keys[0].shape[1:3]
+    shape = (len(keys), table_BP.shape[0], kv_heads, table_BP.shape[1] * page)
+    return torch.empty(shape, dtype=torch.float32, device=table_BP.device)
+
+
+def _tiles(keys_pPGd: Tensor) -> tuple[int, int, int]:
+    """(keys of a block, rows of a tile of C, its warps)."""
+    if keys_pPGd.element_size() == 2 and keys_pPGd.shape[3] <= 128:
+        return 64, 128, 8
+    return 32, 32, 4
+
+
+def _type(keys_pPGd: Tensor) -> object:
+    names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+    return names[keys_pPGd.dtype]
+
+
+# -- Triton ----------------------------------------------------------------------------------------
+
+
+@jit
+def load_keys(
+    keys_ptr,
+    table_ptr,
+    n_N,
+    length,
+    head,
+    G: tl.constexpr,
+    d: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+):
+    """A row's keys n [N, D] of one head, zeros behind its end."""
+    offs_d = tl.arange(0, D)
+    in_N = n_N < length
+    page_N = tl.load(table_ptr + n_N // PAGE, mask=in_N, other=0).to(tl.int64)
+    at_N = (page_N * PAGE + n_N % PAGE) * (G * d) + head * d
+    if D == d:
+        in_ND = in_N[:, None]
+    else:
+        in_ND = in_N[:, None] & (offs_d < d)[None, :]
+    return tl.load(keys_ptr + at_N[:, None] + offs_d[None, :], mask=in_ND, other=0.0)
+
+
+@jit
+def _logits(q_rd, k_nd, n_N, old, scale, PER: tl.constexpr, AP: tl.constexpr, QP: tl.constexpr):
+    """The largest logit of a group's heads, for each query of the window [AP, N]."""
+    s_rn = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee")
+    is_head_r = tl.arange(0, AP * QP) % QP < PER
+    s_rn = tl.where(is_head_r[:, None], s_rn, float("-inf"))
+    s_an = tl.max(tl.reshape(s_rn, (AP, QP, n_N.shape[0])), 1) * scale
+    return tl.where((n_N < old)[None, :], s_an, float("-inf"))
+
+
+@jit
+def _importance_kernel(
+    ring_ptr,
+    addresses,
+    slots_ptr,
+    table_ptr,
+    lengths_ptr,
+    mean_ptr,
+    rows,
+    widest,
+    layer_stride,
+    slot_stride,
+    table_stride,
+    scale,
+    TYPE: tl.constexpr,
+    A: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    d: tl.constexpr,
+    PAGE: tl.constexpr,
+    AP: tl.constexpr,
+    QP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One KV head of one row of one layer: the softmax's sums first, then the mean over queries."""
+    pid = tl.program_id(0)
+    head, row, layer = pid % G, (pid // G) % rows, pid // (G * rows)
+    PER: tl.constexpr = H // G
+    keys_ptr = tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(TYPE)), 16)
+    table_ptr += row.to(tl.int64) * table_stride
+    old = tl.load(lengths_ptr + row) - A
+    ring_ptr += layer.to(tl.int64) * layer_stride + tl.load(slots_ptr + row) * slot_stride
+    offs_r = tl.arange(0, AP * QP)
+    offs_d = tl.arange(0, D)
+    is_query_r = (offs_r // QP < A) & (offs_r % QP < PER)
+    at_r = (offs_r // QP * H + head * PER + offs_r % QP) * d
+    q_rd = tl.load(
+        ring_ptr + at_r[:, None] + offs_d[None, :],
+        mask=is_query_r[:, None] & (offs_d < d)[None, :],
+        other=0.0,
+    )
+    m_a = tl.full([AP], float("-inf"), tl.float32)
+    l_a = tl.zeros([AP], tl.float32)
+    for start in range(0, old, BLOCK):
+        n_N = start + tl.arange(0, BLOCK)
+        k_nd = load_keys(keys_ptr, table_ptr, n_N, old, head, G, d, PAGE, D)
+        s_an = _logits(q_rd, k_nd, n_N, old, scale, PER, AP, QP)
+        new_a = tl.maximum(m_a, tl.max(s_an, 1))
+        l_a = l_a * tl.exp(m_a - new_a) + tl.sum(tl.exp(s_an - new_a[:, None]), 1)
+        m_a = new_a
+    share_a = tl.where(tl.arange(0, AP) < A, 1.0 / (l_a * A), 0.0)
+    mean_ptr += pid.to(tl.int64) * widest
+    for start in range(0, old, BLOCK):
+        n_N = start + tl.arange(0, BLOCK)
+        k_nd = load_keys(keys_ptr, table_ptr, n_N, old, head, G, d, PAGE, D)
+        s_an = _logits(q_rd, k_nd, n_N, old, scale, PER, AP, QP)
+        p_n = tl.sum(tl.exp(s_an - m_a[:, None]) * share_a[:, None], 0)
+        tl.store(mean_ptr + n_N, p_n, mask=n_N < old)
+
+
+@jit
+def _inverse_norm(k_nd, EPS: tl.constexpr):
+    k_nd = k_nd.to(tl.float32)
+    return 1.0 / (tl.sqrt(tl.sum(k_nd * k_nd, 1)) + EPS)
+
+
+@jit
+def _newest_kernel(
+    addresses,
+    table_ptr,
+    lengths_ptr,
+    sum_ptr,
+    newest_ptr,
+    value_ptr,
+    rows,
+    tiles,
+    widest,
+    table_stride,
+    TYPE: tl.constexpr,
+    ZERO_FIRST: tl.constexpr,
+    DUPLICATE: tl.constexpr,
+    EPS: tl.constexpr,
+    G: tl.constexpr,
+    d: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ROWS rows i of C of one KV head of one row of one layer: their sums, the last j that each
+    takes for a duplicate (-1: none), and its cosine."""
+    pid, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
+    head, row, layer = pid % G, (pid // G) % rows, pid // (G * rows)
+    length = tl.load(lengths_ptr + row)
+    if first >= length:
+        return
+    keys_ptr = tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(TYPE)), 16)
+    table_ptr += row.to(tl.int64) * table_stride
+    i_R = first + tl.arange(0, ROWS)
+    k_rd = load_keys(keys_ptr, table_ptr, i_R, length, head, G, d, PAGE, D)
+    inverse_R = _inverse_norm(k_rd, EPS)
+    sum_R = tl.zeros([ROWS], tl.float32)
+    value_R = tl.zeros([ROWS], tl.float32)
+    newest_R = tl.full([ROWS], -1, tl.int32)
+    for start in range(0, length, BLOCK):
+        j_N = start + tl.arange(0, BLOCK)
+        k_nd = load_keys(keys_ptr, table_ptr, j_N, length, head, G, d, PAGE, D)
+        inverse_N = _inverse_norm(k_nd, EPS)
+        cos_RN = tl.dot(k_rd, tl.trans(k_nd), input_precision="ieee")
+        cos_RN *= inverse_R[:, None] * inverse_N[None, :]
+        is_pair_RN = (i_R[:, None] != j_N[None, :]) & (j_N < length)[None, :]
+        cos_RN = tl.where(is_pair_RN, cos_RN, 0.0)
+        is_duplicate_RN = cos_RN > DUPLICATE
+        if ZERO_FIRST:
+            is_duplicate_RN = is_duplicate_RN | (j_N == 0)[None, :]
+        here_R = tl.max(tl.where(is_duplicate_RN, j_N[None, :], -1), 1)
+        cos_R = tl.sum(tl.where(j_N[None, :] == here_R[:, None], cos_RN, 0.0), 1)
+        value_R = tl.where(here_R >= 0, cos_R, value_R)
+        newest_R = tl.maximum(newest_R, here_R)
+        sum_R += tl.sum(cos_RN, 1)
+    at_R = pid.to(tl.int64) * widest + i_R
+    tl.store(sum_ptr + at_R, sum_R, mask=i_R < length)
+    tl.store(newest_ptr + at_R, newest_R, mask=i_R < length)
+    tl.store(value_ptr + at_R, value_R, mask=i_R < length)
+
+
+@jit
+def _mean_kernel(
+    lengths_ptr,
+    sum_ptr,
+    newest_ptr,
+    value_ptr,
+    mean_ptr,
+    rows,
+    tiles,
+    widest,
+    G: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK columns j: (sum_j - sum over i with newest_i = j of C_ij) / n."""
+    pid, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK
+    length = tl.load(lengths_ptr + (pid // G) % rows)
+    if first >= length:
+        return
+    base = pid.to(tl.int64) * widest
+    j_N = first + tl.arange(0, BLOCK)
+    taken_N = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, length, BLOCK):
+        i_R = start + tl.arange(0, BLOCK)
+        newest_R = tl.load(newest_ptr + base + i_R, mask=i_R < length, other=-1)
+        value_R = tl.load(value_ptr + base + i_R, mask=i_R < length, other=0.0)
+        taken_RN = tl.where(newest_R[:, None] == j_N[None, :], value_R[:, None], 0.0)
+        taken_N += tl.sum(taken_RN, 0)
+    sum_N = tl.load(sum_ptr + base + j_N, mask=j_N < length, other=0.0)
+    tl.store(mean_ptr + base + j_N, (sum_N - taken_N) / length, mask=j_N < length)
+
+
+@jit
+def _join_kernel(
+    important_ptr,
+    redundant_ptr,
+    lengths_ptr,
+    score_ptr,
+    rows,
+    widest,
+    mix,
+    rest,
+    A: tl.constexpr,
+    KERNEL: tl.constexpr,
+    MIXED: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One KV head of one row of one layer."""
+    pid = tl.program_id(0)
+    length = tl.load(lengths_ptr + (pid // G) % rows)
+    old = length - A
+    base = pid.to(tl.int64) * widest
+    largest, total = float("-inf"), 0.0
+    if MIXED:
+        for start in range(0, length, BLOCK):
+            n_N = start + tl.arange(0, BLOCK)
+            r_N = tl.load(redundant_ptr + base + n_N, mask=n_N < length, other=float("-inf"))
+            new = tl.maximum(largest, tl.max(r_N, 0))
+            total = total * tl.exp(largest - new) + tl.sum(tl.exp(r_N - new), 0)
+            largest = new
+    for start in range(0, old, BLOCK):
+        n_N = start + tl.arange(0, BLOCK)
+        score_N = tl.full([BLOCK], float("-inf"), tl.float32)
+        for by in tl.static_range(KERNEL):
+            at_N = n_N + by - KERNEL // 2
+            is_old_N = (at_N >= 0) & (at_N < old)
+            near_N = tl.load(important_ptr + base + at_N, mask=is_old_N, other=float("-inf"))
+            score_N = tl.maximum(score_N, near_N)
+        if MIXED:
+            r_N = tl.load(redundant_ptr + base + n_N, mask=n_N < old, other=float("-inf"))
+            score_N = mix * score_N - rest * (tl.exp(r_N - largest) / total)
+        tl.store(score_ptr + base + n_N, score_N, mask=n_N < old)
