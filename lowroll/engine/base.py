@@ -33,6 +33,7 @@ class Capabilities:
     exact_logprobs: bool  # of the distribution that was drawn from, after top-k, top-p, penalties
     sampler: frozenset[str]  # fields of `Request` that it heeds
     kv_policy: str = "dense"
+    kv_dtype: str | None = None  # of the stored keys and values; None is the model's own
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class HeavyHitters(Selector):
         self.most = min(policy.budget + policy.buffer, spec.max_position)
         self.score_LSGN = torch.zeros(
             (spec.num_layers, num_slots(max_batch), spec.num_kv_heads, self.most),
-            device=cache.keys[0].device,
+            device=cache.device,
         )
         self.long: dict[tuple[int, int], Tensor] = {}
 
