@@ -7,7 +7,8 @@ scale 2^e goes into the exponent of its weight,
     w_n = 2^(s_n + e_n - m),    o = sum_n w_n q_n / sum_n 2^(s_n - m),    m = max_n (s_n + e_n) - 8
 
 so that no tile is scaled element by element; m keeps the weights within float16, whose products
-these are (a float32 query's are float32's). The new token passes through its codes too: a row
+these are (a float32 query's are float32's). Many rows on Hopper go to `kernels.attention.paged`,
+as there. The new token passes through its codes too: a row
 attends to what later steps will read.
 
 Legend: B rows, H query heads, G key-value heads, d head size, F fine channels, p pages of the
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.attention import decode
+from lowroll.kernels.attention import decode, paged
 from lowroll.kernels.attention.codes import (
     CARRY,
     FINER,
@@ -70,6 +71,10 @@ def paged_decode8(
     page, kv_heads = cache_pP.keys_TGd.shape[1:3]
     fine = channels_GF.shape[1]
     q_BHd, k_BGd, v_BGd = (_packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
+    if paged.supports(q_BHd, k_BGd, v_BGd, cache_pP.keys_TGd):
+        return paged.decode8(
+            q_BHd, k_BGd, v_BGd, cache_pP, channels_GF, table_BN, lengths_B, scale
+        )
     padded = max(16, block(d))
     splits = max(1, min(decode.MAX_SPLITS, decode.PROGRAMS // (rows * kv_heads)))
     length = 64 if padded <= 128 else 32
