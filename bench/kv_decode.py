@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,12 +56,10 @@ def measure(batch: int, context: int, shared: int) -> None:
 
     tail = (table, lengths, D**-0.5)
     plain = [(numbers(), numbers()) for _ in range(LAYERS)]
-    took = {"bf16": _time([lambda p=p: paged_decode(q, k, v, *p, *tail) for p in plain])}
+    took = {"bf16": _time([partial(paged_decode, q, k, v, *p, *tail) for p in plain])}
     del plain
-    coded = [
-        Codes(codes(D), codes(D), codes(16), codes(2).fill_(120)) for _ in range(LAYERS)
-    ]
-    calls = [lambda c=c: paged_decode8(q, k, v, c, channels, *tail) for c in coded]
+    coded = [Codes(codes(D), codes(D), codes(16), codes(2).fill_(120)) for _ in range(LAYERS)]
+    calls = [partial(paged_decode8, q, k, v, c, channels, *tail) for c in coded]
     kernel = "paged.cu" if paged.supports(q, k, v, coded[0].keys_TGd) else "triton"
     took[f"fp8 {kernel}"] = _time(calls)
     fewest, paged.FEWEST = paged.FEWEST, 1 << 30
@@ -76,7 +75,7 @@ def measure(batch: int, context: int, shared: int) -> None:
         )
 
 
-def _time(calls: list[Callable[[], Tensor]]) -> float:
+def _time(calls: Sequence[Callable[[], Tensor]]) -> float:
     """Microseconds of a call, median of the rounds."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

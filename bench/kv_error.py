@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from lowroll.kv.fp8 import fine_channels, key_energy
 from lowroll.model.attention import varlen
 from lowroll.model.rope import rotations
 from lowroll.model.spec import spec_from_config
-from lowroll.model.transformer import Transformer
+from lowroll.model.transformer import Block, Transformer
 
 D, KEYS, QUERIES, THETA = 128, 4096, 64, 1e6
 OUTLIERS = {  # pairs, size
@@ -69,16 +70,22 @@ def fine(q_TGd: Tensor, k_TGd: Tensor, channels_GF: Tensor) -> tuple[Tensor, Ten
     )
 
 
+def plain(dims: tuple[int, ...], q: Tensor, k: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    return q, scaled(k, dims)
+
+
+def spread(dims: tuple[int, ...], q: Tensor, k: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    return turned(q), scaled(turned(k), dims)
+
+
 def ways() -> dict[str, Stored]:
     grains = {"unscaled": (), "tensor": (0, 1, 2), "token": (2,), "channel": (0,)}
     made: dict[str, Stored] = {
         "exact": lambda q, k, c: (q, k),
         "bfloat16": lambda q, k, c: (q, k.bfloat16().float()),
     }
-    for name, dims in grains.items():
-        made[name] = lambda q, k, c, dims=dims: (q, scaled(k, dims))
-    for name, dims in grains.items():
-        made[f"{name} + H"] = lambda q, k, c, dims=dims: (turned(q), scaled(turned(k), dims))
+    made |= {name: partial(plain, dims) for name, dims in grains.items()}
+    made |= {f"{name} + H": partial(spread, dims) for name, dims in grains.items()}
     return made | {"fine": fine}
 
 
@@ -132,21 +139,25 @@ def model_errors(tokens: int = 512) -> None:
         channels = fine_channels(key_energy(model))
         want = _log_probs(model, ids, lambda layer, q, k, v: (q, k, v))
         for way, store in ways().items():
-
-            def stored(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple:
-                if way == "exact":
-                    return q, k, v
-                if way == "bfloat16":
-                    return q, k.bfloat16().float(), v.bfloat16().float()
-                codes = encode(v, v, channels[layer])
-                v = decode_values(codes.values_TGd, codes.scales_TG2, v.dtype)
-                return (*store(q, k, channels[layer]), v)
-
-            error = (_log_probs(model, ids, stored) - want).abs()
+            error = (_log_probs(model, ids, _both(way, store, channels)) - want).abs()
             print(
                 f"model, biases of {size:3.0f}  {way:14} |dlogp| mean {error.mean():.5f}  "
                 f"99 % {error.quantile(0.99):.5f}"
             )
+
+
+def _both(way: str, store: Stored, channels_LGF: Tensor) -> Callable[..., tuple]:
+    """What becomes of a layer's keys and values; values in 8 bits are those of `kv.fp8`."""
+
+    def stored(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple:
+        if way == "bfloat16":
+            v = v.bfloat16().float()
+        elif way != "exact":
+            codes = encode(v, v, channels_LGF[layer])
+            v = decode_values(codes.values_TGd, codes.scales_TG2, v.dtype)
+        return (*store(q, k, channels_LGF[layer]), v)
+
+    return stored
 
 
 def _model(size: float) -> Transformer:
@@ -176,6 +187,7 @@ def _model(size: float) -> Transformer:
             parameter.fill_(1)
     pairs = [57, 60, 62, 63]
     for block in model.blocks:
+        assert isinstance(block, Block) and block.qkv.bias is not None
         for part, height in (("q_proj", size / 10), ("k_proj", size)):
             bias = block.qkv.bias[block.qkv.rows(part)].view(-1, 2, D // 2)
             angles = torch.tensor([0.3, 1.1, 2.0, 4.0])

@@ -18,7 +18,7 @@ head size, K keys that stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -189,7 +189,7 @@ class KVCache:
 
 
 def _allocate(
-    shapes: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> tuple[list[Tensor], VirtualMemory | None]:
     """Buffers of zeros, in one piece of virtual memory where the device has such."""
     if device.type != "cuda" or not virtual_memory_works(device):

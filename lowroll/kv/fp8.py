@@ -15,8 +15,6 @@ fine channels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -24,9 +22,7 @@ from lowroll.kernels.attention.codes import FINE, Codes, decode_keys, decode_val
 from lowroll.kernels.attention.decode8 import paged_decode8
 from lowroll.kv.cache import KVCache, Rows
 from lowroll.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from lowroll.model.transformer import Transformer
+from lowroll.model.transformer import Block, Transformer
 
 
 class Float8Cache(KVCache):
@@ -82,8 +78,10 @@ class Float8Cache(KVCache):
     def gather_keys(self, layer: int, table_BP: Tensor) -> Tensor:
         keys, _, fine, scales = self.codes(layer)
         pages = table_BP.flatten()
-        held = (buffer.index_select(0, pages).flatten(0, 1) for buffer in (keys, fine, scales))
-        k_TGd = decode_keys(*held, self.channels_LGF[layer], self.dtype)
+        keys, fine, scales = (
+            buffer.index_select(0, pages).flatten(0, 1) for buffer in (keys, fine, scales)
+        )
+        k_TGd = decode_keys(keys, fine, scales, self.channels_LGF[layer], self.dtype)
         return k_TGd.unflatten(0, (len(table_BP), -1)).transpose(1, 2)
 
     def decode(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: Rows) -> Tensor:
@@ -104,6 +102,7 @@ def key_energy(model: Transformer) -> Tensor:
     spec = model.spec
     energies = []
     for block in model.blocks:
+        assert isinstance(block, Block)
         known = torch.zeros(spec.num_kv_heads * spec.head_dim, device=model.device)
         if block.k_norm is not None:
             known = block.k_norm.weight.detach().float().square().repeat(spec.num_kv_heads)

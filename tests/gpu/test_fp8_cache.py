@@ -122,9 +122,7 @@ REQUESTS = [
     Request(prompt(5, 3), n=1, max_tokens=90, seed=2, temperature=0.8, ignore_eos=True),
     Request(prompt(30, 5), n=8, max_tokens=70, seed=4, ignore_eos=True),
 ]
-LARGE = dict(
-    hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64
-)
+LARGE = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 
 
 @pytest.mark.parametrize("policy", [None, "rkv", "h2o", "streaming"])

@@ -72,9 +72,7 @@ def paged_decode8(
     fine = channels_GF.shape[1]
     q_BHd, k_BGd, v_BGd = (_packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
     if paged.supports(q_BHd, k_BGd, v_BGd, cache_pP.keys_TGd):
-        return paged.decode8(
-            q_BHd, k_BGd, v_BGd, cache_pP, channels_GF, table_BN, lengths_B, scale
-        )
+        return paged.decode8(q_BHd, k_BGd, v_BGd, cache_pP, channels_GF, table_BN, lengths_B, scale)
     padded = max(16, block(d))
     splits = max(1, min(decode.MAX_SPLITS, decode.PROGRAMS // (rows * kv_heads)))
     length = 64 if padded <= 128 else 32

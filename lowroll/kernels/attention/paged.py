@@ -94,7 +94,8 @@ def supports_device(
 ) -> Support:
     """Is it a CUDA device of that capability, on a machine with an nvcc that builds the kernel?"""
     return cuda_supports(device, CAPABILITY, only=True) and nvcc.supports(
-        lambda: _library(d, dtype, codes), "rows of decode attention read a shared prompt one by one"
+        lambda: _library(d, dtype, codes),
+        "rows of decode attention read a shared prompt one by one",
     )
 
 
@@ -159,9 +160,7 @@ def _decode(
     )
     with torch.cuda.device(device):
         blocks = -(-rows // ROWS) * kv_heads
-        splits = next(
-            (s for s in range(8, 1, -1) if blocks <= _clusters(*kind, device, s)), 1
-        )
+        splits = next((s for s in range(8, 1, -1) if blocks <= _clusters(*kind, device, s)), 1)
         stream = torch.cuda.current_stream(device).cuda_stream
         _check(
             library,
@@ -171,9 +170,7 @@ def _decode(
 
 
 @cache
-def _clusters(
-    d: int, dtype: torch.dtype, codes: bool, device: torch.device, splits: int
-) -> int:
+def _clusters(d: int, dtype: torch.dtype, codes: bool, device: torch.device, splits: int) -> int:
     """Clusters of so many blocks that the device runs at once; 0 where it knows no such
     clusters."""
     library, active = _library(d, dtype, codes), ctypes.c_int()
