@@ -236,6 +236,19 @@ def _new_token(
 
 
 @jit
+def _codes(at_ptr, mask, NUMBER: tl.constexpr):
+    return tl.load(at_ptr, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(NUMBER)
+
+
+@jit
+def _fine_query(q_r1, channel_ptr, in_f, in_rf, NUMBER: tl.constexpr):
+    """The fine channels of the queries, in units of the fine codes."""
+    channel_f = tl.load(channel_ptr, mask=in_f, other=0)
+    fine_rf = tl.load(q_r1 + channel_f[None, :], mask=in_rf, other=0.0)
+    return (fine_rf.to(tl.float32) / FINER_BY).to(NUMBER)
+
+
+@jit
 def _decode8_kernel(
     q_ptr,
     k_ptr,
@@ -276,26 +289,22 @@ def _decode8_kernel(
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
     length = tl.load(lengths_ptr + row)
-    cached = length - 1
+    cached, dead = length - 1, length <= 0
     share, active = _share(cached, splits, BLOCK)
     after_others(EARLY)
     if split >= active:
         return
     PER: tl.constexpr = H // G
     NUMBER: tl.constexpr = tl.float32 if WIDE else tl.float16
-    e4m3: tl.constexpr = tl.float8e4nv
     offs_r, offs_d, offs_f = tl.arange(0, R), tl.arange(0, D), tl.arange(0, F)
     in_d, in_f = offs_d < d, offs_f < f
     in_rd = (offs_r < PER)[:, None] & in_d[None, :]
     pages_ptr = table_ptr + row.to(tl.int64) * table_stride
     q_r1 = q_ptr + row.to(tl.int64) * q_stride + (head * PER + offs_r[:, None]) * d
     q_rd = tl.load(q_r1 + offs_d[None, :], mask=in_rd, other=0.0).to(NUMBER)
-    channel_f = tl.load(channels_ptr + head * f + offs_f, mask=in_f, other=0)
     in_rf = (offs_r < PER)[:, None] & in_f[None, :]
-    fine_rf = tl.load(q_r1 + channel_f[None, :], mask=in_rf, other=0.0)
-    fine_rf = (fine_rf.to(tl.float32) / FINER_BY).to(NUMBER)
-    m_r = tl.full([R], float("-inf"), tl.float32)
-    l_r = tl.zeros([R], tl.float32)
+    fine_rf = _fine_query(q_r1, channels_ptr + head * f + offs_f, in_f, in_rf, NUMBER)
+    m_r, l_r = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32)
     acc_rd = tl.zeros([R, D], tl.float32)
     if split == 0:
         if length > 0:
@@ -317,9 +326,8 @@ def _decode8_kernel(
                 F,
             )
             s_r = tl.sum(q_rd.to(tl.float32) * code_d[None, :], 1)
-            s_r += tl.sum(fine_rf.to(tl.float32) * left_f[None, :], 1)
-            s_r *= scale * _power(k_byte)
-            e = (v_byte - 127).to(tl.float32)
+            s_r = (s_r + tl.sum(fine_rf.to(tl.float32) * left_f[None, :], 1)) * scale
+            s_r, e = s_r * _power(k_byte), (v_byte - 127).to(tl.float32)
             m_r = s_r + e - HEADROOM
             l_r = tl.exp2(s_r - m_r)
             acc_rd += tl.exp2(s_r + e - m_r)[:, None] * value_d[None, :]
@@ -335,14 +343,11 @@ def _decode8_kernel(
         at_n = (page_n.to(tl.int64) * PAGE + offs_n % PAGE) * G + head
         in_nd = in_n[:, None] if D == d else in_n[:, None] & in_d[None, :]
         in_nf = in_n[:, None] if F == f else in_n[:, None] & in_f[None, :]
-        k_nd = tl.load(keys_ptr + at_n[:, None] * d + offs_d[None, :], mask=in_nd, other=0)
-        v_nd = tl.load(values_ptr + at_n[:, None] * d + offs_d[None, :], mask=in_nd, other=0)
-        left_nf = tl.load(fine_ptr + at_n[:, None] * f + offs_f[None, :], mask=in_nf, other=0)
+        k_nd = _codes(keys_ptr + at_n[:, None] * d + offs_d[None, :], in_nd, NUMBER)
+        v_nd = _codes(values_ptr + at_n[:, None] * d + offs_d[None, :], in_nd, NUMBER)
+        left_nf = _codes(fine_ptr + at_n[:, None] * f + offs_f[None, :], in_nf, NUMBER)
         # both scales at once, the key's in the lower byte
         bytes_n = tl.load(scales_ptr.to(tl.pointer_type(tl.uint16)) + at_n, mask=in_n, other=0)
-        k_nd = k_nd.to(e4m3, bitcast=True).to(NUMBER)
-        v_nd = v_nd.to(e4m3, bitcast=True).to(NUMBER)
-        left_nf = left_nf.to(e4m3, bitcast=True).to(NUMBER)
         s_rn = tl.dot(fine_rf, tl.trans(left_nf), input_precision="ieee")
         s_rn = tl.dot(q_rd, tl.trans(k_nd), s_rn, input_precision="ieee")
         s_rn *= (scale * _power(bytes_n.to(tl.int32) & 255))[None, :]
@@ -355,7 +360,6 @@ def _decode8_kernel(
         w_rn = tl.exp2(w_rn - new_r[:, None]).to(NUMBER)
         acc_rd = tl.dot(w_rn, v_nd, acc_rd, input_precision="ieee")
         m_r = new_r
-    dead = length <= 0
     o_rd = tl.where(dead, 0.0, acc_rd / tl.where(dead, 1.0, l_r)[:, None])
     out_r = (split * rows + row).to(tl.int64) * H + head * PER + offs_r
     tl.store(
