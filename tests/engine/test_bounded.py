@@ -133,22 +133,27 @@ def test_a_budget_of_the_whole_sequence_is_bitwise_the_dense_engine(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", POLICIES)
 def test_a_sample_keeps_the_same_keys_in_any_company(model: Transformer, kind: Kind) -> None:
-    """Alone, in a crowd, in waves, and with other steps between two looks."""
+    """Alone, in a crowd, in waves, without its siblings, and with other steps between two looks."""
     together = tokens(bounded(model, kind(9, 4), 5).generate(REQUESTS))
     alone = [tokens(bounded(model, kind(9, 4), 3).generate([r])) for r in REQUESTS]
     assert [row for rows in alone for row in rows] == together
     assert tokens(bounded(model, kind(9, 4), 1, max_batch=3).generate(REQUESTS)) == together
+    only = replace(REQUESTS[0], n=1)
+    assert tokens(bounded(model, kind(9, 4), 16).generate([only])) == together[:1]
 
 
-@pytest.mark.parametrize("kind", [Liked, snapkv, rkv])
+@pytest.mark.parametrize(
+    ("kind", "hits"), [(ChosenStreaming, 3), (Liked, 2), (snapkv, 2), (rkv, 2), (ChosenH2O, 0)]
+)
 def test_a_policy_sees_the_last_queries_of_a_prompt_that_the_prefix_cache_has(
-    model: Transformer, kind: Kind
+    model: Transformer, kind: Kind, hits: int
 ) -> None:
-    """All three full pages are there, but the queries of the last three tokens are to be seen."""
+    """All three full pages are there, but a policy may have to see the queries of the last three
+    tokens, or of all."""
     kv, request = kind(9, 4), Request(prompt(13, 6), n=2, max_tokens=20, ignore_eos=True)
     engine = bounded(model, kv)
     first, second = (engine.generate([request])[0] for _ in range(2))
-    assert engine.pool.hits == 2 and tokens([first]) == tokens([second])
+    assert engine.pool.hits == hits and tokens([first]) == tokens([second])
     assert check_group(kv, second, [model]) > 2
 
 
@@ -251,10 +256,12 @@ def test_a_bounded_cache_takes_requests_that_a_dense_one_refuses(model: Transfor
         engine.generate([Request(prompt(70), max_tokens=20)])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", POLICIES)
 def test_a_released_cache_and_a_failed_step_leave_a_working_engine(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch
+    model: Transformer, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kv = Liked(9, 4)
+    kv = kind(9, 4)
     engine = bounded(model, kv, 3)
     want = numbers(engine.generate(REQUESTS))
     engine.release()

@@ -8,39 +8,22 @@ whatever the reference counts say.
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from lowroll.engine.request import noise_key
 from lowroll.engine.scheduler import Scheduler
 from lowroll.kv.pages import PagePool, page_keys
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
-from tests.fixtures.scheduling import EOS, VOCAB, FakeRunner, check_invariants, draw, tag
-
-
-def expected(request: Request, decode=None) -> list[tuple[list[int], str, object]]:
-    """The rollouts of a request, sampled alone by a loop without scheduler, cache or batch."""
-    rollouts = []
-    for i in range(request.n):
-        key, ids, end = noise_key(request, i), [], ("length", None)
-        stops = set(request.stop_ids) | (set() if request.ignore_eos else {EOS})
-        while len(ids) < request.max_tokens:
-            token = draw(key, len(request.prompt_ids) + len(ids))
-            ids.append(token)
-            if token in stops and len(ids) > request.min_tokens:
-                end = ("stop", token)
-                break
-            text = decode(ids[request.min_tokens :]) if decode else ""
-            hit = [s for s in request.stop_strings if s in text]
-            if hit:
-                end = ("stop", hit[0])
-                break
-        rollouts.append((ids, *end))
-    return rollouts
+from tests.fixtures.scheduling import (
+    EOS,
+    VOCAB,
+    FakeRunner,
+    check_invariants,
+    expected,
+    letters,
+    tag,
+)
 
 
 def run_all(scheduler: Scheduler, runner: FakeRunner, limit: int = 5000) -> dict[int, Group]:
@@ -382,21 +365,6 @@ def test_a_log_prob_that_is_no_number_is_refused():
         scheduler.commit(chunk.sequence, 3, float("nan"))
 
 
-def letters(ids: list[int]) -> str:
-    """A byte-level stand-in: 1..9 are letters, 10 is nothing (a skipped special), 11 is half of a
-    two-byte letter."""
-    text, i = "", 0
-    while i < len(ids):
-        if ids[i] == 11:
-            pair = ids[i : i + 2] == [11, 11]
-            text += "é" if pair else "\ufffd"
-            i += 1 + pair
-            continue
-        text += "" if ids[i] == 10 else ".abcdefghi"[ids[i]]
-        i += 1
-    return text
-
-
 def test_stop_strings_by_hand():
     def stop(ids, strings, min_tokens=0):
         scheduler, _ = make(num_pages=64, decode=letters)
@@ -419,80 +387,3 @@ def test_stop_strings_by_hand():
         "ab",
     )  # not within the first two tokens
     assert stop([1, 2, 1], ("ba",), min_tokens=2) is None
-
-
-def random_request(rng: random.Random) -> Request:
-    max_tokens = rng.randint(1, 8)
-    return Request(
-        prompt_ids=[rng.choice([1, 2]) for _ in range(rng.randint(1, 9))],
-        n=rng.randint(1, 6),
-        max_tokens=max_tokens,
-        min_tokens=min(rng.randint(0, 3), max_tokens),
-        seed=rng.randint(0, 50),
-        ignore_eos=rng.random() < 0.5,
-        stop_ids=rng.choice([(), (3,), (3, 7)]),
-        stop_strings=rng.choice([(), (), ("ab", "c")]),
-    )
-
-
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 2**32), num_events=st.integers(0, 100))
-def test_any_interleaving_keeps_pages_exact_and_rollouts_those_of_a_request_alone(seed, num_events):
-    rng = random.Random(seed)
-    page_size = rng.randint(1, 4)
-    num_pages = rng.randint(
-        -(-17 // page_size), 24
-    )  # one sample always fits, as validation guarantees
-    scheduler, runner = make(
-        num_pages,
-        page_size,
-        max_batch=rng.randint(1, 6),
-        decode=letters,
-        prefill_chunk=rng.choice([None, 1, 3]),
-        max_prefill_tokens=rng.randint(1, 12),
-        lookahead=rng.choice([1, 1, 2, 5]),
-    )
-    requests: dict[int, Request] = {}
-    aborted: set[int] = set()
-    done: dict[int, Group] = {}
-
-    def abort() -> None:
-        handle = rng.randrange(len(requests) + 1)
-        aborted.update([handle] if scheduler.abort(handle) else [])
-
-    for version in range(2, num_events + 2):
-        verb = rng.choices(["add", "step", "abort", "torn", "update_weights"], [6, 20, 1, 1, 1])[0]
-        if verb == "add":
-            request = random_request(rng)
-            requests[scheduler.add(request)] = request
-        elif verb == "update_weights":
-            scheduler.set_behavior(tag(version))
-        elif verb == "abort":
-            abort()
-        else:
-            samples = runner.run(scheduler.plan())
-            check_invariants(scheduler)
-            if verb == "torn":  # an abort arrives while the step runs
-                abort()
-            commit_all(scheduler, samples)
-        check_invariants(scheduler)
-        done |= scheduler.finished()
-    done |= run_all(scheduler, runner)
-    assert scheduler.pool.num_free == num_pages and scheduler.reserved_pages == 0
-    assert set(done) == set(requests)
-    for handle, request in requests.items():
-        for rollout, (ids, reason, stop) in zip(
-            done[handle].rollouts, expected(request, letters), strict=True
-        ):
-            assert len(rollout.logprobs) == len(rollout.token_ids)
-            starts = [span.start for span in rollout.behavior.policy]
-            assert starts[0] == 0 and starts == sorted(set(starts))
-            if rollout.finish_reason == "abort":
-                assert handle in aborted and rollout.token_ids == ids[: len(rollout.token_ids)]
-            else:
-                assert (rollout.token_ids, rollout.finish_reason, rollout.stop_reason) == (
-                    ids,
-                    reason,
-                    stop,
-                )

@@ -19,7 +19,12 @@ from lowroll.kv.policy.snapkv import SnapKV, best_and_last, importance
 from lowroll.kv.policy.streaming import Streaming, first_and_last
 from lowroll.kv.policy.table import POLICIES, make
 from lowroll.model.spec import read_spec
-from tests.fixtures.policies import plain_importance, plain_kept, plain_redundancy
+from tests.fixtures.policies import (
+    Undecided,
+    plain_importance,
+    plain_kept,
+    plain_redundancy,
+)
 from tests.fixtures.tiny import hf_folder
 
 # two query heads of one KV head, six keys
@@ -136,6 +141,46 @@ def test_rows_of_other_lengths_against_each_head_written_out(
             assert chosen[row, head].tolist() == plain_kept(z.tolist(), n, 11, window)
             some_differ |= chosen[row, head].tolist() != chosen[row, 0].tolist()
     assert some_differ or num_heads == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_first", [False, True])
+@pytest.mark.parametrize("mix", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_rkv_keeps_by_its_definition(
+    dtype: torch.dtype, kernel: int, mix: float, zero_first: bool
+) -> None:
+    """Lengths from one key over the window on, keys without any duplicate, and equal scores: a wide
+    kernel gives its neighbours one and the same importance, which decides alone at mix 1."""
+    g = torch.Generator().manual_seed(kernel)
+    window, lengths, checked = 5, [6, 7, 8, 13, 31, 32], 0
+    q = torch.randn(len(lengths), window, 6, 8, generator=g).to(dtype)
+    near = torch.randn(len(lengths), 2, 5, 8, generator=g)[:, :, torch.arange(32) % 5]
+    k = near + 0.5 * torch.randn(near.shape, generator=g)
+    k[3] = torch.eye(32)[:, :8].roll(3, 1)  # at right angles, or nothing at all
+    k, lengths_B = k.to(dtype), torch.tensor(lengths, dtype=torch.int32)
+    for budget in (6, 7, 12):
+        kv = RKV(budget, 1, window=window, kernel=kernel, mix=mix, zero_first=zero_first)
+        rows = [row for row, n in enumerate(lengths) if n >= budget]
+        score = kv.scores(q[rows], k[rows], lengths_B[rows])
+        chosen = best_and_last(score, lengths_B[rows], budget, window)
+        for i, row in enumerate(rows):
+            for head in range(2):
+                group, n = q[row].unflatten(1, (2, -1))[:, head].double(), lengths[row]
+                keys = k[row, head, :n].double()
+                redundant = plain_redundancy(keys, zero_first)[: n - window]
+                z = mix * plain_importance(group, keys, kernel) - (1 - mix) * redundant
+                torch.testing.assert_close(
+                    score[i, head, : n - window].double(), z, rtol=1e-5, atol=1e-7
+                )
+                try:
+                    want = plain_kept(z.tolist(), n, budget, window)
+                except Undecided:
+                    continue
+                checked += 1
+                assert chosen[i, head].tolist() == want
+    assert checked > 20
 
 
 @pytest.mark.parametrize("kind", [SnapKV, RKV])

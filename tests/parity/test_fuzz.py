@@ -12,6 +12,7 @@ import torch
 from lowroll.engine.runner import Runner
 from lowroll.engine.sequence import Plan
 from tests import fuzz
+from tests.fixtures.policies import ChosenH2O, ChosenRKV, ChosenSnapKV, ChosenStreaming
 
 
 @pytest.mark.slow
@@ -19,6 +20,36 @@ from tests import fuzz
 def test_mixes_give_every_request_what_it_would_get_alone(seed: int) -> None:
     verdict = fuzz.run_block(seed, mixes=10)
     assert verdict.differences == [] and verdict.tokens > 100 and verdict.borderline <= 2
+
+
+POLICIES = [
+    ChosenStreaming(7, 3, 2),
+    ChosenH2O(8, 3),
+    ChosenSnapKV(7, 3, 3, 3),
+    ChosenRKV(7, 3, 3, 3, 0.3),
+]
+FP32 = fuzz.Family("qwen3", "fp32", False, None, torch.float32, "cpu")
+NVFP4 = replace(FP32, weights="nvfp4")
+JOINTS = [
+    *((replace(FP32, weights=name), i) for i, name in enumerate((*fuzz.EXACT, *fuzz.ACTIVATIONS))),
+    *((replace(FP32, weights="bf16", dtype=torch.bfloat16), i) for i in range(4)),
+    *((replace(NVFP4, name="qwen3-moe"), i) for i in range(4)),
+    *((replace(NVFP4, name="qwen2-tied", adapted=True), i) for i in range(4)),
+    *((replace(NVFP4, large_batch="nf4"), i) for i in range(4)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(len(JOINTS)))
+def test_every_policy_meets_every_kind_of_weights(case: int) -> None:
+    """Each format, experts, adapters, a second format for many rows; and in the mixes shared
+    prompts, chunks, samplers, stops, aborts, and weights with noise that come in flight."""
+    family, policy = JOINTS[case]
+    block = fuzz.Block(10 + case % 8, "cpu", family, POLICIES[policy % len(POLICIES)])
+    verdict = block.verdict
+    while verdict.compactions < 8:
+        block.mix()
+    assert verdict.differences == [] and verdict.borderline <= verdict.tokens // 50
 
 
 @pytest.mark.gpu
