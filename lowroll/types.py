@@ -99,6 +99,7 @@ class BehaviorTag:
     weights: str  # format of the linear weights: "int8", "bf16", ...
     kv_policy: str = "dense"
     kv_budget: int | None = None
+    kv_dtype: str | None = None  # of the stored keys and values; None is the model's own
     noise_seed: int | None = None
     noise_sigma: float = 0.0
     sampler: dict[str, float] = field(default_factory=dict)  # temperature, top_k, top_p, ...

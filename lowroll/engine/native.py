@@ -26,11 +26,11 @@ from lowroll.engine.base import Capabilities, EngineStats
 from lowroll.engine.request import validate
 from lowroll.engine.runner import Runner
 from lowroll.engine.scheduler import Scheduler
-from lowroll.kv.cache import KVCache
 from lowroll.kv.capacity import UNKNOWN_FREE, NoRoom, Workload, capacity
 from lowroll.kv.pages import PagePool
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
+from lowroll.kv.storage import storage
 from lowroll.model import hf
 from lowroll.model.experts import StackedLinear
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
@@ -69,7 +69,8 @@ class NativeEngine:
     own copy, or shares what is in the format already). weights: a name of `lowroll.formats()`;
     default the model's own low-bit format, or int8 for a dense model. kv: the cache policy
     (`kv.policy`); None is the dense one. dtype: of activations, norms and KV cache; default float32
-    on CPU, bfloat16 on CUDA, and what a dense format says. cache_tokens: size of the KV cache;
+    on CPU, bfloat16 on CUDA, and what a dense format says. kv_dtype: "fp8" stores the KV cache in 8
+    bits (`kv.fp8`); None in `dtype`. cache_tokens: size of the KV cache;
     default what `workloads`, the requests that will be in it together, can use, and no more than a
     quarter of the free memory. Without any: `max_batch` samples of 4,096 tokens, one whole context
     at least and 16 GiB at most (`kv.capacity`). max_batch: samples decoded at once.
@@ -100,12 +101,14 @@ class NativeEngine:
         noisy: bool = False,
         large_batch_weights: str | None = None,
         keep_dense: bool = False,
+        kv_dtype: str | None = None,
     ) -> None:
         self.kv = DENSE if kv is None else kv
         if not isinstance(self.kv, CachePolicy):
             raise ValueError(
                 f"kv: expected a CachePolicy or None, the dense cache, got {type(kv).__name__}"
             )
+        self.storage = storage(kv_dtype)
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
         weights = weights or self._own_format(model)
         self.format = get_format(weights)
@@ -140,7 +143,13 @@ class NativeEngine:
                 f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{why}"
             )
         self.runner = Runner(
-            self.model, self.large_batch_model, num_pages, page_size, max_batch, self.kv
+            self.model,
+            self.large_batch_model,
+            num_pages,
+            page_size,
+            max_batch,
+            self.kv,
+            self.storage,
         )
         self.pool = PagePool(num_pages, page_size)
         if large_batch_weights is not None:
@@ -150,6 +159,7 @@ class NativeEngine:
             weights=weights,
             kv_policy=self.kv.name,
             kv_budget=self.kv.budget,
+            kv_dtype=kv_dtype,
         )
         self._tokenizer = tokenizer
         self._tokens = 0  # drawn so far
@@ -334,6 +344,7 @@ class NativeEngine:
             exact_logprobs=True,
             sampler=frozenset(field.name for field in fields(Request)),
             kv=self.kv,
+            kv_dtype=self.behavior.kv_dtype,
         )
 
     def stats(self) -> EngineStats:
@@ -343,7 +354,7 @@ class NativeEngine:
             weights=self.format.name,
             weight_bits=float(self.format.bits),
             cache_tokens=cache_tokens,
-            cache_bytes=cache_tokens * KVCache.bytes_per_token(self.spec, self.model.dtype),
+            cache_bytes=cache_tokens * self.storage.bytes_per_token(self.spec, self.model.dtype),
             policy_bytes=self._policy_bytes,
             virtual_memory_bytes=self.runner.cache.virtual_memory_bytes,
             pages_peak=self.pool.peak_used,
@@ -388,6 +399,8 @@ class NativeEngine:
         written, names what does not fit.
         """
         self.receiver.take(update)
+        if not self.scheduler.has_work and self.runner.cache.adapt(self.model):
+            self.reset_prefix_cache()
         noise = update.noise
         seed: int | None = None
         sigma = 0.0
@@ -492,7 +505,7 @@ class NativeEngine:
         workloads: Sequence[Workload],
         page_size: int,
     ) -> int:
-        each = KVCache.bytes_per_token(self.spec, self.model.dtype)
+        each = self.storage.bytes_per_token(self.spec, self.model.dtype)
         free, beside = free_memory(self.model.device), self._policy_bytes
         if cache_tokens is None:
             return capacity(

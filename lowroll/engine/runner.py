@@ -41,7 +41,7 @@ class Drawn:
 
 class Runner:
     """Owns the KV cache and the device side of a step. large_batch_model: the model for many rows
-    at once (`engine.decoder`). kv: the cache policy."""
+    at once (`engine.decoder`). kv: the cache policy. storage: how keys and values are stored."""
 
     def __init__(
         self,
@@ -51,10 +51,12 @@ class Runner:
         page_size: int,
         max_batch: int,
         kv: CachePolicy = DENSE,
+        storage: type[KVCache] = KVCache,
     ) -> None:
         self.model = model
         self.large_batch_model = large_batch_model
-        self.cache = KVCache(model.spec, num_pages, page_size, model.dtype, model.device)
+        self.cache = storage(model.spec, num_pages, page_size, model.dtype, model.device)
+        self.cache.adapt(model)
         longest = min(num_pages, -(-model.spec.max_position // page_size))
         self.selector = kv.selector(model.spec, self.cache, max_batch)
         self.decoder = Decoder(

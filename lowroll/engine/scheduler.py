@@ -555,6 +555,7 @@ def behavior_salt(behavior: BehaviorTag) -> bytes:
             behavior.weights,
             behavior.kv_policy,
             behavior.kv_budget,
+            behavior.kv_dtype,
             behavior.noise_seed,
             behavior.noise_sigma,
         )

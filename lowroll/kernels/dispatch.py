@@ -83,6 +83,17 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         _triton("attention/decode"),
         _torch(),
     ),
+    "decode attention, 8-bit cache": (
+        _cuda(
+            "attention/paged.cu",
+            f"{paged.FEWEST} rows or more, 16-bit queries, heads of 64 or 128",
+            paged.CAPABILITY,
+            only=True,
+            within_triton=True,
+        ),
+        _triton("attention/decode8"),
+        _torch(),
+    ),
     "scores of a bounded cache": (
         _triton("compact/score", "keys in bfloat16, float16 or float32"),
         _torch(),

@@ -3,11 +3,13 @@
 One buffer a layer for keys and one for values, [pages, page, G, d], allocated once. `PagedDecode`
 is one token a row over the row's page table: all of it lives on the device, nothing is gathered.
 `PagedAttention` is built for the prompts of one step: it writes their keys and values to their
-slots; prompts that start at position 0 attend over their own fresh keys exactly as the learner
-does, later chunks of a prompt gather all their sequence's tokens.
+slots; prompts that start at position 0 attend over their own fresh keys as the cache holds them,
+which without a rounding is exactly what the learner does, later chunks of a prompt gather all their
+sequence's tokens.
 
 Where a cache policy drops keys, `KVCache.keep` moves those that stay, between two runs of steps.
-How keys and values are stored is known to `KVCache` alone: another storage has the same verbs.
+How keys and values are stored is known to `KVCache` alone: another storage (`kv.fp8`) has the same
+verbs.
 
 Legend: T tokens, B decode rows, P pages of the longest row, H query heads, G key-value heads, d
 head size, K keys that stay.
@@ -18,6 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +33,9 @@ from lowroll.kv.virtual_memory import VirtualMemory, virtual_memory_works
 from lowroll.model.attention import Attend, suffixes, upload, varlen
 from lowroll.model.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from lowroll.model.transformer import Transformer
+
 # tokens of later chunks' sequences whose keys and values are copied out at once
 MOST_GATHERED = 1 << 17
 
@@ -37,8 +44,9 @@ class KVCache:
     """Storage of `num_pages` pages a layer. Zero-filled: a slot that nobody wrote must not hold a
     NaN.
 
-    `virtual_memory` is the memory behind it on CUDA, whose address survives `release`; None where
-    there is no such memory.
+    dtype: of the keys and values that it takes and gives. `buffers` are lists of a tensor [pages,
+    page, G, width] a layer, one for each of `columns`. `virtual_memory` is the memory behind it on
+    CUDA, whose address survives `release`; None where there is no such memory.
     """
 
     def __init__(
@@ -49,17 +57,34 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-        self.page_size = page_size
+        self.page_size, self.dtype, self.device = page_size, dtype, torch.device(device)
         self.released = False
-        buffers, self.virtual_memory = _allocate(
-            2 * spec.num_layers, shape, dtype, torch.device(device)
-        )
-        self.keys, self.values = buffers[: spec.num_layers], buffers[spec.num_layers :]
+        head = (num_pages, page_size, spec.num_kv_heads)
+        columns = self.columns(spec, dtype)
+        shapes = [((*head, width), kind) for width, kind in columns for _ in range(spec.num_layers)]
+        flat, self.virtual_memory = _allocate(shapes, self.device)
+        self.buffers = [flat[i : i + spec.num_layers] for i in range(0, len(flat), spec.num_layers)]
+        self.keys, self.values = self.buffers[:2]
 
     @staticmethod
-    def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    def columns(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
+        """What is stored of a token, layer and KV head: numbers and their type. Keys come first,
+        then values."""
+        return [(spec.head_dim, dtype), (spec.head_dim, dtype)]
+
+    @classmethod
+    def bytes_per_token(cls, spec: ModelSpec, dtype: torch.dtype) -> int:
+        columns = cls.columns(spec, dtype)
+        head = sum(width * kind.itemsize for width, kind in columns)
+        return spec.num_layers * spec.num_kv_heads * head
+
+    def adapt(self, model: Transformer) -> bool:
+        """Take from the weights what the storage wants to know of the keys to come. True when what
+        was stored before cannot be read any more."""
+        return False
+
+    def _all(self) -> list[Tensor]:
+        return [buffer for column in self.buffers for buffer in column]
 
     @property
     def virtual_memory_bytes(self) -> int:
@@ -71,7 +96,7 @@ class KVCache:
         if not pairs:
             return
         sources, targets = torch.tensor(pairs, device=self.keys[0].device).unbind(1)
-        for buffer in (*self.keys, *self.values):
+        for buffer in self._all():
             buffer[targets] = buffer[sources]
 
     def clear(self) -> None:
@@ -79,7 +104,7 @@ class KVCache:
         to zero."""
         if self.released:
             return
-        for buffer in (*self.keys, *self.values):
+        for buffer in self._all():
             buffer.zero_()
 
     def release(self) -> None:
@@ -92,7 +117,7 @@ class KVCache:
         if self.virtual_memory is not None:
             self.virtual_memory.release()
         else:
-            for buffer in (*self.keys, *self.values):
+            for buffer in self._all():
                 buffer.untyped_storage().resize_(0)
         self.released = True
 
@@ -108,7 +133,7 @@ class KVCache:
             if self.virtual_memory is not None:
                 self.virtual_memory.restore()
             else:
-                for buffer in (*self.keys, *self.values):
+                for buffer in self._all():
                     buffer.untyped_storage().resize_(buffer.nbytes)
                     buffer.zero_()
         except BaseException:
@@ -116,8 +141,12 @@ class KVCache:
             raise
         self.released = False
 
-    def write(self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
+    def write(
+        self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values that `read` would give."""
         write_pages(self.keys[layer], self.values[layer], slots_T, k_TGd, v_TGd)
+        return k_TGd, v_TGd
 
     def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [T, G, d] of these slots."""
@@ -155,20 +184,23 @@ class KVCache:
 
         kept_LBGK: int64, ascending indices into the keys of a row, whose pages `table_BP` lists.
         """
-        move([self.keys, self.values], table_BP, kept_LBGK, slots_BK)
+        move(self.buffers, table_BP, kept_LBGK, slots_BK)
 
 
 def _allocate(
-    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> tuple[list[Tensor], VirtualMemory | None]:
     """Buffers of zeros, in one piece of virtual memory where the device has such."""
     if device.type != "cuda" or not virtual_memory_works(device):
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)], None
-    size = math.prod(shape) * dtype.itemsize
-    step = -(-size // 512) * 512
-    virtual_memory = VirtualMemory(count * step, device)
-    rows = virtual_memory.tensor().view(count, step)[:, :size]
-    return [row.view(dtype).view(shape) for row in rows], virtual_memory
+        return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes], None
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+    starts = [0, *accumulate(-(-size // 512) * 512 for size in sizes)]
+    virtual_memory = VirtualMemory(starts[-1], device)
+    memory = virtual_memory.tensor()
+    return [
+        memory[start : start + size].view(dtype).view(shape)
+        for start, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)
+    ], virtual_memory
 
 
 @dataclass(frozen=True)
@@ -223,7 +255,7 @@ class PagedAttention:
         later: list[Chunk],
         selector: Selector | None = None,
     ) -> None:
-        device = cache.keys[0].device
+        device = cache.device
         self.cache = cache
         self.selector = selector
         self.chunks = [*fresh, *later]
@@ -246,7 +278,7 @@ class PagedAttention:
         return slots_PS.flatten()[: chunk.stop]
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
+        k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
         outputs = []
         first = self.num_fresh
         if self.fresh is not None:

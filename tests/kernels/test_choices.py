@@ -23,7 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from lowroll.kernels import checksum, dispatch, launch, nvcc
 from lowroll.kernels.attention import paged
+from lowroll.kernels.attention.codes import Codes
 from lowroll.kernels.attention.decode import paged_decode, write_pages
+from lowroll.kernels.attention.decode8 import paged_decode8
 from lowroll.kernels.compact import score
 from lowroll.kernels.compact.choose import best_and_last
 from lowroll.kernels.compact.move import move
@@ -142,6 +144,7 @@ def pretended(machine: Machine) -> Iterator[list[str]]:
         patch.object(grouped, "grouped_mm_supports_device", lambda _: low_bit),
         patch.object(integers, "_turns", lambda _: None),
         patch.object(paged, "decode", writes("paged.cu", lambda q, *_: torch.empty_like(q))),
+        patch.object(paged, "decode8", writes("paged.cu", lambda q, *_: torch.empty_like(q))),
         patch.object(
             streamed,
             "linear",
@@ -193,6 +196,24 @@ def attention(
             put(v.unflatten(1, (kv_heads, d))),
             put(cache),
             put(cache.clone()),
+            put(torch.zeros(rows, 1, dtype=torch.int32)),
+            put(torch.ones(rows, dtype=torch.int32)),
+            1.0,
+        )
+
+    return call
+
+
+def coded_attention(rows: int, dtype: torch.dtype) -> Callable[[Put], object]:
+    def call(put: Put) -> object:
+        q, k = torch.zeros(rows, 8, 128, dtype=dtype), torch.zeros(rows, 1, 128, dtype=dtype)
+        widths = (128, 128, 16, 2)
+        return paged_decode8(
+            put(q),
+            put(k),
+            put(k.clone()),
+            Codes(*(put(torch.zeros(2, 16, 1, width, dtype=torch.uint8)) for width in widths)),
+            put(torch.arange(16)[None]),
             put(torch.zeros(rows, 1, dtype=torch.int32)),
             put(torch.ones(rows, dtype=torch.int32)),
             1.0,
@@ -425,6 +446,10 @@ CASES: dict[str, Callable[[Put], object]] = {
             (16, 8, 1, 128, 16, BF16, True),
         )
     },
+    **{
+        f"coded attention {rows} rows, {str(dtype)[6:]}": coded_attention(rows, dtype)
+        for rows, dtype in ((15, BF16), (16, BF16), (16, FP32))
+    },
     "write pages": written,
     "score bfloat16 of 8": scored(8),
     "score float32 of 8": scored(8, FP32),
@@ -598,6 +623,7 @@ def test_every_product_runs_by_the_kernels_of_the_table() -> None:
 # the cases of a product: how their names begin
 CASES_OF = {
     "decode attention": ("attention ",),
+    "decode attention, 8-bit cache": ("coded attention ",),
     "writes to the KV cache": ("write pages",),
     "scores of a bounded cache": ("score ",),
     "choice of the keys that stay": ("stays",),

@@ -227,11 +227,14 @@ def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
+@pytest.mark.parametrize("codes", ["0", "1"])
 @pytest.mark.parametrize("head", [64, 128])
-def test_the_kernel_of_many_rows_compiles_without_spills(head: int, tmp_path: Path) -> None:
+def test_the_kernel_of_many_rows_compiles_without_spills(
+    head: int, codes: str, tmp_path: Path
+) -> None:
     command = [
         str(nvcc.compiler()),
-        *nvcc.options((9, 0), {"HEAD": str(head), "HALF": "0"}),
+        *nvcc.options((9, 0), {"HEAD": str(head), "HALF": "0", "CODES": codes}),
         "-Xptxas",
         "-v",
         "-cubin",

@@ -47,6 +47,7 @@ def test_released_memory_comes_back_empty_in_the_same_tensors(tmp_path: Path) ->
         assert [r.token_ids for r in engine.generate([request])[0].rollouts] == want
         use()
         assert torch.isfinite(engine.score([[5, 6, 7]], [1])[0]).all()
+    cache.restore()
     held = [buffer.clone() for buffer in buffers]
     cache.restore()  # nothing to do: the pages stay
     assert all(torch.equal(a, b) for a, b in zip(buffers, held, strict=True))

@@ -20,7 +20,7 @@ from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
 from lowroll.types import Request
-from tests.fixtures.policies import Recent
+from tests.fixtures.policies import HashedRKV, Recent
 from tests.fixtures.scheduling import FakeRunner, check_invariants, tag
 from tests.fixtures.tiny import hf_folder
 
@@ -185,7 +185,7 @@ def most_running(num_pages: int, kv: CachePolicy, n: int) -> int:
 def test_the_same_memory_admits_more_sequences_under_a_budget() -> None:
     """The shapes of Qwen2.5-1.5B, in bfloat16: 4,096 keys are 112 MiB and 256 pages; a budget of 512
     and 128 more is 17.5 MiB, 40 pages of a sample's own, beside the 7 of its prompt."""
-    each, kv = 28_672, make("rkv", budget=512, buffer=128)
+    each, kv = 28_672, HashedRKV(512, 128)
     free = SHARE * 16 * 4096 * each
     for n, bounded in ((1, 4096 // (40 + 7)), (8, 8 * (4096 // (8 * 40 + 7)))):
         load = [Workload(256 // n, n, 100, 3997)]

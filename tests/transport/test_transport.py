@@ -68,6 +68,7 @@ tags = st.builds(
     weights=text,
     kv_policy=text,
     kv_budget=st.none() | st.integers(0, 9999),
+    kv_dtype=st.none() | text,
     noise_seed=st.none() | st.integers(0, 2**63 - 1),
     noise_sigma=any_float,
     sampler=st.dictionaries(text, any_float, max_size=3),

@@ -10,10 +10,17 @@
 // the up to eight query heads of a key-value head are the columns of a tensor core's product and none is wasted.
 //
 // The new token's key and value stand in for its slot of the last tile, and are written there for the next step.
+//
+// With CODES the cache holds e4m3 codes with scales (kernels/attention/codes.py). A warp writes those of its new token
+// before it fetches the tile that they are in. Codes become float16 on their way into the products: two of a token lie in
+// 16 bits, so lane (g, t) has the numbers 4 t .. 4 t + 3 of 16 of a key, where a product of 16-bit numbers has 2 t, 2 t + 1,
+// 2 t + 8 and 2 t + 9, and the sums' rows g and g + 8 are the numbers 2 g and 2 g + 1 of 16 of a value. The scales go
+// where kernels/attention/decode8.py says.
 
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include "../launch.cuh"
@@ -30,20 +37,33 @@ using Pair = __nv_bfloat162;
 __device__ __forceinline__ Pair pair(float a, float b) { return __floats2bfloat162_rn(a, b); }
 #endif
 
+#if CODES
+using Stored = uint8_t;
+#define PRODUCT "f16"
+#else
+using Stored = Number;
+#define PRODUCT TYPE
+#endif
+
 struct Problem {
     const Number *q, *k, *v;
-    Number *keys, *values;
+    Stored *keys, *values;
     const int *table, *lengths;
     Number* out;
+    uint8_t *fine, *scales;                             // of codes: [pages, page, kv_heads, 16 and 2]
+    const long long* channels;                          // [kv_heads, 16]
     int rows, heads, kv_heads, page, pages;             // pages: of a row of the table
     int q_stride, k_stride, v_stride;                   // numbers from row to row
     float scale;                                        // times log2(e)
     int early;                                          // start while the kernel before ends
 };
 
-constexpr int D = HEAD, ROWS = 8, TILE = 16, STAGES = 3, HEADS = 8;
-constexpr int CHUNKS = D / 8, ROW_BYTES = D * 2;        // a chunk: 16 bytes
-constexpr int SIDE = TILE * ROW_BYTES, RING = STAGES * 2 * SIDE;        // keys of a tile; a warp's tiles
+constexpr int D = HEAD, ROWS = 8, TILE = 16, STAGES = CODES ? 6 : 3, HEADS = 8;
+[[maybe_unused]] constexpr int FINE = 16;
+constexpr int ROW_BYTES = D * (int)sizeof(Stored), CHUNKS = ROW_BYTES / 16;     // a chunk: 16 bytes
+constexpr int SIDE = TILE * ROW_BYTES;                  // keys of a tile; of codes, its fine ones and scales follow the values
+constexpr int BYTES = 2 * SIDE + (CODES ? 2 * TILE * 16 : 0), RING = STAGES * BYTES;     // a tile; a warp's tiles
+[[maybe_unused]] constexpr float HEADROOM = 8.f;                         // as in decode8.py
 constexpr int PITCH = D + 4;                            // floats from head to head where sums meet
 constexpr int MEET = ROWS * HEADS * PITCH * 4;
 constexpr int MEMORY = ROWS * RING + ROWS * HEADS * 2 * 4;
@@ -65,14 +85,14 @@ __device__ __forceinline__ void load_transposed(uint32_t (&a)[4], uint32_t from)
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(from) : "memory");
 }
 
-__device__ __forceinline__ uint32_t transposed(Pair x) {                // an 8 x 8 matrix, a row in four lanes
+template <typename Two> __device__ __forceinline__ uint32_t transposed(Two x) {         // an 8 x 8 matrix, a row in four lanes
     uint32_t y;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(*(uint32_t*)&x));
     return y;
 }
 
 __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." PRODUCT "." PRODUCT ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -89,6 +109,9 @@ __device__ __forceinline__ float total(float x) {
     for (int i = 4; i < 32; i *= 2) x += __shfl_xor_sync(~0u, x, i);
     return x;
 }
+
+// Where a chunk of a token lies among those of its row, so that the same chunk of eight tokens lies in all banks.
+__device__ __forceinline__ int place(int chunk, int token) { return chunk ^ (CHUNKS == 4 ? token / 2 % 4 : token % 8); }
 
 // The kernel after this one may start; the one before has ended (programmatic dependent launch).
 __device__ __forceinline__ void let_others_start() { asm volatile("griddepcontrol.launch_dependents;"); }
@@ -109,8 +132,95 @@ __device__ __forceinline__ float remote(uint32_t at, int block) {
 // numbers 16 i + g (0 and 1, a head each) and 16 i + g + 8 (2 and 3).
 struct Row {
     uint32_t q[D / 16][2];
+#if CODES
+    uint32_t fine[2];                                   // q's fine channels / 16
+    int scales;                                         // bytes from a token's piece of the scales to the row's
+#endif
     float sums[D / 16][4], max[2], norm[2];
 };
+
+// The number of a head at row g + 8 half of the i-th sums.
+__device__ __forceinline__ int number(int i, int g, int half) { return CODES ? 16 * i + 2 * g + half : 16 * i + g + 8 * half; }
+
+__device__ __forceinline__ void shrink(Row& row, const float (&old)[2], bool moved) {
+    if (!__any_sync(~0u, moved)) return;
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i)
+        row.sums[i][0] *= old[0], row.sums[i][1] *= old[1], row.sums[i][2] *= old[0], row.sums[i][3] *= old[1];
+}
+
+#if CODES
+__device__ __forceinline__ uint32_t halves(uint32_t codes) {            // of the lower two
+    uint32_t y;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((uint16_t)codes));
+    return y;
+}
+
+__device__ __forceinline__ uint32_t half_pair(float a, float b) {
+    const __half2 y = __floats2half2_rn(a, b);
+    return *(const uint32_t*)&y;
+}
+
+// A tile at shared address `at`, its first `valid` tokens.
+__device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float scale, int lane) {
+    const int matrix = lane / 8, in = lane % 8, g = lane / 4, token = (matrix & 1) * 8 + in;
+    float s[2][4] = {};
+    uint32_t a[4];
+    load(a, at + 2 * SIDE + token * 16);
+    {
+        const uint32_t fine[4] = {halves(a[0]), halves(a[1]), halves(a[0] >> 16), halves(a[1] >> 16)};
+        multiply(s[1], fine, row.fine[0], row.fine[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < D / 16; i += 2) {
+        load(a, at + token * ROW_BYTES + place(i + matrix / 2, token) * 16);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const uint32_t x = a[2 * j], y = a[2 * j + 1];
+            const uint32_t keys[4] = {halves(x), halves(y), halves(x >> 16), halves(y >> 16)};
+            multiply(s[j], keys, row.q[i + j][0], row.q[i + j][1]);
+        }
+    }
+    float weight[4], tall[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        uint16_t both;                                  // scales, the key's in the lower byte
+        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(both)
+                     : "r"(at + 2 * SIDE + TILE * 16 + (g + 8 * half) * 16 + row.scales) : "memory");
+        const float by = scale * __uint_as_float((both & 255u) << 23), e = (float)(both >> 8) - 127.f;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int j = 2 * half + h;
+            s[0][j] = g + 8 * half < valid ? (s[0][j] + s[1][j]) * by : -INFINITY;
+            weight[j] = s[0][j] + e;
+            tall[h] = fmaxf(tall[h], weight[j]);
+        }
+    }
+    bool moved = false;
+    float old[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const float now = fmaxf(row.max[h], most(tall[h]) - HEADROOM);
+        moved |= now != row.max[h];
+        old[h] = exp2f(row.max[h] - now);
+        row.max[h] = now;
+        weight[h] = exp2f(weight[h] - now), weight[2 + h] = exp2f(weight[2 + h] - now);
+        row.norm[h] = row.norm[h] * old[h] + (exp2f(s[0][h] - now) + exp2f(s[0][2 + h] - now));
+    }
+    shrink(row, old, moved);
+    const uint32_t b0 = transposed(half_pair(weight[0], weight[1])), b1 = transposed(half_pair(weight[2], weight[3]));
+#pragma unroll
+    for (int i = 0; i < D / 16; i += 2) {
+        load_transposed(a, at + SIDE + token * ROW_BYTES + place(i + matrix / 2, token) * 16);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {                   // two tokens, two numbers of each: the same number of both together
+            const uint32_t x = __byte_perm(a[2 * j], 0, 0x3120), y = __byte_perm(a[2 * j + 1], 0, 0x3120);
+            const uint32_t values[4] = {halves(x), halves(x >> 16), halves(y), halves(y >> 16)};
+            multiply(row.sums[i + j], values, b0, b1);
+        }
+    }
+}
+#else
 
 // A tile at shared address `at`, its first `valid` tokens.
 __device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float scale, int lane) {
@@ -142,11 +252,7 @@ __device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float s
         weight[h] = exp2f(s[0][h] - now), weight[2 + h] = exp2f(s[0][2 + h] - now);
         row.norm[h] = row.norm[h] * old[h] + (weight[h] + weight[2 + h]);
     }
-    if (__any_sync(~0u, moved)) {
-#pragma unroll
-        for (int i = 0; i < D / 16; ++i)
-            row.sums[i][0] *= old[0], row.sums[i][1] *= old[1], row.sums[i][2] *= old[0], row.sums[i][3] *= old[1];
-    }
+    shrink(row, old, moved);
     const uint32_t b0 = transposed(pair(weight[0], weight[1])), b1 = transposed(pair(weight[2], weight[3]));
     const int token = (matrix / 2) * 8 + in;
 #pragma unroll
@@ -156,11 +262,15 @@ __device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float s
         multiply(row.sums[i], a, b0, b1);
     }
 }
+#endif
 
 // Where a row's tokens lie. Its tiles in this block: rank, rank + S, rank + 2 S ...
 template <int S>
 struct Tokens {
-    const Number *keys, *values, *new_k, *new_v;        // of this head
+    const Stored *keys, *values;                        // of this head
+    const Number *new_k, *new_v;
+    const uint8_t *fine, *scales;                       // of all heads
+    int head, heads;
     const int* table;
     int length, page, token_numbers, rank, lane, window = -1, entry = 0;
 
@@ -175,6 +285,25 @@ struct Tokens {
         return __shfl_sync(~0u, entry, i % 32) * page + tile % each * TILE;
     }
 
+#if CODES
+    __device__ __forceinline__ void fetch_tile(int i, uint32_t to) {
+        const size_t first = (size_t)first_number(i);
+        const int chunk = lane % CHUNKS, left = length - 1 - (rank + i * S) * TILE;     // the last token; it is there
+        const uint8_t *k = keys + first * token_numbers + chunk * 16, *v = values + first * token_numbers + chunk * 16;
+#pragma unroll
+        for (int j = 0; j < TILE * CHUNKS / 32; ++j) {
+            const int token = j * (32 / CHUNKS) + lane / CHUNKS;
+            const size_t at = (size_t)token * token_numbers;
+            const uint32_t there = to + token * ROW_BYTES + place(chunk, token) * 16;
+            const int bytes = token <= left ? 16 : 0;
+            fetch(there, k + at, bytes), fetch(there + SIDE, v + at, bytes);
+        }
+        const int token = lane % TILE;                  // scales of several heads in 16 bytes
+        const size_t at = (first + token) * heads + head;
+        const uint8_t* from = lane < TILE ? fine + at * FINE : scales + (at * 2 & ~(size_t)15);
+        fetch(to + 2 * SIDE + lane * 16, from, token <= left ? 16 : 0);
+    }
+#else
     __device__ __forceinline__ void fetch_tile(int i, uint32_t to) {
         const size_t first = (size_t)first_number(i) * token_numbers;
         const int chunk = lane % CHUNKS, left = length - 1 - (rank + i * S) * TILE;     // tokens before the new one
@@ -192,7 +321,44 @@ struct Tokens {
             }
         }
     }
+#endif
 };
+
+#if CODES
+// The codes of the new token's key or value, 1 or 2 numbers of each lane's two by two. Returns the byte of the scale.
+__device__ __forceinline__ int encode(const Number* from, uint8_t* to, int lane) {
+    float x[D / 32], amax = 0.f;
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) {
+        x[i] = (float)from[i / 2 * 64 + 2 * lane + i % 2];
+        amax = fmaxf(amax, fabsf(x[i]));
+    }
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, i));
+    const int byte = max(((__float_as_int(amax) + 0x1FFFFF) >> 23) - 8, 127 - 60);
+    const float by = __int_as_float((254 - byte) << 23);
+#pragma unroll
+    for (int i = 0; i < D / 64; ++i)
+        *(uint16_t*)(to + i * 64 + 2 * lane) =
+            __nv_cvt_float2_to_fp8x2(make_float2(x[2 * i] * by, x[2 * i + 1] * by), __NV_SATFINITE, __NV_E4M3);
+    return byte;
+}
+
+// Write the new token's codes to its slot.
+__device__ __forceinline__ void write(const Problem& p, const Number* k, const Number* v, size_t slot, int head, int lane) {
+    const size_t at = slot * p.kv_heads + head;
+    const int key = encode(k, p.keys + at * D, lane), value = encode(v, p.values + at * D, lane);
+    if (lane < FINE) {
+        const float x = (float)k[p.channels[head * FINE + lane]] * __int_as_float((254 - key) << 23);
+        const uint32_t code = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3), as_half = halves(code);
+        const float left = x - __low2float(*(const __half2*)&as_half);
+        p.fine[at * FINE + lane] = __nv_cvt_float_to_fp8(left * 16.f, __NV_SATFINITE, __NV_E4M3);
+    }
+    if (lane == 0) *(uint16_t*)(p.scales + at * 2) = (uint16_t)(key | value << 8);
+    __threadfence();                                    // other lanes fetch it
+    __syncwarp();
+}
+#endif
 
 // What the block's rows have in common. pages: those that the tables of all live rows begin with, complete and cached; 0
 // for a single row. leader: the first live row (of the block), its length beside it.
@@ -245,11 +411,16 @@ __device__ __forceinline__ void finish(const Problem& p, const Row& row, bool li
     Number* out = p.out + ((size_t)at_row * p.heads + head * each + g) * D + 2 * t;
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
+        uint32_t y[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint32_t y = transposed(pair(row.sums[i][2 * half] * by[0], row.sums[i][2 * half + 1] * by[1]));
-            if (g < each && at_row < p.rows) *(uint32_t*)(out + 16 * i + 8 * half) = live ? y : 0;
+            y[half] = transposed(pair(row.sums[i][2 * half] * by[0], row.sums[i][2 * half + 1] * by[1]));
+            if (!live) y[half] = 0;
         }
+        uint32_t* at = (uint32_t*)(out + 16 * i + (CODES ? 2 * t : 0));
+        const uint32_t low = CODES ? __byte_perm(y[0], y[1], 0x5410) : y[0];
+        const uint32_t high = CODES ? __byte_perm(y[0], y[1], 0x7632) : y[1];
+        if (g < each && at_row < p.rows) at[0] = low, at[CODES ? 1 : 4] = high;
     }
 }
 
@@ -263,7 +434,7 @@ __device__ __forceinline__ void join(const Problem& p, const Row& row, bool live
     for (int i = 0; i < D / 16; ++i) {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-            sums[(warp * HEADS + 2 * t + j % 2) * PITCH + 16 * i + g + j / 2 * 8] = live ? row.sums[i][j] : 0.f;
+            sums[(warp * HEADS + 2 * t + j % 2) * PITCH + number(i, g, j / 2)] = live ? row.sums[i][j] : 0.f;
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -316,6 +487,7 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
     tokens.table = p.table + (size_t)(live ? mine : first_row + common.leader) * p.pages;
     tokens.length = live ? length : common.length, tokens.page = p.page, tokens.token_numbers = p.kv_heads * D;
     tokens.rank = rank, tokens.lane = lane;
+    tokens.fine = p.fine, tokens.scales = p.scales, tokens.head = head, tokens.heads = p.kv_heads;
     auto share = [&](int tiles) { return tiles > rank ? (tiles - rank + S - 1) / S : 0; };
     const int together = share(common.pages * (p.page / TILE)), all = share((length + TILE - 1) / TILE);
     const int batches = (together + ROWS - 1) / ROWS, steps = live ? batches + all - together : batches;
@@ -324,7 +496,7 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
     auto tile_of = [&](int step) { return step < batches ? step * ROWS + warp : together + step - batches; };
     auto ask = [&](int step) {
         const int tile = tile_of(step);
-        if (step < steps && (step >= batches || tile < together)) tokens.fetch_tile(tile, ring + step % STAGES * 2 * SIDE);
+        if (step < steps && (step >= batches || tile < together)) tokens.fetch_tile(tile, ring + step % STAGES * BYTES);
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
     // lengths, pages and what they hold are from the step before; the new token is not
@@ -332,18 +504,37 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
     if (ahead)
         for (int i = 0; i < STAGES - 1; ++i) ask(i);
     after_others();
+#if CODES
+    if (live && (length - 1) / TILE % S == rank) {
+        const int last = length - 1;
+        const size_t slot = (size_t)tokens.table[last / p.page] * p.page + last % p.page;
+        write(p, tokens.new_k, tokens.new_v, slot, head, lane);
+    }
+#endif
     if (!ahead)
         for (int i = 0; i < STAGES - 1; ++i) ask(i);
 
     Row row;
     const bool real = g < each && live;
-    const Number* q = p.q + (size_t)mine * p.q_stride + (head * each + g) * D + 2 * t;
+    const Number* q = p.q + (size_t)mine * p.q_stride + (head * each + g) * D + (CODES ? 4 : 2) * t;
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
+#if CODES
+        for (int j = 0; j < 2; ++j)
+            row.q[i][j] = real ? half_pair((float)q[16 * i + 2 * j], (float)q[16 * i + 2 * j + 1]) : 0;
+#else
         row.q[i][0] = real ? *(const uint32_t*)(q + 16 * i) : 0, row.q[i][1] = real ? *(const uint32_t*)(q + 16 * i + 8) : 0;
+#endif
 #pragma unroll
         for (int j = 0; j < 4; ++j) row.sums[i][j] = 0.f;
     }
+#if CODES
+    for (int j = 0; j < 2; ++j) {
+        const long long* channel = p.channels + head * FINE + 4 * t + 2 * j;
+        row.fine[j] = real ? half_pair((float)q[channel[0] - 4 * t] / 16.f, (float)q[channel[1] - 4 * t] / 16.f) : 0;
+    }
+    row.scales = (g * p.kv_heads + head) * 2 % 16;      // 8 tokens on it is the same
+#endif
     row.max[0] = row.max[1] = -INFINITY, row.norm[0] = row.norm[1] = 0.f;
 
     for (int step = 0; step < steps || step <= batches; ++step) {
@@ -351,7 +542,7 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
         if (step <= batches) __syncthreads();           // the tiles of others are there, and mine are no longer read
         else __syncwarp();
         ask(step + STAGES - 1);
-        const uint32_t slot = step % STAGES * 2 * SIDE;
+        const uint32_t slot = step % STAGES * BYTES;
         if (!live) continue;
         if (step < batches) {
             const int count = min(ROWS, together - step * ROWS);
@@ -362,6 +553,7 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
     }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
 
+#if !CODES
     if (live && (length - 1) / TILE % S == rank && lane < 2 * CHUNKS) {      // the new token, for the next step
         const int last = length - 1, chunk = lane % CHUNKS;
         const size_t slot = (size_t)tokens.table[last / p.page] * p.page + last % p.page;
@@ -369,6 +561,7 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
         if (lane < CHUNKS) *(uint4*)(p.keys + at) = *(const uint4*)(tokens.new_k + chunk * 8);
         else *(uint4*)(p.values + at) = *(const uint4*)(tokens.new_v + chunk * 8);
     }
+#endif
     if constexpr (S == 1) finish(p, row, live, mine, head, each, lane);
     else join<S>(p, row, live, (float*)memory, ends, first_row, head, each, rank, warp, lane);
 }

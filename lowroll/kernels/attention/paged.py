@@ -1,7 +1,8 @@
 """Decode attention for many rows: `paged.cu` for torch.
 
 A launch depends on the rows, the heads and the device alone, so a captured graph is right for every
-length and every sharing of pages, and a batch size always gives the same bits.
+length and every sharing of pages, and a batch size always gives the same bits. The cache holds
+numbers of q's type (`decode`), or 8-bit codes (`decode8`, `kernels.attention.codes`).
 
 Legend: B rows, H query heads, G key-value heads, d head size, p pages of the cache, P tokens of a
 page, N pages of a table row.
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import nvcc
+from lowroll.kernels.attention.codes import Codes
 from lowroll.kernels.launch import early
 from lowroll.kernels.support import NO_CUDA, Support, cuda_supports, no
 
@@ -36,6 +38,7 @@ class Problem(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("q", "k", "v", "keys", "values", "table", "lengths", "out")
         ),
+        *((name, ctypes.c_void_p) for name in ("fine", "scales", "channels")),
         *(
             (name, ctypes.c_int)
             for name in (
@@ -66,8 +69,10 @@ def supports(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> 
         return NO_CUDA
     if rows < FEWEST:
         return no("takes 16 rows or more")
-    if q_BHd.dtype != keys_pPGd.dtype or q_BHd.dtype not in (torch.bfloat16, torch.float16):
-        return no("takes queries and a cache in bfloat16, or both in float16")
+    if q_BHd.dtype not in (torch.bfloat16, torch.float16):
+        return no("takes queries in bfloat16 or float16")
+    if keys_pPGd.dtype not in (q_BHd.dtype, torch.uint8):
+        return no("takes a cache of the queries' type, or of 8-bit codes")
     if d not in (64, 128):
         return no("takes heads of 64 or 128")
     if heads > HEADS * kv_heads:
@@ -76,7 +81,7 @@ def supports(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> 
         return no("takes pages of multiples of 16 tokens")
     if not all(_aligned(x, size) for x, size in ((q_BHd, 4), (k_BGd, 16), (v_BGd, 16))):
         return no("takes queries, keys and values whose rows begin at multiples of 16 bytes")
-    return supports_device(d, q_BHd.dtype, q_BHd.device)
+    return supports_device(d, q_BHd.dtype, q_BHd.device, keys_pPGd.dtype == torch.uint8)
 
 
 def _aligned(x_THd: Tensor, size: int) -> bool:
@@ -84,10 +89,13 @@ def _aligned(x_THd: Tensor, size: int) -> bool:
 
 
 @cache
-def supports_device(d: int, dtype: torch.dtype, device: torch.device) -> Support:
+def supports_device(
+    d: int, dtype: torch.dtype, device: torch.device, codes: bool = False
+) -> Support:
     """Is it a CUDA device of that capability, on a machine with an nvcc that builds the kernel?"""
     return cuda_supports(device, CAPABILITY, only=True) and nvcc.supports(
-        lambda: _library(d, dtype), "rows of decode attention read a shared prompt one by one"
+        lambda: _library(d, dtype, codes),
+        "rows of decode attention read a shared prompt one by one",
     )
 
 
@@ -103,12 +111,45 @@ def decode(
 ) -> Tensor:
     """`kernels.attention.decode.paged_decode` for what `supports` says yes to. RuntimeError when it
     cannot be launched."""
+    return _decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
+
+
+def decode8(
+    q_BHd: Tensor,
+    k_BGd: Tensor,
+    v_BGd: Tensor,
+    cache_pP: Codes,
+    channels_GF: Tensor,
+    table_BN: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+) -> Tensor:
+    """`kernels.attention.decode8.paged_decode8`, likewise."""
+    keys, values, fine, scales = cache_pP
+    return _decode(
+        q_BHd, k_BGd, v_BGd, keys, values, table_BN, lengths_B, scale, (fine, scales, channels_GF)
+    )
+
+
+def _decode(
+    q_BHd: Tensor,
+    k_BGd: Tensor,
+    v_BGd: Tensor,
+    keys_pPGd: Tensor,
+    values_pPGd: Tensor,
+    table_BN: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    finer: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
     (rows, heads, d), (page, kv_heads) = q_BHd.shape, keys_pPGd.shape[1:3]
-    library, device = _library(d, q_BHd.dtype), q_BHd.device
+    kind = (d, q_BHd.dtype, finer is not None)
+    library, device = _library(*kind), q_BHd.device
     out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=device)
     tensors = (q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, out_BHd)
     problem = Problem(
         *(x.data_ptr() for x in tensors),
+        *((x.data_ptr() for x in finer) if finer else (None, None, None)),
         rows,
         heads,
         kv_heads,
@@ -119,9 +160,7 @@ def decode(
     )
     with torch.cuda.device(device):
         blocks = -(-rows // ROWS) * kv_heads
-        splits = next(
-            (s for s in range(8, 1, -1) if blocks <= _clusters(d, q_BHd.dtype, device, s)), 1
-        )
+        splits = next((s for s in range(8, 1, -1) if blocks <= _clusters(*kind, device, s)), 1)
         stream = torch.cuda.current_stream(device).cuda_stream
         _check(
             library,
@@ -131,10 +170,10 @@ def decode(
 
 
 @cache
-def _clusters(d: int, dtype: torch.dtype, device: torch.device, splits: int) -> int:
+def _clusters(d: int, dtype: torch.dtype, codes: bool, device: torch.device, splits: int) -> int:
     """Clusters of so many blocks that the device runs at once; 0 where it knows no such
     clusters."""
-    library, active = _library(d, dtype), ctypes.c_int()
+    library, active = _library(d, dtype, codes), ctypes.c_int()
     problem = Problem(rows=ROWS, kv_heads=1)
     error = library.paged_decode(ctypes.byref(problem), splits, ctypes.byref(active), None)
     return 0 if error else active.value
@@ -148,9 +187,15 @@ def _check(library: ctypes.CDLL, error: int) -> None:
 
 
 @cache
-def _library(d: int, dtype: torch.dtype) -> ctypes.CDLL:
+def _library(d: int, dtype: torch.dtype, codes: bool) -> ctypes.CDLL:
     library = nvcc.library(
-        SOURCE, CAPABILITY, {"HEAD": str(d), "HALF": str(int(dtype == torch.float16))}
+        SOURCE,
+        CAPABILITY,
+        {
+            "HEAD": str(d),
+            "HALF": str(int(dtype == torch.float16)),
+            "CODES": str(int(codes)),
+        },
     )
     library.paged_decode.argtypes = [
         ctypes.c_void_p,

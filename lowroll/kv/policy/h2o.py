@@ -62,7 +62,7 @@ class HeavyHitters(Selector):
         self.most = policy.most(spec)
         self.score_LSGN = torch.zeros(
             (spec.num_layers, num_slots(max_batch), spec.num_kv_heads, self.most),
-            device=cache.keys[0].device,
+            device=cache.device,
         )
         self.long: dict[tuple[int, int], Tensor] = {}
 

@@ -77,11 +77,10 @@ class Attended(Selector):
 
     def __init__(self, policy: SnapKV, spec: ModelSpec, cache: KVCache, max_batch: int) -> None:
         self.policy, self.cache = policy, cache
-        keys = cache.keys[0]
         self.ring_LSAHd = torch.zeros(
             (spec.num_layers, num_slots(max_batch), policy.window, spec.num_heads, spec.head_dim),
-            dtype=keys.dtype,
-            device=keys.device,
+            dtype=cache.dtype,
+            device=cache.device,
         )
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

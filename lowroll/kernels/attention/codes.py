@@ -1,0 +1,82 @@
+"""Keys and values in 8 bits: e4m3 codes, one scale for a token and KV head.
+
+    scale   2^e, the least with amax <= 448 * 2^e, e >= -60; stored as the byte e + 127
+    codes   q = e4m3(x / 2^e), to nearest, ties to even
+    fine    of 16 channels of a key, r = e4m3(16 (x / 2^e - q)):  x ~ 2^e (q + r / 16)
+
+e4m3 is a floating format: a scale moves its range and leaves its relative error of 2^-4. So a power
+of two loses nothing, and codes times scales are exact. Keys have a few channels that are far larger
+than the others and nearly the same for all tokens (biases of hundreds in Qwen2.5); a query's product
+is mostly theirs, and so is its error. The second code makes their error 2^-8, that of bfloat16.
+Measured against other ways: docs/log/kernels.md, `python -m bench.kv_error`.
+
+All of it is exact or rounded once, element by element: a token's codes depend on nothing else, and
+are the same on every device.
+
+Legend: T tokens, G key-value heads, d head size, F fine channels, p pages, P tokens of a page.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+FINE = 16  # channels of a head, at most
+FINER = 16  # of a fine code's unit: one of the code
+LEAST = 127 - 60  # byte of the smallest scale
+# carries into the exponent where the mantissa is over that of 448 = 1.75 * 2^8
+CARRY = 0x1FFFFF
+
+
+class Codes(NamedTuple):
+    """uint8 each: of T tokens, or [p, P] in place of T."""
+
+    keys_TGd: Tensor
+    values_TGd: Tensor
+    fine_TGF: Tensor
+    scales_TG2: Tensor  # of the key, of the value
+
+
+def encode(k_TGd: Tensor, v_TGd: Tensor, channels_GF: Tensor) -> Codes:
+    """channels_GF: int64, the fine channels of each head, no channel twice."""
+    k_TGd, v_TGd = k_TGd.float(), v_TGd.float()
+    bytes_TG2 = torch.stack([_scale(k_TGd), _scale(v_TGd)], -1)
+    inverse_TG2 = ((254 - bytes_TG2) << 23).view(torch.float32)
+    k_TGd = k_TGd * inverse_TG2[..., :1]
+    keys_TGd = k_TGd.to(E4M3)
+    channels_TGF = channels_GF.expand(len(k_TGd), *channels_GF.shape)
+    left_TGF = k_TGd.gather(2, channels_TGF) - keys_TGd.float().gather(2, channels_TGF)
+    return Codes(
+        keys_TGd.view(torch.uint8),
+        (v_TGd * inverse_TG2[..., 1:]).to(E4M3).view(torch.uint8),
+        (left_TGF * FINER).to(E4M3).view(torch.uint8),
+        bytes_TG2.to(torch.uint8),
+    )
+
+
+def _scale(x_TGd: Tensor) -> Tensor:
+    """The byte of the scale, int32 [T, G]."""
+    bits_TG = x_TGd.abs().amax(-1).view(torch.int32)
+    return (((bits_TG + CARRY) >> 23) - 8).clamp(min=LEAST)
+
+
+def decode_keys(
+    keys_TGd: Tensor, fine_TGF: Tensor, scales_TG2: Tensor, channels_GF: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The keys [T, G, d] that the codes stand for, rounded to `dtype`."""
+    k_TGd = keys_TGd.view(E4M3).float()
+    left_TGF = fine_TGF.view(E4M3).float() / FINER
+    k_TGd.scatter_add_(2, channels_GF.expand(fine_TGF.shape), left_TGF)
+    return (k_TGd * _unit(scales_TG2[..., :1])).to(dtype)
+
+
+def decode_values(values_TGd: Tensor, scales_TG2: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values [T, G, d] that the codes stand for, rounded to `dtype`."""
+    return (values_TGd.view(E4M3).float() * _unit(scales_TG2[..., 1:])).to(dtype)
+
+
+def _unit(bytes_TG1: Tensor) -> Tensor:
+    return (bytes_TG1.int() << 23).view(torch.float32)

@@ -1,0 +1,371 @@
+"""Decode attention over a paged cache of 8-bit codes (`kernels.attention.codes`).
+
+As `kernels.attention.decode`, but for what is read. Codes become float16 without a loss, and the
+products take them as they are: a key's scale multiplies its column of the scores, and a value's
+scale 2^e goes into the exponent of its weight,
+
+    w_n = 2^(s_n + e_n - m),    o = sum_n w_n q_n / sum_n 2^(s_n - m),    m = max_n (s_n + e_n) - 8
+
+so that no tile is scaled element by element; m keeps the weights within float16, whose products
+these are (a float32 query's are float32's). Many rows on Hopper go to `kernels.attention.paged`,
+as there. The new token passes through its codes too: a row
+attends to what later steps will read.
+
+Legend: B rows, H query heads, G key-value heads, d head size, F fine channels, p pages of the
+cache, P tokens of a page, N pages of a table row, L = N * P.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.kernels.attention import decode, paged
+from lowroll.kernels.attention.codes import (
+    CARRY,
+    FINER,
+    LEAST,
+    Codes,
+    decode_keys,
+    decode_values,
+    encode,
+)
+from lowroll.kernels.attention.decode import _combine_kernel, _packed_heads, _share
+from lowroll.kernels.launch import (
+    after_others,
+    block,
+    constexpr,
+    early_start,
+    jit,
+    let_others_start,
+    tl,
+    triton_supports,
+)
+
+HEADROOM = constexpr(8.0)  # weights reach 2^8 of float16's 2^16, and vanish below 2^-24
+ROUND, SMALLEST, FINER_BY = constexpr(CARRY), constexpr(LEAST), constexpr(float(FINER))
+
+
+def paged_decode8(
+    q_BHd: Tensor,
+    k_BGd: Tensor,
+    v_BGd: Tensor,
+    cache_pP: Codes,
+    channels_GF: Tensor,
+    table_BN: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+) -> Tensor:
+    """Write the codes of each row's new key and value to its slot, and attend over the row. Returns
+    o [B, H, d] in q's dtype.
+
+    cache_pP: codes [p, P, G, ...]; channels_GF: int64. The rest is as `decode.paged_decode` takes
+    it.
+    """
+    if not triton_supports(q_BHd):
+        return _plain(q_BHd, k_BGd, v_BGd, cache_pP, channels_GF, table_BN, lengths_B, scale)
+    rows, heads, d = q_BHd.shape
+    page, kv_heads = cache_pP.keys_TGd.shape[1:3]
+    fine = channels_GF.shape[1]
+    q_BHd, k_BGd, v_BGd = (_packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
+    if paged.supports(q_BHd, k_BGd, v_BGd, cache_pP.keys_TGd):
+        return paged.decode8(q_BHd, k_BGd, v_BGd, cache_pP, channels_GF, table_BN, lengths_B, scale)
+    padded = max(16, block(d))
+    splits = max(1, min(decode.MAX_SPLITS, decode.PROGRAMS // (rows * kv_heads)))
+    length = 64 if padded <= 128 else 32
+    out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=q_BHd.device)
+    part, lse = out_BHd, out_BHd
+    if splits > 1:
+        part = torch.empty((splits, rows, heads, d), dtype=torch.float32, device=q_BHd.device)
+        lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=q_BHd.device)
+    _decode8_kernel[(kv_heads * rows * splits,)](
+        q_BHd,
+        k_BGd,
+        v_BGd,
+        *cache_pP,
+        channels_GF,
+        table_BN,
+        lengths_B,
+        part,
+        lse,
+        rows,
+        splits,
+        q_BHd.stride(0),
+        k_BGd.stride(0),
+        v_BGd.stride(0),
+        table_BN.stride(0),
+        scale * math.log2(math.e),
+        H=heads,
+        G=kv_heads,
+        d=d,
+        f=fine,
+        PAGE=page,
+        D=padded,
+        F=16,
+        R=max(16, block(heads // kv_heads)),
+        BLOCK=length,
+        SPLIT=splits > 1,
+        STAGES=5,
+        WIDE=q_BHd.dtype == torch.float32,
+        num_warps=4,
+        **early_start(),
+    )
+    if splits > 1:
+        width = min(padded, 64)
+        _combine_kernel[(rows * heads, -(-d // width))](
+            part,
+            lse,
+            lengths_B,
+            out_BHd,
+            rows,
+            splits,
+            H=heads,
+            d=d,
+            D=width,
+            S=block(splits),
+            BLOCK=length,
+            num_warps=4,
+            **early_start(),
+        )
+    return out_BHd
+
+
+def _plain(
+    q_BHd: Tensor,
+    k_BGd: Tensor,
+    v_BGd: Tensor,
+    cache_pP: Codes,
+    channels_GF: Tensor,
+    table_BN: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+) -> Tensor:
+    page = cache_pP.keys_TGd.shape[1]
+    live_B = lengths_B > 0
+    table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))].long()
+    last_B = (lengths_B.long() - 1).clamp(min=0)
+    slots_B = table_BN.gather(1, (last_B // page)[:, None])[:, 0] * page + last_B % page
+    for buffer, new in zip(cache_pP, encode(k_BGd, v_BGd, channels_GF), strict=True):
+        buffer.flatten(0, 1).index_copy_(0, slots_B[live_B], new[live_B])
+
+    # A dead row has no keys, and attention over none is NaN: it attends to its first slot, and its
+    # output is set to 0.
+    at_L = torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
+    allowed_BL = at_L < lengths_B.clamp(min=1)[:, None]
+    slots_BL = table_BN[:, at_L // page] * page + at_L % page
+    held = Codes(*(buffer.flatten(0, 1)[slots_BL.flatten()] for buffer in cache_pP))
+    k_TGd = decode_keys(held.keys_TGd, held.fine_TGF, held.scales_TG2, channels_GF, q_BHd.dtype)
+    v_TGd = decode_values(held.values_TGd, held.scales_TG2, q_BHd.dtype)
+    k_BGLd, v_BGLd = (x.unflatten(0, slots_BL.shape).transpose(1, 2) for x in (k_TGd, v_TGd))
+    q_BGRd = q_BHd.reshape(q_BHd.shape[0], k_BGd.shape[1], -1, q_BHd.shape[-1])
+    o_BGRd = F.scaled_dot_product_attention(
+        q_BGRd, k_BGLd, v_BGLd, attn_mask=allowed_BL[:, None, None], scale=scale
+    )
+    o_BHd = o_BGRd.reshape(q_BHd.shape)
+    return o_BHd if live_B.all() else o_BHd.masked_fill(~live_B[:, None, None], 0.0)
+
+
+# -- Triton: softmax in base 2, so `scale` arrives times log2(e), and a log-sum-exp is a log2 ------
+
+
+@jit
+def _scale_byte(x_d):
+    """As `codes._scale`, int32."""
+    bits = tl.max(tl.abs(x_d), 0).to(tl.int32, bitcast=True)
+    return tl.maximum(((bits + ROUND) >> 23) - 8, SMALLEST)
+
+
+@jit
+def _power(byte):
+    """2^(byte - 127)."""
+    return (byte << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def _rounded(x):
+    """The e4m3 number nearest to |x| <= 448, in float32: ties to even. The interpreter's own cast
+    rounds otherwise."""
+    exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 127 - 6)
+    big = ((exponent + 20) << 23).to(tl.float32, bitcast=True) * 1.5
+    return (x + big) - big
+
+
+@jit
+def _new_token(
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    fine_ptr,
+    scales_ptr,
+    channels_ptr,
+    slot,
+    head,
+    G: tl.constexpr,
+    d: tl.constexpr,
+    f: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+):
+    """Write the token's codes, one head's. Returns what they stand for less their scales: the key's
+    [D], its fine part [F] and the value's [D], and the bytes of both scales."""
+    offs_d = tl.arange(0, D)
+    offs_f = tl.arange(0, F)
+    in_d = offs_d < d
+    in_f = offs_f < f
+    k_d = tl.load(k_ptr + offs_d, mask=in_d, other=0.0).to(tl.float32)
+    v_d = tl.load(v_ptr + offs_d, mask=in_d, other=0.0).to(tl.float32)
+    k_byte = _scale_byte(k_d)
+    v_byte = _scale_byte(v_d)
+    channel_f = tl.load(channels_ptr + head * f + offs_f, mask=in_f, other=0)
+    k_f = tl.load(k_ptr + channel_f, mask=in_f, other=0.0).to(tl.float32) * _power(254 - k_byte)
+    code_d = _rounded(k_d * _power(254 - k_byte))
+    left_f = _rounded((k_f - _rounded(k_f)) * FINER_BY)
+    value_d = _rounded(v_d * _power(254 - v_byte))
+    at = slot * G + head
+    e4m3: tl.constexpr = tl.float8e4nv
+    tl.store(keys_ptr + at * d + offs_d, code_d.to(e4m3).to(tl.uint8, bitcast=True), mask=in_d)
+    tl.store(values_ptr + at * d + offs_d, value_d.to(e4m3).to(tl.uint8, bitcast=True), mask=in_d)
+    tl.store(fine_ptr + at * f + offs_f, left_f.to(e4m3).to(tl.uint8, bitcast=True), mask=in_f)
+    tl.store(scales_ptr + at * 2, k_byte.to(tl.uint8))
+    tl.store(scales_ptr + at * 2 + 1, v_byte.to(tl.uint8))
+    return code_d, left_f, value_d, k_byte, v_byte
+
+
+@jit
+def _codes(at_ptr, mask, NUMBER: tl.constexpr):
+    return tl.load(at_ptr, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(NUMBER)
+
+
+@jit
+def _fine_query(q_r1, channel_ptr, in_f, in_rf, NUMBER: tl.constexpr):
+    """The fine channels of the queries, in units of the fine codes."""
+    channel_f = tl.load(channel_ptr, mask=in_f, other=0)
+    fine_rf = tl.load(q_r1 + channel_f[None, :], mask=in_rf, other=0.0)
+    return (fine_rf.to(tl.float32) / FINER_BY).to(NUMBER)
+
+
+@jit
+def _decode8_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    fine_ptr,
+    scales_ptr,
+    channels_ptr,
+    table_ptr,
+    lengths_ptr,
+    out_ptr,
+    lse_ptr,
+    rows,
+    splits,
+    q_stride,
+    k_stride,
+    v_stride,
+    table_stride,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    d: tl.constexpr,
+    f: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One key-value head of one row, over one share of its cached tokens; G fastest, then rows,
+    then splits."""
+    let_others_start(EARLY)
+    pid = tl.program_id(0)
+    head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
+    length = tl.load(lengths_ptr + row)
+    cached, dead = length - 1, length <= 0
+    share, active = _share(cached, splits, BLOCK)
+    after_others(EARLY)
+    if split >= active:
+        return
+    PER: tl.constexpr = H // G
+    NUMBER: tl.constexpr = tl.float32 if WIDE else tl.float16
+    offs_r, offs_d, offs_f = tl.arange(0, R), tl.arange(0, D), tl.arange(0, F)
+    in_d, in_f = offs_d < d, offs_f < f
+    in_rd = (offs_r < PER)[:, None] & in_d[None, :]
+    pages_ptr = table_ptr + row.to(tl.int64) * table_stride
+    q_r1 = q_ptr + row.to(tl.int64) * q_stride + (head * PER + offs_r[:, None]) * d
+    q_rd = tl.load(q_r1 + offs_d[None, :], mask=in_rd, other=0.0).to(NUMBER)
+    in_rf = (offs_r < PER)[:, None] & in_f[None, :]
+    fine_rf = _fine_query(q_r1, channels_ptr + head * f + offs_f, in_f, in_rf, NUMBER)
+    m_r, l_r = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32)
+    acc_rd = tl.zeros([R, D], tl.float32)
+    if split == 0:
+        if length > 0:
+            page = tl.load(pages_ptr + cached // PAGE).to(tl.int64)
+            code_d, left_f, value_d, k_byte, v_byte = _new_token(
+                k_ptr + row.to(tl.int64) * k_stride + head * d,
+                v_ptr + row.to(tl.int64) * v_stride + head * d,
+                keys_ptr,
+                values_ptr,
+                fine_ptr,
+                scales_ptr,
+                channels_ptr,
+                page * PAGE + cached % PAGE,
+                head,
+                G,
+                d,
+                f,
+                D,
+                F,
+            )
+            s_r = tl.sum(q_rd.to(tl.float32) * code_d[None, :], 1)
+            s_r = (s_r + tl.sum(fine_rf.to(tl.float32) * left_f[None, :], 1)) * scale
+            s_r, e = s_r * _power(k_byte), (v_byte - 127).to(tl.float32)
+            m_r = s_r + e - HEADROOM
+            l_r = tl.exp2(s_r - m_r)
+            acc_rd += tl.exp2(s_r + e - m_r)[:, None] * value_d[None, :]
+    for start in tl.range(
+        split * share * BLOCK,
+        tl.minimum((split + 1) * share * BLOCK, cached),
+        BLOCK,
+        num_stages=STAGES,
+    ):
+        offs_n = start + tl.arange(0, BLOCK)
+        in_n = offs_n < cached
+        page_n = tl.load(pages_ptr + offs_n // PAGE, mask=in_n, other=0)
+        at_n = (page_n.to(tl.int64) * PAGE + offs_n % PAGE) * G + head
+        in_nd = in_n[:, None] if D == d else in_n[:, None] & in_d[None, :]
+        in_nf = in_n[:, None] if F == f else in_n[:, None] & in_f[None, :]
+        k_nd = _codes(keys_ptr + at_n[:, None] * d + offs_d[None, :], in_nd, NUMBER)
+        v_nd = _codes(values_ptr + at_n[:, None] * d + offs_d[None, :], in_nd, NUMBER)
+        left_nf = _codes(fine_ptr + at_n[:, None] * f + offs_f[None, :], in_nf, NUMBER)
+        # both scales at once, the key's in the lower byte
+        bytes_n = tl.load(scales_ptr.to(tl.pointer_type(tl.uint16)) + at_n, mask=in_n, other=0)
+        s_rn = tl.dot(fine_rf, tl.trans(left_nf), input_precision="ieee")
+        s_rn = tl.dot(q_rd, tl.trans(k_nd), s_rn, input_precision="ieee")
+        s_rn *= (scale * _power(bytes_n.to(tl.int32) & 255))[None, :]
+        s_rn = tl.where(in_n[None, :], s_rn, float("-inf"))
+        w_rn = s_rn + ((bytes_n.to(tl.int32) >> 8) - 127).to(tl.float32)[None, :]
+        new_r = tl.maximum(m_r, tl.max(w_rn, 1) - HEADROOM)
+        old_r = tl.exp2(m_r - new_r)
+        l_r = l_r * old_r + tl.sum(tl.exp2(s_rn - new_r[:, None]), 1)
+        acc_rd *= old_r[:, None]
+        w_rn = tl.exp2(w_rn - new_r[:, None]).to(NUMBER)
+        acc_rd = tl.dot(w_rn, v_nd, acc_rd, input_precision="ieee")
+        m_r = new_r
+    o_rd = tl.where(dead, 0.0, acc_rd / tl.where(dead, 1.0, l_r)[:, None])
+    out_r = (split * rows + row).to(tl.int64) * H + head * PER + offs_r
+    tl.store(
+        out_ptr + out_r[:, None] * d + offs_d[None, :],
+        o_rd.to(out_ptr.dtype.element_ty),
+        mask=in_rd,
+    )
+    if SPLIT:
+        tl.store(lse_ptr + out_r, m_r + tl.log2(l_r), mask=offs_r < PER)

@@ -1,0 +1,132 @@
+"""A KV cache in 8 bits: `kernels.attention.codes` in pages.
+
+Attention sees what is stored, in every phase: a fresh prompt and a decode step's new token pass
+through their codes first. So the recorded log-probs are those of the 8-bit cache, and a token has
+the same keys before it whether they were just made, shared, or found in the prefix cache.
+
+Which channels of the keys have a second code is told from the weights (`adapt`): of the pairs that
+RoPE turns together, those with the largest bias of the key projection, or the largest gain of the
+keys' norm; among equals those that turn slowest, where large keys are seen in models without biases
+(arXiv 2502.01563). Weights that arrive while requests run leave the choice as it is.
+
+Legend: T tokens, B rows, P pages of the longest row, L layers, G key-value heads, d head size, F
+fine channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.attention.codes import FINE, Codes, decode_keys, decode_values, encode
+from lowroll.kernels.attention.decode8 import paged_decode8
+from lowroll.kv.cache import KVCache, Rows
+from lowroll.model.spec import ModelSpec
+from lowroll.model.transformer import Block, Transformer
+
+
+class Float8Cache(KVCache):
+    """channels_LGF: int64, the channels that have a second code."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(spec, num_pages, page_size, dtype, device)
+        energy_LGd = torch.zeros(
+            spec.num_layers, spec.num_kv_heads, spec.head_dim, device=self.device
+        )
+        self.channels_LGF = fine_channels(energy_LGd)
+
+    @staticmethod
+    def columns(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
+        widths = (spec.head_dim, spec.head_dim, min(FINE, spec.head_dim), 2)
+        return [(width, torch.uint8) for width in widths]
+
+    def adapt(self, model: Transformer) -> bool:
+        channels_LGF = fine_channels(key_energy(model))
+        changed = not torch.equal(channels_LGF, self.channels_LGF)
+        self.channels_LGF.copy_(channels_LGF)  # captured steps hold its address
+        return changed
+
+    def codes(self, layer: int) -> Codes:
+        """The layer's buffers, [pages, page, G, ...]."""
+        return Codes(*(column[layer] for column in self.buffers))
+
+    def write(
+        self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        new = encode(k_TGd, v_TGd, self.channels_LGF[layer])
+        for buffer, codes in zip(self.codes(layer), new, strict=True):
+            buffer.flatten(0, 1).index_copy_(0, slots_T.long(), codes)
+        return self._decode(layer, new)
+
+    def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
+        held = (buffer.flatten(0, 1).index_select(0, slots_T) for buffer in self.codes(layer))
+        return self._decode(layer, Codes(*held))
+
+    def _decode(self, layer: int, codes: Codes) -> tuple[Tensor, Tensor]:
+        k_TGd = decode_keys(
+            codes.keys_TGd, codes.fine_TGF, codes.scales_TG2, self.channels_LGF[layer], self.dtype
+        )
+        return k_TGd, decode_values(codes.values_TGd, codes.scales_TG2, self.dtype)
+
+    def gather_keys(self, layer: int, table_BP: Tensor) -> Tensor:
+        keys, _, fine, scales = self.codes(layer)
+        pages = table_BP.flatten()
+        keys, fine, scales = (
+            buffer.index_select(0, pages).flatten(0, 1) for buffer in (keys, fine, scales)
+        )
+        k_TGd = decode_keys(keys, fine, scales, self.channels_LGF[layer], self.dtype)
+        return k_TGd.unflatten(0, (len(table_BP), -1)).transpose(1, 2)
+
+    def key_pages(self, table_BP: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        """Decoded copies of these pages alone."""
+        copies = []
+        for layer in range(len(self.keys)):
+            k_BTGd = self.gather_keys(layer, table_BP).transpose(1, 2)
+            copies.append(k_BTGd.reshape(-1, self.page_size, *k_BTGd.shape[2:]))
+        numbers = torch.arange(table_BP.numel(), dtype=torch.int32, device=self.device)
+        return copies, numbers.view_as(table_BP)
+
+    def decode(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: Rows) -> Tensor:
+        return paged_decode8(
+            q_BHd,
+            k_BGd,
+            v_BGd,
+            self.codes(layer),
+            self.channels_LGF[layer],
+            rows.table_BP,
+            rows.lengths_B,
+            q_BHd.shape[-1] ** -0.5,
+        )
+
+
+def key_energy(model: Transformer) -> Tensor:
+    """What the weights alone say of the square of each channel of the keys: float32 [L, G, d]."""
+    spec = model.spec
+    energies = []
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        known = torch.zeros(spec.num_kv_heads * spec.head_dim, device=model.device)
+        if block.k_norm is not None:
+            known = block.k_norm.weight.detach().float().square().repeat(spec.num_kv_heads)
+        elif block.qkv.bias is not None:
+            known = block.qkv.bias.detach()[block.qkv.rows("k_proj")].float().square()
+        energies.append(known.view(spec.num_kv_heads, spec.head_dim))
+    return torch.stack(energies)
+
+
+def fine_channels(energy_LGd: Tensor) -> Tensor:
+    """The F channels of the most energetic pairs, int64 [L, G, F]; of equal ones the slower."""
+    pairs_LGp = energy_LGd.unflatten(-1, (2, -1)).sum(-2)
+    half = pairs_LGp.shape[-1]
+    order_LGp = half - 1 - pairs_LGp.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    best_LGf = order_LGp[..., : min(FINE, 2 * half) // 2]
+    return torch.cat([best_LGf, best_LGf + half], -1)
