@@ -47,6 +47,7 @@ from lowroll.kernels.launch import (
 
 HEADROOM = constexpr(8.0)  # weights reach 2^8 of float16's 2^16, and vanish below 2^-24
 ROUND, SMALLEST, FINER_BY = constexpr(CARRY), constexpr(LEAST), constexpr(float(FINER))
+SIGN = constexpr(-(1 << 31))
 
 
 def paged_decode8(
@@ -186,11 +187,13 @@ def _power(byte):
 
 @jit
 def _rounded(x):
-    """The e4m3 number nearest to |x| <= 448, in float32: ties to even. The interpreter's own cast
-    rounds otherwise."""
-    exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 127 - 6)
+    """The e4m3 number nearest to |x| <= 448, in float32: ties to even, and a small negative number
+    to -0. The interpreter's own cast rounds otherwise."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits >> 23) & 255, 127 - 6)
     big = ((exponent + 20) << 23).to(tl.float32, bitcast=True) * 1.5
-    return (x + big) - big
+    near = ((x + big) - big).to(tl.int32, bitcast=True)
+    return (near | (bits & SIGN)).to(tl.float32, bitcast=True)
 
 
 @jit
