@@ -33,6 +33,7 @@ class Capabilities:
     exact_logprobs: bool  # of the distribution that was drawn from, after top-k, top-p, penalties
     sampler: frozenset[str]  # fields of `Request` that it heeds
     kv_policy: str = "dense"
+    records_evictions: bool = False  # its rollouts say what a bounded cache dropped
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ class NativeEngine:
     (`engine.decoder`); each token's policy span has the digest of the weights that drew it.
     keep_dense: hold the dequantized matrices of a 4-bit format beside its codes (2 bytes a weight
     in bfloat16) for prompts and many rows; the weights are the same, and only time is saved (CUDA).
+    record_evictions: rollouts say which keys a bounded cache dropped (`types.Evictions`).
     ValueError names the argument that is wrong.
     """
 
@@ -100,6 +101,7 @@ class NativeEngine:
         noisy: bool = False,
         large_batch_weights: str | None = None,
         keep_dense: bool = False,
+        record_evictions: bool = False,
     ) -> None:
         self.kv = DENSE if kv is None else kv
         if not isinstance(self.kv, CachePolicy):
@@ -139,7 +141,13 @@ class NativeEngine:
                 f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{why}"
             )
         self.runner = Runner(
-            self.model, self.large_batch_model, num_pages, page_size, max_batch, self.kv
+            self.model,
+            self.large_batch_model,
+            num_pages,
+            page_size,
+            max_batch,
+            self.kv,
+            record_evictions,
         )
         self.pool = PagePool(num_pages, page_size)
         if large_batch_weights is not None:
@@ -163,6 +171,7 @@ class NativeEngine:
             lookahead=self.runner.lookahead,
             eos_ids=self._eos_ids(),
             decode=decode,
+            evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
         )
 
     # -- the door ----------------------------------------------------------------------------------
@@ -336,6 +345,7 @@ class NativeEngine:
             exact_logprobs=True,
             sampler=frozenset(field.name for field in fields(Request)),
             kv_policy=self.behavior.kv_policy,
+            records_evictions=self.runner.recorder is not None,
         )
 
     def stats(self) -> EngineStats:

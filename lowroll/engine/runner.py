@@ -21,6 +21,7 @@ from lowroll.kernels.sampling.draw import draw
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention, Rows
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
+from lowroll.kv.policy.recorder import Recorder
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
@@ -40,7 +41,8 @@ class Drawn:
 
 class Runner:
     """Owns the KV cache and the device side of a step. large_batch_model: the model for many rows
-    at once (`engine.decoder`). kv: the cache policy."""
+    at once (`engine.decoder`). kv: the cache policy. record_evictions: keep track of what it
+    drops."""
 
     def __init__(
         self,
@@ -50,12 +52,16 @@ class Runner:
         page_size: int,
         max_batch: int,
         kv: CachePolicy = DENSE,
+        record_evictions: bool = False,
     ) -> None:
         self.model = model
         self.large_batch_model = large_batch_model
         self.cache = KVCache(model.spec, num_pages, page_size, model.dtype, model.device)
         longest = min(num_pages, -(-model.spec.max_position // page_size))
         self.selector = kv.selector(model.spec, self.cache, max_batch)
+        self.recorder: Recorder | None = None
+        if record_evictions:
+            self.recorder = Recorder(model.spec.num_layers, model.spec.num_kv_heads)
         self.decoder = Decoder(
             model, large_batch_model, self.cache, max_batch, longest, self.selector
         )
@@ -82,6 +88,8 @@ class Runner:
         self._compact(plan.compactions)
         if self.selector is not None and plan.forks:
             self.selector.copy(plan.forks)
+        if self.recorder is not None and plan.forks:
+            self.recorder.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
         drawn: list[Drawn] = []
         if plan.decodes:
@@ -95,8 +103,12 @@ class Runner:
             ]
         if self.selector is not None and plan.begun:
             self.selector.begin(plan.begun)
+        if self.recorder is not None and plan.begun:
+            self.recorder.begin(plan.begun)
         if plan.prefills:
             drawn += self._prefill(plan.prefills)
+        if self.recorder is not None:
+            self.recorder.settle()
         return drawn
 
     def _compact(self, compactions: list[Compaction]) -> None:
@@ -122,9 +134,17 @@ class Runner:
         targets_BP = _table([c.targets for c in compactions]).long()
         slots_BK = (targets_BP[..., None] * page_size + torch.arange(page_size)).flatten(1)
         slots_BK = slots_BK[:, :kept].to(device)
+        kept_LBGK = []
         for layer in range(self.model.spec.num_layers):
             kept_BGK = self.selector.compact(layer, rows, kept)
             self.cache.keep(layer, rows.table_BP, kept_BGK, slots_BK)
+            if self.recorder is not None:
+                kept_LBGK.append(kept_BGK)
+        if self.recorder is not None:
+            slots, lengths, positions = zip(
+                *((c.slot, c.cached, c.position) for c in compactions), strict=True
+            )
+            self.recorder.compacted(slots, lengths, positions, torch.stack(kept_LBGK))
 
     def _prefill(self, prefills: list[PrefillChunk]) -> list[Drawn]:
         """Run chunks of prompts; the first token of each sample whose prompt is through."""
