@@ -133,6 +133,8 @@ class TrainConfig(Section):
     # share of them
     activation_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = False
     logprob_chunk: Count = 1024  # tokens whose logits exist at a time
+    # the learner attends to what a bounded cache held, and so scores the sparse policy itself
+    replay_kv: bool = False
     lora: bool = False
     lora_rank: Count = 16
     lora_alpha: Positive = 32.0

@@ -60,7 +60,7 @@ class Runner:
         longest = min(num_pages, -(-model.spec.max_position // page_size))
         self.selector = kv.selector(model.spec, self.cache, max_batch)
         self.recorder: Recorder | None = None
-        if record_evictions:
+        if record_evictions and self.selector is not None:
             self.recorder = Recorder(model.spec.num_layers, model.spec.num_kv_heads)
         self.decoder = Decoder(
             model, large_batch_model, self.cache, max_batch, longest, self.selector

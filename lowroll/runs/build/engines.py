@@ -46,6 +46,7 @@ def make(
         noisy=cfg.noise is not None,
         large_batch_weights=rollout.large_batch_weights if name == own else None,
         keep_dense=rollout.keep_dense,
+        record_evictions=cfg.train.replay_kv,
     )
     check_capabilities(cfg, made.capabilities)
     return made
@@ -65,6 +66,8 @@ def check_capabilities(cfg: RunConfig, able: Capabilities) -> None:
         )
     if cfg.noise is not None and not able.noise:
         raise ValueError("noise: this engine puts none on its norms")
+    if cfg.train.replay_kv and able.kv_policy != "dense" and not able.records_evictions:
+        raise ValueError("train.replay_kv: this engine does not say which keys its cache drops")
 
 
 def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:
