@@ -1,5 +1,5 @@
 """`lowroll eval run.yaml` or `lowroll eval --model M --env E`: pass@1 and avg@k, dense and
-low-precision."""
+low-precision, under the dense and the rollouts' cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def parser() -> argparse.ArgumentParser:
         prog="lowroll eval",
         description=(
             "Evaluate a model on the test split of its environments, with the dense weights and "
-            "with the rollout precision side by side. Give a run's YAML file, or --model and --env."
+            "with the rollout precision, and with the dense cache and the rollouts', side by side. "
+            "Give a run's YAML file, or --model and --env."
         ),
     )
     add_settings(p)
@@ -38,18 +39,28 @@ def parser() -> argparse.ArgumentParser:
         help="formats to compare (default: dense and rollout.weights, or "
         "where that is not set the model's own low-bit format)",
     )
+    p.add_argument(
+        "--kv",
+        metavar="CACHE,...",
+        help="caches to compare: dense, a policy with the options of rollout.kv that it has, fp8, "
+        "or <policy>+fp8 (default: dense and rollout.kv)",
+    )
     return p
 
 
 def run(arguments: argparse.Namespace) -> int:
     cfg = settings(arguments)
+    caches = [cfg.rollout.cache.another(name) for name in _listed(arguments.kv)]
     from lowroll.runs.evaluate import evaluate
 
-    rows = evaluate(
-        cfg, list(dict.fromkeys(arguments.weights.split(",") if arguments.weights else ()))
-    )
+    rows = evaluate(cfg, _listed(arguments.weights), caches)
     show(rows, title(cfg))
     return 0
+
+
+def _listed(words: str | None) -> list[str]:
+    """The words of an option, each once."""
+    return list(dict.fromkeys(words.split(","))) if words else []
 
 
 def settings(arguments: argparse.Namespace) -> RunConfig:
@@ -85,7 +96,7 @@ def title(cfg: RunConfig) -> str:
 
 
 def show(rows: Sequence[dict[str, Any]], title: str = "") -> None:
-    """Print one row a format and environment."""
+    """Print one row a format, cache and environment."""
     from rich.console import Console
     from rich.table import Column, Table
 

@@ -7,6 +7,7 @@ saw fail; they are refused unless `force: true` asks for them, as a comparison d
 
     QuRL       low-bit rollouts, a dense learner          acr; Fig. 2, Fig. 3, Tables 1 and 2 show the others fail
     QaRL       a learner in the rollouts' arithmetic      tbpo; Fig. 8 shows gspo drift
+    Sparse-RL  a cache that forgets                       sparse: rejection and reweighting; Fig. 1, Table 1 show none fail
     Sparse-RL  a sampler that cannot reach every token    rejection and reweighting (sec. 3)
     QeRL       LoRA on the rollouts' own low-bit base     trains without a correction; tis costs nothing and is safe
 
@@ -14,7 +15,11 @@ A sampler is truncated by whatever keeps it from the learner's distribution: a p
 and `min_tokens` bans the ids that stop until then. A second format (`rollout.large_batch_weights`)
 is low-bit rollouts that no learner shares.
 
-GSPO's ratio is a sequence's, so acr and reweight have no form under it; tbpo is its mended form.
+A cache that only rounds its keys makes a gap of the same kind as low-bit weights, and a smaller one:
+beside low-bit weights it changes nothing, and without them a capped weight pays for it.
+
+GSPO's ratio is a sequence's, so acr, reweight and sparse have no form under it; tbpo is its mended
+form.
 """
 
 from __future__ import annotations
@@ -38,10 +43,22 @@ class Rollouts:
     noisy: bool = False  # by noise that the learner does not share
     aligned: bool = False  # the learner multiplies in the rollouts' arithmetic
     lora: bool = False  # learner and rollouts hold the same base, codes and all
+    kv_policy: str = "dense"
+    kv_dtype: str = "auto"  # that of the engine
+    replayed: bool = False  # the learner attends to what the rollouts' cache held
 
     @property
     def low_bit(self) -> bool:
         return not is_dense(self.weights)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the learner sees keys that the rollouts have lost."""
+        return self.kv_policy != "dense" and not self.replayed
+
+    @property
+    def low_bit_cache(self) -> bool:
+        return self.kv_dtype != "auto"
 
     @property
     def words(self) -> str:
@@ -49,6 +66,10 @@ class Rollouts:
         parts = [f"use {self.weights} weights"]
         parts += [f"are cut by {', '.join(self.truncated)}"] if self.truncated else []
         parts += ["carry noise"] if self.noisy else []
+        bound = self.kv_policy != "dense"
+        shared = " and the learner replays" if self.replayed else ""
+        parts += [f"have a cache that {self.kv_policy} bounds{shared}"] if bound else []
+        parts += [f"have an {self.kv_dtype} cache"] if self.low_bit_cache else []
         return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -70,6 +91,30 @@ class Row:
 
 AUTO: tuple[Row, ...] = (
     Row(
+        "a bounded cache (rollout.kv.policy), low-bit weights",
+        "any",
+        "sparse",
+        "tbpo",
+        "so they have lost keys that the learner sees: weights, capped because those of low-bit "
+        "rollouts have reached 1e5, and a response that the learner finds impossible is rejected",
+        "Sparse-RL sec. 4, QuRL Fig. 3",
+        lambda r: r.forgets and r.low_bit,
+        {"rollout": {"weights": "int8", "kv": {"policy": "rkv"}}},
+        {"veto": 1e-4, "xi_cap": 1.5},
+    ),
+    Row(
+        "a bounded cache (rollout.kv.policy), dense weights",
+        "any",
+        "sparse",
+        "tbpo",
+        "so they have lost keys that the learner sees: weights, and a response that the learner "
+        "finds impossible is rejected",
+        "Sparse-RL sec. 4",
+        lambda r: r.forgets,
+        {"rollout": {"weights": "dense", "kv": {"policy": "rkv"}}},
+        {"veto": 1e-4},
+    ),
+    Row(
         "truncated sampler (top_p, top_k, min_p, repetition_penalty, min_tokens)",
         "any",
         "reweight",
@@ -80,6 +125,16 @@ AUTO: tuple[Row, ...] = (
         lambda r: bool(r.truncated),
         {"rollout": {"weights": "int8", "top_p": 0.9}},
         {"veto": 1e-4},
+    ),
+    Row(
+        "dense, an 8-bit cache (rollout.kv.dtype)",
+        "any",
+        "tis",
+        "tis",
+        "whose rounding a capped weight pays for",
+        "QuRL Eq. 5",
+        lambda r: r.low_bit_cache and not r.low_bit and not r.noisy,
+        {"rollout": {"weights": "dense", "kv": {"dtype": "fp8"}}},
     ),
     Row(
         "dense",
@@ -155,21 +210,35 @@ def choose_correction(algorithm: str, rollouts: Rollouts) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Collapse:
-    """A correction that fails with low-bit rollouts of a learner that is neither aligned nor on
-    their base (LoRA)."""
+    """A correction that fails, and with what: `rollout.kv`, or `rollout.weights` of a learner that
+    is neither aligned nor on their base (LoRA)."""
 
     correction: str
+    price: str
     seen: str
+
+    def applies(self, rollouts: Rollouts) -> bool:
+        if self.price == "kv":
+            return rollouts.forgets
+        return rollouts.low_bit and not rollouts.aligned and not rollouts.lora
 
 
 COLLAPSES: tuple[Collapse, ...] = (
     Collapse(
         "none",
+        "kv",
+        "Sparse-RL's Fig. 1: the reward falls and the gradient spikes after about 200 steps; its "
+        "Table 1 ends at 45.1 with R-KV and 34.0 with SnapKV, where dense rollouts end at 53.1",
+    ),
+    Collapse(
+        "none",
+        "weights",
         "QuRL's Table 2 ends near 0 for INT8 and FP8, where BF16 has 31.67; so does Table 1 for "
         "FP8",
     ),
     Collapse(
         "is",
+        "weights",
         "QuRL's Fig. 2: the reward collapses after a few steps, because the clip acts on the "
         "mismatch",
     ),
@@ -178,6 +247,6 @@ COLLAPSES: tuple[Collapse, ...] = (
 
 def known_collapse(correction: str, rollouts: Rollouts) -> Collapse | None:
     """The row that speaks against a combination, if any."""
-    if not rollouts.low_bit or rollouts.aligned or rollouts.lora:
-        return None
-    return next((row for row in COLLAPSES if row.correction == correction), None)
+    return next(
+        (row for row in COLLAPSES if row.correction == correction and row.applies(rollouts)), None
+    )

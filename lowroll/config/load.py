@@ -37,6 +37,7 @@ from lowroll.config.foreign import explain, foreign_keys
 from lowroll.config.paths import anchor
 from lowroll.config.renamed import carry_over, renamed_overrides
 from lowroll.config.schema import RunConfig
+from lowroll.config.section import Section
 
 M = TypeVar("M", bound=BaseModel)
 Overrides = Mapping[str, object] | Iterable[str]
@@ -312,9 +313,10 @@ def _meant(model: type[BaseModel], word: str, here: list[str]) -> str:
 
 def last_names(model: type[BaseModel]) -> dict[str, str]:
     """The last name of every key -> the key; of those that share one, what is rarely meant gives
-    way."""
+    way, and all others to a key of the top."""
     keys = sorted(
-        reversed(known_keys(model)), key=lambda key: key.startswith(("train.", "rollout."))
+        reversed(known_keys(model)),
+        key=lambda key: ("." not in key, key.startswith(("train.", "rollout."))),
     )
     return {key.rpartition(".")[2]: key for key in keys}
 
@@ -327,6 +329,8 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
         inner = _section(info.annotation)
         if inner is not None:
             keys += known_keys(inner, f"{prefix}{name}.")
+    if issubclass(model, Section):
+        keys += [prefix + name for name in model.table_keys()]
     return keys
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
+from pydantic import AfterValidator, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
@@ -21,6 +21,7 @@ from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
 from lowroll.config.guard import GuardConfig
+from lowroll.config.kv import KvConfig, kv_problems
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
 from lowroll.config.section import (
     Advantage,
@@ -46,14 +47,6 @@ from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
 from lowroll.quant.table import DEFAULT, is_dense
 
 
-def _no_kv_policy(value: Any) -> Any:
-    if value is not None:
-        raise PydanticCustomError(
-            "not_available", "a bounded KV cache is not available yet; write null (dense)"
-        )
-    return value
-
-
 def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(items)) != len(items):
         raise PydanticCustomError("duplicates", "the same entry stands twice")
@@ -73,7 +66,7 @@ class RolloutConfig(Section):
     own dtype."""
 
     weights: Weights = DEFAULT
-    kv: Annotated[None, BeforeValidator(_no_kv_policy)] = None
+    kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens
     min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Temperature = 1.0
@@ -91,6 +84,15 @@ class RolloutConfig(Section):
     release_cache: bool = False  # give the cache's memory to the learner between rollouts
     cache_tokens: Count | None = None  # tokens that the KV cache holds; null: what the run uses
     prefill_chunk: Count | None = None  # prompt tokens a sequence prefills in one step; null: all
+
+    @property
+    def cache(self) -> KvConfig:
+        """`kv`, of which null is the dense cache."""
+        return self.kv or KvConfig()
+
+    def with_kv(self, kv: KvConfig | None) -> RolloutConfig:
+        """The same settings with another cache."""
+        return self if kv == self.kv else self.model_copy(update={"kv": kv})
 
 
 class DapoConfig(Section):
@@ -318,6 +320,7 @@ class RunConfig(Section):
                 "advantage": self.advantage or default.advantage,
                 "correction": correction,
                 "loss": self.loss.model_copy(update=loss),
+                "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
                 "dapo": self.dapo.model_copy(update={"dynamic_sampling": sampling}),
                 "env": tuple(named(env) for env in self.env),
                 "eval": self.eval.model_copy(
@@ -351,6 +354,9 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
         noisy=cfg.noise is not None and cfg.noise.learner == "clean",
         aligned=cfg.train.forward == "aligned" and second is None,
         lora=cfg.train.lora and not low_bit,
+        kv_policy=rollout.cache.policy,
+        kv_dtype=rollout.cache.dtype,
+        replayed=cfg.train.replay_kv,
     )
 
 
@@ -381,6 +387,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     """Settings that cannot work together."""
     yield from _batch_problems(cfg)
     yield from _stage_problems(cfg)
+    yield from kv_problems(cfg.rollout.kv)
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
         yield (
             (("rollout", "temp_scheduler"), ("rollout", "temperature")),
@@ -388,9 +395,12 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
         )
     yield from loss_problems(cfg.algorithm, _correction(cfg)[0], cfg.loss)
     if not cfg.force and (collapse := known_collapse(cfg.correction, _rollouts(cfg))):
+        cheap = f"{cfg.rollout.weights} rollouts"
+        if collapse.price == "kv":
+            cheap = f"a cache that {cfg.rollout.cache.policy} bounds"
         yield (
-            (("correction",), ("rollout", "weights")),
-            f"{cfg.correction} with {cfg.rollout.weights} rollouts is known to collapse ({collapse.seen}); write "
+            (("correction",), ("rollout", collapse.price)),
+            f"{cfg.correction} with {cheap} is known to collapse ({collapse.seen}); write "
             "auto, or force: true to compare with it",
         )
     if _correction(cfg)[0] == "aipo" and cfg.loss.aipo.teacher_tau and cfg.train.teacher is None:
@@ -461,7 +471,9 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
             (("rollout", "min_tokens"), ("rollout", "max_tokens")),
             f"rollout.min_tokens ({rollout.min_tokens}) is more than rollout.max_tokens ({rollout.max_tokens})",
         )
-    if rollout.cache_tokens is not None and rollout.cache_tokens <= rollout.max_tokens:
+    held = rollout.cache_tokens
+    # what a bounded cache needs is its policy's arithmetic (`runs.build.prompts`)
+    if held is not None and held <= rollout.max_tokens and not rollout.cache.evicts:
         yield (
             (("rollout", "cache_tokens"), ("rollout", "max_tokens")),
             f"rollout.cache_tokens ({rollout.cache_tokens}) cannot hold a prompt and its response of up to "
@@ -504,6 +516,16 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
             f"warning: {rollout.weights} rollouts with correction decoupled: nothing caps the weights, and QuRL "
             "(Fig. 3) saw them reach 1e5; tis and acr cap them"
         )
+    if price.forgets and cfg.correction in ("none", "is", "decoupled"):
+        yield (
+            f"warning: a cache that {price.kv_policy} bounds with correction {cfg.correction}: no response is "
+            "rejected that lost what it needed (Sparse-RL sec. 4); sparse and reweight reject"
+        )
+    if price.low_bit_cache and not price.low_bit and cfg.correction in ("none", "is"):
+        yield (
+            f"warning: an {price.kv_dtype} cache with correction {cfg.correction}: its rounding is not corrected; "
+            "good for comparison only"
+        )
     if (
         price.low_bit
         and not price.lora
@@ -521,7 +543,8 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         )
     if cfg.train.forward == "aligned" and is_dense(rollout.weights):
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
-    faithful = not (price.low_bit or price.truncated or price.noisy)
+    cheap_cache = price.forgets or price.low_bit_cache
+    faithful = not (price.low_bit or price.truncated or price.noisy or cheap_cache)
     if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
     if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
@@ -533,6 +556,8 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau
     ):
         yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
+    if cfg.train.replay_kv and not rollout.cache.evicts:
+        yield "train.replay_kv: no effect without a rollout.kv.policy that drops keys"
     yield from eval_notes(cfg.eval)
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from stage_notes(cfg.stages, cfg.train.max_steps)

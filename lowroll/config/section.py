@@ -82,3 +82,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
     )
+
+    @classmethod
+    def table_keys(cls) -> list[str]:
+        """Keys that a table of another room has, beside the fields."""
+        return []

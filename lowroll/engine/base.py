@@ -32,7 +32,9 @@ class Capabilities:
     scores: bool  # `score`: log-probs of given tokens under its own weights and kernels
     exact_logprobs: bool  # of the distribution that was drawn from, after top-k, top-p, penalties
     sampler: frozenset[str]  # fields of `Request` that it heeds
-    kv_policy: str = "dense"
+    kv_policy: str = "dense"  # of its cache
+    kv_policies: frozenset[str] = frozenset({"dense"})  # that one can be made with
+    kv_dtypes: frozenset[str] = frozenset({"auto"})  # of the cache; auto is the engine's own
     records_evictions: bool = False  # its rollouts say what a bounded cache dropped
 
 

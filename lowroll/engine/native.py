@@ -31,6 +31,7 @@ from lowroll.kv.capacity import UNKNOWN_FREE, NoRoom, Workload, capacity
 from lowroll.kv.pages import PagePool
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
+from lowroll.kv.policy.table import POLICIES
 from lowroll.model import hf
 from lowroll.model.experts import StackedLinear
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
@@ -345,6 +346,7 @@ class NativeEngine:
             exact_logprobs=True,
             sampler=frozenset(field.name for field in fields(Request)),
             kv_policy=self.behavior.kv_policy,
+            kv_policies=frozenset(POLICIES),
             records_evictions=self.runner.recorder is not None,
         )
 

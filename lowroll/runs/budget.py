@@ -22,6 +22,7 @@ from lowroll.kv.cache import KVCache
 from lowroll.kv.capacity import UNKNOWN_FREE, Workload, capacity
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
+from lowroll.runs.build import caches
 from lowroll.runs.build.compute import Compute
 
 MASTER = 4  # bytes of a float32
@@ -109,6 +110,7 @@ def plan(
         context=model.spec.max_position,
         bytes_per_token=each,
         free=max(0, left),
+        kv=caches.policy(cfg),
     )
     parts["KV cache"] = tokens * each
     batches = [work.groups * work.n * (work.prompt + work.response) for work in workloads]

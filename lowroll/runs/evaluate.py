@@ -1,5 +1,5 @@
 """Evaluation on held-out prompts: of a run's policy, and by `lowroll eval` of one model in several
-weight formats."""
+weight formats and under several caches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 from lowroll.config import RunConfig
+from lowroll.config.kv import KvConfig
 from lowroll.engine.base import Engine
 from lowroll.envs import Environment
 from lowroll.envs.rewards import ScorerPool
@@ -29,17 +31,23 @@ log = logging.getLogger(__name__)
 COMPARED = ("reward", "pass_at_1")
 
 
-def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """One row an environment and format: reward, pass@1, avg@k, pass@k, mean length, tokens a
-    second.
+def evaluate(
+    cfg: RunConfig, weights: Sequence[str] = (), kv: Sequence[KvConfig] = ()
+) -> list[dict[str, Any]]:
+    """One row an environment, format and cache: reward, pass@1, avg@k, pass@k, mean length, tokens
+    a second.
 
     `weights` are formats; "dense" is the run's own dtype. Without any they are dense and
-    rollout.weights or, where that is not set, the low-bit format that the model holds. The formats
-    see the same prompts and the same seeds. A run with stages is evaluated at the lengths of its
-    last one.
+    rollout.weights or, where that is not set, the low-bit format that the model holds. `kv` are
+    caches; without any they are dense and rollout.kv. All see the same prompts and the same seeds,
+    the dense cache first: its size is that of the others. A run with stages is evaluated at the
+    lengths of its last one.
     """
     weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
     cfg = cfg.resolved().at(cfg.train.max_steps)
+    own = cfg.rollout.cache
+    distinct = {cache.name: cache for cache in kv or (own.another("dense"), own)}
+    caches = sorted(distinct.values(), key=lambda cache: cache.evicts)
     compute = Compute.of(cfg)
     chat = models.tokenizer(cfg.model)
     model = hf.load(cfg.model, compute.device, compute.dtype)
@@ -48,10 +56,11 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
     work = [engines.eval_workload(cfg, model.spec, chat, envs)]
     rows = []
     with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
-        for name in weights:
+        for cache, name in product(caches, weights):
+            cfg = _under(cfg, cache)
             engine = engines.make(cfg, compute, model, chat, name, work)
-            cfg = engines.with_cache(cfg, engine.stats().cache_tokens)  # the same for all formats
-            most = prompts.longest(cfg, model.spec)
+            cfg = engines.with_cache(cfg, engine.stats().cache_tokens)  # the same for all
+            most = min(prompts.longest(_under(cfg, one), model.spec) for one in caches)
             prompts.check(cfg, model.spec, chat, envs, "test")
             for env in envs.values():
                 began = time.monotonic()
@@ -72,6 +81,7 @@ def evaluate(cfg: RunConfig, weights: Sequence[str] = ()) -> list[dict[str, Any]
                     {
                         "env": env.name,
                         "weights": compute.format(name),
+                        "kv": cache.name,
                         **short,
                         "seconds": time.monotonic() - began,
                     }
@@ -197,6 +207,11 @@ def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, f
 
 def _within_evaluation(on_phase: PhaseProgress, phase: str, done: int, total: int) -> None:
     on_phase(f"evaluate: {phase}", done, total)
+
+
+def _under(cfg: RunConfig, kv: KvConfig) -> RunConfig:
+    """The same settings with another cache."""
+    return cfg.model_copy(update={"rollout": cfg.rollout.with_kv(kv)})
 
 
 def _rollouts(cfg: RunConfig) -> str:

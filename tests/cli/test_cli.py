@@ -17,6 +17,7 @@ import pytest
 
 import lowroll
 from lowroll.cli.eval import show
+from lowroll.config.kv import KvConfig
 from lowroll.cli.main import COMMANDS, main
 from lowroll.config import load
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout, RunFailed
@@ -213,9 +214,11 @@ def test_eval_compares_dense_and_rollout_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[Any] = []
+    caches: list[list[str]] = []
 
-    def evaluate(cfg: Any, weights: list[str]) -> list[dict[str, Any]]:
+    def evaluate(cfg: Any, weights: list[str], kv: list[KvConfig]) -> list[dict[str, Any]]:
         seen.append((cfg, weights))
+        caches.append([cache.name for cache in kv])
         return [
             {"env": "reverse-text", "weights": name, "pass@1": 0.25, "avg@4": None} for name in "ab"
         ]
@@ -235,7 +238,7 @@ def test_eval_compares_dense_and_rollout_precision(
         out.split()
     )
     monkeypatch.setenv("COLUMNS", "30")
-    show(evaluate(cfg, ["int8"]), "greedy")
+    show(evaluate(cfg, ["int8"], []), "greedy")
     out = capsys.readouterr().out
     assert "…" not in out and "reverse" in out  # a narrow terminal folds and cuts nothing
 
@@ -251,12 +254,15 @@ def test_eval_compares_dense_and_rollout_precision(
                 "b",
                 "--weights",
                 "int8,bf16",
+                "--kv",
+                "dense,rkv,snapkv+fp8,rkv",
                 "rollout.top_p=0.5",
             ]
         )
         == 0
     )
     cfg, weights = seen[-1]
+    assert caches[0] == [] and caches[-1] == ["dense", "rkv", "snapkv+fp8"]
     assert (cfg.model, [env.id for env in cfg.eval.env], weights) == (
         "m",
         ["a", "b"],
@@ -267,6 +273,18 @@ def test_eval_compares_dense_and_rollout_precision(
     assert "give a run's YAML file, or --model and --env" in capsys.readouterr().err
     assert main(["eval", "--model", "m", "--env", "a", "--n", "0"]) == 2
     assert capsys.readouterr().err == "error: override eval.num_examples: must be >= 1, got 0\n"
+    done = len(seen)
+    for words, told in (
+        (["--kv", "lru"], "error: --kv: unknown cache 'lru'; known: dense, streaming, h2o, snapkv"),
+        (["--kv", "fp8+rkv"], "error: --kv: unknown cache 'fp8+rkv'; known: dense, streaming"),
+        (
+            ["--kv", "streaming", "rollout.kv={policy: h2o, budget: 3}"],
+            "error: rollout.kv.budget: streaming expects at least 5 (sinks 4 and 1), got 3\n",
+        ),
+    ):
+        assert main(["eval", "--model", "m", "--env", "a", *words]) == 2
+        assert capsys.readouterr().err.startswith(told)
+    assert len(seen) == done
 
 
 class FakeEngine:

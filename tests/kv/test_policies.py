@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from lowroll.kv.policy.h2o import H2O, attended
 from lowroll.kv.policy.rkv import RKV, redundancy
 from lowroll.kv.policy.snapkv import SnapKV, best_and_last, importance
 from lowroll.kv.policy.streaming import Streaming, first_and_last
-from lowroll.kv.policy.table import POLICIES, make
+from lowroll.kv.policy.table import POLICIES, filled, make
 from lowroll.model.spec import read_spec
 from tests.fixtures.policies import plain_importance, plain_kept, plain_redundancy
 from tests.fixtures.tiny import hf_folder
@@ -330,7 +331,7 @@ def test_when_a_cache_is_compacted() -> None:
 
 BAD = [
     ("lru", {}, r"kv.policy: unknown policy 'lru'; known: dense, streaming, "),
-    ("dense", {"budget": 9}, r"kv.budget: dense has no such option; it takes none"),
+    ("dense", {"budget": 9}, r"kv.budget: dense has no options"),
     ("rkv", {"sinks": 4}, r"kv.sinks: rkv has no such option; its options: budget, buffer, window"),
     ("rkv", {"budget": 8}, r"kv.budget: rkv expects at least 9 \(window 8 and 1\), got 8"),
     ("snapkv", {"budget": 3, "window": 3}, r"kv.budget: snapkv expects at least 4 \(window 3 and"),
@@ -339,15 +340,16 @@ BAD = [
     ("streaming", {"sinks": -1}, r"kv.sinks: streaming expects at least 0, got -1"),
     ("snapkv", {"buffer": -1}, r"kv.buffer: snapkv expects at least 1, got -1"),
     ("snapkv", {"buffer": 0}, r"kv.buffer: snapkv expects at least 1, got 0"),
-    ("h2o", {"budget": 1}, r"kv.budget: h2o expects at least 2 \(a last key and a best one\), got"),
+    ("h2o", {"budget": 1}, r"kv.budget: h2o expects at least 2, got 1"),
     ("rkv", {"window": 0}, r"kv.window: rkv expects at least 1, got 0"),
-    ("rkv", {"kernel": 4}, r"kv.kernel: rkv expects an odd number of keys, got 4"),
+    ("rkv", {"kernel": 4}, r"kv.kernel: rkv expects an odd number, got 4"),
     ("rkv", {"kernel": 0}, r"kv.kernel: rkv expects at least 1, got 0"),
     ("rkv", {"mix": 1.5}, r"kv.mix: rkv expects a number of 0 to 1, got 1.5"),
     ("rkv", {"mix": math.nan}, r"kv.mix: rkv expects a number of 0 to 1, got nan"),
     ("rkv", {"mix": "1"}, r"kv.mix: rkv expects a number of 0 to 1, got '1'"),
     ("rkv", {"budget": 512.0}, r"kv.budget: rkv expects a whole number, got 512.0"),
     ("rkv", {"buffer": True}, r"kv.buffer: rkv expects a whole number, got True"),
+    ("rkv", {"zero_first": 1}, r"kv.zero_first: rkv expects true or false, got 1"),
 ]
 
 
@@ -358,6 +360,16 @@ def test_bad_options_are_one_error_that_names_them(
     with pytest.raises(ValueError, match=message) as error:
         make(name, **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "dense"])
+def test_a_class_and_its_row_have_the_same_options_and_checks(name: str) -> None:
+    kind, row = type(make(name)), POLICIES[name]
+    assert {field.name: field.default for field in fields(kind)} == filled(name, {})
+    assert row.options.keys() >= {"budget", "buffer"}
+    for wrong in ({"budget": 0}, {"buffer": True}):
+        with pytest.raises(ValueError, match=rf"^kv.{next(iter(wrong))}: {name} expects"):
+            kind(**wrong)
 
 
 def test_the_least_options_that_work() -> None:

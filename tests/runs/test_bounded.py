@@ -1,34 +1,147 @@
-"""A whole run whose rollouts have bounded caches."""
+"""Whole runs whose rollouts have bounded caches, from their settings."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lowroll import Engine
-from lowroll.runs.build import engines
+from lowroll import Engine, Request
+from lowroll.checkpoint.store import Store
+from lowroll.config import from_mapping
+from lowroll.kv.policy import table
+from lowroll.metrics.record import read
+from lowroll.runs.evaluate import evaluate
 from lowroll.transport.rollout_log import read_rollouts
-from tests.fixtures.policies import Parity
+from lowroll.types import Group, Rollout
 from tests.fixtures.runs import copy_stopped_after, fingerprint, settings, train
+
+SMALL: dict[str, dict[str, Any]] = {
+    "streaming": {"budget": 5, "buffer": 2, "sinks": 1},
+    "h2o": {"budget": 5, "buffer": 2},
+    "snapkv": {"budget": 5, "buffer": 2, "window": 2, "kernel": 3},
+    "rkv": {"budget": 5, "buffer": 2, "window": 2, "kernel": 3},
+    "parity": {"budget": 4, "buffer": 2},
+}
+
+
+@pytest.fixture
+def parity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy more, as one adds it: a file, a row."""
+    row = table.Row("tests.fixtures.policies:Parity", table.BOUNDED)
+    monkeypatch.setitem(table.POLICIES, "parity", row)
+
+
+def drawn(folder: Path) -> list[Rollout]:
+    """Every rollout of a run."""
+    files = sorted((folder / "rollouts").iterdir())
+    return [sample.rollout for path in files for sample in read_rollouts(path).samples]
+
+
+def learnt(folder: Path) -> list[Any]:
+    """Tokens, log-probs and weights."""
+    tokens = [(rollout.token_ids, rollout.logprobs) for rollout in drawn(folder)]
+    tensors = Store(folder / "checkpoints").load().tensors["model"]
+    return [tokens, {name: tensor.tolist() for name, tensor in tensors.items()}]
 
 
 @pytest.mark.slow
-def test_resume_is_bitwise_the_uninterrupted_run(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree = settings(model, tmp_path / "dense", train={"max_steps": 4})
-    dense = fingerprint(train(tree).folder)
-    monkeypatch.setattr(engines, "NativeEngine", partial(Engine, kv=Parity(4, 2)))
-    tree["output_dir"] = str(tmp_path / "whole")
+@pytest.mark.usefixtures("parity")
+@pytest.mark.parametrize("name", SMALL)
+def test_resume_is_bitwise_the_uninterrupted_run(name: str, model: Path, tmp_path: Path) -> None:
+    kv = {"policy": name, **SMALL[name]}
+    tree = settings(model, tmp_path / "whole", rollout={"kv": kv}, train={"max_steps": 4})
     result = train(tree)
     whole = fingerprint(result.folder)
-    assert whole != dense
-    rollouts = read_rollouts(result.folder / "rollouts" / "step_000001.jsonl")
-    assert {s.rollout.behavior.kv_policy for s in rollouts.samples} == {"parity"}
-    assert {s.rollout.behavior.kv_budget for s in rollouts.samples} == {4}
-    for step in (1, 2, 3):
+    tags = {(r.behavior.kv_policy, r.behavior.kv_budget) for r in drawn(result.folder)}
+    assert tags == {(name, SMALL[name]["budget"])}
+    for step in (1, 3):
         copy_stopped_after(result.folder, step, tmp_path / f"cut{step}")
         resumed = train({**tree, "output_dir": str(tmp_path / f"cut{step}")}, resume=True)
         assert fingerprint(resumed.folder) == whole, f"resumed after step {step}"
+    copy_stopped_after(result.folder, 1, tmp_path / "other")
+    other = {**tree, "output_dir": str(tmp_path / "other")}
+    for changed, told in (
+        ({**kv, "buffer": 3}, r"rollout\.kv\.buffer was 2 and is 3"),
+        (None, rf"rollout\.kv\.budget was {kv['budget']} and is None"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            train({**other, "rollout": {**tree["rollout"], "kv": changed}}, resume=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "parity"])
+def test_a_budget_as_long_as_the_context_is_bitwise_the_dense_run(
+    name: str, model: Path, tmp_path: Path
+) -> None:
+    """And a small one is another run."""
+    found = {}
+    for key, kv in {
+        "dense": None,
+        "whole": {"policy": name, "budget": 64},
+        "small": {"policy": name, **SMALL[name]},
+    }.items():
+        tree = settings(
+            model,
+            tmp_path / key,
+            correction="sparse",
+            rollout={"kv": kv},
+            train={"max_steps": 2},
+        )
+        found[key] = learnt(train(tree).folder)
+    assert found["whole"] == found["dense"] != found["small"]
+
+
+@pytest.mark.slow
+def test_auto_learns_by_rejection_and_reweighting(model: Path, tmp_path: Path) -> None:
+    tree = settings(
+        model,
+        tmp_path / "run",
+        rollout={"weights": "dense", "kv": {"policy": "rkv", **SMALL["rkv"]}},
+        train={"max_steps": 1, "warmup_steps": 0},
+    )
+    assert from_mapping(tree).correction == "sparse"
+    (record,) = read(train(tree).folder)
+    assert record["mismatch/kl_k3"] > 1e-8 and "correction/rejected_sequence_fraction" in record
+
+
+@pytest.mark.slow
+def test_an_evaluation_compares_caches_on_the_same_prompts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under one size of the cache, that of the dense one."""
+    drawn: dict[str, Any] = {}
+    sizes: set[int] = set()
+
+    def generate(engine: Engine, requests: list[Request], **options: Any) -> list[Group]:
+        groups = plain(engine, requests, **options)
+        drawn[engine.kv.name] = [
+            (group.request, rollout.token_ids, rollout.logprobs)
+            for group in groups
+            for rollout in group.rollouts
+        ]
+        sizes.add(engine.stats().cache_tokens)
+        return groups
+
+    plain = Engine.generate
+    monkeypatch.setattr(Engine, "generate", generate)
+
+    def run(kv: dict[str, Any] | None, *names: str) -> dict[str, Any]:
+        drawn.clear()
+        rollout = {"kv": kv, "cache_tokens": None}
+        evaluated = {"num_examples": 4, "rollouts_per_example": 2, "temperature": 1.0}
+        cfg = from_mapping(settings(model, tmp_path, rollout=rollout, eval=evaluated))
+        rows = evaluate(cfg, ["fp32"], [cfg.rollout.cache.another(name) for name in names])
+        assert [row["kv"] for row in rows] == list(drawn)
+        return dict(drawn)
+
+    small = run({"policy": "rkv", **SMALL["rkv"]})
+    assert list(small) == ["dense", "rkv"] and small["dense"] != small["rkv"]
+    named = run({"policy": "rkv", **SMALL["rkv"]}, "snapkv", "rkv", "dense")
+    assert list(named) == ["dense", "snapkv", "rkv"] and named["snapkv"] != named["rkv"]
+    assert {name: named[name] for name in small} == small
+    assert run(None) == {"dense": small["dense"]}
+    whole = run({"policy": "rkv", "budget": 64})
+    assert whole["rkv"] == whole["dense"] == small["dense"]
+    assert len(sizes) == 1

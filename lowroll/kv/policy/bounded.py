@@ -10,32 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowroll.kv.policy.base import CachePolicy
+from lowroll.kv.policy.table import BUDGET, BUFFER, POLICIES, check
 
 
 @dataclass(frozen=True)
 class Bounded(CachePolicy):
     """budget: keys that a compaction leaves; buffer: keys that a cache takes until the next one.
 
-    ValueError names the option that is wrong.
+    Options have the defaults and the bounds of the policy's row in `kv.policy.table`. ValueError
+    names the one that is wrong.
     """
 
-    budget: int = 512
-    buffer: int = 128
+    budget: int = BUDGET.default
+    buffer: int = BUFFER.default
 
     def __post_init__(self) -> None:
-        require(self.name, "budget", self.budget, 1)
-        require(self.name, "buffer", self.buffer, 1)
+        if self.name in POLICIES:
+            check(self.name, vars(self))
 
     def room(self, cached: int) -> int:
         return max(0, self.budget + self.buffer - cached)
 
     def kept(self, cached: int) -> int:
         return min(cached, self.budget)
-
-
-def require(policy: str, option: str, value: int, least: int, why: str = "") -> None:
-    """ValueError unless the option is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"kv.{option}: {policy} expects a whole number, got {value!r}")
-    if value < least:
-        raise ValueError(f"kv.{option}: {policy} expects at least {least}{why}, got {value}")

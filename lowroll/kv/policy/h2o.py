@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowroll.kv.cache import Chunk, KVCache, Rows
 from lowroll.kv.policy.base import Selector, num_pages, num_slots
-from lowroll.kv.policy.bounded import Bounded, require
+from lowroll.kv.policy.bounded import Bounded
 from lowroll.kv.policy.snapkv import MOST_SCORED, best_and_last
 from lowroll.model.spec import ModelSpec
 
@@ -34,10 +34,6 @@ class H2O(Bounded):
 
     name = "h2o"
     window = sys.maxsize
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.name, "budget", self.budget, 2, " (a last key and a best one)")
 
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector:
         return HeavyHitters(self, spec, cache, max_batch)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kv.policy.snapkv import MOST_SCORED, SnapKV, importance
+from lowroll.kv.policy.table import MIX, ZERO_FIRST
 
 DUPLICATE = 0.5  # cosine over which two keys are duplicates
 EPS = 1e-8  # beside a key's norm
@@ -32,14 +33,8 @@ class RKV(SnapKV):
     published code does with keys that have no duplicate."""
 
     name = "rkv"
-    mix: float = 0.1
-    zero_first: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_number = isinstance(self.mix, int | float) and not isinstance(self.mix, bool)
-        if not is_number or not 0 <= self.mix <= 1:
-            raise ValueError(f"kv.mix: {self.name} expects a number of 0 to 1, got {self.mix!r}")
+    mix: float = MIX.default
+    zero_first: bool = ZERO_FIRST.default
 
     def scores(self, q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor) -> Tensor:
         important_BGN = importance(q_BAHd, k_BGNd, lengths_B, self.kernel)

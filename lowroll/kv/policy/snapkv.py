@@ -24,7 +24,8 @@ from torch import Tensor
 
 from lowroll.kv.cache import Chunk, KVCache, Rows
 from lowroll.kv.policy.base import Selector, num_slots
-from lowroll.kv.policy.bounded import Bounded, require
+from lowroll.kv.policy.bounded import Bounded
+from lowroll.kv.policy.table import KERNEL, WINDOW
 from lowroll.model.spec import ModelSpec
 
 # numbers of keys or scores, float32, that exist at once while rows are scored
@@ -37,18 +38,8 @@ class SnapKV(Bounded):
     which a score spreads."""
 
     name = "snapkv"
-    window: int = 8
-    kernel: int = 7
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.name, "window", self.window, 1)
-        require(self.name, "budget", self.budget, self.window + 1, f" (window {self.window} and 1)")
-        require(self.name, "kernel", self.kernel, 1)
-        if self.kernel % 2 == 0:
-            raise ValueError(
-                f"kv.kernel: {self.name} expects an odd number of keys, got {self.kernel}"
-            )
+    window: int = WINDOW.default
+    kernel: int = KERNEL.default
 
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector:
         return Attended(self, spec, cache, max_batch)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lowroll.kv.cache import KVCache, Rows
 from lowroll.kv.policy.base import Selector
-from lowroll.kv.policy.bounded import Bounded, require
+from lowroll.kv.policy.bounded import Bounded
+from lowroll.kv.policy.table import SINKS
 from lowroll.model.spec import ModelSpec
 
 
@@ -19,12 +20,7 @@ class Streaming(Bounded):
     """sinks: first keys of the sequence, which always stay."""
 
     name = "streaming"
-    sinks: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.name, "sinks", self.sinks, 0)
-        require(self.name, "budget", self.budget, self.sinks + 1, f" (sinks {self.sinks} and 1)")
+    sinks: int = SINKS.default
 
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector:
         return FirstAndLast(self.sinks, spec.num_kv_heads)

@@ -1,23 +1,83 @@
 """The table of cache policies: a row each, readable without torch.
 
-A policy is one file of this folder and one row here; its options, their defaults and their bounds
-stand on the class.
+A policy is one file of this folder and one row here. The row has its options, with their defaults
+and bounds: the configuration checks a file by it before anything is loaded, and `make` an engine's
+argument.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import fields, is_dataclass
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from lowroll.kv.policy.base import CachePolicy
 
-POLICIES: dict[str, str] = {  # name: module:class
-    "dense": "lowroll.kv.policy.dense:Dense",
-    "streaming": "lowroll.kv.policy.streaming:Streaming",
-    "h2o": "lowroll.kv.policy.h2o:H2O",
-    "snapkv": "lowroll.kv.policy.snapkv:SnapKV",
-    "rkv": "lowroll.kv.policy.rkv:RKV",
+T = TypeVar("T", bool, int, float)
+
+
+@dataclass(frozen=True)
+class Option(Generic[T]):
+    """What a policy can be told: a switch, a whole number or a number, as its default is.
+
+    stays: it counts keys of the budget that stay whatever their scores.
+    """
+
+    default: T
+    least: float = -math.inf
+    most: float = math.inf
+    odd: bool = False
+    stays: bool = False
+
+    def problem(self, value: object) -> str:
+        """What is wrong with a value; "" when nothing is."""
+        if isinstance(self.default, bool):
+            return "" if isinstance(value, bool) else f"expects true or false, got {value!r}"
+        if isinstance(self.default, float):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            fits = is_number and self.least <= value <= self.most  # type: ignore[operator]
+            return "" if fits else f"expects a number of {self._range}, got {value!r}"
+        if isinstance(value, bool) or not isinstance(value, int):
+            return f"expects a whole number, got {value!r}"
+        if not self.least <= value <= self.most:
+            return f"expects {self._range}, got {value}"
+        if self.odd and value % 2 == 0:
+            return f"expects an odd number, got {value}"
+        return ""
+
+    @property
+    def _range(self) -> str:
+        return f"at least {self.least:g}" if self.most == math.inf else f"{self.least:g} to {self.most:g}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy as it is known before torch is loaded."""
+
+    home: str  # module:class
+    options: Mapping[str, Option[Any]] = field(default_factory=dict)
+
+
+BUDGET = Option(512, least=1)
+BUFFER = Option(128, least=1)
+SINKS = Option(4, least=0, stays=True)
+WINDOW = Option(8, least=1, stays=True)
+KERNEL = Option(7, least=1, odd=True)
+MIX = Option(0.1, least=0, most=1)
+ZERO_FIRST = Option(False)
+
+BOUNDED: dict[str, Option[Any]] = {"budget": BUDGET, "buffer": BUFFER}
+SCORED: dict[str, Option[Any]] = {**BOUNDED, "window": WINDOW, "kernel": KERNEL}
+
+POLICIES: dict[str, Row] = {
+    "dense": Row("lowroll.kv.policy.dense:Dense"),
+    "streaming": Row("lowroll.kv.policy.streaming:Streaming", {**BOUNDED, "sinks": SINKS}),
+    # half of its budget is for the last keys, half for the best
+    "h2o": Row("lowroll.kv.policy.h2o:H2O", {**BOUNDED, "budget": Option(512, least=2)}),
+    "snapkv": Row("lowroll.kv.policy.snapkv:SnapKV", SCORED),
+    "rkv": Row("lowroll.kv.policy.rkv:RKV", {**SCORED, "mix": MIX, "zero_first": ZERO_FIRST}),
 }
 
 
@@ -26,13 +86,48 @@ def make(name: str, **options: Any) -> CachePolicy:
 
     ValueError names the option that is wrong.
     """
+    check(name, options)
+    module, _, kind = POLICIES[name].home.partition(":")
+    policy: CachePolicy = getattr(importlib.import_module(module), kind)(**filled(name, options))
+    return policy
+
+
+def check(name: str, options: Mapping[str, Any]) -> None:
+    """ValueError names the first option that is wrong."""
+    for option, problem in problems(name, options):
+        raise ValueError(f"kv.{option}: {problem}")
+
+
+def filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a policy, those that are not given at their defaults."""
+    return {key: option.default for key, option in POLICIES[name].options.items()} | dict(options)
+
+
+def problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The options of a policy that are wrong, `policy` for its name, and what is wrong."""
     if name not in POLICIES:
-        raise ValueError(f"kv.policy: unknown policy {name!r}; known: {', '.join(POLICIES)}")
-    module, _, kind = POLICIES[name].partition(":")
-    policy = getattr(importlib.import_module(module), kind)
-    known = [field.name for field in fields(policy)] if is_dataclass(policy) else []
-    for option in options:
-        if option not in known:
-            takes = f"its options: {', '.join(known)}" if known else "it takes none"
-            raise ValueError(f"kv.{option}: {name} has no such option; {takes}")
-    return policy(**options)
+        yield "policy", f"unknown policy {name!r}; known: {', '.join(POLICIES)}"
+        return
+    known = POLICIES[name].options
+    found = {
+        key: known[key].problem(value) if key in known else _unknown(name)
+        for key, value in options.items()
+    }
+    yield from ((key, f"{name} {problem}") for key, problem in found.items() if problem)
+    if not any(found.values()) and "budget" in known:
+        yield from _budget_problems(name, filled(name, options))
+
+
+def _unknown(name: str) -> str:
+    known = ", ".join(POLICIES[name].options)
+    return f"has no such option; its options: {known}" if known else "has no options"
+
+
+def _budget_problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A budget must have room for a key beside those that stay whatever their scores."""
+    staying = {key: options[key] for key, one in POLICIES[name].options.items() if one.stays}
+    least = sum(staying.values()) + 1
+    if options["budget"] < least:
+        why = " and ".join(f"{key} {count}" for key, count in staying.items())
+        got = options["budget"]
+        yield "budget", f"{name} expects at least {least} ({why} and 1), got {got}"

@@ -63,6 +63,9 @@ def _rollouts(cfg: RunConfig, compute: Compute) -> str:
             f", noise {noise.sigma_start:g} to {noise.sigma_end:g} ({noise.schedule}, learner "
             f"{noise.learner})"
         )
+    if rollout.kv is not None:
+        options = ", ".join(f"{name} {value}" for name, value in rollout.kv.options.items())
+        words += f", a KV cache of {rollout.kv.name}" + (f" ({options})" if options else "")
     if rollout.cache_tokens is not None:
         words += f", a KV cache of {rollout.cache_tokens:,} tokens"
     return words

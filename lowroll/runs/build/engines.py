@@ -14,7 +14,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.settings import Sampling
 from lowroll.quant.formats import get_format
-from lowroll.runs.build import orchestrator, prompts
+from lowroll.runs.build import caches, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
 
 
@@ -36,6 +36,7 @@ def make(
     made = NativeEngine(
         model,
         weights=name,
+        kv=caches.policy(cfg),
         dtype=None if get_format(name).dense else compute.dtype,
         tokenizer=chat.tokenizer,
         page_size=rollout.page_size,
@@ -66,7 +67,17 @@ def check_capabilities(cfg: RunConfig, able: Capabilities) -> None:
         )
     if cfg.noise is not None and not able.noise:
         raise ValueError("noise: this engine puts none on its norms")
-    if cfg.train.replay_kv and able.kv_policy != "dense" and not able.records_evictions:
+    kv = cfg.rollout.cache
+    for key, asked_for, can in (
+        ("policy", kv.policy, able.kv_policies),
+        ("dtype", kv.dtype, able.kv_dtypes),
+    ):
+        if asked_for not in can:
+            raise ValueError(
+                f"rollout.kv.{key}: this engine has no {asked_for} cache; it has "
+                f"{', '.join(sorted(can))}"
+            )
+    if cfg.train.replay_kv and kv.evicts and not able.records_evictions:
         raise ValueError("train.replay_kv: this engine does not say which keys its cache drops")
 
 

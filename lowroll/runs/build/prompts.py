@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lowroll.config import RunConfig
 from lowroll.envs import Environment
 from lowroll.envs.tasks import prompt_at
+from lowroll.runs.build import caches
 
 if TYPE_CHECKING:
     from lowroll.model.spec import ModelSpec
@@ -28,23 +29,29 @@ def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> li
 
 def longest(cfg: RunConfig, spec: ModelSpec) -> int:
     """Prompt tokens that leave room for a whole response. ValueError when there are none."""
-    most, _, owner = _limit(cfg, spec)
-    if most <= cfg.rollout.max_tokens:
+    most, tokens, _, owner = _limit(cfg, spec)
+    if most < 1:
         raise ValueError(
             f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in {owner} "
-            f"of {most} tokens"
+            f"of {tokens} tokens"
         )
-    return most - cfg.rollout.max_tokens
+    return most
 
 
-def _limit(cfg: RunConfig, spec: ModelSpec) -> tuple[int, str, str]:
-    """(tokens, the key that says so, what it is) of the longest prompt and response together."""
+def _limit(cfg: RunConfig, spec: ModelSpec) -> tuple[int, int, str, str]:
+    """What a prompt and a response must fit in: (tokens of the longest prompt, its own tokens, the
+    key that says so, what it is)."""
+    response, cached = cfg.rollout.max_tokens, cfg.rollout.cache_tokens
     limits = [
-        (spec.max_position, "model", "the model's context"),
-        (cfg.train.tokens_per_microbatch, "train.tokens_per_microbatch", "a micro-batch"),
+        (tokens - response, tokens, key, what)
+        for tokens, key, what in (
+            (spec.max_position, "model", "the model's context"),
+            (cfg.train.tokens_per_microbatch, "train.tokens_per_microbatch", "a micro-batch"),
+        )
     ]
-    if cfg.rollout.cache_tokens is not None:
-        limits.append((cfg.rollout.cache_tokens, "rollout.cache_tokens", "the KV cache"))
+    if cached is not None:
+        most = caches.longest_prompt(cfg, cached)
+        limits.append((most, cached, "rollout.cache_tokens", "the KV cache"))
     return min(limits, key=lambda limit: limit[0])
 
 
@@ -61,7 +68,7 @@ def check(
         for env in envs.values():
             found = lengths(env, split, LOOKED_AT, chat)
             if found and min(found) > most:
-                tokens, key, _ = _limit(now, spec)
+                _, tokens, key, _ = _limit(now, spec)
                 response = now.rollout.max_tokens
                 raise ValueError(
                     f"{key}: {tokens} tokens are too few: the shortest of the first {len(found)} "
