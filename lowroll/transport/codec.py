@@ -242,7 +242,9 @@ def _decode_dataclass(value: Any, kind: type, where: str) -> Any:
     if missing := fields.keys() - value.keys() - _omitted(kind):
         raise CodecError(f"{where}: missing field {min(missing)!r}")
     if null := [name for name in _omitted(kind) & value.keys() if value[name] is None]:
-        raise CodecError(f"{where}: field {min(null)!r} is null, which is written by leaving it out")
+        raise CodecError(
+            f"{where}: field {min(null)!r} is null, which is written by leaving it out"
+        )
     return kind(
         **{
             name: _decode(value[name], hint, f"{where}.{name}")

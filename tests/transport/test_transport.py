@@ -32,7 +32,17 @@ from lowroll.transport import (
     write_rollouts,
 )
 from lowroll.transport.rollout_log import rollout_files, truncate_rollouts, without_evictions
-from lowroll.types import Batch, BehaviorTag, Evictions, PolicySpan, Prompt, Rollout, Sample, Score, ScoreError
+from lowroll.types import (
+    Batch,
+    BehaviorTag,
+    Evictions,
+    PolicySpan,
+    Prompt,
+    Rollout,
+    Sample,
+    Score,
+    ScoreError,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
