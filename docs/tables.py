@@ -106,7 +106,7 @@ def auto() -> str:
         options = from_mapping({"model": "m", **row.example}).objective_options
         shown = ", ".join(
             f"{name} {options[name]:g}"
-            for name in ("eps_low", "eps_high", "eps_negative", "cap", "veto")
+            for name in ("eps_low", "eps_high", "eps_negative", "cap", "xi_cap", "veto")
             if options.get(name) is not None
         )
         under = "" if row.gspo == row.correction else f" (`{row.gspo}` under gspo)"
@@ -120,6 +120,18 @@ def formats() -> str:
     from lowroll.quant.formats import formats as known
 
     return table(("format", "what it is"), [(f"`{name}`", text) for name, text in known().items()])
+
+
+def caches() -> str:
+    from lowroll.kv.policy.table import POLICIES, make
+
+    rows = []
+    for name, row in POLICIES.items():
+        doc = sys.modules[type(make(name)).__module__].__doc__ or ""
+        first = " ".join(doc.split("\n\n")[0].split()).split(". ")[0]
+        options = ", ".join(f"{key} {str(option.default).lower()}" for key, option in row.options.items())
+        rows.append((f"`{name}`", first.partition(": ")[2].rstrip("."), options))
+    return table(("policy", "which keys stay", "options, with their defaults"), rows)
 
 
 def environments() -> str:
@@ -432,6 +444,7 @@ PARTS: dict[str, Callable[[], str]] = {
         algorithms,
         auto,
         formats,
+        caches,
         environments,
         commands,
         measured,

@@ -62,6 +62,8 @@ RENAMED: dict[str, str] = {
     "rollout_top_p": "rollout.top_p",
     "rollout_top_k": "rollout.top_k",
     "stop_strings": "rollout.stop",
+    "kv_cache_dtype": "rollout.kv.dtype",
+    "kv_budget": "rollout.kv.budget (of rollout.kv.policy)",
     "quantization": "rollout.weights",
     "quantize": "rollout.weights",
     "rollout_precision": "rollout.weights",
@@ -278,10 +280,7 @@ ABSENT: dict[str, str] = {
         ("multi_turn", "max_turns", "tools", "tool_config", "agent", "max_tool_calls"),
         "several turns and tools; an environment asks once and scores one response",
     ),
-    **dict.fromkeys(
-        ("sliding_window", "kv_cache_dtype", "kv_budget"),
-        "a bounded or quantized KV cache; it is dense",
-    ),
+    "sliding_window": "a window of attention; rollout.kv: {policy: streaming} bounds the rollouts' cache",
     "ref_model": "a reference model of its own; loss.kl_coef pulls to the model as it was at the start",
 }
 NEEDLESS: dict[str, str] = {

@@ -86,7 +86,7 @@ def kv_problems(kv: KvConfig | None) -> Iterator[Problem]:
         if option not in known:
             problem += nearest(option, [*KvConfig.model_fields, *known]) or _bounded(kv.policy)
         where: Path = ("rollout", "kv", option)
-        yield (where, ("rollout", "kv", "policy")), problem
+        yield (where,), problem
 
 
 def _bounded(policy: str) -> str:

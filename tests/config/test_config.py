@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +19,10 @@ from lowroll.config import ConfigError, RunConfig, from_mapping, load
 from lowroll.config.auto import AUTO, Rollouts, Row, choose_correction
 from lowroll.config.document import ConfigDumper, parse, resolve_plain
 from lowroll.config.foreign import ABSENT, NEEDLESS, RENAMED
-from lowroll.config.load import known_keys
+from lowroll.config.load import as_config, known_keys
+from lowroll.config.loss import SparseConfig
+from lowroll.kv.policy.table import BOUNDED, POLICIES, Option, filled
+from lowroll.kv.policy.table import Row as PolicyRow
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, RULES
 
 ROOT = Path(__file__).parents[2]
@@ -244,10 +248,94 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
             "or none"
         ],
     ),
+    # the cache
     (
-        "model: m\nrollout:\n  kv: {policy: rkv}\n",
+        "model: m\nrollout:\n  kv: {policy: lru}\n",
         [],
-        ["run.yaml:3: rollout.kv: a bounded KV cache is not available yet; write null (dense)"],
+        [
+            "run.yaml:3: rollout.kv.policy: must be one of dense, streaming, h2o, snapkv, rkv, got 'lru'"
+        ],
+    ),
+    (
+        "model: m\nrollout:\n  kv: rkv\n",
+        [],
+        ["run.yaml:3: rollout.kv: must be a section of keys, got 'rkv'"],
+    ),
+    (
+        "model: m\nrollout:\n  kv: {policy: rkv,\n    budget: 8}\n",
+        [],
+        ["run.yaml:4: rollout.kv.budget: rkv expects at least 9 (window 8 and 1), got 8"],
+    ),
+    (
+        "model: m\nrollout:\n  kv:\n    policy: streaming\n    sinks: 512\n",
+        [],
+        [
+            "run.yaml:3: rollout.kv.budget: streaming expects at least 513 (sinks 512 and 1), got 512"
+        ],
+    ),
+    (
+        "model: m\nrollout:\n  kv: {policy: h2o, budget: 1}\n",
+        [],
+        ["run.yaml:3: rollout.kv.budget: h2o expects at least 2, got 1"],
+    ),
+    (
+        "model: m\nrollout:\n  kv:\n    policy: snapkv\n    buffer: -1\n    kernel: 4\n",
+        [],
+        [
+            "run.yaml:5: rollout.kv.buffer: snapkv expects at least 1, got -1",
+            "run.yaml:6: rollout.kv.kernel: snapkv expects an odd number, got 4",
+        ],
+    ),
+    (
+        "model: m\nrollout:\n  kv:\n    policy: rkv\n    buffer: true\n    window: 0\n    mix: 1.5\n"
+        "    zero_first: 1\n    budget: 512.0\n    kernel: '7'\n",
+        [],
+        [
+            "run.yaml:5: rollout.kv.buffer: rkv expects a whole number, got True",
+            "run.yaml:6: rollout.kv.window: rkv expects at least 1, got 0",
+            "run.yaml:7: rollout.kv.mix: rkv expects a number of 0 to 1, got 1.5",
+            "run.yaml:8: rollout.kv.zero_first: rkv expects true or false, got 1",
+            "run.yaml:9: rollout.kv.budget: rkv expects a whole number, got 512.0",
+            "run.yaml:10: rollout.kv.kernel: rkv expects a whole number, got '7'",
+        ],
+    ),
+    (
+        "model: m\nrollout:\n  kv: {policy: rkv, sinks: 4, budgett: 9}\n",
+        [],
+        [
+            "run.yaml:3: rollout.kv.budgett: rkv has no such option; its options: budget, buffer, "
+            "window, kernel, mix, zero_first (did you mean budget?)",
+            "run.yaml:3: rollout.kv.sinks: rkv has no such option; its options: budget, buffer, "
+            "window, kernel, mix, zero_first",
+        ],
+    ),
+    (
+        "model: m\n",
+        ["rollout.kv.budget=64"],
+        [
+            "override rollout.kv.budget: dense has no options; name a policy: streaming, h2o, "
+            "snapkv, rkv"
+        ],
+    ),
+    (
+        "model: m\nrollout: {kv: {policy: rkv, budget: 64}}\n",
+        ["rollout.kv.policy=h2o", "rollout.kv.window=4", "rollout.kv.dtype=int8"],
+        ["override rollout.kv.dtype: must be one of auto, fp8, got 'int8'"],
+    ),
+    (
+        "model: m\nrollout: {kv: {polcy: rkv}}\n",
+        [],
+        ["run.yaml:2: rollout.kv.polcy: dense has no options (did you mean policy?)"],
+    ),
+    (
+        "model: m\ncorrection: none\nrollout: {weights: dense, kv: {policy: rkv}}\n",
+        [],
+        [
+            "run.yaml:2: correction: none with a cache that rkv bounds is known to collapse "
+            "(Sparse-RL's Fig. 1: the reward falls and the gradient spikes after about 200 steps; "
+            "its Table 1 ends at 45.1 with R-KV and 34.0 with SnapKV, where dense rollouts end at "
+            "53.1); write auto, or force: true to compare with it"
+        ],
     ),
     (
         "model: m\nloss: {eps_low: -0.1}\n",
@@ -800,6 +888,17 @@ def test_the_table_of_auto_is_what_auto_does(row: Row) -> None:
         (Rollouts("dense", ("top_k 5",)), "reweight"),
         (Rollouts("int8", ("min_p 0.1",), True, True, True), "reweight"),
         (Rollouts("dense+int8"), "acr"),
+        (Rollouts("dense", kv_policy="rkv"), "sparse"),
+        (Rollouts("int8", kv_policy="h2o", lora=True), "sparse"),
+        (Rollouts("int4", kv_policy="snapkv", aligned=True), "sparse"),
+        (Rollouts("dense", ("top_p 0.9",), noisy=True, kv_policy="streaming"), "sparse"),
+        (Rollouts("dense", kv_policy="rkv", kv_dtype="fp8"), "sparse"),
+        (Rollouts("dense", kv_dtype="fp8"), "tis"),
+        (Rollouts("dense", ("top_p 0.9",), kv_dtype="fp8"), "reweight"),
+        (Rollouts("dense", noisy=True, kv_dtype="fp8"), "acr"),
+        (Rollouts("int8", kv_dtype="fp8"), "acr"),
+        (Rollouts("nvfp4", lora=True, kv_dtype="fp8"), "tis"),
+        (Rollouts("int4", aligned=True, kv_dtype="fp8"), "tbpo"),
     ],
 )
 def test_the_first_row_that_applies(rollouts: Rollouts, expected: str) -> None:
@@ -835,6 +934,76 @@ def test_what_is_known_to_collapse_needs_force(correction: str) -> None:
     assert from_mapping({"model": "m", "correction": correction, "rollout": {"weights": "bf16"}})
 
 
+@pytest.mark.parametrize("weights", ["dense", "int8"])
+def test_what_auto_sets_for_a_cache_that_forgets(weights: str) -> None:
+    tree: dict[str, Any] = {"model": "m", "rollout": {"weights": weights, "kv": {"policy": "rkv"}}}
+    cfg = from_mapping(tree)
+    cap = None if weights == "dense" else 1.5
+    assert cfg.correction == "sparse"
+    assert cfg.loss.sparse == SparseConfig(veto=1e-4, xi_cap=cap, token_rs=None)
+    own = from_mapping({**tree, "loss": {"sparse": {"xi_cap": 3.0, "veto": None}}})
+    assert own.loss.sparse == SparseConfig(veto=None, xi_cap=3.0) and own.chosen_options == ()
+    for learner in ({"lora": True}, {"forward": "aligned"}):
+        with pytest.raises(ConfigError, match="none with a cache that rkv bounds is known to col"):
+            from_mapping({**tree, "train": learner, "correction": "none"})
+    assert from_mapping({**tree, "correction": "none", "force": True}).correction == "none"
+
+
+def test_the_cache_is_filled_from_its_policy_and_loads_again() -> None:
+    for kv, full in (
+        (None, None),
+        ({}, {"policy": "dense", "dtype": "auto"}),
+        ({"dtype": "fp8"}, {"policy": "dense", "dtype": "fp8"}),
+        (
+            {"policy": "streaming", "budget": 5, "sinks": None},
+            {"policy": "streaming", "dtype": "auto", "budget": 5, "buffer": 128, "sinks": 4},
+        ),
+        *(
+            ({"policy": name}, {"policy": name, "dtype": "auto", **filled(name, {})})
+            for name in POLICIES
+        ),
+        (
+            {"policy": "rkv", "mix": 0, "dtype": "fp8"},
+            {"policy": "rkv", "dtype": "fp8", **filled("rkv", {"mix": 0})},
+        ),
+    ):
+        cfg = from_mapping({"model": "m", "rollout": {"kv": kv}})
+        tree = yaml.safe_load(cfg.dump())
+        assert tree["rollout"]["kv"] == full
+        assert from_mapping(tree).dump() == cfg.dump()
+        assert from_mapping(tree).rollout.kv == cfg.rollout.kv == cfg.resolved().rollout.kv
+
+
+def test_a_cache_that_is_a_row_more() -> None:
+    """A policy that the table gets is known to the file, with options of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        row = PolicyRow("nowhere:Made", {**BOUNDED, "reach": Option(3, least=1, stays=True)})
+        patch.setitem(POLICIES, "made", row)
+        tree = {"model": "m", "rollout": {"kv": {"policy": "made", "budget": 9}}}
+        cfg = from_mapping(tree, ["rollout.kv.reach=4"])
+        assert cfg.correction == "sparse" and cfg.rollout.cache.options["reach"] == 4
+        assert "rollout.kv.reach" in known_keys(RunConfig)
+        with pytest.raises(ConfigError, match=r"budget: made expects at least 10 \(reach 9 and 1\)"):
+            from_mapping(tree, ["rollout.kv.reach=9"])
+
+
+def test_overrides_of_the_cache() -> None:
+    plain = {"model": "m"}
+    made = from_mapping(plain, ["rollout.kv.policy=rkv", "rollout.kv.budget=64"])
+    assert made == from_mapping(plain, ["rollout.kv={policy: rkv, budget: 64}"])
+    assert made.rollout.cache.options["budget"] == 64
+    base = {"model": "m", "rollout": {"kv": {"policy": "rkv", "budget": 64}}}
+    assert from_mapping(base, ["rollout.kv=null"]).rollout.kv is None
+    again = as_config(made, {"rollout.kv.buffer": 9})
+    assert again.rollout.cache.options == {**made.rollout.cache.options, "buffer": 9}
+    assert made.at(9) == made and made.rollout.with_kv(None).kv is None
+    # a whole response need not lie in a cache that is bounded
+    small = {"max_tokens": 900, "cache_tokens": 800}
+    assert from_mapping({"model": "m", "rollout": {**base["rollout"], **small}})
+    with pytest.raises(ConfigError, match="cannot hold a prompt and its response"):
+        from_mapping({"model": "m", "rollout": small})
+
+
 def test_warnings_for_what_rarely_is_meant() -> None:
     def warnings(**tree: object) -> list[str]:
         return [
@@ -851,6 +1020,12 @@ def test_warnings_for_what_rarely_is_meant() -> None:
     assert "nothing caps the weights" in warnings(correction="decoupled")[0]
     assert "saw it drift and collapse" in warnings(algorithm="gspo", correction="tis")[0]
     assert warnings(algorithm="gspo") == []
+    for name in ("is", "decoupled"):
+        told = warnings(correction=name, rollout={"weights": "dense", "kv": {"policy": "rkv"}})
+        assert len(told) == 1 and "no response is rejected that lost what it needed" in told[0]
+        told = warnings(correction=name, rollout={"weights": "dense", "kv": {"dtype": "fp8"}})
+        assert any("its rounding is not corrected" in note for note in told) == (name == "is")
+    assert warnings(correction="tis", rollout={"weights": "dense", "kv": {"policy": "rkv"}}) == []
     told = [
         {
             name: any(

@@ -11,6 +11,7 @@ import pytest
 from lowroll import Engine, Request
 from lowroll.config.load import from_mapping
 from lowroll.engine import base
+from lowroll.kv.policy.table import POLICIES
 from lowroll.model import hf
 from lowroll.orchestrator.client import EngineClient
 from lowroll.quant.formats import QTensor, get_format
@@ -76,6 +77,7 @@ def test_capabilities_are_the_engines(folder: Path) -> None:
     able = engine_of(folder, noisy=True).capabilities
     assert able.context_length == COMMON["max_position_embeddings"]
     assert able.updates == {"full"} and able.noise and able.scores and able.kv_policy == "dense"
+    assert able.kv_policies == frozenset(POLICIES)
     assert able.sampler == {field.name for field in fields(Request)}
 
 
@@ -99,6 +101,16 @@ def test_a_run_asks_an_engine_for_no_more_than_it_can(folder: Path) -> None:
         check_capabilities(drawn, replace(able, sampler=frozenset({"temperature", "max_tokens"})))
     with pytest.raises(ValueError, match="log-probs are not those of the distribution"):
         check_capabilities(plain, replace(able, exact_logprobs=False))
+    bounded = from_mapping({**run, "rollout": {"kv": {"policy": "rkv"}}}).resolved()
+    check_capabilities(bounded, able)
+    lacking = replace(able, kv_policies=frozenset({"dense", "h2o"}))
+    check_capabilities(plain, lacking)
+    with pytest.raises(ValueError, match=r"^rollout\.kv\.policy: this engine has no rkv cache; it "):
+        check_capabilities(bounded, lacking)
+    low_bit = from_mapping({**run, "rollout": {"kv": {"dtype": "fp8"}}}).resolved()
+    check_capabilities(low_bit, replace(able, kv_dtypes=frozenset({"auto", "fp8"})))
+    with pytest.raises(ValueError, match=r"^rollout\.kv\.dtype: this engine has no fp8 cache; it "):
+        check_capabilities(low_bit, replace(able, kv_dtypes=frozenset({"auto"})))
     noisy = from_mapping({**run, "noise": {"sigma_start": 0.02}}).resolved()
     check_capabilities(noisy, replace(able, noise=True))
     with pytest.raises(ValueError, match="^noise: "):

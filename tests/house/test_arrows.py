@@ -20,10 +20,10 @@ FILES = {
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
     "machine": (set(), set()),
-    # config -> types: what the engine can be asked for bounds what a file may ask for; quant,
+    # config -> types: what the engine can be asked for bounds what a file may ask for; quant, kv,
     # objectives, advantages: their tables are the words that it may ask with, and need no torch
     "config": (
-        {"types", "quant", "objectives", "advantages"},
+        {"types", "quant", "kv", "objectives", "advantages"},
         {"pydantic", "pydantic_core", "yaml"},
     ),
     # quant -> kernels: a format multiplies by its kernel
@@ -104,6 +104,7 @@ LIGHT = (
     "kv.policy.table",
     "quant.table",
     "objectives.table",
+    "runs.build.caches",
     "runs.build.environments",
     "runs.build.orchestrator",
     "runs.build.prompts",

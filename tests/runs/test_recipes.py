@@ -54,6 +54,10 @@ PUBLISHED: dict[str, tuple[Any, ...]] = {
     "dr_grpo_math": (128, 8, 3000, 1e-6, 128 * 8 // 128, 0.0, "dense", "none", 20 * 12000 // 128),
     "deepseekmath_grpo": (1024 // 64, 64, 1024, 1e-6, 1, 0.04, "dense", "none"),
     "sparse_rl_dense_baseline": (1024 // 8, 8, 4096, 1e-6, 1024 // 256, 1e-4, "dense", "none", 400),
+    **{
+        f"sparse_rl_{name}": (1024 // 8, 8, 4096, 1e-6, 1024 // 256, 1e-4, "dense", "sparse", 400)
+        for name in ("rkv", "snapkv")
+    },
     "qerl_gsm8k_bf16_lora": (128 // 8, 8, 4096, 5e-6, 4, 0.0, "bf16", "none"),
     **{
         f"qerl_gsm8k_{size}_nvfp4": (128 // 8, 8, 4096, 1e-5, 4, 0.0, "nvfp4", "none")
@@ -151,6 +155,23 @@ def test_qurl() -> None:
     assert cfg.rollout.temperature == 0.6
 
 
+@pytest.mark.parametrize("name", ["rkv", "snapkv"])
+def test_sparse_rl(name: str) -> None:
+    cfg, dense = recipe(f"sparse_rl_{name}"), recipe("sparse_rl_dense_baseline")
+    scored = {"budget": 512, "buffer": 128, "window": 8, "kernel": 7}
+    mixed = {"mix": 0.1, "zero_first": False} if name == "rkv" else {}
+    assert cfg.rollout.cache.name == name and cfg.rollout.cache.options == scored | mixed
+    sparse = cfg.loss.sparse
+    assert (sparse.veto, sparse.xi_cap, sparse.token_rs, sparse.normalize_xi) == (
+        1e-4,
+        None,
+        None,
+        False,
+    )
+    same = {"output_dir": "", "rollout": dense.rollout, "correction": "none", "loss": dense.loss}
+    assert cfg.model_copy(update=same).dump() == dense.model_copy(update=same).dump()
+
+
 # -- twins -----------------------------------------------------------------------------------------
 
 # what every twin changes: the model, the task, and how much of everything
@@ -182,6 +203,7 @@ OVERLONG = {**DAPO, "dapo.overlong_max": 5, "dapo.overlong_cache": 2}
 ONE_UPDATE = {"train.minibatches": 1}
 LORA = {"train.lora_rank": 4, "train.lora_alpha": 8}
 NOISE = {"noise.num_stages": 3}
+FORGETFUL = {"rollout.kv.budget": 9, "rollout.kv.buffer": 2}
 STAGES = [
     {"step": 2, "max_tokens": 6, "rollouts_per_example": 16, "batch_size": 32},
     {"step": 3, "max_tokens": 8},
@@ -204,6 +226,8 @@ TWINS: dict[str, dict[str, Any]] = {
     "qurl_deepscaler_int8": {"stages": STAGES},
     "qurl_gsm8k_ppo_int8": {"rollouts_per_example": 1},
     "sparse_rl_dense_baseline": {},
+    "sparse_rl_rkv": FORGETFUL,
+    "sparse_rl_snapkv": FORGETFUL,
     "surogate_reverse_text": {**ONE_UPDATE, **LORA},
 }
 
