@@ -19,9 +19,9 @@ from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
 from lowroll.engine.sequence import Compaction, Plan, PrefillChunk, Sequence
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention, Rows
-from lowroll.kv.policy.base import CachePolicy
+from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
-from lowroll.kv.policy.recorder import Recorder
+from lowroll.kv.policy.recorder import Dropped, Recorder
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
@@ -61,7 +61,11 @@ class Runner:
         self.selector = kv.selector(model.spec, self.cache, max_batch)
         self.recorder: Recorder | None = None
         if record_evictions and self.selector is not None:
-            self.recorder = Recorder(model.spec.num_layers, model.spec.num_kv_heads)
+            assert kv.budget is not None, "a policy that drops keys has a budget"
+            spec, slots = model.spec, num_slots(max_batch)
+            self.recorder = Recorder(
+                spec.num_layers, slots, spec.num_kv_heads, kv.budget, model.device
+            )
         self.decoder = Decoder(
             model, large_batch_model, self.cache, max_batch, longest, self.selector
         )
@@ -141,10 +145,8 @@ class Runner:
             if self.recorder is not None:
                 kept_LBGK.append(kept_BGK)
         if self.recorder is not None:
-            slots, lengths, positions = zip(
-                *((c.slot, c.cached, c.position) for c in compactions), strict=True
-            )
-            self.recorder.compacted(slots, lengths, positions, torch.stack(kept_LBGK))
+            dropped = [Dropped(c.slot, c.cached, c.kept, c.position) for c in compactions]
+            self.recorder.compacted(dropped, torch.stack(kept_LBGK))
 
     def _prefill(self, prefills: list[PrefillChunk]) -> list[Drawn]:
         """Run chunks of prompts; the first token of each sample whose prompt is through."""

@@ -91,16 +91,16 @@ def check_evictions(evictions: Evictions, layers: int, heads: int, context_lengt
         raise ValueError(f"after: {after} do not ascend within a context of {context_length}")
     if not after:
         return
-    numbers_XT = unpack_evictions(evictions).flatten(0, 1).long()
-    if int(numbers_XT.min()) < 0 or int(numbers_XT.max()) > len(after):
+    numbers_XT = unpack_evictions(evictions).flatten(0, 1)
+    lowest, highest = (int(x) for x in numbers_XT.aminmax())
+    if lowest < 0 or highest > len(after):
         raise ValueError(f"numbers: leave 0 .. {len(after)}, the compactions")
-    ends = torch.tensor([context_length, *after])
-    if bool((torch.arange(numbers_XT.shape[1]) > ends[numbers_XT]).any()):
+    positions_T = torch.arange(numbers_XT.shape[1])
+    first_T = torch.searchsorted(torch.tensor(after), positions_T) + 1  # that can drop it
+    if bool(((numbers_XT != 0) & (numbers_XT < first_T.to(numbers_XT.dtype))).any()):
         raise ValueError("numbers: a key is dropped before it is there")
-    first_X1 = torch.arange(len(numbers_XT))[:, None] * (len(after) + 1)
-    counts = (numbers_XT + first_X1).flatten().bincount(minlength=first_X1.numel() * len(ends))
-    counts_XE = counts.view(len(numbers_XT), -1)
-    if bool((counts_XE != counts_XE[0]).any()):
+    counts = [numbers_T.bincount(minlength=len(after) + 1) for numbers_T in numbers_XT]
+    if any(not torch.equal(counts_E, counts[0]) for counts_E in counts):
         raise ValueError("numbers: the heads drop different numbers of keys")
 
 

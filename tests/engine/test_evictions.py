@@ -13,7 +13,7 @@ import torch
 
 from lowroll import Engine, Request, score
 from lowroll.kv.policy.base import CachePolicy
-from lowroll.kv.policy.recorder import Recorder
+from lowroll.kv.policy.recorder import Dropped, Recorder
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.model.replay import check_evictions, pack_evictions, unpack_evictions
@@ -131,8 +131,11 @@ def test_replayed_log_probs_are_the_recorded_ones(
 
 
 @pytest.mark.parametrize("kind", POLICIES)
-def test_replay_of_one_request(model: Transformer, kind: Callable[[], CachePolicy]) -> None:
-    """The quick one of the above."""
+def test_replay_of_one_request(
+    model: Transformer, kind: Callable[[], CachePolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quick one of the above; rows are traced one by one."""
+    monkeypatch.setattr("lowroll.kv.policy.recorder.MOST_TRACED", 1)
     groups = recording(model, kind(), 16).generate(REQUESTS[1:3])
     gap, compactions = off(model, groups)
     assert gap < BOUND and compactions > 8
@@ -227,8 +230,9 @@ def test_half_precision_is_as_close_as_it_can_be(model: Transformer, folder: Pat
     assert off(half, groups)[0] < 0.25 < 1 < dense
 
 
-def test_more_compactions_than_a_byte_counts(model: Transformer) -> None:
+def test_more_compactions_than_a_byte_counts(tmp_path: Path) -> None:
     """With a buffer of 1 every token is a compaction."""
+    model = hf.load(hf_folder(tmp_path / "m", max_position_embeddings=512))
     long = Request(prompt(8, 9), n=2, max_tokens=290, ignore_eos=True, seed=6)
     groups = recording(model, streaming(6, 1), 16, page_size=16).generate([long])
     evictions = groups[0].rollouts[0].evictions
@@ -239,11 +243,12 @@ def test_more_compactions_than_a_byte_counts(model: Transformer) -> None:
 
 def test_a_recorder_by_hand() -> None:
     """One layer, one head: slot 0 goes on, slot 1 is copied from it, slot 0 then begins anew."""
-    recorder = Recorder(1, 1)
+    recorder = Recorder(1, 3, 1, 3, "cpu")
     assert recorder.evictions(None) == recorder.evictions(0) == Evictions(1, 1)
 
     def compact(slot: int, length: int, position: int, kept: list[int]) -> None:
-        recorder.compacted([slot], [length], [position], torch.tensor([[[kept]]]))
+        row = Dropped(slot, length, len(kept), position)
+        recorder.compacted([row], torch.tensor([[[kept]]]))
 
     compact(0, 5, 4, [0, 3, 4])  # of 0 1 2 3 4
     recorder.copy([(0, 1), (1, 0)])  # read before written: slot 0 has nothing now

@@ -75,7 +75,7 @@ def test_a_mask_that_is_off_by_one_is_another() -> None:
     """The oracle can tell: compactions one position later, and the other layer's."""
     evictions = dropped()
     inputs = packed()
-    want = plain(0, *inputs, evictions)
+    want = plain(0, *inputs, evictions).detach()
     shifted = []
     for one in evictions:
         if one is None or not one.after:
