@@ -144,19 +144,8 @@ def replayed(
     def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         outputs = [dense(layer, q_THd[dense_D], k_TGd[dense_D], v_TGd[dense_D])]
         for portion in portions:
-            if torch.is_grad_enabled():
-                o_CHd = checkpoint(
-                    portion,
-                    layer,
-                    q_THd,
-                    k_TGd,
-                    v_TGd,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            else:
-                o_CHd = portion(layer, q_THd, k_TGd, v_TGd)
-            outputs.append(o_CHd)
+            made = (portion, layer, q_THd, k_TGd, v_TGd)
+            outputs.append(checkpoint(*made, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(outputs)[back_T]
 
     return attend
