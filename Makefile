@@ -75,6 +75,7 @@ bench-gpu: $(STAMP)
 	-$(PY) -m bench.decode --models qwen2.5-1.5b --formats bf16 --parts rollout agreement
 	-$(PY) -m bench.decode --models qwen2.5-32b --formats nvfp4 --parts rollout agreement
 	-$(PY) -m bench.decode --models qwen3-30b-a3b --formats bf16 fp8 nvfp4 --parts rollout agreement
+	-$(PY) -m bench.kv
 	-$(PY) -m bench.train
 	-$(PY) -m bench.step
 	$(PY) docs/tables.py

@@ -47,6 +47,36 @@ def publishing(model: str, format: str) -> str:
     return f"{model} publish bf16 to {format} in place"
 
 
+def thousands(context: int) -> str:
+    """4096 is 4k."""
+    return f"{context >> 10}k" if context >= 1024 else str(context)
+
+
+def case(model: str, weights: str, cache: str, batch: int, context: int | None = None) -> str:
+    """A cache at a batch, and at a mean context where that matters (`bench.kv`)."""
+    where = "" if context is None else f"{thousands(context)} "
+    return f"{model} {weights} {cache} {where}B={batch}"
+
+
+def over_dense(model: str, weights: str, cache: str, batch: int, context: int) -> str:
+    """Name of the row of a decode step over that with our own dense bfloat16 cache."""
+    return f"{case(model, weights, cache, batch, context)}: decode step over dense"
+
+
+def over_vllm(model: str, weights: str, cache: str, batch: int, context: int) -> str:
+    return f"{case(model, weights, cache, batch, context)}: decode step over vLLM"
+
+
+def compacting(model: str, weights: str, cache: str, batch: int) -> str:
+    """Name of the row of the share of time that compactions take."""
+    return f"{case(model, weights, cache, batch)}: compactions' share of decoding"
+
+
+def fullest(model: str, weights: str, cache: str, context: int) -> str:
+    """Name of the row of the largest batch that fits, in tokens/s."""
+    return f"{model} {weights} {cache} {thousands(context)}, largest batch: tokens/s"
+
+
 def _rollouts(
     model: str,
     format: str,
@@ -61,6 +91,45 @@ def _rollouts(
         tuple(rollout(model, format, batch) for batch in batches),
         must,
         aim,
+    )
+
+
+def _caches(weights: str) -> tuple[Target, ...]:
+    """Of the 7B shapes, over our own dense bfloat16 cache."""
+    what = ("qwen2.5-7b", weights)
+    return (
+        Target(
+            f"qwen2.5-7b {weights}, ms a decode step with rkv (512 + 128) over dense, 4k B = 64 / "
+            f"256, 16k B = 64",
+            "kv",
+            tuple(
+                over_dense(*what, "rkv", b, c) for b, c in ((64, 4096), (256, 4096), (64, 16384))
+            ),
+            (1.25, 1.25, 3.0),
+            (1.6, 1.6, 4.5),
+        ),
+        Target(
+            f"qwen2.5-7b {weights}, rkv's compactions, share of decoding, B = 64 / 256",
+            "kv",
+            tuple(compacting(*what, "rkv", batch) for batch in (64, 256)),
+            (0.05, 0.05),
+            (None, None),
+            "ours at most",
+        ),
+        Target(
+            f"qwen2.5-7b {weights}, ms a decode step with an fp8 cache over bf16, 16k B = 64",
+            "kv",
+            (over_dense(*what, "fp8", 64, 16384),),
+            (1.4,),
+            (1.7,),
+        ),
+        Target(
+            f"qwen2.5-7b {weights}, tokens/s at the largest batch with rkv over dense, 16k",
+            "kv",
+            (fullest(*what, "rkv", 16384),),
+            (4.0,),
+            (None,),
+        ),
     )
 
 
@@ -105,6 +174,8 @@ TARGETS: tuple[Target, ...] = (
         (8.0,),
         "ours at most",
     ),
+    *_caches("bf16"),
+    *_caches("nvfp4"),
 )
 
 

@@ -167,7 +167,7 @@ def commands() -> str:
     )
 
 
-ON_GPU = ("decode", "train", "step")
+ON_GPU = ("decode", "kv", "train", "step")
 
 
 def measured() -> str:

@@ -106,6 +106,11 @@ class BehaviorTag:
     request_id: str = ""
     sample: int = 0
 
+    @property
+    def exact_kv(self) -> bool:
+        """Whether the cache behind it kept every key and value as it was made."""
+        return self.kv_policy == "dense"
+
 
 @dataclass(frozen=True)
 class Evictions:

@@ -44,7 +44,6 @@ from lowroll.engine.request import noise_key
 from lowroll.engine.sampler import signed
 from lowroll.engine.sequence import Plan
 from lowroll.kernels.sampling.draw import uniform
-from lowroll.kv.pages import OutOfPages
 from lowroll.kv.policy.base import footprint
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
@@ -562,10 +561,7 @@ class Block:
     def score(self) -> None:
         """Scoring beside what is in flight."""
         ids, prompt = self.ids(self.rng.randint(2, LONGEST)), 1
-        try:
-            got = self.engine.score([ids], [prompt], 0.7)[0]
-        except OutOfPages:
-            return
+        got = self.engine.score([ids], [prompt], 0.7)[0]
         logits_TV = (
             replay(self.family, ids[:-1], [(self.version, False)] * (len(ids) - 1)).double() / 0.7
         )

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from lowroll.kv.policy.base import CachePolicy
+from lowroll.kv.policy.dense import DENSE
 from lowroll.types import BehaviorTag, Group, Request
 
 if TYPE_CHECKING:
@@ -32,10 +34,16 @@ class Capabilities:
     scores: bool  # `score`: log-probs of given tokens under its own weights and kernels
     exact_logprobs: bool  # of the distribution that was drawn from, after top-k, top-p, penalties
     sampler: frozenset[str]  # fields of `Request` that it heeds
-    kv_policy: str = "dense"  # of its cache
+    kv: CachePolicy = DENSE  # which keys a sample's cache keeps, by arithmetic
+    kv_dtype: str | None = None  # of the stored keys and values; None is the model's own
     kv_policies: frozenset[str] = frozenset({"dense"})  # that one can be made with
     kv_dtypes: frozenset[str] = frozenset({"auto"})  # of the cache; auto is the engine's own
     records_evictions: bool = False  # its rollouts say what a bounded cache dropped
+
+    @property
+    def kv_policy(self) -> str:
+        """The name of its cache policy."""
+        return self.kv.name
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class EngineStats:
     weight_bits: float  # bits of one of them, with the scales of its group
     cache_tokens: int  # that the KV cache holds
     cache_bytes: int
+    policy_bytes: int  # of the cache policy's own state, beside the cache
     virtual_memory_bytes: int  # of the cache, in device memory that torch does not count
     pages_peak: int  # most pages of the cache ever held at once
     prefix_hits: int  # pages that a request found in the cache
@@ -93,8 +102,9 @@ class Engine(Protocol):
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Log-probs of each sequence's response, in nats, [response tokens] in float32 on the
-        CPU. ValueError names a sequence that does not fit."""
+        """Log-probs of each sequence's response under a cache that forgets and rounds nothing,
+        whatever the engine's own: weights and kernels are the engine's. In nats, [response tokens]
+        in float32 on the CPU. ValueError names a sequence that does not fit."""
         ...
 
     def update_weights(self, update: WeightUpdate) -> BehaviorTag:

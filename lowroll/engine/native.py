@@ -131,10 +131,11 @@ class NativeEngine:
             assert self.folder is not None
             self.model = rollout_load(self.folder, weights, device, dtype, noisy)
         self.spec = self.model.spec
+        self._max_batch = max_batch
         self.receiver = Receiver(self.model, self.large_batch_model)
         if keep_dense:
             self.keep_dense()
-        num_tokens = self._cache_tokens(cache_tokens, workloads, page_size, max_batch)
+        num_tokens = self._cache_tokens(cache_tokens, workloads, page_size)
         num_pages = num_tokens // page_size
         if num_pages < 1:
             why = ", which is all that the free memory allows" if cache_tokens is None else ""
@@ -290,11 +291,12 @@ class NativeEngine:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Log-probs of each sequence's response under the engine's weights and kernels, prefilled;
-        as `lowroll.score`. With `large_batch_weights` the weights are those of few rows.
+        """Log-probs of each sequence's response under the engine's weights and kernels, as
+        `lowroll.score`. With `large_batch_weights` the weights are those of few rows.
 
-        Rollouts in flight are not disturbed. ValueError names a sequence that does not fit,
-        OutOfPages says that the cache is full of others.
+        Each runs in one piece and attends to its own keys and values as they are made: no policy
+        drops them, no cache rounds them. Rollouts in flight are not disturbed. ValueError names a
+        sequence that does not fit.
         """
         scores = []
         for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
@@ -307,11 +309,7 @@ class NativeEngine:
                 raise ValueError(
                     f"sequences[{i}]: an id is outside the vocabulary of {self.spec.vocab_size}"
                 )
-            pages = self.pool.allocate(-(-len(ids) // self.pool.page_size))
-            try:
-                scores.append(self.runner.score(ids, prompt_len, pages, temperature).cpu())
-            finally:
-                self.pool.free(pages)
+            scores.append(self.runner.score(ids, prompt_len, temperature).cpu())
         return scores
 
     def keep_dense(self) -> None:
@@ -345,7 +343,7 @@ class NativeEngine:
             scores=True,
             exact_logprobs=True,
             sampler=frozenset(field.name for field in fields(Request)),
-            kv_policy=self.behavior.kv_policy,
+            kv=self.kv,
             kv_policies=frozenset(POLICIES),
             records_evictions=self.runner.recorder is not None,
         )
@@ -358,6 +356,7 @@ class NativeEngine:
             weight_bits=float(self.format.bits),
             cache_tokens=cache_tokens,
             cache_bytes=cache_tokens * KVCache.bytes_per_token(self.spec, self.model.dtype),
+            policy_bytes=self._policy_bytes,
             virtual_memory_bytes=self.runner.cache.virtual_memory_bytes,
             pages_peak=self.pool.peak_used,
             prefix_hits=self.pool.hits,
@@ -374,7 +373,7 @@ class NativeEngine:
     def release(self) -> None:
         """Give the memory of the KV cache away, for a learner that runs before the next rollouts.
 
-        It comes back with the next step or `score`, at its old address where the device can do that
+        It comes back with the next step, at its old address where the device can do that
         (`kv.virtual_memory`); elsewhere the graphs of decoding are captured again. The pages of
         shared prompts are forgotten. RuntimeError while requests are in flight.
         """
@@ -504,26 +503,31 @@ class NativeEngine:
         cache_tokens: int | None,
         workloads: Sequence[Workload],
         page_size: int,
-        max_batch: int,
     ) -> int:
         each = KVCache.bytes_per_token(self.spec, self.model.dtype)
-        free = free_memory(self.model.device)
+        free, beside = free_memory(self.model.device), self._policy_bytes
         if cache_tokens is None:
             return capacity(
                 workloads,
                 page_size=page_size,
-                max_batch=max_batch,
+                max_batch=self._max_batch,
                 context=self.spec.max_position,
                 bytes_per_token=each,
-                free=UNKNOWN_FREE if free is None else free,
+                free=max(0, (UNKNOWN_FREE if free is None else free) - beside),
                 kv=self.kv,
             )
-        if free is not None and cache_tokens * each > free:
+        if free is not None and cache_tokens * each + beside > free:
+            state = f" and the state of {self.kv.name} {beside / 1e9:.3g} GB" if beside else ""
             raise NoRoom(
                 f"cache_tokens: a KV cache of {cache_tokens:,} tokens takes "
-                f"{cache_tokens * each / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
+                f"{cache_tokens * each / 1e9:.3g} GB{state}, and {free / 1e9:.3g} GB are free"
             )
         return cache_tokens
+
+    @property
+    def _policy_bytes(self) -> int:
+        """Device memory of the cache policy's own state."""
+        return self.kv.state_bytes(self.spec, self._max_batch, self.model.dtype.itemsize)
 
 
 def free_memory(device: torch.device) -> int | None:

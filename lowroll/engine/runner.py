@@ -1,7 +1,7 @@
 """Runs a plan on the model: compactions and copies, the rows that decode, and the prompts of the
 step in one packed pass.
 
-`score` prefills a sequence for its log-probs alone.
+`score` runs a sequence for its log-probs alone, without the cache.
 
 Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that are through, B rows that
 draw a token, C rows of a piece, G key-value heads, K keys that stay.
@@ -22,6 +22,7 @@ from lowroll.kv.cache import Chunk, KVCache, PagedAttention, Rows
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import Dropped, Recorder
+from lowroll.model.attention import varlen
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
@@ -191,13 +192,10 @@ class Runner:
         return draw(logits_BV, keys_B, lengths_B, temperature_B, greedy_B)
 
     @torch.inference_mode()
-    def score(
-        self, ids: list[int], prompt_len: int, pages: list[int], temperature: float
-    ) -> Tensor:
-        """Log-probs [response tokens], float32, of a sequence that is prefilled in one piece into
-        `pages`."""
-        self.cache.restore()
-        attend = PagedAttention(self.cache, [Chunk(0, len(ids), pages)], [])
+    def score(self, ids: list[int], prompt_len: int, temperature: float) -> Tensor:
+        """Log-probs [response tokens], float32, of a sequence that runs in one piece: its tokens
+        attend to keys and values that were never in a cache."""
+        attend = varlen([len(ids)], self.model.device)
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)
         rows = [

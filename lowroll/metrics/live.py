@@ -132,6 +132,7 @@ class LiveView:
             for name, value in record.items()
             if _EVAL.fullmatch(name)
         ]
+        parts += kv_words(record)
         return "  ".join([*parts, *evals, *guard_words(record), f"eta {self._eta()}"])
 
     def _eta(self) -> str:
@@ -179,6 +180,8 @@ class LiveView:
             Text.assemble(("held out ", "dim"), (words, "bold"), (f"  {env}", "dim"))
             for env, words in list(self._held_out.items())[:_MAX_HELD_OUT]
         ]
+        if words := kv_words(record):
+            lines.append(Text(", ".join(words)))
         if words := guard_words(record):
             lines.append(Text(", ".join(words), "yellow"))
         if self.asked_to_stop:
@@ -260,6 +263,17 @@ def _redirect(old: object, new: Any) -> None:
     for handler in logging.getLogger("lowroll").handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is old:
             handler.setStream(new)
+
+
+def kv_words(record: Mapping[str, Any]) -> list[str]:
+    """What a bounded cache saved in a step, and what was rejected for it; nothing of a dense
+    cache."""
+    if "kv/saving_peak" not in record:
+        return []
+    words = [f"kv {_number(_percent(record['kv/saving_peak']), '.0f')} % saved"]
+    if (share := record.get("correction/rejected_sequence_fraction")) is not None:
+        words.append(f"rejected {_number(_percent(share), '.1f')} %")
+    return words
 
 
 def guard_words(record: Mapping[str, Any]) -> list[str]:

@@ -52,6 +52,7 @@ class Plot:
     floor: float = 0.0  # of a log axis: what is below is rounding noise, and drawn at it
     stacked: bool = False
     bottom: float | None = 0.0  # lower end of the axis, None to let it float
+    only_with: str = ""  # a metric without which the others are not worth a figure
 
 
 NOISE_NATS = 1e-8  # KL below it is the rounding of float32 log-probs
@@ -111,6 +112,45 @@ PLOTS: tuple[Plot, ...] = (
             Line("correction/acr_extended_fraction", "ACR extended"),
         ),
         "fraction",
+    ),
+    Plot(
+        "KV tokens saved",
+        "by a bounded cache, of what the same responses hold in a dense one, and compactions a "
+        "response",
+        (
+            Line("kv/saving_peak", "at the peak"),
+            Line("kv/saving_final", "in the end"),
+            Line("kv/saving_mean", "over time"),
+            Line("kv/evictions", "compactions", right=True),
+        ),
+        "fraction",
+        "compactions",
+        only_with="kv/evictions",
+    ),
+    Plot(
+        "Importance weights",
+        "w, or xi, where the cache forgets or rounds",
+        (
+            Line("mismatch/weight_mean", "mean"),
+            Line("mismatch/weight_max", "largest"),
+            Line("mismatch/weight_min", "smallest"),
+        ),
+        "w",
+        log=True,
+        floor=1e-9,
+        only_with="mismatch/weight_mean",
+    ),
+    Plot(
+        "Rejection",
+        "what the mismatch rejects, and how long those responses are beside all",
+        (
+            Line("correction/rejected_sequence_fraction", "responses"),
+            Line("correction/rejected_fraction", "tokens"),
+            Line("correction/vetoed_fraction", "below the veto"),
+            Line("correction/rejected_length_ratio", "length over all", right=True),
+        ),
+        "fraction",
+        "length ratio",
     ),
     Plot(
         "Critic",
@@ -286,7 +326,7 @@ def present(records: Sequence[Record], plot: Plot) -> list[Line]:
 def silent(records: Sequence[Record], plot: Plot) -> str | None:
     """Why there is nothing to see in `plot`, or None when there is something."""
     values = [abs(value) for line in plot.lines for value in series(records, line.metric)[1]]
-    if not values:
+    if not values or (plot.only_with and not series(records, plot.only_with)[0]):
         return "not recorded in this run"
     if not any(values):
         return "0 in every step"

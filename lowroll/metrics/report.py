@@ -240,6 +240,15 @@ def _tiles(records: Sequence[Record]) -> str:
 
     single("mismatch/kl_k3", "mismatch KL", "{:.1e}", hint="median, nats")
     single("mismatch/ess", "effective sample size", "{:.3f}", min, "lowest")
+    single("kv/saving_peak", "KV tokens saved", "{:.0%}", hint="median, at the peak")
+    if series(records, "mismatch/weight_mean")[0]:
+        single(
+            "correction/rejected_sequence_fraction",
+            "responses rejected",
+            "{:.1%}",
+            statistics.fmean,
+            "mean",
+        )
     single(
         "spread/sequence_std", "spread before learning", "{:.1e}", hint="nats, std over sequences"
     )

@@ -4,8 +4,9 @@ before anything is loaded.
 Everything but the activations follows from the settings: weights, the optimiser's float32 masters
 of what is not float32, gradients and moments (`trainer.optim`), the engine's own weights
 (`weights.publish`), what `weights/*` is measured against (`weights.watch`), the frozen models
-beside, and the KV cache (`kv.capacity`). Activations are an estimate: what a layer keeps of one
-micro-batch for its backward pass, and the logits of a piece of it.
+beside, the KV cache (`kv.capacity`), and what its policy remembers of each sample. Activations are
+an estimate: what a layer keeps of one micro-batch for its backward pass, and the logits of a piece
+of it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from lowroll.config import RunConfig
 from lowroll.engine.native import free_memory
 from lowroll.kv.cache import KVCache
 from lowroll.kv.capacity import UNKNOWN_FREE, Workload, capacity
+from lowroll.kv.policy.base import CachePolicy
+from lowroll.kv.policy.dense import DENSE
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
-from lowroll.runs.build import caches
 from lowroll.runs.build.compute import Compute
 
 MASTER = 4  # bytes of a float32
@@ -32,6 +34,7 @@ LESS = {
     "nvfp4",
     "its optimiser": "train.lora, train.optimizer: adamw8bit or muon take less",
     "KV cache": "a smaller rollout.cache_tokens takes less",
+    "its policy's state": "a smaller rollout.max_batch takes less",
     "what weights/* compares with": "train.weight_metrics: false takes none of it",
 }
 
@@ -81,9 +84,10 @@ def plan(
     model: Transformer,
     workloads: Sequence[Workload],
     beside: dict[str, Transformer],
+    kv: CachePolicy = DENSE,
 ) -> Budget:
     """The memory of a run of `lowroll grpo`. model: its shapes, on the meta device. beside: those
-    of the frozen models and the critic, by name."""
+    of the frozen models and the critic, by name. kv: the policy of the rollouts' cache."""
     train = cfg.train
     free = free_memory(compute.device)
     format = compute.format(cfg.rollout.weights)
@@ -103,16 +107,18 @@ def plan(
     each = KVCache.bytes_per_token(model.spec, dtype)
     left = UNKNOWN_FREE if free is None else free
     left -= parts["learner's weights"] + parts["rollouts' weights"]
+    state = kv.state_bytes(model.spec, cfg.rollout.max_batch, dtype.itemsize)
     tokens = cfg.rollout.cache_tokens or capacity(
         workloads,
         page_size=cfg.rollout.page_size,
         max_batch=cfg.rollout.max_batch,
         context=model.spec.max_position,
         bytes_per_token=each,
-        free=max(0, left),
-        kv=caches.policy(cfg),
+        free=max(0, left - state),
+        kv=kv,
     )
     parts["KV cache"] = tokens * each
+    parts["its policy's state"] = state
     batches = [work.groups * work.n * (work.prompt + work.response) for work in workloads]
     longest = max(batches, default=1 << 62)
     working = activations(cfg, compute, model, longest)

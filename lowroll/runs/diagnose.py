@@ -4,16 +4,20 @@ of tokens.
 Tokens are drawn once. Their log-probs are then taken at points on the way from the engine that drew
 them to the learner that would learn from them:
 
-    decode    recorded by the engine while it drew them, a token at a time
-    prefill   the engine again, its own weights and pages, a whole sequence at a time
+    decode    recorded by the engine while it drew them, a token at a time, under its KV cache
+    prefill   the engine's weights again, a whole sequence at a time, without any cache
     aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned`)
     dense     the learner's forward on its own weights
 
 and every step of the way has one cause:
 
-    decode -> prefill    kernels; under a KV policy, what the cache has thrown away
+    decode -> prefill    kv where the cache has thrown keys away or rounds them, else kernels
     prefill -> aligned   kernels
     aligned -> dense     weights
+
+Nothing of the cache is behind `prefill`: a prompt that attended to rounded keys while the tokens
+were drawn attends to exact ones there. What decoding adds by another order of sums goes with kv, and
+is small beside it. A policy that has evicted nothing of these responses is not to blame.
 
 A run is synchronous: it draws every batch from the version that learns from it, so `staleness` is
 0, and the newest checkpoint is what engine and learner both hold.
@@ -38,7 +42,9 @@ from torch import Tensor
 
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig
+from lowroll.engine.base import Capabilities
 from lowroll.kv.capacity import Workload
+from lowroll.kv.saving import saving
 from lowroll.model.scoring import score
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
@@ -58,7 +64,7 @@ ADVICE = {
     "aligned makes it vanish",
     "kernels": "the arithmetic of engine and learner differs (dtype, order of sums); correction "
     "tis is enough",
-    "kv": "the cache forgets what the learner sees; correction sparse pays for it",
+    "kv": "the cache forgets or rounds what the learner sees; correction sparse pays for it",
 }
 NEGLIGIBLE = 1e-4  # nats: below it, for the worst token, there is nothing to look for
 _NUMBERS = ("kl_k1", "kl_k3", "logp_diff_mean", "logp_diff_max", "ess")
@@ -116,14 +122,14 @@ class Diagnosis:
 
 
 def attribute(
-    log_probs: Mapping[str, Tensor], segments: Tensor, kv_policy: str = "dense"
+    log_probs: Mapping[str, Tensor], segments: Tensor, blames_kv: bool = False
 ) -> tuple[tuple[Part, ...], Part]:
     """The parts and the whole from the log-probs [N] at every point (see the top).
 
-    segments: the sequence of every token. kv_policy: the engine's; `dense` forgets nothing, so its
-    part is 0.
+    segments: the sequence of every token. blames_kv: the cache behind `decode` threw keys away or
+    rounds them; one that did neither has a part of 0.
     """
-    first = "kernels" if kv_policy == "dense" else "kv"
+    first = "kv" if blames_kv else "kernels"
     legs = [
         ("weights", "aligned", "dense"),
         ("kernels", "prefill", "aligned"),
@@ -135,8 +141,8 @@ def attribute(
         Part(cause, start, stop, share=value["logp_diff_mean"] / total if total else 0.0, **value)
         for (cause, start, stop), value in zip(legs, values, strict=True)
     ]
-    if kv_policy == "dense":
-        parts.append(Part("kv", "", "", remark="the cache is dense and forgets nothing"))
+    if not blames_kv:
+        parts.append(Part("kv", "", "", remark="the cache forgot and rounded nothing"))
     parts.append(Part("staleness", "", "", remark="engine and learner hold the same version"))
     whole = Part(
         "all",
@@ -211,9 +217,15 @@ def diagnose(
     with aligned.suspended(model):
         points["dense"] = learner()
     sizes = torch.tensor([len(rollout.token_ids) for _, rollout in rows])
+    able = engine.capabilities
+    responses = [(len(ids), len(rollout.token_ids)) for ids, rollout in rows]
+    evictions = saving(able.kv, responses)["evictions"]
     parts, whole = attribute(
-        points, torch.arange(len(rows)).repeat_interleave(sizes), engine.capabilities.kv_policy
+        points,
+        torch.arange(len(rows)).repeat_interleave(sizes),
+        blames_kv=evictions > 0 or able.kv_dtype is not None,
     )
+    notes += _cache_notes(able, evictions)
     return Diagnosis(str(run or cfg.model), format, int(sizes.sum()), parts, whole, tuple(notes))
 
 
@@ -271,6 +283,21 @@ def _requests(
         for env, position in chosen
     ]
     return [draw.request for draw in draws if len(draw.request.prompt_ids) <= longest]
+
+
+def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
+    """What stands behind the part of kv."""
+    notes: list[str] = []
+    if able.kv.budget is not None:
+        notes.append(
+            f"{able.kv.name} with a budget of {able.kv.budget} compacted each response's cache "
+            f"{evictions:.3g} times on average"
+        )
+    if able.kv_dtype is not None:
+        notes.append(f"the cache holds keys and values in {able.kv_dtype}")
+    if len(notes) == 2:
+        notes.append("what kv is worth of each alone: rollout.kv.dtype auto, or its policy dense")
+    return notes
 
 
 def _notes(cfg: RunConfig) -> list[str]:

@@ -236,7 +236,7 @@ class Run:
             batch = self.orchestrator.step(step, self.trainer.version)
         if self.cfg.rollout.release_cache:
             self.rollouts.engine.release()
-        drawn = self.rollouts.metrics(self.trainer.version)
+        drawn = self.rollouts.metrics(self.trainer.version, batch)
         metrics = batch.stats | stage | drawn | self.trainer.step()
         metrics |= self.monitor.look(step, metrics)
         self._heed_monitor()

@@ -23,7 +23,7 @@ from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.runs import budget, sft
-from lowroll.runs.build import engines, environments, models, prompts, trainer
+from lowroll.runs.build import caches, engines, environments, models, prompts, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.trainer import adamw8bit
@@ -78,7 +78,8 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     beside = found.attempt(lambda: _beside(cfg, compute, model, chat))
     works = found.attempt(lambda: _workloads(cfg, model, chat, envs, held_out))
     if beside is not None and works is not None:
-        _budget(found, found.attempt(lambda: budget.plan(cfg, compute, model, works, beside)))
+        kv = caches.policy(cfg)
+        _budget(found, found.attempt(lambda: budget.plan(cfg, compute, model, works, beside, kv)))
     return found
 
 

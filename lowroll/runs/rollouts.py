@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from lowroll.config import RunConfig
 from lowroll.engine.base import Engine
 from lowroll.kv.capacity import NoRoom, Workload
+from lowroll.kv.saving import saving
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.client import Progress
 from lowroll.runs.build import engines, trainer
 from lowroll.runs.build.compute import Compute
-from lowroll.types import Group, Request
+from lowroll.types import Batch, Group, Request
 from lowroll.weights.aligned import realign
 from lowroll.weights.noise import share
 from lowroll.weights.update import WeightUpdate
@@ -80,11 +81,16 @@ class RolloutEngine:
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, noise)
 
-    def metrics(self, version: int) -> dict[str, float]:
-        """How the rollouts of a version are drawn."""
+    def metrics(self, version: int, batch: Batch) -> dict[str, float]:
+        """How the rollouts of a version are drawn; where a policy bounds their caches, what that
+        saves for the batch."""
         drawn = {"rollout/weight_bits": self.engine.stats().weight_bits}
         if self.noise is not None:
             drawn["rollout/noise_sigma"] = self.noise.sigma(version)
+        kv = self.engine.capabilities.kv
+        if kv.budget is not None:
+            lengths = [(len(s.prompt_ids), len(s.rollout.token_ids)) for s in batch.samples]
+            drawn |= {f"kv/{name}": value for name, value in saving(kv, lengths).items()}
         return drawn
 
     def change_format(self, weights: str) -> None:

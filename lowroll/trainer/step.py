@@ -56,10 +56,11 @@ from lowroll.objectives.kl import penalty
 from lowroll.objectives.mismatch import by_length, mismatch
 from lowroll.objectives.objective import Objective
 from lowroll.objectives.reduce import Counts, masked_mean
+from lowroll.objectives.rejection import rejection
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import Packed, PerToken, check, collate, gather, pack, split_groups
-from lowroll.types import Batch, RunFailed, Sample
+from lowroll.types import Batch, RunFailed, Sample, Score
 from lowroll.weights import derived, noise
 
 MAX_REFUSALS = 3  # non-finite updates in a row that end the run
@@ -280,7 +281,7 @@ def learn(
         record, trace = _accumulate(forward, part, settings, anchors, advantages)
         if not records:  # of the policy before its first update, while the device is busy
             learner = trace.log_probs if anchors.proximal is None else anchors.proximal
-            distances = _distances(samples, list(chain.from_iterable(active)), learner)
+            distances = _distances(samples, list(chain.from_iterable(active)), learner, settings)
         if learning is None:
             record |= STILL
         else:
@@ -388,9 +389,10 @@ def _anchors(
 
 
 def _distances(
-    samples: Sequence[Sample], active: Sequence[int], learner: PerToken
+    samples: Sequence[Sample], active: Sequence[int], learner: PerToken, settings: LearnSettings
 ) -> dict[str, float]:
-    """How far the sampler's policy is from the learner's; nothing of no samples."""
+    """How far the sampler's policy is from the learner's, and whom that rejects where the sampler's
+    cache is not exact; nothing of no samples."""
     if not active:
         return {}
     packed = collate(samples, active)
@@ -400,7 +402,19 @@ def _distances(
         "mask": packed.mask_N,
         "segments": packed.segments_N,
     }
-    return mismatch(**policies) | by_length(**policies)
+    found = mismatch(**policies) | by_length(**policies)
+    if all(sample.rollout.behavior.exact_kv for sample in packed.chosen):
+        return found
+    options = settings.objective.options | dict(settings.options)
+    verdict = settings.objective.verdict(**policies, proximal=policies["learner"], **options)
+    scores = [sample.score for sample in packed.chosen]
+    rewards = [score.reward if isinstance(score, Score) else math.nan for score in scores]
+    return found | rejection(
+        **policies,
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        kept=None if verdict is None else verdict.kept_N,
+        veto=options.get("veto"),
+    )
 
 
 def _refuse_divergence(

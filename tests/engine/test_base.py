@@ -11,7 +11,8 @@ import pytest
 from lowroll import Engine, Request
 from lowroll.config.load import from_mapping
 from lowroll.engine import base
-from lowroll.kv.policy.table import POLICIES
+from lowroll.kv.policy.dense import DENSE
+from lowroll.kv.policy.table import POLICIES, make
 from lowroll.model import hf
 from lowroll.orchestrator.client import EngineClient
 from lowroll.quant.formats import QTensor, get_format
@@ -76,9 +77,17 @@ def test_stats_follow_the_work(folder: Path) -> None:
 def test_capabilities_are_the_engines(folder: Path) -> None:
     able = engine_of(folder, noisy=True).capabilities
     assert able.context_length == COMMON["max_position_embeddings"]
-    assert able.updates == {"full"} and able.noise and able.scores and able.kv_policy == "dense"
+    assert able.updates == {"full"} and able.noise and able.scores and able.kv is DENSE
     assert able.kv_policies == frozenset(POLICIES)
     assert able.sampler == {field.name for field in fields(Request)}
+    assert engine_of(folder).stats().policy_bytes == 0
+
+
+def test_an_engine_says_what_its_cache_keeps(folder: Path) -> None:
+    kv = make("snapkv", budget=12, buffer=4)
+    engine = engine_of(folder, kv=kv, max_batch=3)
+    assert engine.capabilities.kv is kv and engine.capabilities.kv_policy == "snapkv"
+    assert engine.stats().policy_bytes == engine.runner.selector.ring_LSAHd.nbytes > 0
 
 
 def test_linear_weights_are_those_that_it_multiplies_with(folder: Path) -> None:
@@ -105,7 +114,9 @@ def test_a_run_asks_an_engine_for_no_more_than_it_can(folder: Path) -> None:
     check_capabilities(bounded, able)
     lacking = replace(able, kv_policies=frozenset({"dense", "h2o"}))
     check_capabilities(plain, lacking)
-    with pytest.raises(ValueError, match=r"^rollout\.kv\.policy: this engine has no rkv cache; it "):
+    with pytest.raises(
+        ValueError, match=r"^rollout\.kv\.policy: this engine has no rkv cache; it "
+    ):
         check_capabilities(bounded, lacking)
     low_bit = from_mapping({**run, "rollout": {"kv": {"dtype": "fp8"}}}).resolved()
     check_capabilities(low_bit, replace(able, kv_dtypes=frozenset({"auto", "fp8"})))

@@ -18,7 +18,6 @@ from lowroll.engine.decoder import BUCKETS, bucket, plain
 from lowroll.engine.request import validate
 from lowroll.engine.sequence import LiveGroup, Sequence
 from lowroll.kv.cache import KVCache
-from lowroll.kv.pages import OutOfPages
 from lowroll.model import hf
 from lowroll.model.spec import read_spec
 from lowroll.weights.noise import Noise
@@ -83,18 +82,21 @@ def test_score_takes_all_that_fits_and_names_what_does_not(folder: Path) -> None
     assert engine.pool.num_used == 0
 
 
-def test_score_holds_just_the_pages_of_one_sequence_and_gives_them_back(folder: Path) -> None:
-    engine = engine_of(folder, cache_tokens=8)
-    for _ in range(3):
-        assert [len(x) for x in engine.score([ids(8), ids(5)], [3, 3])] == [5, 2]
-    assert engine.pool.num_used == 0 and engine.pool.peak_used == 2
-    with pytest.raises(OutOfPages, match="3 pages wanted, 2 of 2 free"):
-        engine.score([ids(9)], [3])
-    engine.add(Request(ids(4), max_tokens=2, ignore_eos=True))  # in flight, it holds a page
+def test_scoring_takes_no_page_and_reads_none(folder: Path) -> None:
+    """Sequences that no cache of this size would hold, beside one that fills it, and while it is
+    given away."""
+    engine, plain = engine_of(folder, cache_tokens=8), engine_of(folder)
+    want = torch.cat(plain.score([ids(8), ids(14)], [3, 5]))
+    engine.add(Request(ids(4), max_tokens=4, ignore_eos=True))
     engine.step()
-    assert len(engine.score([ids(4)], [3])[0]) == 1
-    with pytest.raises(OutOfPages):
-        engine.score([ids(5)], [3])
+    used = engine.pool.num_used
+    for buffer in (*engine.runner.cache.keys, *engine.runner.cache.values):
+        buffer.fill_(torch.nan)
+    assert torch.cat(engine.score([ids(8), ids(14)], [3, 5])).equal(want)
+    assert engine.pool.num_used == used == engine.pool.peak_used
+    plain.release()
+    assert torch.cat(plain.score([ids(8), ids(14)], [3, 5])).equal(want)
+    assert plain.runner.cache.released
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 9])

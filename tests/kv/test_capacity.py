@@ -14,9 +14,11 @@ import lowroll
 from lowroll import machine
 from lowroll.engine import native as engine_module
 from lowroll.engine.scheduler import Scheduler
-from lowroll.kv.capacity import SHARE, Workload, capacity
+from lowroll.kv.capacity import SHARE, NoRoom, Workload, capacity
 from lowroll.kv.pages import PagePool
+from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
+from lowroll.kv.policy.table import make
 from lowroll.types import Request
 from tests.fixtures.policies import Recent
 from tests.fixtures.scheduling import FakeRunner, check_invariants, tag
@@ -131,6 +133,67 @@ def test_an_engine_takes_what_its_loads_can_use(
         r"the free memory allows$",
     ):
         cache_tokens(SHARE * 15 * each)
+
+
+def test_a_policys_state_is_taken_off_before_the_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = hf_folder(tmp_path / "model")
+    each = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, their size, float32
+    kv = make("snapkv", budget=64, buffer=16)
+    state = (8 + 2) * 8 * 2 * 4 * 16 * 4  # slots, window, layers, query heads, their size, float32
+
+    def cache_tokens(free: int, **options: Any) -> int:
+        monkeypatch.setattr(engine_module, "free_memory", lambda device: free)
+        engine = lowroll.Engine(folder, weights="fp32", device="cpu", kv=kv, max_batch=8, **options)
+        assert engine.stats().policy_bytes == state
+        return engine.stats().cache_tokens
+
+    load = Workload(8, 8, 30, 100)
+    assert cache_tokens(SHARE * 160 * each + state, workloads=[load]) == 160
+    assert cache_tokens(160 * each + state, cache_tokens=160) == 160
+    with pytest.raises(NoRoom, match=r"takes 8.19e-05 GB and the state of snapkv 4.1e-05 GB, and"):
+        cache_tokens(160 * each + state - 1, cache_tokens=160)
+    with pytest.raises(ValueError, match="^cache_tokens: 0 is less than one page"):
+        cache_tokens(state - 1)
+
+
+def most_running(num_pages: int, kv: CachePolicy, n: int) -> int:
+    """Samples of 100 + 3,997 tokens, n of each prompt, that run together on pages of 16."""
+    pool, max_batch = PagePool(num_pages, 16), 256
+    scheduler = Scheduler(
+        pool,
+        behavior=tag(),
+        eos_ids={EOS},
+        kv=kv,
+        max_batch=max_batch,
+        max_prefill_tokens=8192,
+        prefill_chunk=None,
+        lookahead=1,
+    )
+    for i in range(max_batch // n):
+        ids = [1 + i, *range(1000, 1099)]
+        scheduler.add(Request(ids, n=n, max_tokens=3997, ignore_eos=True, id=str(i)))
+    runner, most = FakeRunner(pool, scheduler), 0
+    for _ in range(4):
+        for sequence, ids in runner.run(scheduler.plan()):
+            scheduler.commit_run(sequence, ids, [-1.0] * len(ids))
+        most = max(most, scheduler.num_running)
+    return most
+
+
+def test_the_same_memory_admits_more_sequences_under_a_budget() -> None:
+    """The shapes of Qwen2.5-1.5B, in bfloat16: 4,096 keys are 112 MiB and 256 pages; a budget of 512
+    and 128 more is 17.5 MiB, 40 pages of a sample's own, beside the 7 of its prompt."""
+    each, kv = 28_672, make("rkv", budget=512, buffer=128)
+    free = SHARE * 16 * 4096 * each
+    for n, bounded in ((1, 4096 // (40 + 7)), (8, 8 * (4096 // (8 * 40 + 7)))):
+        load = [Workload(256 // n, n, 100, 3997)]
+        known: dict[str, Any] = {"page_size": 16, "max_batch": 256, "bytes_per_token": each}
+        pages = capacity(load, context=32768, free=free, **known) // 16
+        assert pages == 4096 == capacity(load, context=32768, free=free, kv=kv, **known) // 16
+        assert most_running(pages, DENSE, n) == 16
+        assert bounded <= most_running(pages, kv, n) < bounded + 8 and bounded >= 5 * 16
 
 
 def test_the_memory_of_a_machine_and_of_a_container(

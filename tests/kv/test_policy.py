@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from lowroll import Engine, Request
 from lowroll.kv.cache import KVCache
 from lowroll.kv.capacity import Workload, capacity
 from lowroll.kv.policy.base import CachePolicy, Footprint, footprint
 from lowroll.kv.policy.dense import DENSE
+from lowroll.kv.policy.table import POLICIES, make
 from lowroll.model.spec import read_spec
 from tests.fixtures.policies import Recent
 from tests.fixtures.tiny import hf_folder
@@ -74,6 +77,47 @@ def test_footprints_are_the_most_that_a_walk_over_the_tokens_meets(seed: int) ->
             peak = max(peak, cached)
         assert (need.base, need.evicts) == (min(prompt, kv.budget), evicts)
         assert need.sibling == -(-peak // page) - (0 if evicts else need.base // page)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_knows_the_bytes_of_its_state(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """All tensors of the device's side, at its beginning and after it has served."""
+    options = {} if name == "dense" else {"budget": 24, "buffer": 8}
+    for max_batch in (1, 5):
+        kv = make(name, **options)
+        engine = Engine(
+            hf_folder(tmp_path / "model"),
+            weights="int8",
+            kv=kv,
+            device="cpu",
+            dtype=dtype,
+            max_batch=max_batch,
+            cache_tokens=1024,
+        )
+        for requests in ([], [Request([5] * 40, n=3, max_tokens=40, ignore_eos=True)]):
+            engine.generate(requests)
+            selector = engine.runner.selector
+            held = [] if selector is None else vars(selector).values()
+            state = sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
+            assert kv.state_bytes(engine.spec, max_batch, dtype.itemsize) == state
+            assert engine.stats().policy_bytes == state
+            assert (state > 0) == (name in ("snapkv", "rkv", "h2o"))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "rkv"])
+def test_the_ring_of_queries_of_a_published_model(name: str, tmp_path: Path) -> None:
+    """Qwen2.5-1.5B: 8 queries of 28 layers, 12 heads of 128 numbers of 2 bytes."""
+    tiny = hf_folder(tmp_path / "model")
+    spec = replace(read_spec(tiny), num_layers=28, num_heads=12, num_kv_heads=2, head_dim=128)
+    spec = replace(spec, max_position=32768)
+    kv = make(name)
+    assert kv.state_bytes(spec, 9, 2) - kv.state_bytes(spec, 8, 2) == 688_128
+    assert kv.state_bytes(spec, 1, 2) == 3 * 688_128  # and two slots that are no sample's
+    scores = make("h2o")
+    assert scores.state_bytes(spec, 9, 2) - scores.state_bytes(spec, 8, 2) == 28 * 2 * 640 * 4
 
 
 def test_a_bounded_load_takes_a_smaller_cache() -> None:

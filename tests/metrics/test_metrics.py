@@ -30,6 +30,7 @@ GROUPS = {
     "correction",
     "critic",
     "guard",
+    "kv",
     "spread",
     "optim",
     "weights",
@@ -336,6 +337,24 @@ RECORD = {
     "eval/arith/reward": 0.5,
     "eval/temperature": 0.0,
 }
+
+
+def test_a_bounded_cache_has_two_words_in_the_live_view() -> None:
+    record = {"step": 3, "kv/saving_peak": 0.521, "correction/rejected_sequence_fraction": 0.0625}
+    out = io.StringIO()
+    with LiveView(9, "run", Console(file=out, width=40)) as view:
+        view.step(record)
+        view.step({"step": 4, "kv/saving_peak": 0.0})
+        view.step({"step": 5, "correction/rejected_sequence_fraction": 0.5})
+    _, bounded, ample, dense = out.getvalue().splitlines()
+    assert "kv 52 % saved  rejected 6.2 %  eta" in bounded
+    assert "kv 0 % saved  eta" in ample and "rejected" not in dense and "kv" not in dense[30:]
+    terminal = Console(file=io.StringIO(), width=100, force_terminal=True)
+    view = LiveView(9, "run", terminal)
+    view.step(record)
+    with terminal.capture() as shown:
+        terminal.print(view._panel())
+    assert "kv 52 % saved, rejected 6.2 %" in shown.get()
 
 
 def test_without_a_terminal_a_step_is_one_plain_line() -> None:

@@ -401,6 +401,14 @@ def test_no_axis_without_a_curve() -> None:
     assert silent([{"step": 1, "policy/clip_fraction_high": 0.1}], clipping) is None
 
 
+def test_weights_are_drawn_where_the_cache_is_not_exact() -> None:
+    """Every run has their extremes."""
+    (plot,) = (plot for plot in PLOTS if plot.title == "Importance weights")
+    dense = {"step": 1, "mismatch/weight_max": 1.1, "mismatch/weight_min": 0.9}
+    assert silent([dense], plot) == "not recorded in this run"
+    assert silent([dense | {"mismatch/weight_mean": 1.0}], plot) is None
+
+
 def test_two_curves_in_one_place_are_told_apart() -> None:
     """The later one is dashed over the wider earlier one; curves that differ are both drawn
     whole."""

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lowroll
 from lowroll.cli.main import main
 from lowroll.config import from_mapping
+from lowroll.engine import runner
+from lowroll.engine.base import Capabilities
+from lowroll.kv.cache import KVCache, Rows
+from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.runs import demo
+from lowroll.runs.build import engines
 from lowroll.runs.diagnose import CAUSES, Diagnosis, attribute, diagnose
 from tests.fixtures.runs import ALWAYS, TINY, settings, train
 
@@ -36,14 +44,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf.save(rough, folder.parent / "rough", tokenizer_from=folder)
 
 
-def of(model: Path, weights: str, **changes: Any) -> Diagnosis:
+def of(model: Path, weights: str, n: int = 2, **changes: Any) -> Diagnosis:
     tree = {
         "model": str(model),
         "device": "cpu",
         "env": [TASK],
         "rollout": {"weights": weights, "max_tokens": 8, "cache_tokens": 1024},
     } | changes
-    return diagnose(from_mapping(tree), num_prompts=4, n=2)
+    return diagnose(from_mapping(tree), num_prompts=4, n=n)
+
+
+class Rounding(KVCache):
+    """Holds keys and values as e4m3 would, without scales."""
+
+    def write(self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
+        super().write(layer, slots_T, rounded(k_TGd), rounded(v_TGd))
+
+    def decode(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: Rows) -> Tensor:
+        return super().decode(layer, q_BHd, rounded(k_BGd), rounded(v_BGd), rows)
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e4m3fn).to(x.dtype)
+
+
+class RoundingEngine(lowroll.Engine):
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, kv_dtype="fp8")
 
 
 def part(diagnosis: Diagnosis, cause: str) -> Any:
@@ -93,12 +121,12 @@ def test_parts_by_hand() -> None:
     assert whole.ess == pytest.approx((w.mean() ** 2 / (w**2).mean()).item())
 
 
-def test_under_a_kv_policy_decoding_is_the_caches_part() -> None:
+def test_decoding_under_a_cache_that_forgets_or_rounds_is_the_caches_part() -> None:
     points = {
         name: torch.tensor([-1.0, -1.0, p])
         for name, p in (("decode", -2.0), ("prefill", -1.0), ("aligned", -1.0), ("dense", -1.1))
     }
-    parts, whole = attribute(points, N, kv_policy="rkv")
+    parts, whole = attribute(points, N, blames_kv=True)
     diagnosis = Diagnosis("m", "fp32", 3, parts, whole)
     assert {p.cause for p in parts if p.logp_diff_max} == {"kv", "weights"}
     assert diagnosis.share("kv") == pytest.approx(1 / 1.1)
@@ -134,6 +162,47 @@ def test_a_bfloat16_engines_gap_is_its_arithmetic(model: Path) -> None:
     diagnosis = of(folder, "bf16")
     assert diagnosis.whole.logp_diff_max > 1e-3
     assert diagnosis.share("kernels") > 0.5
+
+
+@pytest.mark.parametrize("n", [1, 8])
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+@pytest.mark.parametrize("rounds", [False, True], ids=["exact", "rounded"])
+@pytest.mark.parametrize("budget", [None, 999, 12], ids=["dense", "ample", "bounded"])
+def test_what_a_cache_forgets_and_rounds_is_named(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: int | None,
+    rounds: bool,
+    weights: str,
+    n: int,
+) -> None:
+    """Each alone, both, neither; beside weights that have a gap of their own, which stays what it
+    is without the cache's."""
+    plain = of(model, weights, n)
+    kv = None if budget is None else make("streaming", budget=budget, buffer=2, sinks=2)
+    if rounds:
+        monkeypatch.setattr(runner, "KVCache", Rounding)
+    kind = RoundingEngine if rounds else lowroll.Engine
+    monkeypatch.setattr(engines, "NativeEngine", partial(kind, kv=kv))
+    found = of(model, weights, n)
+    is_exact = not rounds and budget != 12
+    assert part(found, "kv").logp_diff_max == 0 if is_exact else found.share("kv") > 0.05
+    assert part(plain, "kv").logp_diff_max == 0 and plain.share("kv") == 0
+    kernels = [p.logp_diff_max for p in found.parts if p.cause == "kernels"]
+    assert len(kernels) == 1 + is_exact and max(kernels) < 1e-4
+    assert (part(found, "weights").logp_diff_max > 1e-3) == (weights == "int8")
+    if is_exact:
+        assert (found.parts, found.whole, found.reading) == (
+            plain.parts,
+            plain.whole,
+            plain.reading,
+        )
+    elif weights == "fp32":
+        assert found.share("kv") > 0.95 and "comes from kv: the cache forgets" in found.reading
+    assert sum(p.kl_k1 for p in found.parts) == pytest.approx(found.whole.kl_k1, abs=1e-9)
+    told = " ".join(found.notes)
+    assert ("streaming with a budget of" in told) == (budget is not None)
+    assert ("keys and values in fp8" in told) == rounds
 
 
 def test_an_aligned_learner_is_told_that_it_does_not_pay_for_weights(model: Path) -> None:
@@ -248,7 +317,7 @@ def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "int8 rollouts",
         "aligned -> dense",
         "decode -> prefill",
-        "the cache is dense",
+        "the cache forgot and rounded nothing",
         "same version",
         "decode -> dense",
         "note: drawn without the run's top_k",

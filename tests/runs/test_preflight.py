@@ -13,8 +13,12 @@ import huggingface_hub
 import pytest
 import torch
 
+from lowroll import Engine
 from lowroll.cli.main import main
 from lowroll.config import from_mapping, load
+from lowroll.kv.capacity import Workload
+from lowroll.kv.policy.dense import DENSE
+from lowroll.kv.policy.table import make
 from lowroll.model.spec import read_spec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor
@@ -222,6 +226,28 @@ def test_the_memory_plan_is_what_the_run_holds(
         gradients = sum(4 * master.numel() for master in optimizer.masters.values())
         if not optimizer.in_8_bits:  # which keeps 32 in tensors as small as these
             assert planned.parts["its optimiser"] == size(optimizer.state()[0]) + gradients
+
+
+def test_the_state_of_a_cache_policy_is_in_the_memory_plan(model: Path, tmp_path: Path) -> None:
+    """The same bytes as the engine's; the cache has what is left of its share."""
+    values = tree(model, tmp_path / "out", rollout={"max_tokens": 6, "max_batch": 8})
+    cfg = from_mapping(values).resolved()
+    compute = Compute.of(cfg)
+    shapes = Transformer(read_spec(model), "meta", compute.dtype)
+    load = [Workload(2, 4, 20, 6)]
+    for kv in (DENSE, make("snapkv", budget=12, buffer=4), make("h2o", budget=12, buffer=4)):
+        planned = budget.plan(cfg, compute, shapes, load, {}, kv)
+        engine = Engine(
+            model, weights="int8", kv=kv, device="cpu", max_batch=8, workloads=load
+        ).stats()
+        assert planned.parts["its policy's state"] == engine.policy_bytes
+        assert planned.cache_tokens == engine.cache_tokens
+        assert ("its policy's state" in planned.lines()[1]) == (kv is not DENSE)
+    crowd = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"max_batch": 10**12})})
+    planned = budget.plan(crowd, compute, shapes, load, {}, make("snapkv"))
+    assert planned.cache_tokens == 0
+    assert "of it its policy's state" in planned.problem()
+    assert planned.problem().endswith("a smaller rollout.max_batch takes less")
 
 
 def tensors(model: Transformer) -> dict[str, torch.Tensor]:

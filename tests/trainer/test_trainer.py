@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -323,6 +325,47 @@ def test_a_rejected_response_is_out_of_the_objective_and_of_the_kl_term(repair):
     left = metrics.get("correction/repaired_sequence_fraction", 0)
     assert metrics["correction/rejected_sequence_fraction"] + left == num_rejected / 8
     assert (left > 0) == (repair is not None)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("correction", ["sparse", "tis"])
+def test_whom_a_rejection_hits_is_told_where_the_cache_is_not_exact(correction, minibatches):
+    """Of the policy before its first update; all else is as beside a dense cache, bit for bit."""
+    model = tiny_model()
+    batch = make_batch(model)
+    proximal = frozen_log_probs(model, batch.samples)
+    options = {"veto": 0.75} if correction == "sparse" else {}
+    how = settings("grpo", correction, options=options, minibatches=minibatches)
+    rewards = [float(i % 3) for i in range(8)]
+    for sample, reward in zip(batch.samples, rewards, strict=True):
+        sample.score = Score(reward)
+    before = copy.deepcopy(model.state_dict())
+    _, dense = run_learn(model, batch, how)
+    model.load_state_dict(before)
+    for sample in batch.samples[::2]:  # one would do
+        behavior = replace(sample.rollout.behavior, kv_policy="rkv", kv_budget=4)
+        sample.rollout = replace(sample.rollout, behavior=behavior)
+    _, bounded = run_learn(model, batch, how)
+    more = {name: bounded[name] for name in bounded.keys() - dense.keys()}
+    assert {name: bounded[name] for name in dense} == dense
+
+    masks = [torch.tensor(s.loss_mask).bool() for s in batch.samples]
+    xis = [
+        (lpo - torch.tensor(s.rollout.logprobs)).exp()[mask]
+        for s, lpo, mask in zip(batch.samples, proximal, masks, strict=True)
+    ]
+    want = {"mismatch/weight_mean": torch.cat(xis).mean().item()}
+    if correction == "sparse":
+        low = [bool((xi < 0.75).any()) for xi in xis]
+        assert 0 < sum(low) < 8
+        lengths = [len(xi) for xi in xis]
+        gone = [i for i in range(8) if low[i]]
+        want |= {
+            "correction/vetoed_fraction": (torch.cat(xis) < 0.75).float().mean().item(),
+            "correction/rejected_length_ratio": fmean(lengths[i] for i in gone) / fmean(lengths),
+            "correction/rejected_reward_gap": fmean(rewards[i] for i in gone) - fmean(rewards),
+        }
+    assert more == pytest.approx(want, abs=1e-5)
 
 
 @pytest.mark.parametrize("capacity", [1, 24, 10_000])

@@ -63,6 +63,13 @@ class CachePolicy(ABC):
         Its state has a place for each of `num_slots(max_batch)` slots.
         """
 
+    def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
+        """Device memory that the selector holds from its beginning to its end, beside the cache.
+
+        bytes_per_number: of the queries that it may keep, in the model's dtype.
+        """
+        return 0
+
     def after_prompt(self, length: int) -> int:
         """Keys that a prompt of `length` tokens keeps when all of it has run; `length` is all.
 

@@ -38,6 +38,15 @@ class H2O(Bounded):
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector:
         return HeavyHitters(self, spec, cache, max_batch)
 
+    def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
+        """Scores are float32 whatever the model's dtype; those of a long prompt come on top until
+        it is compacted."""
+        return num_slots(max_batch) * spec.num_layers * spec.num_kv_heads * self.most(spec) * 4
+
+    def most(self, spec: ModelSpec) -> int:
+        """Keys of a sample that have a score."""
+        return min(self.budget + self.buffer, spec.max_position)
+
 
 class HeavyHitters(Selector):
     """score_LSGN: by slot, of each key in its cache, 0 where there is none. Only a prompt's cache
@@ -47,7 +56,7 @@ class HeavyHitters(Selector):
 
     def __init__(self, policy: H2O, spec: ModelSpec, cache: KVCache, max_batch: int) -> None:
         self.cache, self.last = cache, policy.budget // 2
-        self.most = min(policy.budget + policy.buffer, spec.max_position)
+        self.most = policy.most(spec)
         self.score_LSGN = torch.zeros(
             (spec.num_layers, num_slots(max_batch), spec.num_kv_heads, self.most),
             device=cache.keys[0].device,

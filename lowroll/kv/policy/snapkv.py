@@ -44,6 +44,10 @@ class SnapKV(Bounded):
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector:
         return Attended(self, spec, cache, max_batch)
 
+    def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
+        token = spec.num_layers * spec.num_heads * spec.head_dim * bytes_per_number
+        return num_slots(max_batch) * self.window * token
+
     def scores(self, q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor) -> Tensor:
         """Scores [B, G, N], float32, of which those of keys 0..length - window - 1 are read.
 

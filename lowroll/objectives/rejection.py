@@ -1,0 +1,65 @@
+"""Whom a rejection hits, when the sampler's cache forgets or rounds what the learner sees.
+
+With w = exp(l - b) of learner and behavior log-probs, Sparse-RL's xi:
+
+    weight_mean            mean(w); its extremes are `mismatch.mismatch`'s
+    vetoed_fraction        share of tokens with w < veto
+    rejected_length_ratio  mean length of the responses that are rejected as a whole, over the mean of all
+    rejected_reward_gap    their mean reward minus the mean of all
+
+A cache forgets more of a long response, so long ones are rejected more often: what is learnt from is
+shorter than what was drawn, and often easier. The last two are absent where nothing is rejected.
+Lengths are of unmasked tokens; w is clamped as everywhere. In float64, detached.
+
+Shape legend: N tokens of the call, laid end to end; S sequences.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowroll.objectives.reduce import (
+    masked_mean,
+    sequence_any,
+    sequences_of,
+    token_counts,
+)
+from lowroll.objectives.surrogate import as_floats, exp_ratio, flatten
+
+
+def rejection(
+    *,
+    learner: Tensor,
+    behavior: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    rewards: Tensor,
+    kept: Tensor | None = None,
+    veto: float | None = None,
+) -> dict[str, float]:
+    """The statistics above of packed tokens [N]; rewards: [S], NaN where there is none; kept: bool
+    [N], what the objective does not reject, None where it rejects nothing ever."""
+    sequences = sequences_of(mask, segments)
+    log_weight_N = flatten("learner", learner, mask) - flatten("behavior", behavior, mask)
+    log_weight_N = log_weight_N.detach().double()
+    sequences = sequences.drop(~log_weight_N.isfinite())
+    found = {"mismatch/weight_mean": masked_mean(exp_ratio(log_weight_N), sequences.mask_N)}
+    if veto is not None:
+        low_N = log_weight_N < math.log(veto)
+        found["correction/vetoed_fraction"] = masked_mean(low_N, sequences.mask_N)
+    if kept is None:
+        return as_floats(found)
+    all_S = sequence_any(torch.ones_like(kept), sequences)
+    rejected_S = all_S & ~sequence_any(kept, sequences)
+    if bool(rejected_S.any()):
+        length_S = token_counts(sequences).double()
+        ratio = masked_mean(length_S, rejected_S) / masked_mean(length_S, all_S)
+        found["correction/rejected_length_ratio"] = ratio
+    scored_S = all_S & rewards.isfinite()
+    if bool((rejected_S & scored_S).any()):
+        gap = masked_mean(rewards, rejected_S & scored_S) - masked_mean(rewards, scored_S)
+        found["correction/rejected_reward_gap"] = gap
+    return as_floats(found)
