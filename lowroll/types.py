@@ -110,7 +110,7 @@ class BehaviorTag:
     @property
     def exact_kv(self) -> bool:
         """Whether the cache behind it kept every key and value as it was made."""
-        return self.kv_policy == "dense"
+        return self.kv_policy == "dense" and self.kv_dtype is None
 
 
 @dataclass(frozen=True)
