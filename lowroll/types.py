@@ -110,19 +110,44 @@ class BehaviorTag:
     @property
     def exact_kv(self) -> bool:
         """Whether the cache behind it kept every key and value as it was made."""
-        return self.kv_policy == "dense"
+        return self.kv_policy == "dense" and self.kv_dtype is None
+
+
+@dataclass(frozen=True)
+class Evictions:
+    """Which keys a bounded cache dropped of one sample, by layer, KV head and position, and when:
+    a learner that attends to the others only scores the policy that the sampler was
+    (`model.replay`).
+
+    Compaction i = 1, 2, ... took place when the query at position `after[i - 1]` had run: later
+    queries do not see what it dropped. `numbers` has a number for each layer, head and position 0
+    .. after[-1], the position changing fastest: i for a key that compaction i dropped, 0 for one
+    that stayed; in a byte each, or two (little-endian) where there are more than 255 compactions;
+    all of it compressed by zlib. Empty without compactions.
+    """
+
+    layers: int
+    heads: int
+    after: tuple[int, ...] = ()
+    numbers: bytes = b""
+
+
+# a field that is left out of a message where it is None: what was written before it was there still
+# reads, and what has no use for it keeps its bytes
+OMITTED: dict[str, Any] = {"omitted": True}
 
 
 @dataclass
 class Rollout:
     """One sampled response. `logprobs[t]` is of `token_ids[t]`; the end-of-sequence id, when drawn,
-    is included."""
+    is included. `evictions` is None where the engine did not record them."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     behavior: BehaviorTag
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
+    evictions: Evictions | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass

@@ -45,6 +45,7 @@ class Rollouts:
     lora: bool = False  # learner and rollouts hold the same base, codes and all
     kv_policy: str = "dense"
     kv_dtype: str = "auto"  # that of the engine
+    replayed: bool = False  # the learner attends to what the rollouts' cache held
 
     @property
     def low_bit(self) -> bool:
@@ -53,7 +54,7 @@ class Rollouts:
     @property
     def forgets(self) -> bool:
         """Whether the learner sees keys that the rollouts have lost."""
-        return self.kv_policy != "dense"
+        return self.kv_policy != "dense" and not self.replayed
 
     @property
     def low_bit_cache(self) -> bool:
@@ -65,7 +66,9 @@ class Rollouts:
         parts = [f"use {self.weights} weights"]
         parts += [f"are cut by {', '.join(self.truncated)}"] if self.truncated else []
         parts += ["carry noise"] if self.noisy else []
-        parts += [f"have a cache that {self.kv_policy} bounds"] if self.forgets else []
+        bound = self.kv_policy != "dense"
+        shared = " and the learner replays" if self.replayed else ""
+        parts += [f"have a cache that {self.kv_policy} bounds{shared}"] if bound else []
         parts += [f"have an {self.kv_dtype} cache"] if self.low_bit_cache else []
         return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 

@@ -43,6 +43,11 @@ class KvConfig(Section):
         return {name: v for name, v in given.items() if v is not None or name not in known}
 
     @property
+    def storage(self) -> str | None:
+        """What an engine is asked to hold keys and values in; None is its own dtype."""
+        return None if self.dtype == "auto" else self.dtype
+
+    @property
     def name(self) -> str:
         """ "rkv", "dense+fp8"."""
         return self.policy if self.dtype == "auto" else f"{self.policy}+{self.dtype}"

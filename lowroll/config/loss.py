@@ -36,6 +36,8 @@ class SparseConfig(Section):
     token_rs: Bounds | None = None  # (low, high): tokens with xi outside are masked
     normalize_xi: bool = False  # divide by the batch's mean of xi (one more forward pass)
     veto: Positive | None = 1e-4  # a sequence with any xi below is rejected
+    # mask: it is rejected from the first such token on only
+    repair: Literal["mask"] | None = None
 
 
 class SurogateLoss(Section):
@@ -153,6 +155,11 @@ def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator
                 (("loss", *path),),
                 f"the lower bound ({bounds[0]:g}) is more than the upper one ({bounds[1]:g})",
             )
+    if loss.sparse.repair is not None and loss.sparse.veto is None:
+        yield (
+            (("loss", "sparse", "repair"), ("loss", "sparse", "veto")),
+            "without a veto there is nothing to repair; write null",
+        )
     for rule, bound in (loss.reweight.reject or {}).items():
         where: Path = ("loss", "reweight", "reject", rule)
         if isinstance(bound, tuple) != rule.endswith("k1"):

@@ -135,6 +135,8 @@ class TrainConfig(Section):
     # share of them
     activation_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = False
     logprob_chunk: Count = 1024  # tokens whose logits exist at a time
+    # the learner attends to what a bounded cache held, and so scores the sparse policy itself
+    replay_kv: bool = False
     lora: bool = False
     lora_rank: Count = 16
     lora_alpha: Positive = 32.0
@@ -354,6 +356,7 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
         lora=cfg.train.lora and not low_bit,
         kv_policy=rollout.cache.policy,
         kv_dtype=rollout.cache.dtype,
+        replayed=cfg.train.replay_kv,
     )
 
 
@@ -553,6 +556,8 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau
     ):
         yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
+    if cfg.train.replay_kv and not rollout.cache.evicts:
+        yield "train.replay_kv: no effect without a rollout.kv.policy that drops keys"
     yield from eval_notes(cfg.eval)
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from stage_notes(cfg.stages, cfg.train.max_steps)

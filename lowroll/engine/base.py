@@ -36,6 +36,7 @@ class Capabilities:
     sampler: frozenset[str]  # fields of `Request` that it heeds
     kv: CachePolicy = DENSE  # which keys a sample's cache keeps, by arithmetic
     kv_dtype: str | None = None  # of the stored keys and values; None is the model's own
+    records_evictions: bool = False  # its rollouts say what a bounded cache dropped
 
     @property
     def kv_policy(self) -> str:

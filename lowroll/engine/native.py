@@ -80,6 +80,7 @@ class NativeEngine:
     (`engine.decoder`); each token's policy span has the digest of the weights that drew it.
     keep_dense: hold the dequantized matrices of a 4-bit format beside its codes (2 bytes a weight
     in bfloat16) for prompts and many rows; the weights are the same, and only time is saved (CUDA).
+    record_evictions: rollouts say which keys a bounded cache dropped (`types.Evictions`).
     ValueError names the argument that is wrong.
     """
 
@@ -102,6 +103,7 @@ class NativeEngine:
         large_batch_weights: str | None = None,
         keep_dense: bool = False,
         kv_dtype: str | None = None,
+        record_evictions: bool = False,
     ) -> None:
         self.kv = DENSE if kv is None else kv
         if not isinstance(self.kv, CachePolicy):
@@ -150,6 +152,7 @@ class NativeEngine:
             max_batch,
             self.kv,
             self.storage,
+            record_evictions,
         )
         self.pool = PagePool(num_pages, page_size)
         if large_batch_weights is not None:
@@ -174,6 +177,7 @@ class NativeEngine:
             lookahead=self.runner.lookahead,
             eos_ids=self._eos_ids(),
             decode=decode,
+            evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
         )
 
     # -- the door ----------------------------------------------------------------------------------
@@ -345,6 +349,7 @@ class NativeEngine:
             sampler=frozenset(field.name for field in fields(Request)),
             kv=self.kv,
             kv_dtype=self.behavior.kv_dtype,
+            records_evictions=self.runner.recorder is not None,
         )
 
     def stats(self) -> EngineStats:

@@ -19,8 +19,9 @@ from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
 from lowroll.engine.sequence import Compaction, Plan, PrefillChunk, Sequence
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention, Rows
-from lowroll.kv.policy.base import CachePolicy
+from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
+from lowroll.kv.policy.recorder import Dropped, Recorder
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
@@ -41,7 +42,8 @@ class Drawn:
 
 class Runner:
     """Owns the KV cache and the device side of a step. large_batch_model: the model for many rows
-    at once (`engine.decoder`). kv: the cache policy. storage: how keys and values are stored."""
+    at once (`engine.decoder`). kv: the cache policy. storage: how keys and values are stored.
+    record_evictions: keep track of what the policy drops."""
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Runner:
         max_batch: int,
         kv: CachePolicy = DENSE,
         storage: type[KVCache] = KVCache,
+        record_evictions: bool = False,
     ) -> None:
         self.model = model
         self.large_batch_model = large_batch_model
@@ -59,6 +62,13 @@ class Runner:
         self.cache.adapt(model)
         longest = min(num_pages, -(-model.spec.max_position // page_size))
         self.selector = kv.selector(model.spec, self.cache, max_batch)
+        self.recorder: Recorder | None = None
+        if record_evictions and self.selector is not None:
+            assert kv.budget is not None, "a policy that drops keys has a budget"
+            spec, slots = model.spec, num_slots(max_batch)
+            self.recorder = Recorder(
+                spec.num_layers, slots, spec.num_kv_heads, kv.budget, model.device
+            )
         self.decoder = Decoder(
             model, large_batch_model, self.cache, max_batch, longest, self.selector
         )
@@ -85,6 +95,8 @@ class Runner:
         self._compact(plan.compactions)
         if self.selector is not None and plan.forks:
             self.selector.copy(plan.forks)
+        if self.recorder is not None and plan.forks:
+            self.recorder.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
         drawn: list[Drawn] = []
         if plan.decodes:
@@ -98,8 +110,12 @@ class Runner:
             ]
         if self.selector is not None and plan.begun:
             self.selector.begin(plan.begun)
+        if self.recorder is not None and plan.begun:
+            self.recorder.begin(plan.begun)
         if plan.prefills:
             drawn += self._prefill(plan.prefills)
+        if self.recorder is not None:
+            self.recorder.settle()
         return drawn
 
     def _compact(self, compactions: list[Compaction]) -> None:
@@ -124,7 +140,11 @@ class Runner:
         targets_BP = _table([c.targets for c in compactions]).long()
         slots_BK = (targets_BP[..., None] * page_size + torch.arange(page_size)).flatten(1)
         slots_BK = slots_BK[:, :kept].to(device)
-        self.cache.keep(rows.table_BP, self.selector.compact(rows, kept), slots_BK)
+        kept_LBGK = self.selector.compact(rows, kept)
+        self.cache.keep(rows.table_BP, kept_LBGK, slots_BK)
+        if self.recorder is not None:
+            dropped = [Dropped(c.slot, c.cached, c.kept, c.position) for c in compactions]
+            self.recorder.compacted(dropped, kept_LBGK)
 
     def _prefill(self, prefills: list[PrefillChunk]) -> list[Drawn]:
         """Run chunks of prompts; the first token of each sample whose prompt is through."""

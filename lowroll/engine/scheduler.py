@@ -45,7 +45,7 @@ from lowroll.engine.sequence import Compaction, LiveGroup, Plan, PrefillChunk, S
 from lowroll.kv.pages import PagePool, page_keys
 from lowroll.kv.policy.base import CachePolicy, footprint, num_pages, prompt_slot
 from lowroll.kv.policy.dense import DENSE
-from lowroll.types import BehaviorTag, FinishReason, Group, Request, Rollout
+from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout
 
 
 class Scheduler:
@@ -56,7 +56,8 @@ class Scheduler:
     prefill_chunk: longest chunk of a prompt in one step, None for whole prompts. lookahead: most
     steps that decode rows take between two plans, when no prompt waits for its turn. behavior: how
     tokens are drawn now; its last policy span names the weights. decode: token ids to text, needed
-    for stop strings only.
+    for stop strings only. evictions: what the cache of the sample in a slot has dropped (of slot
+    None: nothing yet), for its rollout; None where that is not recorded.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Scheduler:
         lookahead: int = 1,
         eos_ids: Iterable[int] = (),
         decode: Callable[[list[int]], str] | None = None,
+        evictions: Callable[[int | None], Evictions] | None = None,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -88,6 +90,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
+        self.evictions = evictions
         self.reserved_pages = 0  # over all sequences; never over pool.num_free
         self._groups: dict[int, LiveGroup] = {}  # by handle, in order of arrival
         self._waiting: deque[LiveGroup] = deque()  # groups with samples that wait, oldest first
@@ -504,6 +507,9 @@ class Scheduler:
         group = sequence.group
         sequence.finish_reason = reason
         sequence.stop_reason = stop
+        if self.evictions is not None:
+            decoded = len(sequence.token_ids) > 1  # before that its slot may show an earlier sample
+            sequence.evictions = self.evictions(sequence.slot if decoded else None)
         self.pool.free(sequence.pages)
         sequence.pages = []
         if not sequence.forked:
@@ -539,7 +545,9 @@ class Scheduler:
                 sample=s.sample,
             )
             rollouts.append(
-                Rollout(s.token_ids, s.logprobs, s.finish_reason, behavior, s.stop_reason)
+                Rollout(
+                    s.token_ids, s.logprobs, s.finish_reason, behavior, s.stop_reason, s.evictions
+                )
             )
         self._finished.append((group.handle, Group(group.request, rollouts)))
 

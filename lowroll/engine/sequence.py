@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lowroll.kv.policy.base import Footprint
-from lowroll.types import BehaviorTag, FinishReason, PolicySpan, Request
+from lowroll.types import BehaviorTag, Evictions, FinishReason, PolicySpan, Request
 
 
 @dataclass(eq=False)
@@ -35,6 +35,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     behavior: BehaviorTag | None = None  # how its last token was drawn
+    evictions: Evictions | None = None  # what its cache dropped, once it has ended
 
     @property
     def request(self) -> Request:

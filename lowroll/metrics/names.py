@@ -345,6 +345,18 @@ METRICS: tuple[Metric, ...] = (
         "Sparse-RL",
     ),
     _M(
+        "correction/repaired_fraction",
+        "fraction",
+        "tokens that loss.sparse.repair masks, of responses that keep those before",
+        "what loss.sparse.repair leaves of the rejected ones",
+    ),
+    _M(
+        "correction/repaired_sequence_fraction",
+        "fraction",
+        "sequences that it keeps the beginning of",
+        "what would else be rejected as a whole",
+    ),
+    _M(
         "correction/vetoed_fraction",
         "fraction",
         "tokens whose w is below the veto, each of which rejects its sequence; with "

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lowroll.model import hf
-from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
+from lowroll.model.replay import check_evictions, replayed
 from lowroll.model.transformer import Transformer
+from lowroll.types import Evictions
 
 
 @torch.no_grad()
@@ -24,13 +25,15 @@ def score(
     prompt_lens: Sequence[int],
     temperature: float = 1.0,
     tokens_per_batch: int = 8192,
+    evictions: Sequence[Evictions | None] | None = None,
 ) -> list[Tensor]:
     """Log-probs of each sequence's response tokens under the learner's forward pass, one float32
     tensor a sequence.
 
     `sequences[i]` is prompt and response as token ids, `prompt_lens[i]` (at least 1) the prompt's
-    part of it. The log-probs are those of softmax(logits / temperature). ValueError names the
-    sequence that is at fault.
+    part of it. The log-probs are those of softmax(logits / temperature). evictions: of each
+    sequence, what its sampler's cache dropped (`Rollout.evictions`): the log-probs are then those
+    of what was left. ValueError names the sequence that is at fault.
     """
     model = model if isinstance(model, Transformer) else hf.load(model)
     if len(sequences) != len(prompt_lens):
@@ -44,6 +47,17 @@ def score(
             raise ValueError(
                 f"sequences[{i}]: an id is outside the vocabulary of {model.spec.vocab_size}"
             )
+    spec = model.spec
+    dropped = [None] * len(sequences) if evictions is None else list(evictions)
+    if len(dropped) != len(sequences):
+        raise ValueError(f"evictions: {len(dropped)} of them for {len(sequences)} sequences")
+    for i, one in enumerate(dropped):
+        if one is None:
+            continue
+        try:
+            check_evictions(one, spec.num_layers, spec.num_kv_heads, spec.max_position)
+        except ValueError as error:
+            raise ValueError(f"evictions[{i}].{error}") from None
     scores: list[Tensor] = []
     batch: list[int] = []
     for i in range(len(sequences)):
@@ -53,19 +67,27 @@ def score(
             or sum(len(sequences[j]) for j in [*batch, i + 1]) > tokens_per_batch
         ):
             scores += _score_packed(
-                model, [sequences[j] for j in batch], [prompt_lens[j] for j in batch], temperature
+                model,
+                [sequences[j] for j in batch],
+                [prompt_lens[j] for j in batch],
+                temperature,
+                [dropped[j] for j in batch],
             )
             batch = []
     return scores
 
 
 def _score_packed(
-    model: Transformer, sequences: list[Sequence[int]], prompt_lens: list[int], temperature: float
+    model: Transformer,
+    sequences: list[Sequence[int]],
+    prompt_lens: list[int],
+    temperature: float,
+    evictions: list[Evictions | None],
 ) -> list[Tensor]:
     lengths = [len(ids) for ids in sequences]
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
     pos_T = torch.tensor([pos for length in lengths for pos in range(length)], device=model.device)
-    hidden_TD = model(ids_T, pos_T, varlen(lengths, model.device))
+    hidden_TD = model(ids_T, pos_T, replayed(lengths, evictions, model.device))
     logp_T, _ = token_log_probs(hidden_TD, model.lm_head_weight, ids_T.roll(-1), temperature)
     rows = logp_T.split(lengths)
     return [

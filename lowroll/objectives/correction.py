@@ -18,6 +18,7 @@ PPO:
               k2 and k3 have an upper bound. k1 has two, on exp(k1), the *inverse* of w: seq_mean_k1
               with a tight band such as (.999, 1.001) is geometric rejection.
     veto      rejects a sequence of which any w_t < veto             Sparse-RL eq. 6 with 1e-4
+    repair    "mask": of such a sequence, only the tokens from the first w_t < veto on
     bypass    the sampler takes the place of the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and what
               rejects is the learner's mismatch. Without rejections this is `is`.
 
@@ -44,6 +45,7 @@ from lowroll.objectives.reduce import (
     aggregate,
     masked_mean,
     sequence_any,
+    sequence_from,
     sequence_mean,
     sequence_sum,
 )
@@ -60,6 +62,7 @@ from lowroll.objectives.surrogate import (
 from lowroll.objectives.table import RULES
 
 WEIGHTS = ("token", "sequence", "none")
+REPAIRS = (None, "mask")
 Bounds = tuple[float, float]
 # rule -> its upper bound, or for k1 (low, high) of behavior / proximal
 Reject = Mapping[str, float | Bounds]
@@ -74,6 +77,7 @@ class Verdict:
     cut_N: Tensor
     kept_N: Tensor
     sequences: Sequences
+    repaired_N: Tensor | None = None  # masked by `repair`; None without it
 
     @property
     def weight_sum(self) -> float:
@@ -143,8 +147,17 @@ def judge(
     reject: Reject | None = None,
     veto: float | None = None,
     bypass: bool = False,
+    repair: str | None = None,
 ) -> Verdict:
-    """Weigh every token and say which are rejected, by the options of `reweight`."""
+    """Weigh every token and say which are rejected, by the options of `reweight`.
+
+    repair: see `repair_statistics`; ValueError for another value than "mask" or None, and without a
+    veto.
+    """
+    if repair not in REPAIRS:
+        raise ValueError(f"repair: unknown {repair!r}; expected mask or None")
+    if repair is not None and veto is None:
+        raise ValueError("repair: without a veto there is nothing to repair")
     if weight not in WEIGHTS:
         raise ValueError(f"weight: unknown {weight!r}; expected one of {', '.join(WEIGHTS)}")
     sequences = tokens.sequences
@@ -165,13 +178,18 @@ def judge(
         low, high = _bounds("icepop", icepop)
         weight_N = torch.where((raw_N < low) | (raw_N > high), 0, raw_N)
     rejected_N = torch.zeros_like(sequences.mask_N)
+    repaired_N: Tensor | None = None
     if veto is not None:
         if not veto > 0:
             raise ValueError(f"veto: {veto} must be positive")
-        rejected_N = sequence_any(log_weight_N < math.log(veto), sequences)[sequences.segments_N]
+        anomaly_N = log_weight_N < math.log(veto)
+        if repair is None:
+            rejected_N = sequence_any(anomaly_N, sequences)[sequences.segments_N]
+        else:
+            rejected_N = repaired_N = sequence_from(anomaly_N, sequences)
     for rule, bound in (reject or {}).items():
         rejected_N = rejected_N | _breaks(rule, bound, -log_weight_N, sequences)
-    return Verdict(weight_N, weight_N != raw_N, ~rejected_N, sequences)
+    return Verdict(weight_N, weight_N != raw_N, ~rejected_N, sequences, repaired_N)
 
 
 def correct(
@@ -214,7 +232,10 @@ def correct(
     )
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, math.inf)
     statistics["correction/truncated_fraction"] = masked_mean(verdict.cut_N, sequences.mask_N)
-    return J, as_floats(statistics | rejection_statistics(verdict.kept_N, sequences))
+    statistics |= rejection_statistics(verdict.kept_N, sequences)
+    if verdict.repaired_N is not None:
+        statistics |= repair_statistics(verdict.repaired_N, sequences)
+    return J, as_floats(statistics)
 
 
 def rejection_statistics(kept_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
@@ -225,6 +246,20 @@ def rejection_statistics(kept_N: Tensor, sequences: Sequences) -> dict[str, Tens
         "correction/rejected_sequence_fraction": masked_mean(
             ~sequence_any(kept_N, sequences), active_S
         ),
+    }
+
+
+def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
+    """How much of the batch `repair` masks instead of rejecting it with all its response: of the
+    tokens, and of the responses, those that go on counting with the tokens before."""
+    saved_S = sequence_any(~repaired_N, sequences)
+    repaired_S = sequence_any(repaired_N, sequences) & saved_S
+    active_S = sequence_any(torch.ones_like(repaired_N), sequences)
+    return {
+        "correction/repaired_fraction": masked_mean(
+            repaired_N & saved_S[sequences.segments_N], sequences.mask_N
+        ),
+        "correction/repaired_sequence_fraction": masked_mean(repaired_S, active_S),
     }
 
 

@@ -179,6 +179,16 @@ def sequence_any(flag_N: Tensor, sequences: Sequences) -> Tensor:
     return flags_S.index_add(0, sequences.segments_N, (flag_N & sequences.mask_N).long()) > 0
 
 
+def sequence_from(flag_N: Tensor, sequences: Sequences) -> Tensor:
+    """Which tokens stand at or behind their sequence's first unmasked token with the flag, bool
+    [N]. Tokens of a sequence come in their order."""
+    place_N = torch.arange(len(flag_N), device=flag_N.device)
+    flagged_N = torch.where(flag_N & sequences.mask_N, place_N, len(flag_N))
+    first_S = place_N.new_full((sequences.num_sequences,), len(flag_N))
+    first_S = first_S.scatter_reduce(0, sequences.segments_N, flagged_N, "amin")
+    return place_N >= first_S[sequences.segments_N]
+
+
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of the entries under the mask (0 where there are none), float64 scalar, detached."""
     return torch.where(mask, x.detach(), 0).double().sum() / mask.sum().clamp(min=1)

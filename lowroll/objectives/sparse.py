@@ -10,6 +10,12 @@ contributes 0 and stays in 1/G, and its reward stays in the group's baseline. No
 where the mismatch comes from, low-bit weights serve as well. A KL term belongs to the kept
 responses only; the trainer sees to it.
 
+With `repair: mask`, which is not the paper's, a response is rejected from its first such token on
+only: the tokens before it were drawn while the sampler still knew what it needed. They keep their
+share 1/|o_i| of the whole response, so that a response that broke early counts for little, and the
+fewer tokens it has left the more it is like a rejected one; broken at its first token it is one.
+The KL term takes the same tokens.
+
 Deviation: the paper's xi has no upper bound and neither has this one by default. Its released code
 differs: xi capped at 1.5 (`xi_cap`), tokens outside of (.5, 1.5) masked (`token_rs`), weights
 divided by their mean over the batch, the rejected tokens included (`normalize_xi`), and masked
@@ -40,6 +46,7 @@ def sparse(
     token_rs: Bounds | None = None,
     normalize_xi: bool = False,
     veto: float | None = 1e-4,
+    repair: str | None = None,
     eps_low: float,
     eps_high: float,
     dual_clip: float | None,
@@ -47,7 +54,7 @@ def sparse(
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """J to maximise and its statistics. Shapes as in `clipped`; `token_rs` are bounds (low, high) on
-    xi.
+    xi; `repair` is None or "mask".
 
     With `normalize_xi`, `counts` must bring the sum of xi over the batch (`Objective.count`).
     """
@@ -59,7 +66,7 @@ def sparse(
         mask=mask,
         segments=segments,
     )
-    verdict = judge_sparse(tokens, xi_cap=xi_cap, token_rs=token_rs, veto=veto)
+    verdict = judge_sparse(tokens, xi_cap=xi_cap, token_rs=token_rs, veto=veto, repair=repair)
     return correct(
         tokens,
         verdict,
@@ -79,6 +86,7 @@ def judge_sparse(
     xi_cap: float | None = None,
     token_rs: Bounds | None = None,
     veto: float | None = 1e-4,
+    repair: str | None = None,
 ) -> Verdict:
     """Weigh every token and say which are rejected, by the options of `sparse`."""
     reject = None
@@ -89,4 +97,5 @@ def judge_sparse(
             )
         low, high = token_rs
         reject = {"token_k1": (1 / high, 1 / low if low else math.inf)}  # k1's bounds are on 1 / xi
-    return judge(tokens, cap=math.inf if xi_cap is None else xi_cap, reject=reject, veto=veto)
+    cap = math.inf if xi_cap is None else xi_cap
+    return judge(tokens, cap=cap, reject=reject, veto=veto, repair=repair)

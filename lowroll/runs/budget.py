@@ -19,8 +19,8 @@ import torch
 
 from lowroll.config import RunConfig
 from lowroll.engine.native import free_memory
-from lowroll.kv.cache import KVCache
 from lowroll.kv.capacity import UNKNOWN_FREE, Workload, capacity
+from lowroll.kv.storage import storage
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.runs.build import caches
@@ -103,7 +103,7 @@ def plan(
         parts[name] = size * compute.dtype.itemsize
         if name == "critic":
             parts[name] += _learning(size, compute, "adamw")
-    each = KVCache.bytes_per_token(model.spec, dtype)
+    each = storage(cfg.rollout.cache.storage).bytes_per_token(model.spec, dtype)
     left = UNKNOWN_FREE if free is None else free
     left -= parts["learner's weights"] + parts["rollouts' weights"]
     state = kv.state_bytes(model.spec, cfg.rollout.max_batch, dtype.itemsize)

@@ -47,6 +47,7 @@ from lowroll.transport.rollout_log import (
     is_rollouts,
     rollout_files,
     truncate_rollouts,
+    without_evictions,
     write_rollouts,
 )
 from lowroll.types import Batch
@@ -293,8 +294,14 @@ class RunFolder:
         return self.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
 
     def keep_batch(self, name: str, batch: Batch) -> Path:
-        """Write a batch into the folder `name`, one of BATCHES; returns its file."""
+        """Write a batch into the folder `name`, one of BATCHES; returns its file.
+
+        What caches dropped is left out of `rollouts`, which has a file of every step: it is many
+        times what people read there, and no step is learnt from its file.
+        """
         folder = self.path / name
+        if name == "rollouts":
+            batch = without_evictions(batch)
         return self.space.write(folder, lambda: write_rollouts(folder, batch))
 
     def save(

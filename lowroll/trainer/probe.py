@@ -109,6 +109,7 @@ def probe(model: Transformer, batch: Batch, settings: LearnSettings) -> Probe | 
         settings.tokens_per_microbatch,
         settings.logprob_chunk,
         batch.temperature,
+        settings.replay_kv,
     )
     packed = forward.collate(active)
     return Probe(packed, gather(forward.run([active]).log_probs, packed), settings)

@@ -22,11 +22,13 @@ differs from the textbook loop:
    cover every token.
 4. With a critic (PPO) every token has an advantage of its own, made of the critic's values before
    the first update; while the critic warms up, the policy is measured and not updated.
-5. Where the objective rejects tokens for their mismatch, the KL term leaves them out too; denominators keep them.
-6. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
+5. With `replay_kv` the learner attends to what each sample's cache held (`model.replay`): the policy that is learnt is
+   the sparse one. Reference, teacher and critic stay dense: they are policies of their own, which no cache has bounded.
+6. Where the objective rejects tokens for their mismatch, the KL term leaves them out too; denominators keep them.
+7. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
    a row raises TrainingDiverged.
-7. An aligned learner quantizes its weights once an update, right after it.
-8. Log-probs and entropies come to the host in copies that nothing waits for until all backward passes are launched;
+8. An aligned learner quantizes its weights once an update, right after it.
+9. Log-probs and entropies come to the host in copies that nothing waits for until all backward passes are launched;
    the statistics are made of them there, while the device is busy with the gradient.
 
 T: tokens fed, N: response tokens.
@@ -46,8 +48,9 @@ import torch
 from torch import Tensor
 
 from lowroll.model import lora
-from lowroll.model.attention import varlen
+from lowroll.model.attention import Attend, varlen
 from lowroll.model.logprobs import token_log_probs
+from lowroll.model.replay import check_evictions, replayed
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.kl import penalty
 from lowroll.objectives.mismatch import by_length, mismatch
@@ -88,6 +91,7 @@ class LearnSettings:
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     logprob_chunk: int = 1024  # tokens whose logits exist at a time
+    replay_kv: bool = False  # the learner attends to what the sampler's cache held
 
     def __post_init__(self) -> None:
         for name in ("minibatches", "tokens_per_microbatch", "logprob_chunk"):
@@ -141,6 +145,7 @@ class Forward:
     tokens_per_microbatch: int
     logprob_chunk: int
     temperature: float = 1.0
+    replay_kv: bool = False
 
     def run(
         self,
@@ -155,9 +160,7 @@ class Forward:
         for indices in pack(self.samples, portions, self.tokens_per_microbatch):
             packed = self.collate(indices)
             with torch.set_grad_enabled(objective is not None):
-                hidden_TD = self.model(
-                    packed.ids_T, packed.pos_T, varlen(packed.lengths, self.model.device)
-                )
+                hidden_TD = self.model(packed.ids_T, packed.pos_T, self.attend(packed))
                 learner_N, entropy_N = token_log_probs(
                     hidden_TD.index_select(0, packed.index_N),
                     self.model.lm_head_weight,
@@ -179,6 +182,13 @@ class Forward:
             for values, x_N in zip((trace.log_probs, trace.entropy), both_2N, strict=True):
                 values.update(zip(packed.samples, x_N.split(sizes), strict=True))
         return trace
+
+    def attend(self, packed: Packed) -> Attend:
+        """To all that came before, or to what was left of it."""
+        if not self.replay_kv:
+            return varlen(packed.lengths, self.model.device)
+        evictions = [sample.rollout.evictions for sample in packed.chosen]
+        return replayed(packed.lengths, evictions, self.model.device)
 
     def collate(self, indices: Sequence[int]) -> Packed:
         """The chosen samples as one micro-batch on the model's device."""
@@ -242,7 +252,12 @@ def learn(
     samples = batch.samples
     _refuse(model, batch, settings, reference, teacher)
     forward = Forward(
-        model, samples, settings.tokens_per_microbatch, settings.logprob_chunk, batch.temperature
+        model,
+        samples,
+        settings.tokens_per_microbatch,
+        settings.logprob_chunk,
+        batch.temperature,
+        settings.replay_kv,
     )
     minibatches = split_groups([s.group for s in samples], settings.minibatches)
     active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
@@ -294,6 +309,8 @@ def _refuse(
     """ValueError for a batch that cannot be learned from, and for a model that is missing."""
     samples = batch.samples
     check(samples, model.spec.vocab_size, model.spec.max_position)
+    if settings.replay_kv:
+        _check_replay(samples, model)
     if not (math.isfinite(batch.temperature) and batch.temperature > 0):
         raise ValueError(
             f"temperature: must be finite and above 0 to learn from, is {batch.temperature}"
@@ -312,6 +329,26 @@ def _refuse(
                 f"teacher: teacher_tau {settings.options['teacher_tau']} needs a teacher model"
             )
         check(samples, teacher.spec.vocab_size, teacher.spec.max_position)
+
+
+def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
+    """ValueError for a sample whose cache was bounded and that does not say, soundly, what it
+    lost."""
+    spec = model.spec
+    for i, sample in enumerate(samples):
+        evictions, tag = sample.rollout.evictions, sample.rollout.behavior
+        where = f"sample {i} ({sample.prompt.id}): rollout.evictions"
+        if evictions is None and tag.kv_budget is not None:
+            raise ValueError(
+                f"{where}: missing, and its cache was bounded ({tag.kv_policy}); replay_kv needs "
+                "an engine that records evictions"
+            )
+        if evictions is None:
+            continue
+        try:
+            check_evictions(evictions, spec.num_layers, spec.num_kv_heads, spec.max_position)
+        except ValueError as error:
+            raise ValueError(f"{where}.{error}") from None
 
 
 def _moving(
@@ -338,15 +375,16 @@ def _anchors(
     """One pass without gradient for each policy that is read, packed as the updates pack."""
     portions = list(chain.from_iterable(minibatch.portions for minibatch in plan))
     proximal_lp = reference_lp = teacher_lp = None
+    dense = replace(forward, replay_kv=False)
     if len(plan) > 1 or settings.normalizes:
         proximal_lp = forward.run(portions).log_probs
     if settings.kl_coef and reference is not None:
-        reference_lp = replace(forward, model=reference).run(portions).log_probs
+        reference_lp = replace(dense, model=reference).run(portions).log_probs
     elif settings.kl_coef:
         with _base_policy(forward.model) as base:
-            reference_lp = replace(forward, model=base).run(portions).log_probs
+            reference_lp = replace(dense, model=base).run(portions).log_probs
     if settings.has_teacher and teacher is not None:
-        teacher_lp = replace(forward, model=teacher).run(portions).log_probs
+        teacher_lp = replace(dense, model=teacher).run(portions).log_probs
     return Anchors(proximal_lp, reference_lp, teacher_lp)
 
 

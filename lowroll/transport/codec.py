@@ -8,12 +8,16 @@ hints, so a new field needs no code here.
    1990; David Gay). JSON has no infinities: a float field holds the string "inf", "-inf" or "nan"
    for those, and no other string.
 2. A union of dataclasses carries the class name under `type`.
-3. Decoding is strict: an unknown, missing, duplicated or ill-typed field, a wrong count, a torn line or an oversized
+3. Bytes travel as base64.
+4. A field that says so (`types.OMITTED`) is left out where it is None, and never null.
+5. Decoding is strict: an unknown, missing, duplicated or ill-typed field, a wrong count, a torn line or an oversized
    message is a CodecError that names the line and the field. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
 import json
 import math
@@ -119,6 +123,12 @@ def _fields(kind: type) -> dict[str, Any]:
 
 
 @cache
+def _omitted(kind: type) -> frozenset[str]:
+    """The fields that are left out where they are None."""
+    return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata.get("omitted"))
+
+
+@cache
 def _options(hint: Any) -> tuple[Any, ...]:
     """The members of a union, or () for anything else."""
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
@@ -131,10 +141,12 @@ def _encode(value: Any, hint: Any, where: str) -> Any:
     if hint is Any:
         return _check_json(value, where)
     if dataclasses.is_dataclass(hint):
-        _expect(value, typing.cast(type, hint), where)
+        kind = typing.cast(type, hint)
+        _expect(value, kind, where)
         return {
             name: _encode(getattr(value, name), inner, f"{where}.{name}")
-            for name, inner in _fields(typing.cast(type, hint)).items()
+            for name, inner in _fields(kind).items()
+            if name not in _omitted(kind) or getattr(value, name) is not None
         }
     if origin in (list, tuple):
         _expect(value, origin, where)
@@ -180,7 +192,7 @@ def _encode_scalar(value: Any, hint: Any, where: str) -> Any:
             raise CodecError(f"{where}: {value!r} is none of {typing.get_args(hint)}")
         return value
     _expect(value, hint, where)
-    return value
+    return base64.b64encode(value).decode() if hint is bytes else value
 
 
 def _check_json(value: Any, where: str) -> Any:
@@ -227,10 +239,18 @@ def _decode_dataclass(value: Any, kind: type, where: str) -> Any:
     fields = _fields(kind)
     if unknown := value.keys() - fields.keys():
         raise CodecError(f"{where}: unknown field {min(unknown)!r}")
-    if missing := fields.keys() - value.keys():
+    if missing := fields.keys() - value.keys() - _omitted(kind):
         raise CodecError(f"{where}: missing field {min(missing)!r}")
+    if null := [name for name in _omitted(kind) & value.keys() if value[name] is None]:
+        raise CodecError(
+            f"{where}: field {min(null)!r} is null, which is written by leaving it out"
+        )
     return kind(
-        **{name: _decode(value[name], hint, f"{where}.{name}") for name, hint in fields.items()}
+        **{
+            name: _decode(value[name], hint, f"{where}.{name}")
+            for name, hint in fields.items()
+            if name in value
+        }
     )
 
 
@@ -266,8 +286,21 @@ def _decode_scalar(value: Any, hint: Any, where: str) -> Any:
         if type(value) is not str or value not in typing.get_args(hint):
             raise CodecError(f"{where}: {value!r} is none of {typing.get_args(hint)}")
         return value
+    if hint is bytes:
+        return _decode_bytes(value, where)
     _expect(value, hint, where)
     return value
+
+
+def _decode_bytes(value: Any, where: str) -> bytes:
+    _expect(value, str, where)
+    try:
+        data = base64.b64decode(value, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise CodecError(f"{where}: not base64: {error}") from error
+    if base64.b64encode(data).decode() != value:  # bits behind the last byte
+        raise CodecError(f"{where}: not base64 as it is written here")
+    return data
 
 
 def _expect(value: Any, kind: Any, where: str) -> None:

@@ -10,6 +10,7 @@ damaged one costs its readers only.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from lowroll.checkpoint.files import read_file, write_file
@@ -30,6 +31,16 @@ def write_rollouts(folder: Path, batch: Batch) -> Path:
     path = folder / f"step_{batch.step:06d}.jsonl"
     write_file(path, b"".join(seal(line, number) + b"\n" for number, line in enumerate(lines, 1)))
     return path
+
+
+def without_evictions(batch: Batch) -> Batch:
+    """The batch without what bounded caches dropped (`types.Evictions`)."""
+    if all(sample.rollout.evictions is None for sample in batch.samples):
+        return batch
+    samples = [
+        replace(sample, rollout=replace(sample.rollout, evictions=None)) for sample in batch.samples
+    ]
+    return replace(batch, samples=samples)
 
 
 def read_rollouts(path: Path) -> Batch:

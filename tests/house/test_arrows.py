@@ -38,7 +38,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner
     # does
-    "kv": ({"kernels", "model"}, {"torch"}),
+    # kv -> types: what a policy dropped is part of a rollout
+    "kv": ({"kernels", "model", "types"}, {"torch"}),
     "weights": ({"model", "quant", "kernels"}, {"torch"}),
     # engine -> weights: the engine takes new weights through the one corridor
     "engine": ({"model", "quant", "kv", "kernels", "types", "machine", "weights"}, {"torch"}),

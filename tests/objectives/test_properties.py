@@ -28,6 +28,7 @@ VARIANTS = {
         {**WIDE, "veto": 0.2, "xi_cap": 1.5, "token_rs": (0.5, 1.5), "normalize_xi": True},
     ),
     "sparse, dual clip": ("sparse", {**WIDE, "veto": None, "dual_clip": 1.5}),
+    "sparse, repair": ("sparse", {**WIDE, "veto": 0.45, "xi_cap": 1.5, "repair": "mask"}),
     "aipo": (
         "aipo",
         {
@@ -140,14 +141,16 @@ def outside(value, bounds):
     return not bounds[0] <= value <= bounds[1]
 
 
-def rejected(rules, veto, log_w, t):
-    """Whether token t of a sequence with these log-weights is rejected by a rule or the veto."""
+def rejected(rules, veto, repair, log_w, t):
+    """Whether token t of a sequence with these log-weights is rejected by a rule or the veto, which
+    a repair has look no further than t."""
     k = {
         "k1": [-x for x in log_w],
         "k2": [x * x / 2 for x in log_w],
         "k3": [math.exp(x) - 1 - x for x in log_w],
     }
-    if veto is not None and min(map(math.exp, log_w)) < veto:
+    looked_at = log_w[: t + 1] if repair == "mask" else log_w
+    if veto is not None and min(map(math.exp, looked_at)) < veto:
         return True
     for rule, bound in rules.items():
         level, _, estimator = rule.rpartition("_")
@@ -237,7 +240,7 @@ def token(name, o, lpn, lpo, lpr, lpt, A, t):
     rules = o.get("reject", {})
     if "token_rs" in o:
         rules = {"token_k1": (1 / o["token_rs"][1], 1 / o["token_rs"][0])}
-    if rejected(rules, o.get("veto"), log_w, t):
+    if rejected(rules, o.get("veto"), o.get("repair"), log_w, t):
         return 0.0, 0.0
     v = weight_of(name, o, log_w, t)
     value, gradient = surrogate(R, A[t], o["eps_low"], o["eps_high"], o.get("dual_clip"))
@@ -331,6 +334,8 @@ def test_packed_equals_padded(seed, variant, mode):
     batch = batch_of(seed, B=3, T=5)
     batch["mask"][-1, 0] = True  # the last segment id must occur for S to be known without counts
     order = torch.randperm(int(batch["mask"].sum()), generator=torch.Generator().manual_seed(seed))
+    if "repair" in VARIANTS[variant][1]:  # the tokens of a sequence come in their order
+        order = batch["mask"].nonzero()[:, 1].argsort(stable=True)
     packed, segments = pack(batch, order)
     padded_learner, packed_learner = (
         batch["lpn"].clone().requires_grad_(),

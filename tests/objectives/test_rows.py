@@ -163,6 +163,58 @@ def test_the_veto_is_taken_in_the_log_domain():
         assert (J.item() > 0) == kept
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_repair_by_hand(sign):
+    """S3 is impossible from its second token on. Its first has xi 1.1 and R .6 / .66: 1 of 1.1 x R,
+    in half of the response."""
+    inputs = SPARSE | {"advantages": f64([[1] * 4, [-1] * 4, [sign] * 4])}
+    J, gradient, stats = run(sparse, LEARNER, repair="mask", **inputs)
+    assert J == pytest.approx((1.0583333333 - 1.05 + sign * 0.5) / 3, abs=5e-11)
+    plain = run(sparse, LEARNER, **inputs)
+    assert gradient[:2] == plain[1][:2]
+    assert gradient[2] == pytest.approx([sign / 6, 0, 0, 0])
+    assert stats["correction/rejected_sequence_fraction"] == 0
+    assert stats["correction/rejected_fraction"] == pytest.approx(1 / 9)
+    assert stats["correction/repaired_sequence_fraction"] == pytest.approx(1 / 3)
+    assert stats["correction/repaired_fraction"] == pytest.approx(1 / 9)
+    # the other denominators: 9 tokens; 3 sequences of 5
+    for reduce, divisor in (("token-mean", 9), ("constant", 15), ("seq-mean-token-sum", 3)):
+        own = {"reduce": reduce, "max_length": 5}
+        difference = run(sparse, LEARNER, repair="mask", **inputs, **own)[0]
+        difference -= run(sparse, LEARNER, **inputs, **own)[0]
+        assert difference == pytest.approx(sign / divisor)
+
+
+def test_repair_without_an_anomaly_or_from_the_first_token_on_is_what_there_was():
+    whole = SPARSE | {"mask": RAGGED * torch.tensor([[1], [1], [0]])}
+    first = SPARSE | {"proximal": PROXIMAL.flip(1), "behavior": BEHAVIOR.flip(1)}
+    first |= {"mask": RAGGED.flip(1), "veto": 0.95}  # S1: .9 comes last; S2: 1, 1.5, .8
+    last_two = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    first["mask"] = first["mask"] * last_two  # S3, which begins with the impossible token
+    for inputs in (whole, first):
+        repaired, plain = (run(sparse, LEARNER, repair=r, **inputs) for r in ("mask", None))
+        assert repaired[:2] == plain[:2]
+        rates = {name: repaired[2].pop(f"correction/repaired{name}_fraction") for name in NAMES}
+        assert repaired[2] == plain[2] and set(rates.values()) == {0}
+    assert plain[2]["correction/rejected_sequence_fraction"] == 1
+    with pytest.raises(ValueError, match="repair: unknown 'drop'"):
+        run(sparse, LEARNER, repair="drop", **SPARSE)
+    with pytest.raises(ValueError, match="repair: without a veto"):
+        run(sparse, LEARNER, repair="mask", veto=None, **SPARSE)
+
+
+NAMES = ("", "_sequence")
+
+
+def test_a_masked_token_is_no_anomaly_to_repair_from():
+    mask = f64([[1, 1, 1, 0], [1] * 4, [1, 0, 0, 0]])
+    repaired, plain = (
+        run(sparse, LEARNER, repair=r, **SPARSE | {"mask": mask}) for r in ("mask", None)
+    )
+    assert repaired[:2] == plain[:2]
+    assert plain[1][2][0] != 0
+
+
 # AIPO: one sample, slot 0 is the prompt; -4 J is the document's loss before loss_scale
 
 AIPO = {

@@ -79,6 +79,14 @@ def test_auto_pays_for_what_makes_a_gap_and_for_nothing_else(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_auto_pays_for_a_cache_in_8_bits(weights: str, model: Path, tmp_path: Path) -> None:
+    """A capped weight where only the cache rounds; else what the weights ask for."""
+    found = run_once(model, tmp_path / "run", {"weights": weights, "kv": {"dtype": "fp8"}})
+    assert found[0] == ("tis" if weights == "fp32" else "acr") and found[1] > REACHES
+
+
+@pytest.mark.slow
 def test_a_second_format_is_not_the_learners_own(model: Path, tmp_path: Path) -> None:
     """Neither a shared base nor an aligned forward is that of the rows that the second format
     draws."""

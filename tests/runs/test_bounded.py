@@ -12,6 +12,7 @@ import pytest
 from lowroll import Engine, Request
 from lowroll.checkpoint.store import Store
 from lowroll.config import from_mapping, load
+from lowroll.config.kv import KvConfig
 from lowroll.kv.policy import table
 from lowroll.kv.policy.base import footprint
 from lowroll.metrics.record import read
@@ -97,6 +98,22 @@ def test_a_budget_as_long_as_the_context_is_bitwise_the_dense_run(
         )
         found[key] = learnt(train(tree).folder)
     assert found["whole"] == found["dense"] != found["small"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "rkv"])
+def test_an_8_bit_cache_resumes_bitwise(name: str, model: Path, tmp_path: Path) -> None:
+    kv = {"policy": name, **SMALL.get(name, {}), "dtype": "fp8"}
+    tree = settings(model, tmp_path / "whole", rollout={"kv": kv}, train={"max_steps": 3})
+    result = train(tree)
+    tags = {(r.behavior.kv_policy, r.behavior.kv_dtype) for r in drawn(result.folder)}
+    assert tags == {(name, "fp8")}
+    copy_stopped_after(result.folder, 1, tmp_path / "cut")
+    resumed = train({**tree, "output_dir": str(tmp_path / "cut")}, resume=True)
+    assert fingerprint(resumed.folder) == fingerprint(result.folder)
+    cfg = from_mapping({**tree, "rollout": {**tree["rollout"], "kv": None}, "force": True})
+    rows = evaluate(cfg, ["fp32"], [KvConfig(), cfg.rollout.cache.another("fp8")])
+    assert [row["kv"] for row in rows] == ["dense", "dense+fp8"]
 
 
 @pytest.mark.slow

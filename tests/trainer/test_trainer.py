@@ -265,10 +265,18 @@ def test_kl_to_a_frozen_reference_pulls_the_gradient():
 
 
 def sparse_objective(
-    model, samples, proximal, *, veto, kl_coef=0.0, reference=None, normalize=False
+    model,
+    samples,
+    proximal,
+    *,
+    veto,
+    kl_coef=0.0,
+    reference=None,
+    normalize=False,
+    repair=None,
 ):
     """Sparse-RL sequence by sequence: a rejected response is neither learned from nor held to the
-    reference."""
+    reference. With a repair neither is what follows its first anomaly."""
     total, weights, num_rejected = 0.0, [], 0
     for s, lpo in zip(samples, proximal, strict=True):
         lpn, lpr, mask = (
@@ -278,19 +286,23 @@ def sparse_objective(
         )
         xi, ratio, A = (lpo - lpr).exp(), (lpn - lpo).exp(), torch.tensor(s.advantage)
         weights += xi[mask].tolist()
+        before = torch.ones_like(mask)
         if float(xi[mask].min()) < veto:
             num_rejected += 1
-            continue
+            before = ((xi < veto) & mask).cumsum(0) == 0
+            if repair is None:
+                continue
         token = xi * torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
         if reference is not None:
             d = lpn - dense_log_probs(reference, s).detach()
             token = token - kl_coef * ((-d).exp() + d - 1)
-        total = total + token[mask].mean()
+        total = total + token[mask & before].sum() / mask.sum()
     scale = len(weights) / sum(weights) if normalize else 1.0
     return total * scale / len(samples), num_rejected
 
 
-def test_a_rejected_response_is_out_of_the_objective_and_of_the_kl_term():
+@pytest.mark.parametrize("repair", [None, "mask"])
+def test_a_rejected_response_is_out_of_the_objective_and_of_the_kl_term(repair):
     model = tiny_model()
     reference, batch = nearby(model), make_batch(model)
     J, num_rejected = sparse_objective(
@@ -300,15 +312,19 @@ def test_a_rejected_response_is_out_of_the_objective_and_of_the_kl_term():
         veto=0.75,
         kl_coef=0.5,
         reference=reference,
+        repair=repair,
     )
     assert 0 < num_rejected < 8
     want = gradients(model, J)
+    options = {"veto": 0.75, "repair": repair}
     optimizer, metrics = run_learn(
-        model, batch, settings("grpo", "sparse", kl_coef=0.5, options={"veto": 0.75}), reference
+        model, batch, settings("grpo", "sparse", kl_coef=0.5, options=options), reference
     )
     assert_close(optimizer.seen[0], want, atol=2e-5)
     assert metrics["policy/objective"] == pytest.approx(J.item(), abs=1e-5)
-    assert metrics["correction/rejected_sequence_fraction"] == num_rejected / 8
+    left = metrics.get("correction/repaired_sequence_fraction", 0)
+    assert metrics["correction/rejected_sequence_fraction"] + left == num_rejected / 8
+    assert (left > 0) == (repair is not None)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])

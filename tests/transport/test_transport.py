@@ -31,8 +31,18 @@ from lowroll.transport import (
     read_rollouts,
     write_rollouts,
 )
-from lowroll.transport.rollout_log import rollout_files, truncate_rollouts
-from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score, ScoreError
+from lowroll.transport.rollout_log import rollout_files, truncate_rollouts, without_evictions
+from lowroll.types import (
+    Batch,
+    BehaviorTag,
+    Evictions,
+    PolicySpan,
+    Prompt,
+    Rollout,
+    Sample,
+    Score,
+    ScoreError,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,6 +90,14 @@ rollouts = st.builds(
     finish_reason=st.sampled_from(["stop", "length", "abort"]),
     behavior=tags,
     stop_reason=st.none() | st.integers(0, 9) | text,
+    evictions=st.none()
+    | st.builds(
+        Evictions,
+        layers=st.integers(0, 99),
+        heads=st.integers(0, 99),
+        after=st.lists(st.integers(0, 9999), max_size=3).map(tuple),
+        numbers=st.binary(max_size=9),
+    ),
 )
 scores = st.builds(Score, any_float, st.dictionaries(text, any_float, max_size=2)) | st.builds(
     ScoreError, st.sampled_from(["exception", "timeout", "memory", "crash", "invalid"]), text
@@ -345,14 +363,47 @@ def test_what_json_would_change_is_refused_when_encoding(sample: Sample, message
 
 def test_the_codec_knows_every_field_of_the_nouns() -> None:
     """A field added to a noun is carried at once, and its absence is noticed."""
-    value = json.loads(encode_sample(sample_of()))
+    evictions = Evictions(1, 2, (3,), b"\xff\0")
+    rollout = dataclasses.replace(sample_of().rollout, evictions=evictions)
+    value = json.loads(encode_sample(sample_of(rollout=rollout)))
+    tagged = {name: x for name, x in value["rollout"]["evictions"].items() if name != "type"}
     for kind, part in (
         (types.Sample, value),
         (types.Prompt, value["prompt"]),
         (types.Rollout, value["rollout"]),
         (types.BehaviorTag, value["rollout"]["behavior"]),
+        (types.Evictions, tagged),
     ):
         assert set(part) == {field.name for field in dataclasses.fields(kind)}
+
+
+def test_what_was_not_recorded_leaves_no_trace_in_a_message() -> None:
+    """A file from before the field was there reads as it did, and has the same bytes."""
+    line = encode_sample(sample_of())
+    assert b"evictions" not in line and decode_sample(line).rollout.evictions is None
+    with pytest.raises(CodecError, match=r"sample\.rollout: field 'evictions' is null"):
+        decode_sample(changed(lambda v: v["rollout"].update(evictions=None)))
+
+
+@pytest.mark.parametrize("numbers", ["!", "YQ", "YR==", "YQ==\n", 5, None, "é"])
+def test_bytes_are_strict_base64(numbers: object) -> None:
+    rollout = dataclasses.replace(sample_of().rollout, evictions=Evictions(1, 1, (0,), b"a"))
+    line = encode_sample(sample_of(rollout=rollout))
+    assert b'"numbers":"YQ=="' in line
+    value = json.loads(line)
+    value["rollout"]["evictions"]["numbers"] = numbers
+    with pytest.raises(CodecError, match="numbers"):
+        decode_sample(json.dumps(value).encode())
+
+
+def test_the_log_for_people_leaves_out_what_caches_dropped() -> None:
+    batch = batch_of()
+    assert without_evictions(batch) is batch
+    evictions = Evictions(1, 2, (3,), b"abc")
+    batch.samples[1].rollout.evictions = evictions
+    shorter = without_evictions(batch)
+    assert encode_batch(shorter) == encode_batch(batch_of())
+    assert batch.samples[1].rollout.evictions is evictions
 
 
 def test_memory_channel_passes_what_the_codec_would(tmp_path: Path) -> None:

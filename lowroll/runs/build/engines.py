@@ -37,6 +37,7 @@ def make(
         model,
         weights=name,
         kv=caches.policy(cfg),
+        kv_dtype=rollout.cache.storage,
         dtype=None if get_format(name).dense else compute.dtype,
         tokenizer=chat.tokenizer,
         page_size=rollout.page_size,
@@ -47,6 +48,7 @@ def make(
         noisy=cfg.noise is not None,
         large_batch_weights=rollout.large_batch_weights if name == own else None,
         keep_dense=rollout.keep_dense,
+        record_evictions=cfg.train.replay_kv,
     )
     check_capabilities(cfg, made.capabilities)
     return made
@@ -73,6 +75,8 @@ def check_capabilities(cfg: RunConfig, able: Capabilities) -> None:
     ):
         if wanted != has:
             raise ValueError(f"rollout.kv.{key}: {wanted} is asked for; this engine's is {has}")
+    if cfg.train.replay_kv and kv.evicts and not able.records_evictions:
+        raise ValueError("train.replay_kv: this engine does not say which keys its cache drops")
 
 
 def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:

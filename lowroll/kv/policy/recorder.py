@@ -1,0 +1,150 @@
+"""What a cache policy dropped, for whoever replays a sample (`model.replay`).
+
+The recorder stands beside a `Selector`: it is told what the selector is told (a prompt begins in a
+slot, a slot is copied, keys are kept). On the device it keeps at which positions the keys stand
+that the last compaction of a slot left; those behind them in the cache are the positions since. The
+positions of the dropped keys are all that goes to the host: one tensor for all layers of a batch of
+compactions, read in `settle`, behind the steps that the device takes meanwhile.
+
+Legend: L layers, S slots, B rows, G key-value heads, N keys, K keys that stay, E keys that are
+dropped, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.model.attention import upload
+from lowroll.model.replay import IN_A_BYTE, pack_evictions
+from lowroll.types import Evictions
+
+MOST_TRACED = 1 << 24  # keys, of all layers and heads, whose positions are looked up at once
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A compaction of the sample in a slot."""
+
+    slot: int
+    length: int  # keys that the cache held
+    kept: int
+    position: int  # of the last of them
+
+
+@dataclass(frozen=True)
+class _History:
+    """A sample so far; never changed in place, so that copies share it."""
+
+    after: tuple[int, ...]  # of each compaction: the last position before it
+    numbers_LGT: Tensor  # the compaction that dropped each key, 0: none
+
+
+class Recorder:
+    """Of `slots` places of a model of so many layers and KV heads, where compactions leave at most
+    `budget` keys. All is called in the order of the device's work.
+
+    held_LSGK: the positions of the keys that a slot's last compaction left.
+    """
+
+    def __init__(
+        self, layers: int, slots: int, heads: int, budget: int, device: torch.device | str
+    ) -> None:
+        self.layers, self.heads = layers, heads
+        shape = (layers, slots, heads, budget)
+        self.held_LSGK = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._num_held: dict[int, int] = {}  # by slot
+        self._histories: dict[int, _History] = {}
+        self._untold: list[Callable[[], None]] = []  # what happened since `settle`, in order
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """A new prompt begins in each of these slots."""
+        for slot in slots:
+            self._num_held.pop(slot, None)
+        self._untold.append(partial(self._begin, tuple(slots)))
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """What is known of a source is known of its target too; all are read before one is
+        written."""
+        before = dict(self._num_held)
+        for source, target in pairs:
+            self._num_held[target] = before.get(source, 0)
+        sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
+        self.held_LSGK[:, targets] = self.held_LSGK[:, sources]
+        self._untold.append(partial(self._copy, tuple(pairs)))
+
+    def compacted(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:
+        """Of each row the keys of these indices have stayed, equally many."""
+        widest = max(row.length for row in rows)
+        together = max(1, MOST_TRACED // (self.layers * self.heads * widest))
+        for first in range(0, len(rows), together):
+            some = rows[first : first + together]
+            self._trace(some, kept_LBGK[:, first : first + together])
+
+    def settle(self) -> None:
+        """Take in what has happened. Waits for the device."""
+        untold, self._untold = self._untold, []
+        for happen in untold:
+            happen()
+
+    def evictions(self, slot: int | None) -> Evictions:
+        """What the sample in a slot lost so far; None: of a sample that was never compacted."""
+        self.settle()
+        if slot not in self._histories:
+            return Evictions(self.layers, self.heads)
+        known = self._histories[slot]
+        return pack_evictions(known.numbers_LGT, known.after)
+
+    def _trace(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:
+        """Which positions have stayed, and which have gone."""
+        device = self.held_LSGK.device
+        numbers = [(r.slot, r.length, r.position, self._num_held.get(r.slot, 0)) for r in rows]
+        slots_B, *columns = upload(torch.tensor(numbers).t().contiguous(), device)
+        length_B11, position_B11, num_held_B11 = (x[:, None, None] for x in columns)
+        widest = max(row.length for row in rows)
+        n_N = torch.arange(widest, device=device)
+        held_LBGN = self.held_LSGK[:, slots_B, :, :widest]
+        held_LBGN = F.pad(held_LBGN, (0, widest - held_LBGN.shape[3]))
+        since_B1N = (position_B11 - length_B11 + 1 + n_N).int()
+        where_LBGN = torch.where(n_N < num_held_B11, held_LBGN, since_B1N)
+        self.held_LSGK[:, slots_B, :, : rows[0].kept] = where_LBGN.gather(3, kept_LBGK)
+
+        gone_LBGN = (n_N < length_B11).expand_as(where_LBGN).scatter(3, kept_LBGK, False)
+        most = max(row.length - row.kept for row in rows)
+        place_LBGN = (gone_LBGN.cumsum(3) - 1).masked_fill(~gone_LBGN, most)  # behind the last
+        gone_LBGE = where_LBGN.new_zeros(*where_LBGN.shape[:3], most + 1)
+        gone_LBGE.scatter_(3, place_LBGN, where_LBGN)
+        self._num_held |= {row.slot: row.kept for row in rows}
+        self._untold.append(partial(self._compact, tuple(rows), gone_LBGE))
+
+    def _begin(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._histories.pop(slot, None)
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        before = dict(self._histories)
+        for source, target in pairs:
+            self._histories.pop(target, None)
+            if source in before:
+                self._histories[target] = before[source]
+
+    def _compact(self, rows: Sequence[Dropped], gone_LBGE: Tensor) -> None:
+        gone_LBGE = gone_LBGE.cpu().long()
+        for b, row in enumerate(rows):
+            known = self._histories.get(row.slot)
+            if known is None:
+                nothing = torch.zeros(self.layers, self.heads, 0, dtype=torch.uint8)
+                known = _History((), nothing)
+            number = len(known.after) + 1
+            numbers_LGT = known.numbers_LGT
+            if number == IN_A_BYTE + 1:
+                numbers_LGT = numbers_LGT.to(torch.int16)
+            new = row.position + 1 - numbers_LGT.shape[2]
+            numbers_LGT = F.pad(numbers_LGT, (0, new))
+            numbers_LGT.scatter_(2, gone_LBGE[:, b, :, : row.length - row.kept], number)
+            self._histories[row.slot] = _History((*known.after, row.position), numbers_LGT)

@@ -1,0 +1,247 @@
+"""A learner that attends to what the sampler's cache held, and to nothing else.
+
+A key j is seen by query q of its head iff j <= q and no compaction had dropped it when q ran
+(`types.Evictions`). So the queries between two compactions all see the keys that the first of them
+left, and causally their own: attention of the last tokens of a sequence over all of it, where the
+sequence is another one for each layer, KV head and stretch between compactions. Its keys are
+gathered; no mask is needed, and a query meets at most budget + buffer keys instead of all before it.
+
+Up to the first compaction attention is dense, and a sequence without compactions goes the way of
+`varlen` altogether.
+
+Cost: keys and values of a stretch are copied out, (budget + buffer) / buffer times what the packed
+tokens have (5 at 512 + 128), for each layer. Nothing of that is kept for the backward pass, which
+makes it again, MOST_MARKED marks at a time.
+
+Legend: T packed tokens or positions of a sequence, L layers, H query heads, G key-value heads, Q
+query heads of a key-value head, d head size, S sequences, R stretches, C queries of the stretches,
+N keys of the stretches.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lowroll.model.attention import Attend, suffixes, upload, varlen
+from lowroll.types import Evictions
+
+MOST_MARKED = 1 << 20  # stretches x heads x positions whose keys are looked up at once
+IN_A_BYTE = 255  # compactions
+
+
+def pack_evictions(numbers_LGT: Tensor, after: Sequence[int]) -> Evictions:
+    """The plain data of compactions after these positions, ascending.
+
+    numbers_LGT: on the CPU, the number of the compaction that dropped each key up to the last of
+    those positions, 0 where none did.
+    """
+    layers, heads, length = numbers_LGT.shape
+    if not after:
+        return Evictions(layers, heads)
+    assert length == after[-1] + 1, f"{length} positions and a compaction after {after[-1]}"
+    dtype = torch.uint8 if len(after) <= IN_A_BYTE else torch.int16
+    raw = bytearray(numbers_LGT.numel() * dtype.itemsize)
+    torch.frombuffer(raw, dtype=dtype).copy_(numbers_LGT.flatten())
+    return Evictions(layers, heads, tuple(after), zlib.compress(raw, level=1))
+
+
+def unpack_evictions(evictions: Evictions) -> Tensor:
+    """The numbers [L, G, T] that `pack_evictions` took, uint8 or int16. ValueError when they are
+    not what it writes."""
+    after = evictions.after
+    length = after[-1] + 1 if after else 0
+    dtype = torch.uint8 if len(after) <= IN_A_BYTE else torch.int16
+    shape = (evictions.layers, evictions.heads, length)
+    size = evictions.layers * evictions.heads * length * dtype.itemsize
+    if not size:
+        return torch.zeros(shape, dtype=dtype)
+    raw = bytearray(_decompress(evictions.numbers, size))
+    return torch.frombuffer(raw, dtype=dtype).view(shape)
+
+
+def _decompress(data: bytes, size: int) -> bytes:
+    """`size` bytes. Never makes more: what is read may be a stranger's."""
+    stream = zlib.decompressobj()
+    try:
+        raw = stream.decompress(data, size + 1)
+    except zlib.error as error:
+        raise ValueError(f"numbers: not compressed by zlib: {error}") from error
+    if len(raw) != size or not stream.eof or stream.unused_data:
+        raise ValueError(f"numbers: expected {size} bytes, compressed")
+    return raw
+
+
+def check_evictions(evictions: Evictions, layers: int, heads: int, context_length: int) -> None:
+    """ValueError, which names the field, unless a model of so many layers and KV heads can replay
+    them: all heads drop equally many keys at a time, and none before it is there."""
+    after = evictions.after
+    if (evictions.layers, evictions.heads) != (layers, heads):
+        raise ValueError(
+            f"layers, heads: {evictions.layers} and {evictions.heads}, the model has {layers} "
+            f"and {heads}"
+        )
+    if any(a < 0 or a >= b for a, b in pairwise((*after, context_length))):
+        raise ValueError(f"after: {after} do not ascend within a context of {context_length}")
+    if not after:
+        return
+    numbers_XT = unpack_evictions(evictions).flatten(0, 1)
+    lowest, highest = (int(x) for x in numbers_XT.aminmax())
+    if lowest < 0 or highest > len(after):
+        raise ValueError(f"numbers: leave 0 .. {len(after)}, the compactions")
+    positions_T = torch.arange(numbers_XT.shape[1])
+    first_T = torch.searchsorted(torch.tensor(after), positions_T) + 1  # that can drop it
+    if bool(((numbers_XT != 0) & (numbers_XT < first_T.to(numbers_XT.dtype))).any()):
+        raise ValueError("numbers: a key is dropped before it is there")
+    counts = [numbers_T.bincount(minlength=len(after) + 1) for numbers_T in numbers_XT]
+    if any(not torch.equal(counts_E, counts[0]) for counts_E in counts):
+        raise ValueError("numbers: the heads drop different numbers of keys")
+
+
+def replayed(
+    lengths: Sequence[int],
+    evictions: Sequence[Evictions | None],
+    device: torch.device | str = "cpu",
+) -> Attend:
+    """Causal attention over packed sequences of these lengths, each over the keys that its
+    sampler's cache held. None, or no compaction that a query came after: over all, bit for bit as
+    `varlen`."""
+    starts = [0, *accumulate(lengths)]
+    stretches: list[_Stretch] = []
+    numbers: list[Tensor] = []
+    first_lengths: list[int] = []  # of each sequence, up to its first compaction
+    for start, length, dropped in zip(starts, lengths, evictions, strict=False):
+        bounds = [] if dropped is None else [p + 1 for p in dropped.after if p + 1 < length]
+        first_lengths.append(bounds[0] if bounds else length)
+        if dropped is None or not bounds:
+            continue
+        numbers_LGT = unpack_evictions(dropped)[..., :length]
+        gone = numbers_LGT[0, 0].long().bincount(minlength=len(dropped.after) + 1).tolist()
+        gone_after = list(accumulate(gone[1:]))
+        for i, (begin, end) in enumerate(pairwise([*bounds, length])):
+            keys = end - gone_after[i]
+            stretches.append(_Stretch(len(numbers), i + 1, start, begin, end, keys))
+        numbers.append(numbers_LGT)
+    dense = varlen(first_lengths, device)
+    if not stretches:
+        return dense
+    table = _Numbers(numbers, device)
+    portions = [_Portion(some, table, device) for some in _portions(stretches, table)]
+    places = [
+        range(start, start + length) for start, length in zip(starts, first_lengths, strict=False)
+    ]
+    dense_D = upload(torch.tensor([t for place in places for t in place]), device)
+    order_T = torch.cat([dense_D, *(portion.queries_C for portion in portions)])
+    back_T = torch.empty_like(order_T)
+    back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
+
+    def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        outputs = [dense(layer, q_THd[dense_D], k_TGd[dense_D], v_TGd[dense_D])]
+        for portion in portions:
+            made = (portion, layer, q_THd, k_TGd, v_TGd)
+            outputs.append(checkpoint(*made, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat(outputs)[back_T]
+
+    return attend
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Positions [begin, end) of a sequence between two compactions."""
+
+    sequence: int  # among those with compactions
+    number: int  # of the compaction before it
+    start: int  # where the sequence begins in the packed row
+    begin: int
+    end: int
+    keys: int  # that its last query sees
+
+
+class _Numbers:
+    """The compactions of all sequences, numbers_LGST on the device; 0 behind a sequence's own."""
+
+    def __init__(self, numbers: Sequence[Tensor], device: torch.device | str) -> None:
+        widest = max(x.shape[2] for x in numbers)
+        layers, heads = numbers[0].shape[:2]
+        dtype = max((x.dtype for x in numbers), key=lambda dtype: dtype.itemsize)
+        padded = torch.zeros(layers, heads, len(numbers), widest, dtype=dtype)
+        for s, x in enumerate(numbers):
+            padded[:, :, s, : x.shape[2]] = x
+        self.numbers_LGST = upload(padded, device)
+        self.num_heads = heads
+
+
+def _portions(stretches: Sequence[_Stretch], table: _Numbers) -> Iterator[list[_Stretch]]:
+    """Neighbours whose keys are looked up at once: MOST_MARKED marks, or a single stretch."""
+    some: list[_Stretch] = []
+    longest = 0
+    for stretch in stretches:
+        longest = max(longest, stretch.end)
+        if some and (len(some) + 1) * table.num_heads * longest > MOST_MARKED:
+            yield some
+            some, longest = [], stretch.end
+        some.append(stretch)
+    yield some
+
+
+class _Portion:
+    """Attention of some stretches: `portion(layer, q, k, v)` of all packed tokens gives their
+    outputs, [C, H, d]."""
+
+    def __init__(
+        self, stretches: Sequence[_Stretch], table: _Numbers, device: torch.device | str
+    ) -> None:
+        self.numbers_LGST = table.numbers_LGST
+        self.num_heads = table.num_heads
+        self.num_keys = sum(s.keys for s in stretches)
+        self.longest = max(s.end for s in stretches)
+        offsets = [0, *accumulate(s.keys for s in stretches)]
+        rows = [(s.sequence, s.number, s.start, s.end) for s in stretches]
+        columns = [(*row, offset) for row, offset in zip(rows, offsets, strict=False)]
+        self.rows_5R = upload(torch.tensor(columns).t().contiguous(), device)
+        queries = [t for s in stretches for t in range(s.start + s.begin, s.start + s.end)]
+        self.queries_C = upload(torch.tensor(queries), device)
+        lengths = [s.end - s.begin for s in stretches] * self.num_heads
+        totals = [s.keys for s in stretches] * self.num_heads
+        self.attend = suffixes(lengths, totals, device)
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        keys_GN = self.keys(layer)
+        heads_G1 = torch.arange(self.num_heads, device=keys_GN.device)[:, None]
+        q_CGQd = q_THd[self.queries_C].unflatten(1, (self.num_heads, -1))
+        o_GxCQd = self.attend(
+            layer,
+            q_CGQd.transpose(0, 1).flatten(0, 1),
+            k_TGd[keys_GN, heads_G1].flatten(0, 1)[:, None],
+            v_TGd[keys_GN, heads_G1].flatten(0, 1)[:, None],
+        )
+        return o_GxCQd.unflatten(0, (self.num_heads, -1)).transpose(0, 1).flatten(1, 2)
+
+    def keys(self, layer: int) -> Tensor:
+        """Where the keys of each head lie in the packed row, int64 [G, N], stretch by stretch and
+        ascending in each. The host does not wait."""
+        sequence_R, number_R1, start_R1, end_R1, offset_R1 = (
+            x if i == 0 else x[:, None] for i, x in enumerate(self.rows_5R)
+        )
+        numbers_GRT = self._numbers(layer)[:, sequence_R]
+        t_T = torch.arange(self.longest, device=number_R1.device)
+        seen_GRT = ((numbers_GRT == 0) | (numbers_GRT > number_R1)) & (t_T < end_R1)
+        place_GRT = seen_GRT.cumsum(2) - 1 + offset_R1
+        place_GRT = torch.where(seen_GRT, place_GRT, self.num_keys)  # behind the last
+        keys_GN = t_T.new_zeros(self.num_heads, self.num_keys + 1)
+        where_GX = (start_R1 + t_T).expand_as(place_GRT).flatten(1)
+        return keys_GN.scatter_(1, place_GRT.flatten(1), where_GX)[:, :-1]
+
+    def _numbers(self, layer: int) -> Tensor:
+        """[G, S, longest]."""
+        numbers_GST = self.numbers_LGST[layer]
+        missing = self.longest - numbers_GST.shape[2]
+        if missing <= 0:
+            return numbers_GST[:, :, : self.longest]
+        return torch.nn.functional.pad(numbers_GST, (0, missing))
