@@ -36,7 +36,7 @@ SUM = re.compile(r"([a-z])(\d{1,4})")
 
 
 class Chain(GeneratedEnvironment):
-    """`entries` amounts below `modulus`, added in turn for `min_rounds`..`max_rounds` rounds."""
+    """`entries` amounts of 0..`max_amount`, added in turn for `min_rounds`..`max_rounds` rounds."""
 
     exact = True
 
@@ -48,6 +48,7 @@ class Chain(GeneratedEnvironment):
         system: str | None = None,
         template: str = TEMPLATE,
         entries: int = 8,
+        max_amount: int = 9,
         modulus: int = 10,
         min_rounds: int = 12,
         max_rounds: int = 12,
@@ -58,6 +59,10 @@ class Chain(GeneratedEnvironment):
             raise ValueError(f"env {name!r}: entries must be in 1..26, got {entries}")
         if not 2 <= modulus <= 1000:
             raise ValueError(f"env {name!r}: modulus must be in 2..1000, got {modulus}")
+        if not 1 <= max_amount < modulus:
+            raise ValueError(
+                f"env {name!r}: max_amount must be in 1..{modulus - 1}, got {max_amount}"
+            )
         if not 1 <= min_rounds <= max_rounds <= 1000:
             raise ValueError(
                 f"env {name!r}: need 1 <= min_rounds <= max_rounds <= 1000, got {min_rounds} and "
@@ -65,7 +70,7 @@ class Chain(GeneratedEnvironment):
             )
         if not 0.0 <= step_weight < 1.0:
             raise ValueError(f"env {name!r}: step_weight must be in [0, 1), got {step_weight}")
-        self.letters, self.modulus = ascii_lowercase[:entries], modulus
+        self.letters, self.max_amount, self.modulus = ascii_lowercase[:entries], max_amount, modulus
         self.rounds, self.step_weight = (min_rounds, max_rounds), step_weight
         self.exact = step_weight == 0.0
 
@@ -73,7 +78,7 @@ class Chain(GeneratedEnvironment):
         """Draw a table; info holds all sums in turn and the last one."""
         amounts = [0]
         while gcd(sum(amounts), self.modulus) != 1:
-            amounts = [rng.randrange(self.modulus) for _ in self.letters]
+            amounts = [rng.randint(0, self.max_amount) for _ in self.letters]
         start, rounds = rng.randrange(self.modulus), rng.randint(*self.rounds)
         sums, total = [], start
         for amount in amounts * rounds:
