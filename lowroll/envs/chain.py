@@ -32,6 +32,7 @@ TEMPLATE = (
     "{text}\nAdd the amounts in turn, round by round. Write a line for each round, such as "
     "1: a8 b5, with every new sum after its letter, and then the last sum after ####."
 )
+MAX_SUMS = 5000  # a gold response has to fit what a scorer looks at
 SUM = re.compile(r"([a-z])(\d{1,4})")
 
 
@@ -67,6 +68,11 @@ class Chain(GeneratedEnvironment):
             raise ValueError(
                 f"env {name!r}: need 1 <= min_rounds <= max_rounds <= 1000, got {min_rounds} and "
                 f"{max_rounds}"
+            )
+        if entries * max_rounds > MAX_SUMS:
+            raise ValueError(
+                f"env {name!r}: entries * max_rounds must be at most {MAX_SUMS}, got "
+                f"{entries * max_rounds}"
             )
         if not 0.0 <= step_weight < 1.0:
             raise ValueError(f"env {name!r}: step_weight must be in [0, 1), got {step_weight}")
