@@ -1,11 +1,11 @@
 """Learning with bounded and 8-bit caches: the same run with every cache, and every way to pay for
 what it forgets.
 
-The task is `chain`: a running sum, carried for some 330 tokens through a table that stands in the
-prompt alone. The model is Qwen3-shaped with 3.2 M parameters, and warm-started by SFT until it solves
-`READY` of the held-out tasks. Every run of a seed starts from the same weights and draws the same
-prompts; only what its row of `ARMS` says differs. Learner and rollouts are in float32, so that what
-is measured is the cache.
+The task is `chain`: a running sum, carried for some 350 tokens through a table that stands in the
+prompt alone. The model is Qwen3-shaped with 3.2 M parameters, and warm-started by SFT on
+demonstrations that slip now and then: it knows the task and makes mistakes. Every run of a seed
+starts from the same weights and draws the same prompts; only what its row of `ARMS` says differs.
+Learner and rollouts are in float32, so that what is measured is the cache.
 
     python -m bench.sparse [--steps 60] [--seeds 3] [--jobs 12] [--device auto] [--only ARM ...]
                            [--out FOLDER] [--work FOLDER] [--change JSON]
@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from bench import curves
 from bench.curves import device_name, merged, quiet, short, side_by_side, spread
 from bench.record import RESULTS, machine
 from lowroll.config import RunConfig, from_mapping
+from lowroll.envs.chain import Chain
+from lowroll.runs.build import environments
 from lowroll.runs.demo import build_model, held_out
 from lowroll.runs.grpo import run
 from lowroll.runs.sft import warm_start
@@ -48,10 +51,10 @@ SETTINGS: dict[str, Any] = {
             "id": "chain",
             "args": {
                 "template": "{text}",
-                "entries": 8,
+                "entries": 4,
                 "max_amount": 3,
-                "min_rounds": 12,
-                "max_rounds": 12,
+                "min_rounds": 22,
+                "max_rounds": 22,
             },
         }
     ],
@@ -61,9 +64,9 @@ SETTINGS: dict[str, Any] = {
     "correction": "none",
     "dtype": "float32",
     "loss": {"reduce": "token-mean"},
-    "rollout": {"weights": "dense", "max_tokens": 384, "max_batch": 256, "cache_tokens": 131072},
+    "rollout": {"weights": "dense", "max_tokens": 400, "max_batch": 256, "cache_tokens": 131072},
     "train": {
-        "learning_rate": 1e-4,
+        "learning_rate": 5e-5,
         "warmup_steps": 3,
         "minibatches": 2,
         "weight_decay": 0.0,
@@ -71,15 +74,16 @@ SETTINGS: dict[str, Any] = {
     },
     "ckpt": {"interval": 10_000, "keep_last": 1},
     "sft": {
-        "steps": 100,
+        "steps": 400,
         "batch_size": 64,
         "learning_rate": 1e-3,
-        "warmup_steps": 10,
-        "lr_scheduler_type": "constant",
-        "num_examples": 6400,
+        "warmup_steps": 20,
+        "num_examples": 12800,
     },
 }
-READY, MOST_TURNS = 0.4, 20  # held-out reward at which the warm start ends; turns of sft.steps
+# Of the demonstrations' sums, so that a warm start that has learnt all there is to learn still
+# solves a part of the tasks alone, and no digit is as improbable as what a cache forgets.
+SLIP = 0.009
 
 BOUNDS = {"budget": 128, "buffer": 32}
 SNAPKV: dict[str, Any] = {"policy": "snapkv", **BOUNDS, "window": 16, "kernel": 7}
@@ -143,28 +147,41 @@ def settings(
 
 def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, float]:
     """Write the warm-started model as `folder/model`, unless it is there; returns its held-out
-    rewards and the SFT steps that it took.
-
-    It learns in turns, each with new tasks, until it solves READY of those held out.
-    """
+    rewards."""
     note = folder / "warm.json"
     if note.is_file():
         return dict(json.loads(note.read_text()))
-    source = build_model(folder / "untrained", 0, MODEL)
-    for turn in range(1, MOST_TURNS + 1):
-        cfg = settings("dense", turn, 10, folder, device, change)
-        target = folder / f"warm-{turn}"
-        loss = warm_start(cfg, source, target)["sft/loss"]
-        reward = held_out(cfg, target, "dense", num_examples=HELD_OUT)
-        print(f"after {turn * cfg.sft.steps} SFT steps: loss {loss:.4f}, held out {reward:.3f}")
-        source = target
-        if reward >= READY:
-            break
-    source.rename(folder / "model")
-    greedy = held_out(cfg, folder / "model", "dense", 0.0, HELD_OUT)
-    found = {"sft_steps": turn * cfg.sft.steps, "sft_loss": loss, "dense": reward, "greedy": greedy}
+    cfg = settings("dense", 0, 10, folder, device, change)
+    data = demonstrated(cfg, folder / "demonstrations.jsonl")
+    cfg = cfg.model_copy(update={"sft": cfg.sft.model_copy(update={"data": str(data)})})
+    loss = warm_start(cfg, build_model(folder / "untrained", 0, MODEL), folder / "model")[
+        "sft/loss"
+    ]
+    found = {
+        "sft_steps": cfg.sft.steps,
+        "sft_loss": loss,
+        "dense": held_out(cfg, folder / "model", "dense", num_examples=HELD_OUT),
+        "greedy": held_out(cfg, folder / "model", "dense", 0.0, HELD_OUT),
+    }
     note.write_text(json.dumps(found))
     return found
+
+
+def demonstrated(cfg: RunConfig, path: Path) -> Path:
+    """Write the demonstrations: gold responses in which a sum is off with probability SLIP, any
+    other residue alike, and is carried on from there."""
+    (env,) = environments.make(cfg.env, cfg.seed).values()
+    assert isinstance(env, Chain)
+    rng = Random(cfg.seed)
+    with path.open("w") as file:
+        for index in range(cfg.sft.num_examples):
+            prompt, off, sums = env.prompt(index), 0, []
+            for right in prompt.info["sums"]:
+                off += rng.randrange(1, env.modulus) if rng.random() < SLIP else 0
+                sums.append((right + off) % env.modulus)
+            response = {"role": "assistant", "content": env.written(sums)}
+            file.write(json.dumps({"messages": [*prompt.messages, response]}) + "\n")
+    return path
 
 
 def train(

@@ -117,13 +117,17 @@ class Chain(GeneratedEnvironment):
 
     def gold(self, prompt: Prompt) -> str:
         """All rounds and the last sum."""
-        sums, width = prompt.info["sums"], len(self.letters)
+        return self.written(prompt.info["sums"])
+
+    def written(self, sums: list[int]) -> str:
+        """A response with these sums, right or wrong."""
+        width = len(self.letters)
         lines = [
             f"{first // width + 1}: "
             + " ".join(f"{letter}{sums[first + i]}" for i, letter in enumerate(self.letters))
             for first in range(0, len(sums), width)
         ]
-        return "\n".join([*lines, f"#### {prompt.info['answer']}"])
+        return "\n".join([*lines, f"#### {sums[-1]}"])
 
     def perturbed(self, prompt: Prompt) -> str:
         """All rounds and an answer that is one too large."""
