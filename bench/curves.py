@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -298,12 +299,19 @@ def side_by_side(
     work: Callable[[str, int, int], dict[str, Any]], jobs: Sequence[tuple[str, int]], count: int
 ) -> Iterator[dict[str, Any]]:
     """What `work(name, seed, gpu)` returns for every job, as they finish: `count` at a time, each in
-    a process of its own."""
+    a process of its own. The first error of a job is raised when the others have ended."""
     context, gpus = multiprocessing.get_context("spawn"), max(1, torch.cuda.device_count())
     with ProcessPoolExecutor(count, mp_context=context, max_tasks_per_child=1) as pool:
         waiting = [pool.submit(work, *job, i % gpus) for i, job in enumerate(jobs)]
+        failed = []
         for done in as_completed(waiting):
-            yield done.result()
+            if (error := done.exception()) is None:
+                yield done.result()
+            else:
+                failed.append(error)
+                print(f"a run failed: {type(error).__name__}: {error}", file=sys.stderr)
+    if failed:
+        raise failed[0]
 
 
 def store(folder: Path, about: dict[str, Any], runs: list[dict[str, Any]], seconds: float) -> None:

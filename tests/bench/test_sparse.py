@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from bench import sparse
+from lowroll.runs.demo import build_model
 from tests.fixtures.runs import TINY
 
 SMALL: dict[str, Any] = {
@@ -144,6 +145,40 @@ def test_runs_of_other_settings_are_left_out(tmp_path: Path) -> None:
     assert sparse.stored(path, about) == [run]  # the other arm says something else today
     assert sparse.stored(path, about | {"steps": 5}) == []
     assert sparse.stored(path, about | {"settings": {}}) == []
+
+
+def works_once(name: str, seed: int, gpu: int) -> dict[str, Any]:
+    if name == "broken":
+        raise ValueError(f"broken by {seed}")
+    return {"name": name, "seed": seed}
+
+
+@pytest.mark.slow
+def test_a_failed_run_does_not_take_the_others_with_it() -> None:
+    jobs = [("broken", 1), ("sound", 2), ("sound", 3)]
+    ended = []
+    with pytest.raises(ValueError, match="broken by 1"):
+        for done in sparse.side_by_side(works_once, jobs, 1):
+            ended.append(done["seed"])
+    assert ended == [2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", accepted())
+def test_an_arm_runs(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of each on a tiny model, with caches so small that they are compacted."""
+    cache = sparse.ARMS[arm].get("rollout", {}).get("kv", {"policy": "dense"})
+    bounded = cache["policy"] != "dense"
+    if bounded:
+        tight = {"rollout": {"kv": {"budget": 36, "buffer": 4}}}
+        monkeypatch.setitem(sparse.ARMS, arm, sparse.merged(sparse.ARMS[arm], tight))
+    monkeypatch.setattr(sparse, "HELD_OUT", 4)
+    build_model(tmp_path / "model", 0, {**TINY, "max_position_embeddings": 256})
+    made = sparse.train(arm, 0, 0, steps=1, folder=tmp_path, device="cpu", change=SMALL)
+    assert set(made["after"]) == {"dense", "greedy", "own"}
+    (saved,) = made["curves"].get(sparse.SAVED, [0.0])
+    assert saved > 0.1 if bounded else not saved
+    assert len(sparse.summary([made])) == 1
 
 
 @pytest.mark.slow
