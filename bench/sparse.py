@@ -116,6 +116,8 @@ ARMS: dict[str, dict[str, Any]] = {
     },
 }
 
+SLOWEST = "rkv replay"  # begins first, so that nothing waits for it at the end
+
 CURVES = (
     "reward/mean",
     "mismatch/kl_k3",
@@ -322,7 +324,7 @@ def measure(folder: Path, args: argparse.Namespace, console: Console) -> list[di
     runs = stored(path, about)
     have = {(one["variant"], one["seed"]) for one in runs}
     wanted = [(arm, seed) for seed in range(args.seeds) for arm in args.only]
-    jobs = [job for job in wanted if job not in have]
+    jobs = sorted(set(wanted) - have, key=lambda job: (job[0] != SLOWEST, wanted.index(job)))
     work = partial(train, steps=args.steps, folder=folder, device=args.device, change=change)
     for last in side_by_side(work, jobs, args.jobs):
         runs.append({**last, "arm": ARMS[last["variant"]]})
