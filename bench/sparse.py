@@ -11,8 +11,9 @@ Learner and rollouts are in float32, so that what is measured is the cache.
                            [--out FOLDER] [--work FOLDER] [--change JSON]
 
 merges each run into `sparse.json` of the folder as it ends, and makes no run again that stands there
-with the same settings and steps; runs of others are replaced. `--work` keeps the warm-started model, logs and run folders;
-`docs/tables.py` and `python -m bench.pictures` make the table and the picture of docs/results.md.
+with the same settings and steps; runs of others are replaced. `--work` keeps the warm-started
+model, logs and run folders. `docs/tables.py` and `python -m bench.pictures` make the table and the
+picture of docs/results.md.
 """
 
 from __future__ import annotations
