@@ -47,6 +47,7 @@ from lowroll.kernels.launch import (
 
 HEADROOM = constexpr(8.0)  # weights reach 2^8 of float16's 2^16, and vanish below 2^-24
 ROUND, SMALLEST, FINER_BY = constexpr(CARRY), constexpr(LEAST), constexpr(float(FINER))
+SIGN = constexpr(-(1 << 31))
 
 
 def paged_decode8(
@@ -186,11 +187,13 @@ def _power(byte):
 
 @jit
 def _rounded(x):
-    """The e4m3 number nearest to |x| <= 448, in float32: ties to even. The interpreter's own cast
-    rounds otherwise."""
-    exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 127 - 6)
+    """The e4m3 number nearest to |x| <= 448, in float32: ties to even, and a small negative number
+    to -0. The interpreter's own cast rounds otherwise."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits >> 23) & 255, 127 - 6)
     big = ((exponent + 20) << 23).to(tl.float32, bitcast=True) * 1.5
-    return (x + big) - big
+    near = ((x + big) - big).to(tl.int32, bitcast=True)
+    return (near | (bits & SIGN)).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -249,6 +252,42 @@ def _fine_query(q_r1, channel_ptr, in_f, in_rf, NUMBER: tl.constexpr):
 
 
 @jit
+def _first_sums(q_rd, fine_rf, code_d, left_f, value_d, k_byte, v_byte, scale):
+    """The softmax and the sums of one token: its m [R], l [R] and acc [R, D]."""
+    s_r = tl.sum(q_rd.to(tl.float32) * code_d[None, :], 1)
+    s_r = (s_r + tl.sum(fine_rf.to(tl.float32) * left_f[None, :], 1)) * scale
+    s_r, e = s_r * _power(k_byte), (v_byte - 127).to(tl.float32)
+    m_r = s_r + e - HEADROOM
+    return m_r, tl.exp2(s_r - m_r), tl.exp2(s_r + e - m_r)[:, None] * value_d[None, :]
+
+
+@jit
+def _put(
+    out_ptr,
+    lse_ptr,
+    out_r,
+    m_r,
+    l_r,
+    acc_rd,
+    dead,
+    in_rd,
+    in_r,
+    d: tl.constexpr,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Outputs of the heads at out_r, 0 of a dead row, and of a split their log-sum-exps."""
+    o_rd = tl.where(dead, 0.0, acc_rd / tl.where(dead, 1.0, l_r)[:, None])
+    tl.store(
+        out_ptr + out_r[:, None] * d + tl.arange(0, D)[None, :],
+        o_rd.to(out_ptr.dtype.element_ty),
+        mask=in_rd,
+    )
+    if SPLIT:
+        tl.store(lse_ptr + out_r, m_r + tl.log2(l_r), mask=in_r)
+
+
+@jit
 def _decode8_kernel(
     q_ptr,
     k_ptr,
@@ -287,9 +326,9 @@ def _decode8_kernel(
     then splits."""
     let_others_start(EARLY)
     pid = tl.program_id(0)
-    head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
+    head, row, split = pid % G, ((pid // G) % rows).to(tl.int64), pid // (G * rows)
     length = tl.load(lengths_ptr + row)
-    cached, dead = length - 1, length <= 0
+    cached = length - 1
     share, active = _share(cached, splits, BLOCK)
     after_others(EARLY)
     if split >= active:
@@ -299,8 +338,8 @@ def _decode8_kernel(
     offs_r, offs_d, offs_f = tl.arange(0, R), tl.arange(0, D), tl.arange(0, F)
     in_d, in_f = offs_d < d, offs_f < f
     in_rd = (offs_r < PER)[:, None] & in_d[None, :]
-    pages_ptr = table_ptr + row.to(tl.int64) * table_stride
-    q_r1 = q_ptr + row.to(tl.int64) * q_stride + (head * PER + offs_r[:, None]) * d
+    pages_ptr = table_ptr + row * table_stride
+    q_r1 = q_ptr + row * q_stride + (head * PER + offs_r[:, None]) * d
     q_rd = tl.load(q_r1 + offs_d[None, :], mask=in_rd, other=0.0).to(NUMBER)
     in_rf = (offs_r < PER)[:, None] & in_f[None, :]
     fine_rf = _fine_query(q_r1, channels_ptr + head * f + offs_f, in_f, in_rf, NUMBER)
@@ -310,8 +349,8 @@ def _decode8_kernel(
         if length > 0:
             page = tl.load(pages_ptr + cached // PAGE).to(tl.int64)
             code_d, left_f, value_d, k_byte, v_byte = _new_token(
-                k_ptr + row.to(tl.int64) * k_stride + head * d,
-                v_ptr + row.to(tl.int64) * v_stride + head * d,
+                k_ptr + row * k_stride + head * d,
+                v_ptr + row * v_stride + head * d,
                 keys_ptr,
                 values_ptr,
                 fine_ptr,
@@ -325,12 +364,9 @@ def _decode8_kernel(
                 D,
                 F,
             )
-            s_r = tl.sum(q_rd.to(tl.float32) * code_d[None, :], 1)
-            s_r = (s_r + tl.sum(fine_rf.to(tl.float32) * left_f[None, :], 1)) * scale
-            s_r, e = s_r * _power(k_byte), (v_byte - 127).to(tl.float32)
-            m_r = s_r + e - HEADROOM
-            l_r = tl.exp2(s_r - m_r)
-            acc_rd += tl.exp2(s_r + e - m_r)[:, None] * value_d[None, :]
+            m_r, l_r, acc_rd = _first_sums(
+                q_rd, fine_rf, code_d, left_f, value_d, k_byte, v_byte, scale
+            )
     for start in tl.range(
         split * share * BLOCK,
         tl.minimum((split + 1) * share * BLOCK, cached),
@@ -343,16 +379,18 @@ def _decode8_kernel(
         at_n = (page_n.to(tl.int64) * PAGE + offs_n % PAGE) * G + head
         in_nd = in_n[:, None] if D == d else in_n[:, None] & in_d[None, :]
         in_nf = in_n[:, None] if F == f else in_n[:, None] & in_f[None, :]
-        k_nd = _codes(keys_ptr + at_n[:, None] * d + offs_d[None, :], in_nd, NUMBER)
-        v_nd = _codes(values_ptr + at_n[:, None] * d + offs_d[None, :], in_nd, NUMBER)
+        at_nd = at_n[:, None] * d + offs_d[None, :]
+        k_nd = _codes(keys_ptr + at_nd, in_nd, NUMBER)
+        v_nd = _codes(values_ptr + at_nd, in_nd, NUMBER)
         left_nf = _codes(fine_ptr + at_n[:, None] * f + offs_f[None, :], in_nf, NUMBER)
         # both scales at once, the key's in the lower byte
         bytes_n = tl.load(scales_ptr.to(tl.pointer_type(tl.uint16)) + at_n, mask=in_n, other=0)
+        bytes_n = bytes_n.to(tl.int32)
         s_rn = tl.dot(fine_rf, tl.trans(left_nf), input_precision="ieee")
         s_rn = tl.dot(q_rd, tl.trans(k_nd), s_rn, input_precision="ieee")
-        s_rn *= (scale * _power(bytes_n.to(tl.int32) & 255))[None, :]
+        s_rn *= (scale * _power(bytes_n & 255))[None, :]
         s_rn = tl.where(in_n[None, :], s_rn, float("-inf"))
-        w_rn = s_rn + ((bytes_n.to(tl.int32) >> 8) - 127).to(tl.float32)[None, :]
+        w_rn = s_rn + ((bytes_n >> 8) - 127).to(tl.float32)[None, :]
         new_r = tl.maximum(m_r, tl.max(w_rn, 1) - HEADROOM)
         old_r = tl.exp2(m_r - new_r)
         l_r = l_r * old_r + tl.sum(tl.exp2(s_rn - new_r[:, None]), 1)
@@ -360,12 +398,5 @@ def _decode8_kernel(
         w_rn = tl.exp2(w_rn - new_r[:, None]).to(NUMBER)
         acc_rd = tl.dot(w_rn, v_nd, acc_rd, input_precision="ieee")
         m_r = new_r
-    o_rd = tl.where(dead, 0.0, acc_rd / tl.where(dead, 1.0, l_r)[:, None])
-    out_r = (split * rows + row).to(tl.int64) * H + head * PER + offs_r
-    tl.store(
-        out_ptr + out_r[:, None] * d + offs_d[None, :],
-        o_rd.to(out_ptr.dtype.element_ty),
-        mask=in_rd,
-    )
-    if SPLIT:
-        tl.store(lse_ptr + out_r, m_r + tl.log2(l_r), mask=offs_r < PER)
+    out_r = (split * rows + row) * H + head * PER + offs_r
+    _put(out_ptr, lse_ptr, out_r, m_r, l_r, acc_rd, length <= 0, in_rd, offs_r < PER, d, D, SPLIT)

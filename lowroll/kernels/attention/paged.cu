@@ -110,6 +110,10 @@ __device__ __forceinline__ float total(float x) {
     return x;
 }
 
+// Rounded by itself: where a tile is known to be full, the compiler would draw the product into the sum that follows, and
+// a row's bits would depend on which of its tiles are shared.
+__device__ __forceinline__ float scaled(float score, float by) { return __fmul_rn(score, by); }
+
 // Where a chunk of a token lies among those of its row, so that the same chunk of eight tokens lies in all banks.
 __device__ __forceinline__ int place(int chunk, int token) { return chunk ^ (CHUNKS == 4 ? token / 2 % 4 : token % 8); }
 
@@ -191,7 +195,7 @@ __device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float s
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int j = 2 * half + h;
-            s[0][j] = g + 8 * half < valid ? (s[0][j] + s[1][j]) * by : -INFINITY;
+            s[0][j] = g + 8 * half < valid ? scaled(s[0][j] + s[1][j], by) : -INFINITY;
             weight[j] = s[0][j] + e;
             tall[h] = fmaxf(tall[h], weight[j]);
         }
@@ -237,7 +241,7 @@ __device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float s
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        s[0][j] = (s[0][j] + s[1][j]) * scale;
+        s[0][j] = scaled(s[0][j] + s[1][j], scale);
         if (g + j / 2 * 8 >= valid) s[0][j] = -INFINITY;
     }
     float weight[4];
