@@ -105,7 +105,8 @@ class NativeEngine:
         kv_dtype: str | None = None,
         record_evictions: bool = False,
     ) -> None:
-        self.kv = _policy(kv)
+        self.kv = _policy_or_dense(kv)
+        self.storage = storage(kv_dtype)
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
         weights = weights or self._own_format(model)
         self.format = get_format(weights)
@@ -531,7 +532,7 @@ class NativeEngine:
         return self.kv.state_bytes(self.spec, self._max_batch, self.model.dtype.itemsize)
 
 
-def _policy(kv: CachePolicy | None) -> CachePolicy:
+def _policy_or_dense(kv: CachePolicy | None) -> CachePolicy:
     """The dense policy for None. ValueError for what is no policy."""
     if kv is not None and not isinstance(kv, CachePolicy):
         raise ValueError(
