@@ -20,11 +20,12 @@ import json
 import multiprocessing
 import shutil
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -180,14 +181,10 @@ def train(
         torch.cuda.set_device(gpu)
     began = time.monotonic()
     cfg = settings(variant, seed, steps, folder, device, change)
-    with (
-        (folder / f"{Path(cfg.output_dir).name}.log").open("w") as log,
-        redirect_stdout(log),
-        redirect_stderr(log),
-    ):
+    with quiet(folder / f"{Path(cfg.output_dir).name}.log"):
         result = run(cfg)
         after = rewards(cfg, result.folder / "final")
-    curves = {name: [_short(record.get(name)) for record in result.records] for name in CURVES}
+    curves = {name: [short(record.get(name)) for record in result.records] for name in CURVES}
     shutil.rmtree(result.folder)
     return {
         "variant": variant,
@@ -198,7 +195,15 @@ def train(
     }
 
 
-def _short(value: object) -> float | None:
+@contextmanager
+def quiet(path: Path) -> Iterator[None]:
+    """What is printed goes to this file."""
+    with path.open("w") as log, redirect_stdout(log), redirect_stderr(log):
+        yield
+
+
+def short(value: object) -> float | None:
+    """A stored number: five digits."""
     return None if value is None else float(f"{float(str(value)):.5g}")
 
 
@@ -226,8 +231,8 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 variant,
-                _range(last["reward/mean"]),
-                _range([one["after"]["sampled"] for one in own]),
+                spread(last["reward/mean"]),
+                spread([one["after"]["sampled"] for one in own]),
                 f"{statistics.fmean(first_kl):.1e}",
                 f"{statistics.fmean(last['mismatch/kl_k3']):.1e}",
                 f"{max(value for one in own for value in one['curves']['mismatch/weight_max']):.1f}",
@@ -237,7 +242,8 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _range(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
+    """Mean, smallest and largest of the seeds."""
     return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
@@ -270,29 +276,42 @@ def main() -> None:
         work = partial(train, steps=args.steps, folder=folder, device=args.device, change=change)
         about = {
             "date": date.today().isoformat(),
-            "machine": {**machine(), "device": _device(args.device)},
+            "machine": {**machine(), "device": device_name(args.device)},
             "steps": args.steps,
             "settings": merged(SETTINGS, change),
             "before": before,
         }
-        context, gpus = multiprocessing.get_context("spawn"), max(1, torch.cuda.device_count())
-        with ProcessPoolExecutor(args.jobs, mp_context=context, max_tasks_per_child=1) as pool:
-            jobs = [(name, seed) for seed in range(args.seeds) for name in args.only]
-            waiting = [
-                pool.submit(work, name, seed, i % gpus) for i, (name, seed) in enumerate(jobs)
-            ]
-            for done in as_completed(waiting):
-                runs.append(done.result())
-                last = runs[-1]
-                console.print(
-                    f"{len(runs)} of {len(waiting)}: {last['variant']}, seed {last['seed']}, "
-                    f"{last['seconds']} s, {last['after']}"
-                )
-                store(
-                    args.out, about, runs, time.monotonic() - began
-                )  # a stopped command keeps what it has
+        jobs = [(name, seed) for seed in range(args.seeds) for name in args.only]
+        for last in side_by_side(work, jobs, args.jobs):
+            runs.append(last)
+            console.print(
+                f"{len(runs)} of {len(jobs)}: {last['variant']}, seed {last['seed']}, "
+                f"{last['seconds']} s, {last['after']}"
+            )
+            store(
+                args.out, about, runs, time.monotonic() - began
+            )  # a stopped command keeps what it has
     show(console, runs)
     console.print(f"{args.out / 'curves.json'}, {time.monotonic() - began:.0f} s")
+
+
+def side_by_side(
+    work: Callable[[str, int, int], dict[str, Any]], jobs: Sequence[tuple[str, int]], count: int
+) -> Iterator[dict[str, Any]]:
+    """What `work(name, seed, gpu)` returns for every job, as they finish: `count` at a time, each in
+    a process of its own. The first error of a job is raised when the others have ended."""
+    context, gpus = multiprocessing.get_context("spawn"), max(1, torch.cuda.device_count())
+    with ProcessPoolExecutor(count, mp_context=context, max_tasks_per_child=1) as pool:
+        waiting = [pool.submit(work, *job, i % gpus) for i, job in enumerate(jobs)]
+        failed = []
+        for done in as_completed(waiting):
+            if (error := done.exception()) is None:
+                yield done.result()
+            else:
+                failed.append(error)
+                print(f"a run failed: {type(error).__name__}: {error}", file=sys.stderr)
+    if failed:
+        raise failed[0]
 
 
 def store(folder: Path, about: dict[str, Any], runs: list[dict[str, Any]], seconds: float) -> None:
@@ -304,7 +323,8 @@ def store(folder: Path, about: dict[str, Any], runs: list[dict[str, Any]], secon
     )
 
 
-def _device(asked: str) -> str:
+def device_name(asked: str) -> str:
+    """The GPUs of this machine, or cpu."""
     cuda = torch.cuda.is_available() and asked != "cpu"
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else "cpu"
 

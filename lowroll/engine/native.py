@@ -105,11 +105,7 @@ class NativeEngine:
         kv_dtype: str | None = None,
         record_evictions: bool = False,
     ) -> None:
-        self.kv = DENSE if kv is None else kv
-        if not isinstance(self.kv, CachePolicy):
-            raise ValueError(
-                f"kv: expected a CachePolicy or None, the dense cache, got {type(kv).__name__}"
-            )
+        self.kv = _policy_or_dense(kv)
         self.storage = storage(kv_dtype)
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
         weights = weights or self._own_format(model)
@@ -539,6 +535,15 @@ class NativeEngine:
     def _policy_bytes(self) -> int:
         """Device memory of the cache policy's own state."""
         return self.kv.state_bytes(self.spec, self._max_batch, self.model.dtype.itemsize)
+
+
+def _policy_or_dense(kv: CachePolicy | None) -> CachePolicy:
+    """The dense policy for None. ValueError for what is no policy."""
+    if kv is not None and not isinstance(kv, CachePolicy):
+        raise ValueError(
+            f"kv: expected a CachePolicy or None, the dense cache, got {type(kv).__name__}"
+        )
+    return DENSE if kv is None else kv
 
 
 def free_memory(device: torch.device) -> int | None:

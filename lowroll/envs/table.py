@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 TABLE = {
     "reverse-text": "lowroll.envs.reverse_text:ReverseText",
     "arithmetic": "lowroll.envs.arithmetic:Arithmetic",
+    "chain": "lowroll.envs.chain:Chain",
     "gsm8k": "lowroll.envs.gsm8k:GSM8K",
     "math": "lowroll.envs.math:Math",
 }

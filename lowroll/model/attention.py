@@ -11,7 +11,8 @@ sequence.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from itertools import accumulate
@@ -24,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
+MOST_SCORES = 1 << 24  # of a head that sequences of one shape have at once
 MOST_STACKS = 4  # lengths of a micro-batch that get a call each on CUDA
 # tokens of a sequence from which cuDNN repays the 30 ms that it plans every new shape for
 LONG = 1024
@@ -83,13 +85,17 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
 
 
 def suffixes(
-    lengths: Sequence[int], totals: Sequence[int], device: torch.device | str = "cpu"
+    lengths: Sequence[int],
+    totals: Sequence[int],
+    device: torch.device | str = "cpu",
+    stacked: bool = False,
 ) -> Attend:
     """Causal attention of the last `lengths` tokens of each sequence over all its `totals` tokens.
 
     attend(layer, q [sum lengths, H, d], k, v [sum totals, G, d]). One call of torch's
     variable-length flash attention in half precision on CUDA, where its head sizes allow; else a
-    call a sequence.
+    call a sequence. `stacked`: else a call for all of one length and total, MOST_SCORES at a time;
+    a sequence's last bits may then depend on the others.
     """
     spans = list(zip(lengths, totals, strict=True))
     on_cuda = torch.device(device).type == "cuda"
@@ -101,14 +107,68 @@ def suffixes(
     else:
         bounds = []
 
+    @cache
+    def stacks() -> tuple[list[_Stack], Tensor]:
+        """The sequences by their shape, and the way back of their queries."""
+        found = list(_stacks(lengths, totals, device))
+        order_C = torch.cat([stack.queries_C for stack in found])
+        back_C = torch.empty_like(order_C)
+        back_C[order_C] = torch.arange(len(order_C), device=device)
+        return found, back_C
+
     def attend(_layer: int, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         if _flashes(q_CHd):
             return _flash(q_CHd, k_TGd, v_TGd, bounds[0], max(lengths), bounds[1], max(totals))
+        if stacked:
+            found, back_C = stacks()
+            return torch.cat([stack(q_CHd, k_TGd, v_TGd) for stack in found])[back_C]
         k_parts, v_parts = k_TGd.split(list(totals)), v_TGd.split(list(totals))
         parts = zip(spans, q_CHd.split(list(lengths)), k_parts, v_parts, strict=True)
         return torch.cat([_suffix(q, k, v, total - length) for (length, total), q, k, v in parts])
 
     return attend
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Sequences of `length` queries over `total` tokens each, and where theirs are."""
+
+    length: int
+    total: int
+    queries_C: Tensor
+    keys_T: Tensor
+
+    def __call__(self, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        q_SHCd = (
+            q_CHd.index_select(0, self.queries_C).unflatten(0, (-1, self.length)).transpose(1, 2)
+        )
+        k_SGTd, v_SGTd = (
+            x_TGd.index_select(0, self.keys_T).unflatten(0, (-1, self.total)).transpose(1, 2)
+            for x_TGd in (k_TGd, v_TGd)
+        )
+        pos_T = torch.arange(self.total, device=q_CHd.device)
+        mask_CT = pos_T <= pos_T[self.total - self.length :, None]
+        o_SHCd = F.scaled_dot_product_attention(
+            q_SHCd, k_SGTd, v_SGTd, attn_mask=mask_CT, enable_gqa=True
+        )
+        return o_SHCd.transpose(1, 2).flatten(0, 1)
+
+
+def _stacks(
+    lengths: Sequence[int], totals: Sequence[int], device: torch.device | str
+) -> Iterator[_Stack]:
+    """The sequences by length and total, so many together that a head's scores are MOST_SCORES."""
+    by_span: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    starts = zip(accumulate(lengths, initial=0), accumulate(totals, initial=0), strict=True)
+    for span, start in zip(zip(lengths, totals, strict=True), starts, strict=False):
+        by_span[span].append(start)
+    for (length, total), firsts in by_span.items():
+        together = max(1, MOST_SCORES // (length * total))
+        for i in range(0, len(firsts), together):
+            first_2S = torch.tensor(firsts[i : i + together]).t()
+            queries_C = (first_2S[0, :, None] + torch.arange(length)).flatten()
+            keys_T = (first_2S[1, :, None] + torch.arange(total)).flatten()
+            yield _Stack(length, total, upload(queries_C, device), upload(keys_T, device))
 
 
 def _suffix(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, before: int) -> Tensor:

@@ -209,7 +209,7 @@ class _Portion:
         self.queries_C = upload(torch.tensor(queries), device)
         lengths = [s.end - s.begin for s in stretches] * self.num_heads
         totals = [s.keys for s in stretches] * self.num_heads
-        self.attend = suffixes(lengths, totals, device)
+        self.attend = suffixes(lengths, totals, device, stacked=True)
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         keys_GN = self.keys(layer)

@@ -15,6 +15,7 @@ from lowroll.kv import cache as kv_cache
 from lowroll.kv import virtual_memory as kv_arena
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention
 from lowroll.kv.virtual_memory import VirtualMemory
+from lowroll.model import attention
 from lowroll.model.attention import suffixes, varlen
 from lowroll.model.spec import read_spec
 from tests.fixtures.tiny import hf_folder
@@ -78,19 +79,32 @@ def test_memory_that_does_not_come_back_ends_the_step_and_no_more(
     assert [r.token_ids for r in engine.generate([request])[0].rollouts] == want
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_suffix_sees_what_the_whole_sequence_saw(device: str) -> None:
-    totals, lengths = [40, 7, 300, 129], [16, 7, 1, 100]
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("most", [1 << 24, 1300])
+@pytest.mark.parametrize(
+    "device, dtype",
+    [
+        ("cpu", torch.float32),
+        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_suffix_sees_what_the_whole_sequence_saw(
+    device: str, dtype: torch.dtype, most: int, stacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "MOST_SCORES", most)
+    totals, lengths = [40, 7, 40, 300, 129, 40, 40], [16, 7, 16, 1, 100, 16, 15]
     g = torch.Generator().manual_seed(3)
     q, k, v = (
         torch.randn(sum(totals), heads, 64, generator=g).to(device, dtype) for heads in (6, 2, 2)
     )
     whole = varlen(totals, device)(0, q, k, v).split(totals)
     ends = [x[-n:] for x, n in zip(q.split(totals), lengths, strict=True)]
-    got = suffixes(lengths, totals, device)(0, torch.cat(ends), k, v).split(lengths)
+    attend = suffixes(lengths, totals, device, stacked)
+    got = attend(0, torch.cat(ends), k, v).split(lengths)
+    tolerance = TOLERANCE["cpu" if dtype == torch.float32 else "cuda"]
     for x, y, n in zip(got, whole, lengths, strict=True):
-        torch.testing.assert_close(x, y[-n:], **TOLERANCE[device])
+        torch.testing.assert_close(x, y[-n:], **tolerance)
 
 
 @pytest.mark.parametrize("most", [1 << 17, 50])

@@ -1,0 +1,209 @@
+"""The experiment of bounded caches: an arm changes what its name says, runs are merged and not made
+twice, and the sums are right."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bench import sparse
+from lowroll.runs.demo import build_model
+from tests.fixtures.runs import TINY
+
+SMALL: dict[str, Any] = {
+    "env": [
+        {
+            "id": "chain",
+            "args": {"template": "{text}", "entries": 2, "max_rounds": 2, "min_rounds": 1},
+        }
+    ],
+    "batch_size": 8,
+    "rollouts_per_example": 4,
+    "rollout": {"max_tokens": 24, "max_batch": 8, "cache_tokens": 2048},
+    "train": {"warmup_steps": 0},
+    "sft": {"steps": 1, "batch_size": 2, "num_examples": 2, "warmup_steps": 0},
+}
+
+
+def made(variant: str, seed: int, **curves: list[float | None]) -> dict[str, Any]:
+    plain = {name: [0.0] for name in sparse.CURVES}
+    return {
+        "variant": variant,
+        "seed": seed,
+        "before": {"own": 0.1 + seed / 10},
+        "after": {"dense": 0.5 + seed / 10, "greedy": 0.6, "own": 0.25},
+        "curves": {**plain, **{name.replace("__", "/"): curve for name, curve in curves.items()}},
+    }
+
+
+@pytest.mark.parametrize("arm", sparse.ARMS)
+def test_an_arm_changes_the_cache_and_its_price_alone(arm: str, tmp_path: Path) -> None:
+    cfg = sparse.settings(arm, 3, 40, tmp_path, "cpu", {"train": {"learning_rate": 1e-6}})
+    plain = sparse.settings("dense", 3, 40, tmp_path, "cpu", {"train": {"learning_rate": 1e-6}})
+    same = ("seed", "env", "batch_size", "sft", "dtype", "model", "rollouts_per_example")
+    assert [getattr(cfg, name) for name in same] == [getattr(plain, name) for name in same]
+    assert (cfg.train.learning_rate, cfg.train.max_steps) == (1e-6, 40)
+    assert (cfg.output_dir != plain.output_dir) == (arm != "dense")
+    if "naive" in arm:
+        assert cfg.correction == "none"
+    if "sparse-rl" in arm or "repair" in arm:
+        assert cfg.correction == "sparse"
+
+
+def test_a_bounded_cache_drops_a_third_of_the_tokens() -> None:
+    env = sparse.SETTINGS["env"][0]["args"]
+    sums = env["entries"] * env["min_rounds"]
+    peak = sparse.BOUNDS["budget"] + sparse.BOUNDS["buffer"]
+    response = 3 * sums + 4 * env["min_rounds"]  # a letter, a sum and a space; a round's number
+    assert response >= 300 and peak <= 0.65 * (response + 40)  # and the shortest of prompts
+
+
+def test_demonstrations_slip_as_often_as_said_and_carry_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = {"sft": {"num_examples": 60, "steps": 20}}
+    cfg = sparse.settings("dense", 0, 10, tmp_path, "cpu", count)
+    args = cfg.env[0].args
+
+    def slips(path: Path) -> list[int]:
+        """Offsets between neighbouring sums that are not the amount that the prompt says."""
+        found = []
+        for line in path.read_text().splitlines():
+            user, assistant = json.loads(line)["messages"]
+            *amounts, now, _modulus, _rounds = map(int, re.findall(r"\d+", user["content"]))
+            sums = [int(number) for number in re.findall(r"[a-z](\d)", assistant["content"])]
+            assert len(sums) == args["entries"] * args["max_rounds"]
+            assert assistant["content"].endswith(f"#### {sums[-1]}")
+            for i, number in enumerate(sums):
+                found.append((number - now - amounts[i % len(amounts)]) % 10)
+                now = number
+        return found
+
+    off = slips(sparse.demonstrated(cfg, tmp_path / "slips.jsonl"))
+    share = sum(one > 0 for one in off) / len(off)
+    assert abs(share - sparse.SLIP) < 4 * (sparse.SLIP / len(off)) ** 0.5
+    monkeypatch.setattr(sparse, "SLIP", 0.0)
+    assert not any(slips(sparse.demonstrated(cfg, tmp_path / "gold.jsonl")))
+    monkeypatch.setattr(sparse, "SLIP", 1.0)
+    assert set(slips(sparse.demonstrated(cfg, tmp_path / "wrong.jsonl"))) == set(range(1, 10))
+
+
+def test_the_summary_is_that_of_hand_worked_runs() -> None:
+    runs = [
+        made("rkv naive", 0, reward__mean=[1.0] + [0.5] * 10, mismatch__kl_k3=[1e-3] * 11),
+        made("rkv naive", 1, reward__mean=[1.0] + [0.25] * 10, mismatch__kl_k3=[3e-3] * 11),
+    ]
+    for run, shares in zip(runs, ([0.0, None], [0.5, 1.0]), strict=True):
+        run["curves"][sparse.REJECTED] = shares
+        run["curves"]["policy/entropy"] = [None, None]
+    (row,) = sparse.summary(runs)
+    assert row == (
+        "rkv naive",
+        "0.375 (0.250 to 0.500)",
+        "0.550 (0.500 to 0.600)",
+        "0.150",
+        "0.250 (0.250 to 0.250)",
+        "0.375",
+        "2.0e-03",
+        "2.0e-03",
+        "-",
+        "-",
+    )
+
+
+def test_all_metrics_of_the_families_are_kept() -> None:
+    records = [{"reward/mean": 0.123456789, "kv/new": 1.0}, {"kv/other": 2.0, "time/odd": 3.0}]
+    curves = sparse.recorded(records)
+    assert curves["reward/mean"] == [0.12346, None]
+    assert curves["kv/new"] == [1.0, None] and curves["kv/other"] == [None, 2.0]
+    assert "time/odd" not in curves
+
+
+def test_runs_of_other_settings_are_left_out(tmp_path: Path) -> None:
+    path, about = tmp_path / "sparse.json", {"steps": 4, "settings": {"a": 1}}
+    assert sparse.stored(path, about) == []
+    run = {**made("dense", 0), "arm": sparse.ARMS["dense"]}
+    changed = {**made("rkv naive", 0), "arm": {"correction": "tis"}}
+    sparse.store(path, about, [changed, run])
+    assert sparse.stored(path, about) == [run]  # the other arm says something else today
+    assert sparse.stored(path, about | {"steps": 5}) == []
+    assert sparse.stored(path, about | {"settings": {}}) == []
+
+
+def works_once(name: str, seed: int, gpu: int) -> dict[str, Any]:
+    if name == "broken":
+        raise ValueError(f"broken by {seed}")
+    return {"name": name, "seed": seed}
+
+
+@pytest.mark.slow
+def test_a_failed_run_does_not_take_the_others_with_it() -> None:
+    jobs = [("broken", 1), ("sound", 2), ("sound", 3)]
+    ended = []
+    with pytest.raises(ValueError, match="broken by 1"):
+        for done in sparse.side_by_side(works_once, jobs, 1):
+            ended.append(done["seed"])
+    assert ended == [2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", sparse.ARMS)
+def test_an_arm_runs(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of each on a tiny model, with caches so small that they are compacted."""
+    cache = sparse.ARMS[arm].get("rollout", {}).get("kv", {"policy": "dense"})
+    bounded = cache["policy"] != "dense"
+    if bounded:
+        tight = {"rollout": {"kv": {"budget": 36, "buffer": 4}}}
+        monkeypatch.setitem(sparse.ARMS, arm, sparse.merged(sparse.ARMS[arm], tight))
+    monkeypatch.setattr(sparse, "HELD_OUT", 4)
+    build_model(tmp_path / "model", 0, {**TINY, "max_position_embeddings": 256})
+    made = sparse.train(arm, 0, 0, steps=1, folder=tmp_path, device="cpu", change=SMALL)
+    assert set(made["after"]) == {"dense", "greedy", "own"}
+    (saved,) = made["curves"].get(sparse.SAVED, [0.0])
+    assert saved > 0.1 if bounded else not saved
+    assert len(sparse.summary([made])) == 1
+
+
+@pytest.mark.slow
+def test_a_stopped_command_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, on a tiny model: warm start, a run, and a second command that makes the missing run
+    alone."""
+    monkeypatch.setattr(sparse, "MODEL", {**TINY, "max_position_embeddings": 256})
+    monkeypatch.setattr(sparse, "HELD_OUT", 4)
+    asked: list[tuple[str, int]] = []
+
+    def in_turn(work: Any, jobs: Any, count: int) -> Any:
+        asked.extend(jobs)
+        return (work(*job, 0) for job in jobs)
+
+    monkeypatch.setattr(sparse, "side_by_side", in_turn)
+    args = argparse.Namespace(
+        steps=2,
+        seeds=1,
+        jobs=1,
+        device="cpu",
+        only=["dense"],
+        out=tmp_path,
+        change=json.dumps(SMALL),
+    )
+    console, work = Console(file=io.StringIO()), tmp_path / "work"
+    work.mkdir()
+    first = sparse.measure(work, args, console)
+    warm = (work / "model" / "model.safetensors").stat().st_mtime_ns
+    args.seeds = 2
+    both = sparse.measure(work, args, console)
+    assert asked == [("dense", 0), ("dense", 1)] and both[0] == first[0]
+    assert (work / "model" / "model.safetensors").stat().st_mtime_ns == warm
+    stored = json.loads((tmp_path / "sparse.json").read_text())
+    assert stored["runs"] == both and stored["before"]["sft_steps"] == 1
+    assert all(len(run["curves"]["reward/mean"]) == 2 for run in both)
+    assert set(both[1]["after"]) == {"dense", "greedy", "own"}
