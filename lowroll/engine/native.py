@@ -133,7 +133,13 @@ class NativeEngine:
         self.receiver = Receiver(self.model, self.large_batch_model)
         if keep_dense:
             self.keep_dense()
-        num_pages = self._num_pages(cache_tokens, workloads, page_size)
+        num_tokens = self._cache_tokens(cache_tokens, workloads, page_size)
+        num_pages = num_tokens // page_size
+        if num_pages < 1:
+            why = ", which is all that the free memory allows" if cache_tokens is None else ""
+            raise ValueError(
+                f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{why}"
+            )
         self.runner = Runner(
             self.model,
             self.large_batch_model,
@@ -493,17 +499,6 @@ class NativeEngine:
         if dtype is not None:
             return dtype
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    def _num_pages(
-        self, cache_tokens: int | None, workloads: Sequence[Workload], page_size: int
-    ) -> int:
-        num_tokens = self._cache_tokens(cache_tokens, workloads, page_size)
-        if num_tokens < page_size:
-            why = ", which is all that the free memory allows" if cache_tokens is None else ""
-            raise ValueError(
-                f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{why}"
-            )
-        return num_tokens // page_size
 
     def _cache_tokens(
         self,
