@@ -96,6 +96,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "dense": {},
     "rkv naive": {"rollout": {"kv": RKV}, "correction": "none", "force": True},
     "rkv sparse-rl": {"rollout": {"kv": RKV}, "correction": "sparse"},
+    "rkv capped": {
+        "rollout": {"kv": RKV},
+        "correction": "sparse",
+        "loss": {"sparse": {"xi_cap": 1.5}},
+    },
     "snapkv sparse-rl": {"rollout": {"kv": SNAPKV}, "correction": "sparse"},
     "rkv replay": {
         "rollout": {"kv": RKV},
@@ -320,7 +325,6 @@ def measure(folder: Path, args: argparse.Namespace, console: Console) -> list[di
         "machine": {**machine(), "device": device_name(args.device)},
         "steps": args.steps,
         "settings": merged(SETTINGS, change),
-        "before": before,
     }
     runs = stored(path, about)
     have = {(one["variant"], one["seed"]) for one in runs}
@@ -328,7 +332,7 @@ def measure(folder: Path, args: argparse.Namespace, console: Console) -> list[di
     jobs = sorted(set(wanted) - have, key=lambda job: (job[0] != SLOWEST, wanted.index(job)))
     work = partial(train, steps=args.steps, folder=folder, device=args.device, change=change)
     for last in side_by_side(work, jobs, args.jobs):
-        runs.append({**last, "arm": ARMS[last["variant"]]})
+        runs.append({**last, "arm": ARMS[last["variant"]], "warm_start": before})
         store(path, about, runs)  # a stopped command keeps what it has
         console.print(
             f"{len(runs)}: {last['variant']}, seed {last['seed']}, {last['seconds']} s, "
