@@ -44,7 +44,7 @@ class Rollouts:
     aligned: bool = False  # the learner multiplies in the rollouts' arithmetic
     lora: bool = False  # learner and rollouts hold the same base, codes and all
     kv_policy: str = "dense"
-    kv_dtype: str = "auto"  # that of the engine
+    kv_dtype: str = "auto"  # auto: the engine's own
     replayed: bool = False  # the learner attends to what the rollouts' cache held
 
     @property
