@@ -101,7 +101,7 @@ class HeavyHitters(Selector):
         return score_GN
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: Rows) -> None:
-        keys = self.cache.keys[layer]
+        keys = self.cache.keys[layer]  # 8-bit codes are not a type that the kernel takes
         if add_supports(keys, q_BHd.shape[1]):
             at = rows.slots_B, rows.table_BP, rows.lengths_B
             add_attended(self.score_LSGN[layer], q_BHd, keys, *at)
