@@ -298,6 +298,21 @@ def curves() -> str:
     return head + "\n\n" + table(HEAD, summary(record["runs"]))
 
 
+def caches() -> str:
+    """What `python -m bench.sparse` stored: a line an arm, means over the seeds with their range."""
+    from bench.sparse import HEAD, summary
+
+    record = json.loads((RESULTS / "sparse.json").read_text())
+    machine, before = record["machine"], record["before"]
+    seeds = len({run["seed"] for run in record["runs"]})
+    head = (
+        f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps, {seeds} seeds. "
+        f"Held-out reward of the warm-started model ({before['sft_steps']} SFT steps), dense cache: "
+        f"{before['dense']:.3f}."
+    )
+    return head + "\n\n" + table(HEAD, summary(record["runs"]))
+
+
 def prices() -> str:
     """What `python -m bench.formats` stored."""
     from bench.formats import HEAD, cells
@@ -453,6 +468,7 @@ PARTS: dict[str, Callable[[], str]] = {
         gpu,
         targets,
         curves,
+        caches,
         prices,
         front,
         rooms,
