@@ -38,12 +38,14 @@ CACHES = (
     "dense",
     "rkv naive",
     "rkv sparse-rl",
+    "rkv capped",
     "snapkv sparse-rl",
     "rkv replay",
     "rkv repair",
     "fp8 cache",
     "streaming sparse-rl",
 )
+MOST_INSIDE = 8  # names of a legend that stands among the curves
 BATCHES = (1, 64, 256)
 ALIGNED = 1e-9  # a KL below this is rounding; it would stretch the axis
 
@@ -93,7 +95,12 @@ def picture(
         draw(right, runs, variants, *second)
         if log:
             right.set_yscale("log")
-        left.legend(frameon=False, fontsize=8, loc="lower left")
+        if len(variants) > MOST_INSIDE:
+            lines, names = left.get_legend_handles_labels()
+            place = "outside lower center"
+            figure.legend(lines, names, frameon=False, fontsize=8, loc=place, ncols=MOST_INSIDE)
+        else:
+            left.legend(frameon=False, fontsize=8, loc="lower left")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Software": None})
 

@@ -298,17 +298,18 @@ def curves() -> str:
     return head + "\n\n" + table(HEAD, summary(record["runs"]))
 
 
-def caches() -> str:
-    """What `python -m bench.sparse` stored: a line an arm, means over the seeds with their range."""
+def cache_runs() -> str:
+    """What `python -m bench.sparse` stored: a line an arm, means over its runs with their range."""
     from bench.sparse import HEAD, summary
 
     record = json.loads((RESULTS / "sparse.json").read_text())
-    machine, before = record["machine"], record["before"]
-    seeds = len({run["seed"] for run in record["runs"]})
+    machine = record["machine"]
+    began = sorted({(run["warm_start"]["sft_steps"], run["warm_start"]["dense"]) for run in record["runs"]})
     head = (
-        f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps, {seeds} seeds. "
-        f"Held-out reward of the warm-started model ({before['sft_steps']} SFT steps), dense cache: "
-        f"{before['dense']:.3f}."
+        f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps. "
+        "Held-out reward of the warm-started models, dense cache: "
+        + ", ".join(f"{reward:.3f} after {steps} SFT steps" for steps, reward in began)
+        + "."
     )
     return head + "\n\n" + table(HEAD, summary(record["runs"]))
 
@@ -468,7 +469,7 @@ PARTS: dict[str, Callable[[], str]] = {
         gpu,
         targets,
         curves,
-        caches,
+        cache_runs,
         prices,
         front,
         rooms,
