@@ -304,7 +304,9 @@ def cache_runs() -> str:
 
     record = json.loads((RESULTS / "sparse.json").read_text())
     machine = record["machine"]
-    began = sorted({(run["warm_start"]["sft_steps"], run["warm_start"]["dense"]) for run in record["runs"]})
+    began = sorted(
+        {(run["warm_start"]["sft_steps"], run["warm_start"]["dense"]) for run in record["runs"]}
+    )
     head = (
         f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps. "
         "Held-out reward of the warm-started models, dense cache: "

@@ -44,7 +44,7 @@ class Rollouts:
     aligned: bool = False  # the learner multiplies in the rollouts' arithmetic
     lora: bool = False  # learner and rollouts hold the same base, codes and all
     kv_policy: str = "dense"
-    kv_dtype: str = "auto"  # that of the engine
+    kv_dtype: str | None = None  # of the cache; None is the engine's own
     replayed: bool = False  # the learner attends to what the rollouts' cache held
 
     @property
@@ -58,7 +58,7 @@ class Rollouts:
 
     @property
     def low_bit_cache(self) -> bool:
-        return self.kv_dtype != "auto"
+        return self.kv_dtype is not None
 
     @property
     def words(self) -> str:

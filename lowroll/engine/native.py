@@ -70,14 +70,14 @@ class NativeEngine:
     default the model's own low-bit format, or int8 for a dense model. kv: the cache policy
     (`kv.policy`); None is the dense one. dtype: of activations, norms and KV cache; default float32
     on CPU, bfloat16 on CUDA, and what a dense format says. kv_dtype: "fp8" stores the KV cache in 8
-    bits (`kv.fp8`); None in `dtype`. cache_tokens: size of the KV cache;
-    default what `workloads`, the requests that will be in it together, can use, and no more than a
-    quarter of the free memory. Without any: `max_batch` samples of 4,096 tokens, one whole context
-    at least and 16 GiB at most (`kv.capacity`). max_batch: samples decoded at once.
-    max_prefill_tokens: prompt tokens a step. prefill_chunk: longest piece of a prompt in one step,
-    None for whole prompts. noisy: `update_weights` may put noise on the norms. large_batch_weights: a second
-    format, kept beside the first and used while many rows decode and for prompts
-    (`engine.decoder`); each token's policy span has the digest of the weights that drew it.
+    bits (`kv.fp8`); None in `dtype`. cache_tokens: size of the KV cache; default what `workloads`,
+    the requests that will be in it together, can use, and no more than a quarter of the free
+    memory. Without any: `max_batch` samples of 4,096 tokens, one whole context at least and 16 GiB
+    at most (`kv.capacity`). max_batch: samples decoded at once. max_prefill_tokens: prompt tokens a
+    step. prefill_chunk: longest piece of a prompt in one step, None for whole prompts. noisy:
+    `update_weights` may put noise on the norms. large_batch_weights: a second format, kept beside
+    the first and used while many rows decode and for prompts (`engine.decoder`); each token's
+    policy span has the digest of the weights that drew it.
     keep_dense: hold the dequantized matrices of a 4-bit format beside its codes (2 bytes a weight
     in bfloat16) for prompts and many rows; the weights are the same, and only time is saved (CUDA).
     record_evictions: rollouts say which keys a bounded cache dropped (`types.Evictions`).
@@ -291,8 +291,8 @@ class NativeEngine:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Log-probs of each sequence's response under the engine's weights and kernels, as
-        `lowroll.score`. With `large_batch_weights` the weights are those of few rows.
+        """Log-probs of each sequence's response under the engine's weights and kernels, of the shape
+        of `lowroll.score`'s. With `large_batch_weights` the weights are those of few rows.
 
         Each runs in one piece and attends to its own keys and values as they are made: no policy
         drops them, no cache rounds them. Rollouts in flight are not disturbed. ValueError names a

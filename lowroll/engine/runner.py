@@ -69,6 +69,7 @@ class Runner:
             self.recorder = Recorder(
                 spec.num_layers, slots, spec.num_kv_heads, kv.budget, model.device
             )
+        self.states = [one for one in (self.selector, self.recorder) if one is not None]
         self.decoder = Decoder(
             model, large_batch_model, self.cache, max_batch, longest, self.selector
         )
@@ -93,10 +94,9 @@ class Runner:
         """
         self.cache.restore()
         self._compact(plan.compactions)
-        if self.selector is not None and plan.forks:
-            self.selector.copy(plan.forks)
-        if self.recorder is not None and plan.forks:
-            self.recorder.copy(plan.forks)
+        if plan.forks:
+            for state in self.states:
+                state.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
         drawn: list[Drawn] = []
         if plan.decodes:
@@ -108,10 +108,9 @@ class Runner:
                     plan.decodes, tokens_BS, logprobs_BS, plan.limits, strict=True
                 )
             ]
-        if self.selector is not None and plan.begun:
-            self.selector.begin(plan.begun)
-        if self.recorder is not None and plan.begun:
-            self.recorder.begin(plan.begun)
+        if plan.begun:
+            for state in self.states:
+                state.begin(plan.begun)
         if plan.prefills:
             drawn += self._prefill(plan.prefills)
         if self.recorder is not None:

@@ -103,7 +103,7 @@ def plan(
         parts[name] = size * compute.dtype.itemsize
         if name == "critic":
             parts[name] += _learning(size, compute, "adamw")
-    each = storage(cfg.rollout.cache.storage).bytes_per_token(model.spec, dtype)
+    each = storage(cfg.rollout.cache.kv_dtype).bytes_per_token(model.spec, dtype)
     left = UNKNOWN_FREE if free is None else free
     left -= parts["learner's weights"] + parts["rollouts' weights"]
     state = kv.state_bytes(model.spec, cfg.rollout.max_batch, dtype.itemsize)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kv.policy.base import copy_slots
 from lowroll.model.attention import upload
 from lowroll.model.replay import IN_A_BYTE, pack_evictions
 from lowroll.types import Evictions
@@ -74,8 +75,7 @@ class Recorder:
         before = dict(self._num_held)
         for source, target in pairs:
             self._num_held[target] = before.get(source, 0)
-        sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
-        self.held_LSGK[:, targets] = self.held_LSGK[:, sources]
+        copy_slots(self.held_LSGK, pairs)
         self._untold.append(partial(self._copy, tuple(pairs)))
 
     def compacted(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:
