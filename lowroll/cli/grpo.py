@@ -59,8 +59,9 @@ def plan(cfg: RunConfig) -> list[str]:
     learned = f"LoRA adapters of rank {train.lora_rank}" if train.lora else "all weights"
     low, high = cfg.loss.eps_low, cfg.loss.eps_high
     clip = "no clip" if low is None or high is None else f"clip {low:g}/{high:g}"
+    cache = "" if rollout.kv is None else f" and a cache of {rollout.kv.name}"
     return [
-        f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights",
+        f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights{cache}",
         f"{train.max_steps} steps of {cfg.num_groups} prompts x {cfg.rollouts_per_example} "
         f"rollouts of up to {rollout.max_tokens} tokens: at most {tokens:,} tokens generated",
         *(

@@ -123,7 +123,7 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
     near = get_close_matches(f"--{name}", options, n=1, cutoff=0.75)
     if not near and any(action.dest == "settings" for action in parser._actions):
         from lowroll.config.foreign import explain as explain_key
-        from lowroll.config.load import last_names
+        from lowroll.config.load import known_keys, last_names
         from lowroll.config.schema import RunConfig
 
         key = name.replace("-", "_")
@@ -133,7 +133,10 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
         if told := explain_key((key,)):
             return f"{option}: {told}; a setting is written key=value"
         if "." in key or key in last_names(RunConfig):
-            return f"{option}: a setting is written {last_names(RunConfig).get(key, key)}={value}"
+            key = last_names(RunConfig).get(key, key)
+            inner = next((k for k in known_keys(RunConfig) if k.startswith(f"{key}.")), None)
+            what = f"{key} is a section; a setting of it" if inner else "a setting"
+            return f"{option}: {what} is written {inner or key}={'...' if inner else value}"
     hint = f" (did you mean {near[0]}?)" if near else f"; {parser.prog} --help lists what there is"
     return f"{option}: {parser.prog} has no such option{hint}"
 

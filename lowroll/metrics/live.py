@@ -266,13 +266,15 @@ def _redirect(old: object, new: Any) -> None:
 
 
 def kv_words(record: Mapping[str, Any]) -> list[str]:
-    """What a bounded cache saved in a step, and what was rejected for it; nothing of a dense
+    """What a bounded cache saved in a step, and what was rejected or repaired for it; nothing of a dense
     cache."""
     if "kv/saving_peak" not in record:
         return []
     words = [f"kv {_number(_percent(record['kv/saving_peak']), '.0f')} % saved"]
     if (share := record.get("correction/rejected_sequence_fraction")) is not None:
         words.append(f"rejected {_number(_percent(share), '.1f')} %")
+    if (share := record.get("correction/repaired_sequence_fraction")) is not None:
+        words.append(f"repaired {_number(_percent(share), '.1f')} %")
     return words
 
 

@@ -145,6 +145,7 @@ PLOTS: tuple[Plot, ...] = (
         "what the mismatch rejects, and how long those responses are beside all",
         (
             Line("correction/rejected_sequence_fraction", "responses"),
+            Line("correction/repaired_sequence_fraction", "responses repaired"),
             Line("correction/rejected_fraction", "tokens"),
             Line("correction/vetoed_fraction", "below the veto"),
             Line("correction/rejected_length_ratio", "length over all", right=True),

@@ -64,7 +64,8 @@ ADVICE = {
     "aligned makes it vanish",
     "kernels": "the arithmetic of engine and learner differs (dtype, order of sums); correction "
     "tis is enough",
-    "kv": "the cache forgets or rounds what the learner sees; correction sparse pays for it",
+    "kv": "the cache forgets or rounds what the learner sees; correction auto pays for it (sparse "
+    "where keys are dropped)",
 }
 NEGLIGIBLE = 1e-4  # nats: below it, for the worst token, there is nothing to look for
 _NUMBERS = ("kl_k1", "kl_k3", "logp_diff_mean", "logp_diff_max", "ess")
@@ -315,6 +316,11 @@ def _notes(cfg: RunConfig) -> list[str]:
     if cfg.train.forward == "aligned":
         notes.append(
             "train.forward is aligned: the run learns from `aligned`, and does not pay for weights"
+        )
+    if cfg.train.replay_kv and rollout.cache.evicts:
+        notes.append(
+            "train.replay_kv: the run's learner attends to what the cache held, and does not see "
+            "the keys that were dropped; of kv it pays for the rounding alone"
         )
     if cfg.train.lora:
         notes.append(

@@ -89,6 +89,12 @@ class Monitor:
 
     def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """`guard/*` of a step; what the guard decides holds from the next one on."""
+        if step == 1 and metrics.get("kv/evictions") == 0:
+            policy = self.cfg.rollout.cache.policy
+            self.on_note(
+                f"rollout.kv: {policy} dropped no key in step 1: every prompt with its response "
+                "fits in budget + buffer, as in a dense cache"
+            )
         if self.guard is None:
             return {}
         values, told = self.guard.look(metrics)

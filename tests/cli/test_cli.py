@@ -17,8 +17,9 @@ import pytest
 
 import lowroll
 from lowroll.cli.eval import show
+from lowroll.cli.grpo import plan
 from lowroll.cli.main import COMMANDS, main
-from lowroll.config import load
+from lowroll.config import from_mapping, load
 from lowroll.config.kv import KvConfig
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout, RunFailed
 
@@ -431,6 +432,13 @@ def test_the_demo_deletes_no_folder_but_its_own(
     assert (tmp_path / "demo" / "notes.txt").read_text() == "mine"
 
 
+def test_the_plan_names_the_cache() -> None:
+    kv = {"policy": "rkv", "dtype": "fp8"}
+    bounded, dense = (from_mapping({"model": "m", "rollout": {"kv": one}}) for one in (kv, None))
+    assert plan(bounded)[0].endswith("int8 weights and a cache of rkv+fp8")
+    assert plan(dense)[0].endswith("int8 weights")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -440,6 +448,10 @@ def test_the_demo_deletes_no_folder_but_its_own(
             "--learning-rate=1e-5: a setting is written train.learning_rate=1e-5",
         ),
         (["--lora", "seed=1"], "--lora: a setting is written train.lora=true"),
+        (
+            ["--kv", "rkv"],
+            "--kv: rollout.kv is a section; a setting of it is written rollout.kv.policy=...",
+        ),
         (
             ["--num_generations", "8"],
             "--num_generations: here it is rollouts_per_example (rollouts a prompt)",

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from lowroll.metrics import METRICS, Recorder, find, read, reproducible, table
-from lowroll.metrics.live import LiveView, duration, sparkline
+from lowroll.metrics.live import LiveView, duration, kv_words, sparkline
 from lowroll.metrics.record import write_about
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -341,6 +341,9 @@ RECORD = {
 
 def test_a_bounded_cache_has_two_words_in_the_live_view() -> None:
     record = {"step": 3, "kv/saving_peak": 0.521, "correction/rejected_sequence_fraction": 0.0625}
+    assert kv_words(record | {"correction/repaired_sequence_fraction": 0.5})[2:] == [
+        "repaired 50.0 %"
+    ]
     out = io.StringIO()
     with LiveView(9, "run", Console(file=out, width=40)) as view:
         view.step(record)

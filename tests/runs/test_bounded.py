@@ -80,9 +80,9 @@ def test_resume_is_bitwise_the_uninterrupted_run(name: str, model: Path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "parity"])
 def test_a_budget_as_long_as_the_context_is_bitwise_the_dense_run(
-    name: str, model: Path, tmp_path: Path
+    name: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And a small one is another run."""
+    """And says so, once. A small one is another run."""
     found = {}
     for key, kv in {
         "dense": None,
@@ -96,7 +96,9 @@ def test_a_budget_as_long_as_the_context_is_bitwise_the_dense_run(
             rollout={"kv": kv},
             train={"max_steps": 2},
         )
+        caplog.clear()
         found[key] = learnt(train(tree).folder)
+        assert caplog.text.count(f"rollout.kv: {name} dropped no key") == (key == "whole")
     assert found["whole"] == found["dense"] != found["small"]
 
 

@@ -212,6 +212,14 @@ def test_an_aligned_learner_is_told_that_it_does_not_pay_for_weights(model: Path
     )
 
 
+def test_a_learner_that_replays_is_told_that_it_sees_what_the_cache_held(model: Path) -> None:
+    kv = {"policy": "streaming", "budget": 12, "buffer": 2, "sinks": 2}
+    plain, told = (of(model, "fp32", kv=kv, train={"replay_kv": on}) for on in (False, True))
+    assert plain.whole == told.whole
+    assert [any("train.replay_kv" in note for note in d.notes) for d in (plain, told)] == [0, 1]
+    assert "correction auto pays for it" in plain.reading
+
+
 def test_over_a_shared_base_only_the_arithmetic_is_left(model: Path) -> None:
     diagnosis = of(model, "nvfp4", train={"lora": True, "lora_rank": 4})
     assert diagnosis.whole.logp_diff_max < 1e-4
