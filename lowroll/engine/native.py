@@ -30,9 +30,11 @@ from lowroll.kv.capacity import UNKNOWN_FREE, NoRoom, Workload, capacity
 from lowroll.kv.pages import PagePool
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
+from lowroll.kv.policy.recorder import recorder_bytes
 from lowroll.kv.storage import storage
 from lowroll.model import hf
 from lowroll.model.experts import StackedLinear
+from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
@@ -133,6 +135,7 @@ class NativeEngine:
         self.receiver = Receiver(self.model, self.large_batch_model)
         if keep_dense:
             self.keep_dense()
+        self._recording = record_evictions
         num_tokens = self._cache_tokens(cache_tokens, workloads, page_size)
         num_pages = num_tokens // page_size
         if num_pages < 1:
@@ -528,8 +531,16 @@ class NativeEngine:
 
     @property
     def _policy_bytes(self) -> int:
-        """Device memory of the cache policy's own state."""
-        return self.kv.state_bytes(self.spec, self._max_batch, self.model.dtype.itemsize)
+        return policy_bytes(self.kv, self.spec, self._max_batch, self.model.dtype, self._recording)
+
+
+def policy_bytes(
+    kv: CachePolicy, spec: ModelSpec, max_batch: int, dtype: torch.dtype, record_evictions: bool
+) -> int:
+    """Device memory that a cache policy takes beside the cache: its own state, and what is kept to
+    say which keys it drops."""
+    recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
+    return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded
 
 
 def _policy_or_dense(kv: CachePolicy | None) -> CachePolicy:
