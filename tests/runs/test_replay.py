@@ -80,6 +80,7 @@ def test_replay_without_a_bounded_cache_has_no_effect_and_says_so(tmp_path: Path
 
 def test_an_engine_that_does_not_record_is_refused(tmp_path: Path) -> None:
     from lowroll.engine.base import Capabilities
+    from lowroll.kv.policy.table import make
     from lowroll.types import Request
 
     able: dict[str, Any] = dict.fromkeys(
@@ -89,7 +90,7 @@ def test_an_engine_that_does_not_record_is_refused(tmp_path: Path) -> None:
         "context_length": 64,
         "updates": frozenset(),
         "sampler": frozenset(Request.__dataclass_fields__),
-        "kv_policies": frozenset({"dense", "rkv"}),
+        "kv": make("rkv"),
     }
     cfg = from_mapping(tree_of(tmp_path, tmp_path))
     with pytest.raises(ValueError, match=r"train\.replay_kv: this engine does not say which keys"):
