@@ -1,5 +1,5 @@
-"""The pictures of docs/results.md and of the README, drawn from `results/curves.json` and
-`baselines/decode.json`: `python -m bench.pictures`.
+"""The pictures of docs/results.md and of the README, drawn from `results/curves.json`,
+`results/sparse.json` and `baselines/decode.json`: `python -m bench.pictures`.
 
 Lines are means over the seeds, smoothed over ten steps; bands reach from the lowest seed to the
 highest. Prompts differ from step to step and are the same in every variant, so what the curves
@@ -34,6 +34,18 @@ PRICES = (
 NOISE = ("bf16", "bf16 noise", "nvfp4", "nvfp4 noise")
 LEARNT = ("bf16", "int4 acr", "int4 tis", "int4 naive")
 FORMATS = ("bf16", "fp8", "int8", "nvfp4")
+CACHES = (
+    "dense",
+    "rkv naive",
+    "rkv sparse-rl",
+    "rkv capped",
+    "snapkv sparse-rl",
+    "rkv replay",
+    "rkv repair",
+    "fp8 cache",
+    "streaming sparse-rl",
+)
+MOST_INSIDE = 8  # names of a legend that stands among the curves
 BATCHES = (1, 64, 256)
 ALIGNED = 1e-9  # a KL below this is rounding; it would stretch the axis
 
@@ -83,7 +95,12 @@ def picture(
         draw(right, runs, variants, *second)
         if log:
             right.set_yscale("log")
-        left.legend(frameon=False, fontsize=8, loc="lower left")
+        if len(variants) > MOST_INSIDE:
+            lines, names = left.get_legend_handles_labels()
+            place = "outside lower center"
+            figure.legend(lines, names, frameon=False, fontsize=8, loc=place, ncols=MOST_INSIDE)
+        else:
+            left.legend(frameon=False, fontsize=8, loc="lower left")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Software": None})
 
@@ -120,7 +137,7 @@ def front(path: Path, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) ->
 
 
 def main() -> None:
-    """Draw the three pictures."""
+    """Draw the four pictures."""
     runs = json.loads((RESULTS / "curves.json").read_text())["runs"]
     picture(
         FOLDER / "prices.png",
@@ -131,6 +148,13 @@ def main() -> None:
     )
     picture(
         FOLDER / "noise.png", runs, NOISE, ("policy/entropy", "entropy of the learner, nats"), False
+    )
+    picture(
+        FOLDER / "caches.png",
+        json.loads((RESULTS / "sparse.json").read_text())["runs"],
+        CACHES,
+        ("mismatch/kl_k3", "KL of the rollouts to the learner, nats"),
+        True,
     )
     front(FOLDER / "front.png", runs, json.loads((BASELINES / "decode.json").read_text())["rows"])
 

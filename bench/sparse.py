@@ -240,6 +240,7 @@ def recorded(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | Non
 
 HEAD = (
     "arm",
+    "runs",
     "reward, last 10 steps",
     "held out, dense cache",
     "own cache, before",
@@ -263,6 +264,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 arm,
+                str(len(own)),
                 spread([value for value in last if value is not None]),
                 spread([one["after"]["dense"] for one in own]),
                 f"{statistics.fmean(one['before']['own'] for one in own):.3f}",

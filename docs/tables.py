@@ -298,6 +298,24 @@ def curves() -> str:
     return head + "\n\n" + table(HEAD, summary(record["runs"]))
 
 
+def cache_runs() -> str:
+    """What `python -m bench.sparse` stored: a line an arm, means over its runs with their range."""
+    from bench.sparse import HEAD, summary
+
+    record = json.loads((RESULTS / "sparse.json").read_text())
+    machine = record["machine"]
+    began = sorted(
+        {(run["warm_start"]["sft_steps"], run["warm_start"]["dense"]) for run in record["runs"]}
+    )
+    head = (
+        f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps. "
+        "Held-out reward of the warm-started models, dense cache: "
+        + ", ".join(f"{reward:.3f} after {steps} SFT steps" for steps, reward in began)
+        + "."
+    )
+    return head + "\n\n" + table(HEAD, summary(record["runs"]))
+
+
 def prices() -> str:
     """What `python -m bench.formats` stored."""
     from bench.formats import HEAD, cells
@@ -453,6 +471,7 @@ PARTS: dict[str, Callable[[], str]] = {
         gpu,
         targets,
         curves,
+        cache_runs,
         prices,
         front,
         rooms,

@@ -44,7 +44,7 @@ class Rollouts:
     aligned: bool = False  # the learner multiplies in the rollouts' arithmetic
     lora: bool = False  # learner and rollouts hold the same base, codes and all
     kv_policy: str = "dense"
-    kv_dtype: str = "auto"  # that of the engine
+    kv_dtype: str | None = None  # of the cache; None is the engine's own
     replayed: bool = False  # the learner attends to what the rollouts' cache held
 
     @property
@@ -58,7 +58,7 @@ class Rollouts:
 
     @property
     def low_bit_cache(self) -> bool:
-        return self.kv_dtype != "auto"
+        return self.kv_dtype is not None
 
     @property
     def words(self) -> str:
@@ -91,28 +91,16 @@ class Row:
 
 AUTO: tuple[Row, ...] = (
     Row(
-        "a bounded cache (rollout.kv.policy), low-bit weights",
+        "a bounded cache (rollout.kv.policy)",
         "any",
         "sparse",
         "tbpo",
-        "so they have lost keys that the learner sees: weights, capped because those of low-bit "
-        "rollouts have reached 1e5, and a response that the learner finds impossible is rejected",
-        "Sparse-RL sec. 4, QuRL Fig. 3",
-        lambda r: r.forgets and r.low_bit,
-        {"rollout": {"weights": "int8", "kv": {"policy": "rkv"}}},
-        {"veto": 1e-4, "xi_cap": 1.5},
-    ),
-    Row(
-        "a bounded cache (rollout.kv.policy), dense weights",
-        "any",
-        "sparse",
-        "tbpo",
-        "so they have lost keys that the learner sees: weights, and a response that the learner "
-        "finds impossible is rejected",
-        "Sparse-RL sec. 4",
+        "so they have lost keys that the learner sees: weights, capped because single ones reach "
+        "hundreds, and a response that the learner finds impossible is rejected",
+        "Sparse-RL sec. 4, docs/results.md",
         lambda r: r.forgets,
         {"rollout": {"weights": "dense", "kv": {"policy": "rkv"}}},
-        {"veto": 1e-4},
+        {"veto": 1e-4, "xi_cap": 1.5},
     ),
     Row(
         "truncated sampler (top_p, top_k, min_p, repetition_penalty, min_tokens)",

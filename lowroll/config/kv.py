@@ -43,8 +43,8 @@ class KvConfig(Section):
         return {name: v for name, v in given.items() if v is not None or name not in known}
 
     @property
-    def storage(self) -> str | None:
-        """What an engine is asked to hold keys and values in; None is its own dtype."""
+    def kv_dtype(self) -> str | None:
+        """`dtype` as an engine takes it and a `BehaviorTag` has it: None is the engine's own."""
         return None if self.dtype == "auto" else self.dtype
 
     @property

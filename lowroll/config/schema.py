@@ -355,7 +355,7 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
         aligned=cfg.train.forward == "aligned" and second is None,
         lora=cfg.train.lora and not low_bit,
         kv_policy=rollout.cache.policy,
-        kv_dtype=rollout.cache.dtype,
+        kv_dtype=rollout.cache.kv_dtype,
         replayed=cfg.train.replay_kv,
     )
 

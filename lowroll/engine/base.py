@@ -52,7 +52,7 @@ class EngineStats:
     weight_bits: float  # bits of one of them, with the scales of its group
     cache_tokens: int  # that the KV cache holds
     cache_bytes: int
-    policy_bytes: int  # of the cache policy's own state, beside the cache
+    policy_bytes: int  # beside the cache: of its policy's state, and of what records evictions
     virtual_memory_bytes: int  # of the cache, in device memory that torch does not count
     pages_peak: int  # most pages of the cache ever held at once
     prefix_hits: int  # pages that a request found in the cache

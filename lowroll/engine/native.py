@@ -30,9 +30,11 @@ from lowroll.kv.capacity import UNKNOWN_FREE, NoRoom, Workload, capacity
 from lowroll.kv.pages import PagePool
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
+from lowroll.kv.policy.recorder import recorder_bytes
 from lowroll.kv.storage import storage
 from lowroll.model import hf
 from lowroll.model.experts import StackedLinear
+from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
@@ -70,14 +72,14 @@ class NativeEngine:
     default the model's own low-bit format, or int8 for a dense model. kv: the cache policy
     (`kv.policy`); None is the dense one. dtype: of activations, norms and KV cache; default float32
     on CPU, bfloat16 on CUDA, and what a dense format says. kv_dtype: "fp8" stores the KV cache in 8
-    bits (`kv.fp8`); None in `dtype`. cache_tokens: size of the KV cache;
-    default what `workloads`, the requests that will be in it together, can use, and no more than a
-    quarter of the free memory. Without any: `max_batch` samples of 4,096 tokens, one whole context
-    at least and 16 GiB at most (`kv.capacity`). max_batch: samples decoded at once.
-    max_prefill_tokens: prompt tokens a step. prefill_chunk: longest piece of a prompt in one step,
-    None for whole prompts. noisy: `update_weights` may put noise on the norms. large_batch_weights: a second
-    format, kept beside the first and used while many rows decode and for prompts
-    (`engine.decoder`); each token's policy span has the digest of the weights that drew it.
+    bits (`kv.fp8`); None in `dtype`. cache_tokens: size of the KV cache; default what `workloads`,
+    the requests that will be in it together, can use, and no more than a quarter of the free
+    memory. Without any: `max_batch` samples of 4,096 tokens, one whole context at least and 16 GiB
+    at most (`kv.capacity`). max_batch: samples decoded at once. max_prefill_tokens: prompt tokens a
+    step. prefill_chunk: longest piece of a prompt in one step, None for whole prompts. noisy:
+    `update_weights` may put noise on the norms. large_batch_weights: a second format, kept beside
+    the first and used while many rows decode and for prompts (`engine.decoder`); each token's
+    policy span has the digest of the weights that drew it.
     keep_dense: hold the dequantized matrices of a 4-bit format beside its codes (2 bytes a weight
     in bfloat16) for prompts and many rows; the weights are the same, and only time is saved (CUDA).
     record_evictions: rollouts say which keys a bounded cache dropped (`types.Evictions`).
@@ -133,6 +135,7 @@ class NativeEngine:
         self.receiver = Receiver(self.model, self.large_batch_model)
         if keep_dense:
             self.keep_dense()
+        self._recording = record_evictions
         num_tokens = self._cache_tokens(cache_tokens, workloads, page_size)
         num_pages = num_tokens // page_size
         if num_pages < 1:
@@ -291,8 +294,8 @@ class NativeEngine:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Log-probs of each sequence's response under the engine's weights and kernels, as
-        `lowroll.score`. With `large_batch_weights` the weights are those of few rows.
+        """Log-probs of each sequence's response under the engine's weights and kernels, of the shape
+        of `lowroll.score`'s. With `large_batch_weights` the weights are those of few rows.
 
         Each runs in one piece and attends to its own keys and values as they are made: no policy
         drops them, no cache rounds them. Rollouts in flight are not disturbed. ValueError names a
@@ -528,8 +531,16 @@ class NativeEngine:
 
     @property
     def _policy_bytes(self) -> int:
-        """Device memory of the cache policy's own state."""
-        return self.kv.state_bytes(self.spec, self._max_batch, self.model.dtype.itemsize)
+        return policy_bytes(self.kv, self.spec, self._max_batch, self.model.dtype, self._recording)
+
+
+def policy_bytes(
+    kv: CachePolicy, spec: ModelSpec, max_batch: int, dtype: torch.dtype, record_evictions: bool
+) -> int:
+    """Device memory that a cache policy takes beside the cache: its own state, and what is kept to
+    say which keys it drops."""
+    recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
+    return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded
 
 
 def _policy_or_dense(kv: CachePolicy | None) -> CachePolicy:

@@ -21,7 +21,7 @@ from lowroll.kernels.sampling.draw import draw
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention, Rows
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
-from lowroll.kv.policy.recorder import Dropped, Recorder
+from lowroll.kv.policy.recorder import Dropped, Recorder, most_held
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
@@ -64,11 +64,11 @@ class Runner:
         self.selector = kv.selector(model.spec, self.cache, max_batch)
         self.recorder: Recorder | None = None
         if record_evictions and self.selector is not None:
-            assert kv.budget is not None, "a policy that drops keys has a budget"
             spec, slots = model.spec, num_slots(max_batch)
             self.recorder = Recorder(
-                spec.num_layers, slots, spec.num_kv_heads, kv.budget, model.device
+                spec.num_layers, slots, spec.num_kv_heads, most_held(kv, spec), model.device
             )
+        self.states = [one for one in (self.selector, self.recorder) if one is not None]
         self.decoder = Decoder(
             model, large_batch_model, self.cache, max_batch, longest, self.selector
         )
@@ -93,10 +93,9 @@ class Runner:
         """
         self.cache.restore()
         self._compact(plan.compactions)
-        if self.selector is not None and plan.forks:
-            self.selector.copy(plan.forks)
-        if self.recorder is not None and plan.forks:
-            self.recorder.copy(plan.forks)
+        if plan.forks:
+            for state in self.states:
+                state.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
         drawn: list[Drawn] = []
         if plan.decodes:
@@ -108,10 +107,9 @@ class Runner:
                     plan.decodes, tokens_BS, logprobs_BS, plan.limits, strict=True
                 )
             ]
-        if self.selector is not None and plan.begun:
-            self.selector.begin(plan.begun)
-        if self.recorder is not None and plan.begun:
-            self.recorder.begin(plan.begun)
+        if plan.begun:
+            for state in self.states:
+                state.begin(plan.begun)
         if plan.prefills:
             drawn += self._prefill(plan.prefills)
         if self.recorder is not None:

@@ -18,7 +18,7 @@ PPO:
               k2 and k3 have an upper bound. k1 has two, on exp(k1), the *inverse* of w: seq_mean_k1
               with a tight band such as (.999, 1.001) is geometric rejection.
     veto      rejects a sequence of which any w_t < veto             Sparse-RL eq. 6 with 1e-4
-    repair    "mask": of such a sequence, only the tokens from the first w_t < veto on
+    repair    "mask": of such a sequence, only the tokens from the first w_t < veto on; an option of `sparse` alone
     bypass    the sampler takes the place of the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and what
               rejects is the learner's mismatch. Without rejections this is `is`.
 
@@ -149,10 +149,10 @@ def judge(
     bypass: bool = False,
     repair: str | None = None,
 ) -> Verdict:
-    """Weigh every token and say which are rejected, by the options of `reweight`.
+    """Weigh every token and say which are rejected, by the options at the top of the file.
 
-    repair: see `repair_statistics`; ValueError for another value than "mask" or None, and without a
-    veto.
+    ValueError for an unknown weight, rule or repair, for bounds that leave nothing, and for a
+    repair without a veto.
     """
     if repair not in REPAIRS:
         raise ValueError(f"repair: unknown {repair!r}; expected mask or None")
@@ -175,7 +175,7 @@ def judge(
     elif icepop is None:
         weight_N = truncate(raw_N, cap)
     else:
-        low, high = _bounds("icepop", icepop)
+        low, high = checked_bounds("icepop", icepop)
         weight_N = torch.where((raw_N < low) | (raw_N > high), 0, raw_N)
     rejected_N = torch.zeros_like(sequences.mask_N)
     repaired_N: Tensor | None = None
@@ -269,7 +269,9 @@ def _breaks(rule: str, bound: float | Bounds, d_N: Tensor, sequences: Sequences)
         raise ValueError(f"reject: unknown rule {rule!r}; expected one of {', '.join(RULES)}")
     level, estimator = rule.rsplit("_", 1)
     if estimator == "k1":
-        low, high = (math.log(b) if b else -math.inf for b in _bounds(f"reject.{rule}", bound))
+        low, high = (
+            math.log(b) if b else -math.inf for b in checked_bounds(f"reject.{rule}", bound)
+        )
     elif isinstance(bound, (int, float)) and bound >= 0:
         low, high = 0.0, bound
     else:
@@ -283,7 +285,7 @@ def _breaks(rule: str, bound: float | Bounds, d_N: Tensor, sequences: Sequences)
     return ((statistic_S < low) | (statistic_S > high))[sequences.segments_N]
 
 
-def _bounds(name: str, bounds: float | Bounds) -> Bounds:
+def checked_bounds(name: str, bounds: float | Bounds) -> Bounds:
     """(low, high) with 0 <= low <= high. ValueError otherwise."""
     if (
         isinstance(bounds, (int, float))

@@ -28,7 +28,7 @@ import math
 
 from torch import Tensor
 
-from lowroll.objectives.correction import Bounds, Verdict, correct, judge
+from lowroll.objectives.correction import Bounds, Verdict, checked_bounds, correct, judge
 from lowroll.objectives.reduce import Counts
 from lowroll.objectives.surrogate import Tokens, prepare
 
@@ -91,11 +91,7 @@ def judge_sparse(
     """Weigh every token and say which are rejected, by the options of `sparse`."""
     reject = None
     if token_rs is not None:
-        if len(token_rs) != 2 or not 0 <= token_rs[0] <= token_rs[1] or not token_rs[1] > 0:
-            raise ValueError(
-                f"token_rs: {token_rs} must be two numbers (low, high) with 0 <= low <= high"
-            )
-        low, high = token_rs
+        low, high = checked_bounds("token_rs", token_rs)
         reject = {"token_k1": (1 / high, 1 / low if low else math.inf)}  # k1's bounds are on 1 / xi
     cap = math.inf if xi_cap is None else xi_cap
     return judge(tokens, cap=cap, reject=reject, veto=veto, repair=repair)

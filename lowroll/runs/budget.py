@@ -18,7 +18,7 @@ from math import prod
 import torch
 
 from lowroll.config import RunConfig
-from lowroll.engine.native import free_memory
+from lowroll.engine.native import free_memory, policy_bytes
 from lowroll.kv.capacity import UNKNOWN_FREE, Workload, capacity
 from lowroll.kv.storage import storage
 from lowroll.model.transformer import Transformer
@@ -103,10 +103,10 @@ def plan(
         parts[name] = size * compute.dtype.itemsize
         if name == "critic":
             parts[name] += _learning(size, compute, "adamw")
-    each = storage(cfg.rollout.cache.storage).bytes_per_token(model.spec, dtype)
+    each = storage(cfg.rollout.cache.kv_dtype).bytes_per_token(model.spec, dtype)
     left = UNKNOWN_FREE if free is None else free
     left -= parts["learner's weights"] + parts["rollouts' weights"]
-    state = kv.state_bytes(model.spec, cfg.rollout.max_batch, dtype.itemsize)
+    state = policy_bytes(kv, model.spec, cfg.rollout.max_batch, dtype, cfg.train.replay_kv)
     tokens = cfg.rollout.cache_tokens or capacity(
         workloads,
         page_size=cfg.rollout.page_size,

@@ -40,8 +40,8 @@ def evaluate(
     `weights` are formats; "dense" is the run's own dtype. Without any they are dense and
     rollout.weights or, where that is not set, the low-bit format that the model holds. `kv` are
     caches; without any they are dense and rollout.kv. All see the same prompts and the same seeds,
-    the dense cache first: its size is that of the others. A run with stages is evaluated at the
-    lengths of its last one.
+    caches that keep every key first: the first one's tokens are the size of all. A run with stages
+    is evaluated at the lengths of its last one.
     """
     weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
     cfg = cfg.resolved().at(cfg.train.max_steps)

@@ -22,14 +22,17 @@ differs from the textbook loop:
    cover every token.
 4. With a critic (PPO) every token has an advantage of its own, made of the critic's values before
    the first update; while the critic warms up, the policy is measured and not updated.
-5. With `replay_kv` the learner attends to what each sample's cache held (`model.replay`): the policy that is learnt is
-   the sparse one. Reference, teacher and critic stay dense: they are policies of their own, which no cache has bounded.
-6. Where the objective rejects tokens for their mismatch, the KL term leaves them out too; denominators keep them.
-7. A non-finite objective or gradient norm leaves weights and moments as they are and counts as skipped; the third in
-   a row raises TrainingDiverged.
+5. With `replay_kv` the learner attends to what each sample's cache held (`model.replay`): the
+   policy that is learnt is the sparse one. Reference, teacher and critic stay dense: they are
+   policies of their own, which no cache has bounded.
+6. Where the objective rejects tokens for their mismatch, the KL term leaves them out too;
+   denominators keep them.
+7. A non-finite objective or gradient norm leaves weights and moments as they are and counts as
+   skipped; the third in a row raises TrainingDiverged.
 8. An aligned learner quantizes its weights once an update, right after it.
-9. Log-probs and entropies come to the host in copies that nothing waits for until all backward passes are launched;
-   the statistics are made of them there, while the device is busy with the gradient.
+9. Log-probs and entropies come to the host in copies that nothing waits for until all backward
+   passes are launched; the statistics are made of them there, while the device is busy with the
+   gradient.
 
 T: tokens fed, N: response tokens.
 """

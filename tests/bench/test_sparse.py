@@ -106,6 +106,7 @@ def test_the_summary_is_that_of_hand_worked_runs() -> None:
     (row,) = sparse.summary(runs)
     assert row == (
         "rkv naive",
+        "2",
         "0.375 (0.250 to 0.500)",
         "0.550 (0.500 to 0.600)",
         "0.150",

@@ -940,9 +940,8 @@ def test_what_is_known_to_collapse_needs_force(correction: str) -> None:
 def test_what_auto_sets_for_a_cache_that_forgets(weights: str) -> None:
     tree: dict[str, Any] = {"model": "m", "rollout": {"weights": weights, "kv": {"policy": "rkv"}}}
     cfg = from_mapping(tree)
-    cap = None if weights == "dense" else 1.5
     assert cfg.correction == "sparse"
-    assert cfg.loss.sparse == SparseConfig(veto=1e-4, xi_cap=cap, token_rs=None)
+    assert cfg.loss.sparse == SparseConfig(veto=1e-4, xi_cap=1.5, token_rs=None)
     own = from_mapping({**tree, "loss": {"sparse": {"xi_cap": 3.0, "veto": None}}})
     assert own.loss.sparse == SparseConfig(veto=None, xi_cap=3.0) and own.chosen_options == ()
     for learner in ({"lora": True}, {"forward": "aligned"}):

@@ -230,6 +230,26 @@ def test_half_precision_is_as_close_as_it_can_be(model: Transformer, folder: Pat
     assert off(half, groups)[0] < 0.25 < 1 < dense
 
 
+def test_of_an_8_bit_cache_the_rounding_is_left(model: Transformer) -> None:
+    """Replayed log-probs are as far off as those of the 8-bit cache that drops nothing."""
+
+    def apart(groups: Sequence[Group], replay: bool) -> float:
+        rollouts = [(g.request, r) for g in groups for r in g.rollouts]
+        scores = score(
+            model,
+            [request.prompt_ids + r.token_ids for request, r in rollouts],
+            [len(request.prompt_ids) for request, _ in rollouts],
+            evictions=[r.evictions if replay else None for _, r in rollouts],
+        )
+        drawn = torch.tensor([x for _, r in rollouts for x in r.logprobs])
+        return float((drawn - torch.cat(scores)).abs().mean())
+
+    requests = [replace(r, ignore_eos=True, stop_ids=()) for r in REQUESTS[1:3]]
+    whole = apart(engine_of(model, kv_dtype="fp8").generate(requests), False)
+    groups = recording(model, rkv(), kv_dtype="fp8").generate(requests)
+    assert 1e-3 < apart(groups, True) < 2 * whole < apart(groups, False) / 4
+
+
 def test_more_compactions_than_a_byte_counts(tmp_path: Path) -> None:
     """With a buffer of 1 every token is a compaction."""
     model = hf.load(hf_folder(tmp_path / "m", max_position_embeddings=512))

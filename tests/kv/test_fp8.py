@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from lowroll import Engine, Request
+from lowroll.config.kv import Dtype
 from lowroll.kernels.attention.codes import Codes, encode
 from lowroll.kv.cache import KVCache
 from lowroll.kv.capacity import NoRoom
 from lowroll.kv.fp8 import Float8Cache, fine_channels, key_energy
+from lowroll.kv.storage import STORAGES
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
 from lowroll.types import Group
@@ -229,6 +231,10 @@ def test_what_a_token_takes(model: Transformer, monkeypatch: pytest.MonkeyPatch)
 def test_unknown_types_are_refused_before_any_work() -> None:
     with pytest.raises(ValueError, match=r"kv_dtype: expected None.* or one of fp8, got 'int3'"):
         Engine("no such folder", kv_dtype="int3")
+
+
+def test_the_configuration_knows_every_storage() -> None:
+    assert get_args(Dtype) == ("auto", *STORAGES)
 
 
 def test_the_largest_biases_have_two_codes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,20 @@ def test_a_policy_knows_the_bytes_of_its_state(
             assert kv.state_bytes(engine.spec, max_batch, dtype.itemsize) == state
             assert engine.stats().policy_bytes == state
             assert (state > 0) == (name in ("snapkv", "rkv", "h2o"))
+
+
+@pytest.mark.parametrize("budget", [24, 100_000])
+def test_what_records_evictions_is_counted(budget: int, tmp_path: Path) -> None:
+    """Positions in 32 bits of the keys that a slot keeps: no more than the context has."""
+    folder = hf_folder(tmp_path / "model")
+    kv = make("streaming", budget=budget)
+    options: dict[str, Any] = dict(weights="int8", device="cpu", max_batch=5, cache_tokens=1024)
+    for kept in (False, True):
+        engine = Engine(folder, kv=kv, record_evictions=kept, **options)
+        recorder = engine.runner.recorder
+        held = 0 if recorder is None else recorder.held_LSGK.nbytes
+        assert engine.stats().policy_bytes == held == kept * 2 * 7 * 2 * min(budget, 256) * 4
+    assert Engine(folder, record_evictions=True, **options).stats().policy_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["snapkv", "rkv"])

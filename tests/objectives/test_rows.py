@@ -659,6 +659,7 @@ def bad(name, **changes):
         ("tbpo", {"dual_clip": 3.0}, "dual_clip: objective tbpo has no such option"),
         ("sparse", {"xi_cap": 0}, "cap"),
         ("sparse", {"token_rs": (1.5, 0.5)}, "token_rs"),
+        ("sparse", {"token_rs": 0.5}, "token_rs: 0.5 must be two numbers"),
         ("sparse", {"veto": 0}, "veto"),
         ("sparse", {"normalize_xi": True, "counts": Counts(9, 3)}, "counts: .*weight_sum"),
         ("aipo", {"ratio_type": "word"}, "ratio_type: unknown 'word'"),

@@ -177,7 +177,7 @@ def test_the_trainer_has_its_sections() -> None:
     noise |= {"variant": "paper"}
     cfg = config(
         seed=5,
-        train={**rate, **shared, **sizes, "max_steps": 30},
+        train={**rate, **shared, **sizes, "max_steps": 30, "replay_kv": True},
         loss={"kl_coef": 0.3, "kl_estimator": "k2"},
         sft={**supervised, "steps": 60, "batch_size": 6},
         noise=noise,
@@ -185,7 +185,7 @@ def test_the_trainer_has_its_sections() -> None:
     assert values(trainer.optim(cfg)) == {**rate, **shared, "total_steps": 30}
     learn = values(trainer.learn(cfg))
     assert learn.pop("objective") is not None and learn.pop("options") == cfg.objective_options
-    assert learn == {**sizes, "kl_coef": 0.3, "kl_estimator": "k2"}
+    assert learn == {**sizes, "kl_coef": 0.3, "kl_estimator": "k2", "replay_kv": True}
     sft = values(trainer.sft(cfg))
     assert values(sft.pop("optim")) == {**supervised, **shared, "total_steps": 60}
     del sizes["minibatches"]

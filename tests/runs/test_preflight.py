@@ -247,6 +247,14 @@ def test_the_state_of_a_cache_policy_is_in_the_memory_plan(model: Path, tmp_path
         assert planned.parts["its policy's state"] == engine.policy_bytes
         assert planned.cache_tokens == engine.cache_tokens
         assert ("its policy's state" in planned.lines()[1]) == (name != "dense")
+        train = bounded.train.model_copy(update={"replay_kv": True})
+        replayed = bounded.model_copy(update={"train": train})
+        planned = budget.plan(replayed, compute, shapes, load, {})
+        recording = Engine(
+            model, weights="int8", kv=kv, device="cpu", max_batch=8, record_evictions=True
+        ).stats()
+        assert planned.parts["its policy's state"] == recording.policy_bytes
+        assert (recording.policy_bytes > engine.policy_bytes) == (name != "dense")
     many = {"max_batch": 10**12, "kv": KvConfig(policy="snapkv")}
     crowd = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=many)})
     planned = budget.plan(crowd, compute, shapes, load, {})

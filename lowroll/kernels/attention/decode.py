@@ -18,7 +18,7 @@ and the second finds those pages in the L2 cache. Many rows of 16-bit numbers on
 On the CPU it is torch: index writes, gathered pages, scaled_dot_product_attention under a mask.
 
 Legend: B rows, T tokens, H query heads, G key-value heads, d head size, p pages of the cache, P
-tokens of a page, N pages of a table row, L = N * P.
+tokens of a page, N pages of a table row, L = N * P, S splits.
 """
 
 from __future__ import annotations
@@ -67,16 +67,13 @@ def paged_decode(
         return _plain(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
-    q_BHd, k_BGd, v_BGd = (_packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
+    q_BHd, k_BGd, v_BGd = (packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
     if paged.supports(q_BHd, k_BGd, v_BGd, keys_pPGd):
         return paged.decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
     padded = max(16, block(d))
     splits, length, stages, warps = _launch(rows, kv_heads, padded * keys_pPGd.element_size())
     out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=q_BHd.device)
-    part, lse = out_BHd, out_BHd
-    if splits > 1:
-        part = torch.empty((splits, rows, heads, d), dtype=torch.float32, device=q_BHd.device)
-        lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=q_BHd.device)
+    part, lse = split_outputs(out_BHd, splits)
     _decode_kernel[(kv_heads * rows * splits,)](
         q_BHd,
         k_BGd,
@@ -107,23 +104,40 @@ def paged_decode(
         **early_start(),
     )
     if splits > 1:
-        width = min(padded, 64)
-        _combine_kernel[(rows * heads, -(-d // width))](
-            part,
-            lse,
-            lengths_B,
-            out_BHd,
-            rows,
-            splits,
-            H=heads,
-            d=d,
-            D=width,
-            S=block(splits),
-            BLOCK=length,
-            num_warps=4,
-            **early_start(),
-        )
+        combine(part, lse, lengths_B, length, out_BHd)
     return out_BHd
+
+
+def split_outputs(out_BHd: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Where a kernel writes what its splits give, and their log-sum-exps, float32; of a single split
+    the output itself, which has no log-sum-exps."""
+    if splits == 1:
+        return out_BHd, out_BHd
+    part_SBHd = out_BHd.new_empty((splits, *out_BHd.shape), dtype=torch.float32)
+    return part_SBHd, part_SBHd.new_empty(part_SBHd.shape[:3])
+
+
+def combine(
+    part_SBHd: Tensor, lse_SBH: Tensor, lengths_B: Tensor, length: int, out_BHd: Tensor
+) -> None:
+    """Join the splits of each row, which go in blocks of `length` tokens, to its output."""
+    splits, rows, heads, d = part_SBHd.shape
+    width = min(max(16, block(d)), 64)
+    _combine_kernel[(rows * heads, -(-d // width))](
+        part_SBHd,
+        lse_SBH,
+        lengths_B,
+        out_BHd,
+        rows,
+        splits,
+        H=heads,
+        d=d,
+        D=width,
+        S=block(splits),
+        BLOCK=length,
+        num_warps=4,
+        **early_start(),
+    )
 
 
 def write_pages(
@@ -138,7 +152,7 @@ def write_pages(
         keys_pPGd.flatten(0, 1).index_copy_(0, slots_T.long(), k_TGd)
         values_pPGd.flatten(0, 1).index_copy_(0, slots_T.long(), v_TGd)
         return
-    k_TGd, v_TGd = _packed_heads(k_TGd), _packed_heads(v_TGd)
+    k_TGd, v_TGd = packed_heads(k_TGd), packed_heads(v_TGd)
     tokens, numbers = k_TGd.shape[0], k_TGd.shape[1] * k_TGd.shape[2]
     width = min(512, block(numbers))
     together = 2048 // width
@@ -208,7 +222,9 @@ def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, in
     return splits, max(16, min(64 if splits <= 4 else 32, 1 << (most.bit_length() - 1))), stages, 4
 
 
-def _packed_heads(x_THd: Tensor) -> Tensor:
+def packed_heads(x_THd: Tensor) -> Tensor:
+    """The same with the heads of a row behind each other, as kernels read them; rows may be
+    strided."""
     return x_THd if x_THd.stride()[1:] == (x_THd.shape[2], 1) else x_THd.contiguous()
 
 
@@ -216,7 +232,7 @@ def _packed_heads(x_THd: Tensor) -> Tensor:
 
 
 @jit
-def _share(cached, splits, BLOCK: tl.constexpr):
+def split_share(cached, splits, BLOCK: tl.constexpr):
     """Blocks of a split, and the splits that have any (the first always counts: it holds the new
     token)."""
     blocks = tl.cdiv(cached, BLOCK)
@@ -285,7 +301,7 @@ def _decode_kernel(
     # lengths, pages and what they hold come from earlier steps: they are read before the wait
     length = tl.load(lengths_ptr + row)
     cached = length - 1
-    share, active = _share(cached, splits, BLOCK)
+    share, active = split_share(cached, splits, BLOCK)
     if EARLY:
         _fetch_ahead(
             keys_ptr,
@@ -393,7 +409,7 @@ def _combine_kernel(
     pid = tl.program_id(0)
     row, head = pid // H, pid % H
     length = tl.load(lengths_ptr + row)
-    _, active = _share(length - 1, splits, BLOCK)
+    _, active = split_share(length - 1, splits, BLOCK)
     offs_s = tl.arange(0, S)
     offs_d = tl.program_id(1) * D + tl.arange(0, D)
     in_s = offs_s < active

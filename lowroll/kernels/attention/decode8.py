@@ -8,8 +8,7 @@ scale 2^e goes into the exponent of its weight,
 
 so that no tile is scaled element by element; m keeps the weights within float16, whose products
 these are (a float32 query's are float32's). Many rows on Hopper go to `kernels.attention.paged`,
-as there. The new token passes through its codes too: a row
-attends to what later steps will read.
+as there. The new token passes through its codes too: a row attends to what later steps will read.
 
 Legend: B rows, H query heads, G key-value heads, d head size, F fine channels, p pages of the
 cache, P tokens of a page, N pages of a table row, L = N * P.
@@ -33,7 +32,7 @@ from lowroll.kernels.attention.codes import (
     decode_values,
     encode,
 )
-from lowroll.kernels.attention.decode import _combine_kernel, _packed_heads, _share
+from lowroll.kernels.attention.decode import combine, packed_heads, split_outputs, split_share
 from lowroll.kernels.launch import (
     after_others,
     block,
@@ -71,17 +70,14 @@ def paged_decode8(
     rows, heads, d = q_BHd.shape
     page, kv_heads = cache_pP.keys_TGd.shape[1:3]
     fine = channels_GF.shape[1]
-    q_BHd, k_BGd, v_BGd = (_packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
+    q_BHd, k_BGd, v_BGd = (packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
     if paged.supports(q_BHd, k_BGd, v_BGd, cache_pP.keys_TGd):
         return paged.decode8(q_BHd, k_BGd, v_BGd, cache_pP, channels_GF, table_BN, lengths_B, scale)
     padded = max(16, block(d))
     splits = max(1, min(decode.MAX_SPLITS, decode.PROGRAMS // (rows * kv_heads)))
     length = 64 if padded <= 128 else 32
     out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=q_BHd.device)
-    part, lse = out_BHd, out_BHd
-    if splits > 1:
-        part = torch.empty((splits, rows, heads, d), dtype=torch.float32, device=q_BHd.device)
-        lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=q_BHd.device)
+    part, lse = split_outputs(out_BHd, splits)
     _decode8_kernel[(kv_heads * rows * splits,)](
         q_BHd,
         k_BGd,
@@ -105,7 +101,7 @@ def paged_decode8(
         f=fine,
         PAGE=page,
         D=padded,
-        F=16,
+        F=max(16, block(fine)),
         R=max(16, block(heads // kv_heads)),
         BLOCK=length,
         SPLIT=splits > 1,
@@ -115,22 +111,7 @@ def paged_decode8(
         **early_start(),
     )
     if splits > 1:
-        width = min(padded, 64)
-        _combine_kernel[(rows * heads, -(-d // width))](
-            part,
-            lse,
-            lengths_B,
-            out_BHd,
-            rows,
-            splits,
-            H=heads,
-            d=d,
-            D=width,
-            S=block(splits),
-            BLOCK=length,
-            num_warps=4,
-            **early_start(),
-        )
+        combine(part, lse, lengths_B, length, out_BHd)
     return out_BHd
 
 
@@ -329,7 +310,7 @@ def _decode8_kernel(
     head, row, split = pid % G, ((pid // G) % rows).to(tl.int64), pid // (G * rows)
     length = tl.load(lengths_ptr + row)
     cached = length - 1
-    share, active = _share(cached, splits, BLOCK)
+    share, active = split_share(cached, splits, BLOCK)
     after_others(EARLY)
     if split >= active:
         return

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lowroll.kernels.attention.decode import packed_heads
 from lowroll.kernels.compact.score import TYPES, load_keys
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 from lowroll.kernels.support import Support, no
@@ -24,7 +25,7 @@ def remember(ring_SAHd: Tensor, slots_B: Tensor, positions_B: Tensor, q_BHd: Ten
         ring_SAHd[slots_B, positions_B % window] = q_BHd.to(ring_SAHd.dtype)
         return
     rows, numbers = q_BHd.shape[0], q_BHd[0].numel()
-    q_BHd = q_BHd if q_BHd.stride()[1:] == (q_BHd.shape[2], 1) else q_BHd.contiguous()
+    q_BHd = packed_heads(q_BHd)
     _remember_kernel[(rows, -(-numbers // 1024))](
         ring_SAHd,
         slots_B,
@@ -65,7 +66,7 @@ def add_attended(
     """
     rows, num_heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
-    q_BHd = q_BHd if q_BHd.stride()[1:] == (d, 1) else q_BHd.contiguous()
+    q_BHd = packed_heads(q_BHd)
     _add_kernel[(rows * kv_heads,)](
         score_SGN,
         q_BHd,

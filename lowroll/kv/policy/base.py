@@ -17,8 +17,8 @@ A new policy is one file that defines both sides:
         def kept(self, cached): return min(cached, self.budget)
         def selector(self, spec, cache, max_batch): return LastKeys()
 
-Legend: L layers, B rows, T tokens, H query heads, G key-value heads, d head size, K keys that
-stay.
+Legend: L layers, S slots, B rows, T tokens, H query heads, G key-value heads, d head size, K keys
+that stay.
 """
 
 from __future__ import annotations
@@ -143,6 +143,12 @@ def dead_slot(max_batch: int) -> int:
 def num_slots(max_batch: int) -> int:
     """Samples 0..max_batch - 1, then the two above."""
     return max_batch + 2
+
+
+def copy_slots(state_LS: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy a state [L, S, ...] of slots (source, target). All are read before one is written."""
+    sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
+    state_LS[:, targets] = state_LS[:, sources]
 
 
 @dataclass(frozen=True)

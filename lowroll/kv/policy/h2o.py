@@ -8,8 +8,8 @@ Attention's own kernel does not give its probabilities away: they are computed o
 token and layer, here in plain torch, on CUDA by `kernels.compact.watch`. All queries of a prompt
 must be seen: none of its tokens is taken from the prefix cache.
 
-Legend: L layers, B rows, S slots, T tokens, C queries of a row, H query heads, G key-value heads, d
-head size, N keys, P pages, K keys that stay.
+Legend: L layers, B rows, S slots, T tokens, C queries of a row, H query heads, G key-value heads, Q
+query heads of a group, d head size, N keys, P pages, K keys that stay.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch import Tensor
 from lowroll.kernels.compact.choose import best_and_last
 from lowroll.kernels.compact.watch import add_attended, add_supports
 from lowroll.kv.cache import Chunk, KVCache, Rows
-from lowroll.kv.policy.base import Selector, num_pages, num_slots
+from lowroll.kv.policy.base import Selector, copy_slots, num_pages, num_slots
 from lowroll.kv.policy.bounded import Bounded
-from lowroll.kv.policy.snapkv import MOST_SCORED
+from lowroll.kv.policy.logits import MOST_SCORED, grouped_logits
 from lowroll.model.spec import ModelSpec
 
 
@@ -71,9 +71,8 @@ class HeavyHitters(Selector):
         self._forget_long(slots)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
-        self.score_LSGN[:, targets] = self.score_LSGN[:, sources]
-        self._forget_long(targets)
+        copy_slots(self.score_LSGN, pairs)
+        self._forget_long([target for _, target in pairs])
 
     def _forget_long(self, slots: Sequence[int]) -> None:
         """A prompt that was aborted has left its scores."""
@@ -102,7 +101,7 @@ class HeavyHitters(Selector):
         return score_GN
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: Rows) -> None:
-        keys = self.cache.keys[layer]
+        keys = self.cache.keys[layer]  # 8-bit codes are not a type that the kernel takes
         if add_supports(keys, q_BHd.shape[1]):
             at = rows.slots_B, rows.table_BP, rows.lengths_B
             add_attended(self.score_LSGN[layer], q_BHd, keys, *at)
@@ -142,11 +141,9 @@ class HeavyHitters(Selector):
 def attended(q_BCHd: Tensor, k_BGNd: Tensor, last_BC: Tensor) -> Tensor:
     """The attention probability that each key gets from a row's queries, summed over these and the
     group: float32 [B, G, N]. A query sees the keys 0..last; with -1 it sees none and adds 0."""
-    num_heads, d = k_BGNd.shape[1], k_BGNd.shape[3]
-    q_BGQCd = q_BCHd.float().unflatten(2, (num_heads, -1)).permute(0, 2, 3, 1, 4)
-    logits_BGXN = q_BGQCd.flatten(2, 3) @ k_BGNd.float().transpose(2, 3) * d**-0.5
+    logits_BGQCN = grouped_logits(q_BCHd, k_BGNd)
     n_N = torch.arange(k_BGNd.shape[2], device=k_BGNd.device)
     sees_BCN = n_N <= last_BC[..., None]
-    sees_BGXN = sees_BCN.repeat(1, q_BGQCd.shape[2], 1)[:, None]
-    p_BGXN = logits_BGXN.masked_fill(~sees_BGXN, -torch.inf).softmax(-1)
-    return p_BGXN.masked_fill(~sees_BGXN, 0).sum(2)
+    sees_BGQCN = sees_BCN[:, None, None]
+    p_BGQCN = logits_BGQCN.masked_fill(~sees_BGQCN, -torch.inf).softmax(-1)
+    return p_BGQCN.masked_fill(~sees_BGQCN, 0).flatten(2, 3).sum(2)

@@ -20,11 +20,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kv.policy.base import CachePolicy, copy_slots, num_slots
 from lowroll.model.attention import upload
 from lowroll.model.replay import IN_A_BYTE, pack_evictions
+from lowroll.model.spec import ModelSpec
 from lowroll.types import Evictions
 
 MOST_TRACED = 1 << 24  # keys, of all layers and heads, whose positions are looked up at once
+
+
+def most_held(policy: CachePolicy, spec: ModelSpec) -> int:
+    """Keys that a compaction can leave of a sample."""
+    return min(policy.budget or 0, spec.max_position)
+
+
+def recorder_bytes(policy: CachePolicy, spec: ModelSpec, max_batch: int) -> int:
+    """Device memory of an engine's recorder, beside the policy's own state."""
+    keys = num_slots(max_batch) * most_held(policy, spec)
+    return spec.num_layers * spec.num_kv_heads * keys * torch.int32.itemsize
 
 
 @dataclass(frozen=True)
@@ -47,16 +60,16 @@ class _History:
 
 class Recorder:
     """Of `slots` places of a model of so many layers and KV heads, where compactions leave at most
-    `budget` keys. All is called in the order of the device's work.
+    `most` keys. All is called in the order of the device's work.
 
     held_LSGK: the positions of the keys that a slot's last compaction left.
     """
 
     def __init__(
-        self, layers: int, slots: int, heads: int, budget: int, device: torch.device | str
+        self, layers: int, slots: int, heads: int, most: int, device: torch.device | str
     ) -> None:
         self.layers, self.heads = layers, heads
-        shape = (layers, slots, heads, budget)
+        shape = (layers, slots, heads, most)
         self.held_LSGK = torch.zeros(shape, dtype=torch.int32, device=device)
         self._num_held: dict[int, int] = {}  # by slot
         self._histories: dict[int, _History] = {}
@@ -74,8 +87,7 @@ class Recorder:
         before = dict(self._num_held)
         for source, target in pairs:
             self._num_held[target] = before.get(source, 0)
-        sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
-        self.held_LSGK[:, targets] = self.held_LSGK[:, sources]
+        copy_slots(self.held_LSGK, pairs)
         self._untold.append(partial(self._copy, tuple(pairs)))
 
     def compacted(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 from lowroll.kernels.compact import score
 from lowroll.kernels.compact.score import DUPLICATE, EPS
 from lowroll.kv.cache import KVCache, Rows
-from lowroll.kv.policy.snapkv import MOST_SCORED, SnapKV, importance
+from lowroll.kv.policy.logits import MOST_SCORED
+from lowroll.kv.policy.snapkv import SnapKV, importance
 from lowroll.kv.policy.table import MIX, ZERO_FIRST
 
 

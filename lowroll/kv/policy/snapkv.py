@@ -11,8 +11,8 @@ The last A keys always stay. Ties go to the older key.
 
 Here is plain torch, a layer at a time. On CUDA `kernels.compact` scores all layers at once.
 
-Legend: L layers, B rows, S slots, A queries of the window, H query heads, G key-value heads, Q
-query heads of a group, d head size, N keys of the longest row, K keys that stay.
+Legend: L layers, B rows, S slots, A queries of the window, H query heads, G key-value heads, d
+head size, N keys of the longest row, K keys that stay.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from lowroll.kernels.compact import score
 from lowroll.kernels.compact.choose import best_and_last
 from lowroll.kernels.compact.watch import remember
 from lowroll.kv.cache import Chunk, KVCache, Rows
-from lowroll.kv.policy.base import Selector, num_slots
+from lowroll.kv.policy.base import Selector, copy_slots, num_slots
 from lowroll.kv.policy.bounded import Bounded
+from lowroll.kv.policy.logits import MOST_SCORED, grouped_logits
 from lowroll.kv.policy.table import KERNEL, WINDOW
 from lowroll.model.spec import ModelSpec
 
-# numbers of keys or scores, float32, that exist at once while rows are scored
-MOST_SCORED = 1 << 26
 SCORES = 6  # numbers of a key, layer and head that the kernels leave for each other
 
 
@@ -84,8 +83,7 @@ class Attended(Selector):
         )
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        sources, targets = (list(slots) for slots in zip(*pairs, strict=True))
-        self.ring_LSAHd[:, targets] = self.ring_LSAHd[:, sources]
+        copy_slots(self.ring_LSAHd, pairs)
 
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[Chunk]) -> None:
         window = self.policy.window
@@ -135,12 +133,9 @@ def importance(q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor, kernel: int) -
 
     The order of the queries does not matter. Source: R-KV's code, `SnapKV` and `R1KV`.
     """
-    num_heads, d = k_BGNd.shape[1], k_BGNd.shape[3]
-    q_BGQAd = q_BAHd.float().unflatten(2, (num_heads, -1)).permute(0, 2, 3, 1, 4)
-    k_BGdN = k_BGNd.float().transpose(2, 3)
-    logits_BGAN = (q_BGQAd.flatten(2, 3) @ k_BGdN).unflatten(2, q_BGQAd.shape[2:4]).amax(2)
+    logits_BGAN = grouped_logits(q_BAHd, k_BGNd).amax(2)
     n_N = torch.arange(k_BGNd.shape[2], device=k_BGNd.device)
     is_old_BN = n_N < lengths_B[:, None] - q_BAHd.shape[1]
-    logits_BGAN = (logits_BGAN * d**-0.5).masked_fill(~is_old_BN[:, None, None], -torch.inf)
+    logits_BGAN = logits_BGAN.masked_fill(~is_old_BN[:, None, None], -torch.inf)
     mean_BGN = logits_BGAN.softmax(-1).mean(2).masked_fill(~is_old_BN[:, None], -torch.inf)
     return F.max_pool1d(mean_BGN, kernel, stride=1, padding=kernel // 2)

@@ -37,7 +37,7 @@ def make(
         model,
         weights=name,
         kv=caches.policy(cfg),
-        kv_dtype=rollout.cache.storage,
+        kv_dtype=rollout.cache.kv_dtype,
         dtype=None if get_format(name).dense else compute.dtype,
         tokenizer=chat.tokenizer,
         page_size=rollout.page_size,
