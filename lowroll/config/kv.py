@@ -70,7 +70,7 @@ class KvConfig(Section):
         words = name.split("+")
         policy = words[0] if words[0] in POLICIES else "dense"
         dtype: Dtype = "fp8" if words[-1] == "fp8" else "auto"
-        if name not in (policy, dtype, f"{policy}+{dtype}"):
+        if name not in (policy, "fp8", f"{policy}+fp8"):
             raise ValueError(
                 f"--kv: unknown cache {name!r}; known: {', '.join(POLICIES)}, and fp8 or "
                 "<policy>+fp8 for one in 8 bits"

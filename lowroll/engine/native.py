@@ -547,7 +547,8 @@ def _policy_or_dense(kv: CachePolicy | None) -> CachePolicy:
     """The dense policy for None. ValueError for what is no policy."""
     if kv is not None and not isinstance(kv, CachePolicy):
         raise ValueError(
-            f"kv: expected a CachePolicy or None, the dense cache, got {type(kv).__name__}"
+            "kv: expected a CachePolicy, as lowroll.kv.policy.table.make gives, or None, the dense "
+            f"cache, got {type(kv).__name__}"
         )
     return DENSE if kv is None else kv
 

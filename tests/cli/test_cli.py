@@ -278,6 +278,7 @@ def test_eval_compares_dense_and_rollout_precision(
     for words, told in (
         (["--kv", "lru"], "error: --kv: unknown cache 'lru'; known: dense, streaming, h2o, snapkv"),
         (["--kv", "fp8+rkv"], "error: --kv: unknown cache 'fp8+rkv'; known: dense, streaming"),
+        (["--kv", "rkv+auto"], "error: --kv: unknown cache 'rkv+auto'; known: dense, streaming"),
         (
             ["--kv", "streaming", "rollout.kv={policy: h2o, budget: 3}"],
             "error: rollout.kv.budget: streaming expects at least 5 (sinks 4 and 1), got 3\n",
