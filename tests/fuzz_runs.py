@@ -5,9 +5,10 @@ bit the same.
 
 A run draws one value for each part of the configuration (format, LoRA, optimiser, algorithm,
 correction, minibatches, noise, scaling, aligned forward, critic, reference, stages, sampler, guard,
-prefix sharing, limits of the engine) on a tiny dense or mixture model. What the configuration
-refuses is drawn again. A run's learner and rollouts may not depend on being stopped, nor on being
-evaluated; where rollouts are float32 and plain, the mismatch is rounding.
+prefix sharing, limits of the engine, the cache's bound and its bits, replay, repair) on a tiny dense
+or mixture model. What the configuration refuses is drawn again. A run's learner and rollouts may
+not depend on being stopped, nor on being evaluated; where rollouts are float32 and plain, and the
+learner sees the keys that they saw, the mismatch is rounding.
 
 A difference names its seed: `python -m tests.fuzz_runs --runs 1 --seed <seed>` runs it again.
 """
@@ -195,9 +196,29 @@ def choices(
     ]
 
 
+def cache(rng: random.Random) -> dict[str, Any]:
+    """The rollouts' cache, and what a learner does about it; half of them are plain."""
+    if rng.random() < 0.5:
+        return {}
+    policy = rng.choice(["dense", "streaming", "h2o", "snapkv", "rkv"])
+    kv: dict[str, Any] = {"policy": policy}
+    if policy != "dense":
+        kv |= {"budget": rng.choice([6, 10, 200]), "buffer": rng.choice([1, 3])}
+    if policy in ("snapkv", "rkv"):
+        kv |= {"window": 3}
+    if policy == "dense" or rng.random() < 0.3:
+        kv["dtype"] = "fp8"
+    replays = policy != "dense" and rng.random() < 0.5
+    return {
+        "rollout": {"kv": kv},
+        "train": {"replay_kv": replays},
+        "loss": {"sparse": {"veto": 0.5, "repair": rng.choice([None, "mask"])}},
+    }
+
+
 def draw(seed: int, models: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """The first valid configuration of a seed."""
-    rng = random.Random(seed)
+    rng, kv_rng = random.Random(seed), random.Random(f"kv {seed}")
     graded = models["dense"].parent / "graded.py"
     graded.write_text(GRADED)
     envs = [
@@ -221,6 +242,7 @@ def draw(seed: int, models: Mapping[str, Path], out: Path) -> dict[str, Any]:
                 "output_dir": str(out),
             },
             *choices(rng, envs, targets),
+            cache(kv_rng),
         )
         try:
             from_mapping(tree)
@@ -241,6 +263,13 @@ def learnt(folder: Path, records: list[dict[str, Any]]) -> dict[str, str]:
         {k: v for k, v in reproducible(r).items() if not k.startswith("eval/")} for r in records
     ]
     return kept | {"metrics": json.dumps(metrics, sort_keys=True)}
+
+
+def exact(tree: Mapping[str, Any]) -> bool:
+    """Whether the learner sees the keys that the rollouts saw."""
+    kv = tree["rollout"].get("kv", {"policy": "dense"})
+    seen = kv["policy"] == "dense" or tree["train"]["replay_kv"]
+    return seen and "dtype" not in kv
 
 
 def differences(seed: int, models: Mapping[str, Path], folder: Path) -> list[str]:
@@ -268,6 +297,7 @@ def differences(seed: int, models: Mapping[str, Path], folder: Path) -> list[str
             {"top_p", "top_k", "repetition_penalty", "large_batch_weights"} & tree["rollout"].keys()
             or "noise" in tree
         )
+        and exact(tree)
     )
     if plain and max(r["mismatch/kl_k3"] for r in result.records) > 1e-9:
         found.append(
