@@ -196,7 +196,8 @@ def test_micro_batches_add_up_to_the_big_batch(algorithm, correction, options):
         metrics.append(m)
     scale = max(float(g.abs().max()) for g in grads[-1].values())
     for k in (0, 1):
-        assert_close(grads[k], grads[-1], atol=1e-6 * max(1.0, scale))
+        # float32 sums in another order: processors differ in the last bits
+        assert_close(grads[k], grads[-1], atol=4e-6 * max(1.0, scale))
         assert metrics[k] == pytest.approx(metrics[-1], abs=1e-5, rel=1e-5)
 
 
