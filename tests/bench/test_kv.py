@@ -221,6 +221,7 @@ def test_the_command(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert rows["tiny bf16 rkv over dense: whole rollouts in a cache of 0 GiB"].ratio > 0
 
 
+@pytest.mark.slow
 def test_a_cache_that_the_engine_lacks_is_said(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,6 +218,7 @@ def test_stop_strings_and_filters_meet_compactions(model: Transformer) -> None:
     assert tokens([alone]) == tokens([groups[2]])
 
 
+@pytest.mark.slow
 def test_full_rows_wait_while_the_others_take_their_steps(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +239,7 @@ def test_full_rows_wait_while_the_others_take_their_steps(
     assert sum(waited) > 5
 
 
+@pytest.mark.slow
 def test_a_bounded_cache_takes_requests_that_a_dense_one_refuses(model: Transformer) -> None:
     """24 pages of 4: 200 tokens do not fit, 9 + 4 keys beside the prompt do."""
     long = Request(prompt(20), max_tokens=180, ignore_eos=True)

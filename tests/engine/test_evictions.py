@@ -250,6 +250,7 @@ def test_of_an_8_bit_cache_the_rounding_is_left(model: Transformer) -> None:
     assert 1e-3 < apart(groups, True) < 2 * whole < apart(groups, False) / 4
 
 
+@pytest.mark.slow
 def test_more_compactions_than_a_byte_counts(tmp_path: Path) -> None:
     """With a buffer of 1 every token is a compaction."""
     model = hf.load(hf_folder(tmp_path / "m", max_position_embeddings=512))

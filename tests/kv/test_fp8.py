@@ -105,6 +105,7 @@ def numbers(groups: list[Group]) -> list[tuple[list[int], list[float]]]:
 CHUNKS = {"prefill_chunk": 5, "max_prefill_tokens": 12}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, CHUNKS, {"cache_tokens": 112, "max_batch": 6}])
 def test_log_probs_are_those_of_the_stored_keys(model: Transformer, options: dict) -> None:
     engine = engine8(model, 5, **options)
@@ -121,6 +122,7 @@ def test_log_probs_are_those_of_the_stored_keys(model: Transformer, options: dic
     assert 1e-3 < gap.median() < 0.2  # scoring sees no cache
 
 
+@pytest.mark.slow
 def test_a_prefix_found_or_fresh_whole_or_in_chunks_gives_the_same_tokens(
     model: Transformer,
 ) -> None:
@@ -146,6 +148,7 @@ def test_policies_move_codes_with_their_scales(
     assert engine.pool.num_used == engine.scheduler.reserved_pages == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ChosenStreaming, rkv])
 def test_a_budget_of_the_whole_sequence_is_bitwise_the_dense_8_bit_engine(
     model: Transformer, kind: Kind
@@ -154,6 +157,7 @@ def test_a_budget_of_the_whole_sequence_is_bitwise_the_dense_8_bit_engine(
     assert numbers(engine8(model, kv=kind(54, 1)).generate(REQUESTS)) == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [None, snapkv])
 def test_weights_change_in_flight(folder: Path, model: Transformer, kind: Kind | None) -> None:
     """The channels with two codes stay while requests run, and follow the weights afterwards."""

@@ -80,6 +80,7 @@ def test_footprints_are_the_most_that_a_walk_over_the_tokens_meets(seed: int) ->
         assert need.sibling == -(-peak // page) - (0 if evicts else need.base // page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_knows_the_bytes_of_its_state(

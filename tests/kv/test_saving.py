@@ -70,6 +70,7 @@ def test_the_sums_are_those_of_a_walk_over_the_tokens(seed: int) -> None:
         assert (found.peak, found.final, found.total) == (most, walk[-1], sum(walk))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 8])
 @pytest.mark.parametrize("prompt", [3, 20])
 def test_an_engine_compacts_as_often(

@@ -23,6 +23,7 @@ REJECTED = {
 }
 
 
+@pytest.mark.slow
 def test_a_bounded_run_says_what_it_saves_and_rejects(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
