@@ -137,14 +137,19 @@ def settings(
     variant: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
 ) -> RunConfig:
     """The run of a variant and a seed, as a user's YAML file would say it."""
-    place = {
+    place = placed(variant, seed, steps, folder, device)
+    return from_mapping(merged(merged(merged(SETTINGS, change), VARIANTS[variant]), place))
+
+
+def placed(name: str, seed: int, steps: int, folder: Path, device: str) -> dict[str, Any]:
+    """What a run's own name, seed and place add to its settings."""
+    return {
         "model": str(folder / "model"),
-        "output_dir": str(folder / f"{variant.replace(' ', '-')}-{seed}"),
+        "output_dir": str(folder / f"{name.replace(' ', '-')}-{seed}"),
         "seed": seed,
         "device": device,
         "train": {"max_steps": steps},
     }
-    return from_mapping(merged(merged(merged(SETTINGS, change), VARIANTS[variant]), place))
 
 
 def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, float]:

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import curves
-from bench.curves import device_name, merged, quiet, short, side_by_side, spread
+from bench.curves import device_name, merged, placed, quiet, short, side_by_side, spread
 from bench.record import RESULTS, machine
 from lowroll.config import RunConfig, from_mapping
 from lowroll.envs.chain import Chain
@@ -145,13 +145,7 @@ def settings(
     arm: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
 ) -> RunConfig:
     """The run of an arm and a seed, as a user's YAML file would say it."""
-    place = {
-        "model": str(folder / "model"),
-        "output_dir": str(folder / f"{arm.replace(' ', '-')}-{seed}"),
-        "seed": seed,
-        "device": device,
-        "train": {"max_steps": steps},
-    }
+    place = placed(arm, seed, steps, folder, device)
     return from_mapping(merged(merged(merged(SETTINGS, change), ARMS[arm]), place))
 
 
