@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from lowroll.server.errors import Refused
-from lowroll.types import MAX_TOP_LOGPROBS
+from lowroll.types import MAX_TOP_LOGPROBS, TEMPERATURES
 
 MOST_STOPS = 64
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
@@ -122,7 +122,7 @@ class Completion(Sampling, Answered):
     echo: bool = False
     logprobs: TopLogprobs | None = None
     prompt_logprobs: TopLogprobs | None = None
-    score_temperature: float = 1.0
+    score_temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])] = 1.0
     add_special_tokens: bool = True
     best_of: int | None = None
 
@@ -149,7 +149,7 @@ class Chat(Sampling, Answered):
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
     prompt_logprobs: TopLogprobs | None = None
-    score_temperature: float = 1.0
+    score_temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])] = 1.0
     add_generation_prompt: bool = True
 
 

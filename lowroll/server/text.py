@@ -11,10 +11,14 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from lowroll.model.tokenizer import ChatTokenizer
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _UNFINISHED = 3  # bytes of a character in UTF-8 that has not ended, at most
+_BEFORE = 8  # tokens of the prompt that are decoded with the first one
 _WINDOW = 32  # tokens that are decoded again with the next one, at most twice as many
 
 
@@ -65,9 +69,16 @@ class Vocabulary:
         """One token's text for people: what is no character is shown as one that says so."""
         return self.piece(token_id).decode("utf-8", "replace")
 
-    def decoder(self) -> Decoder:
-        """For one response, without special tokens."""
-        return _ByteDecoder(self) if self._bytes else _WindowDecoder(self)
+    def decoder(self, prompt_ids: Sequence[int] = ()) -> Decoder:
+        """For one response to a prompt, without special tokens."""
+        return _ByteDecoder(self) if self._bytes else _WindowDecoder(self, prompt_ids)
+
+    def encode_chat(
+        self, chat: ChatTokenizer, messages: list[dict[str, Any]], open_turn: bool
+    ) -> list[int]:
+        """Ids of a conversation in the model's template. ValueError says what it objects to."""
+        with self._lock:
+            return chat.encode_chat(messages, open_turn)
 
     def _piece(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
@@ -122,11 +133,11 @@ class _WindowDecoder:
     """Tokens whose text depends on what is before them (a space that the first one loses, bytes
     that make a character together): the last ones are decoded again with each new one."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
         self.decode = vocabulary.decode
-        self.window: list[int] = []
-        self.text = ""  # of the window
-        self.shown = 0  # characters of it that were given out
+        self.window = list(prompt_ids[-_BEFORE:])
+        self.text = self.decode(self.window)
+        self.shown = len(self.text)  # characters of it that are not given out any more
 
     def feed(self, token_ids: Iterable[int]) -> str:
         return "".join(self._next(token_id) for token_id in token_ids)
@@ -160,7 +171,7 @@ class _WindowDecoder:
 
 
 class Shown:
-    """The text of one response as it comes, cut at the stop string that ended it.
+    """The text of one response as it comes, cut at the stop that ended it.
 
     stop: the request's stop strings; the engine says which of them it found, and after which token
     it ended the response.
@@ -169,27 +180,39 @@ class Shown:
     def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
         self.decoder = decoder
         self.stop = tuple(stop)
-        self.held = ""  # decoded, and perhaps the beginning of a stop string
+        self.decoded = 0  # characters so far, those that are held back among them
+        self._held = ""  # perhaps the beginning of a stop string
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """What the next tokens settle."""
         if not self.stop:
-            return self.decoder.feed(token_ids)
-        return "".join(self._release(self.decoder.feed([token])) for token in token_ids)
+            return self._decode(token_ids)
+        return "".join(self._release(self._decode([token])) for token in token_ids)
 
     def end(self, token_ids: Sequence[int], stop_reason: int | str | None) -> str:
-        """What is left with the last tokens; stop_reason as the engine gives it."""
-        if not isinstance(stop_reason, str):
-            return self.feed(token_ids) + self.held + self.decoder.end()
+        """What is left, with the last tokens; stop_reason as the engine gives it."""
+        if stop_reason is None:
+            return self.feed(token_ids) + self._rest()
         begun = self.feed(token_ids[:-1])
-        left = self.held + self.decoder.feed(token_ids[-1:]) + self.decoder.end()
+        if isinstance(stop_reason, int):  # the last token is the stop
+            return begun + self._rest()
+        left = self._held + self._decode(token_ids[-1:]) + self.decoder.end()
         cut = left.find(stop_reason)  # not there when special tokens are a part of it
         return begun + (left if cut < 0 else left[:cut])
 
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        new = self.decoder.feed(token_ids)
+        self.decoded += len(new)
+        return new
+
+    def _rest(self) -> str:
+        rest, self._held = self._held + self.decoder.end(), ""
+        return rest
+
     def _release(self, new: str) -> str:
-        text = self.held + new
+        text = self._held + new
         keep = max(_overlap(text, stop) for stop in self.stop)
-        self.held = text[len(text) - keep :]
+        self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
