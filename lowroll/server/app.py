@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from lowroll.server import chat, completions, control, generate, info, tokens
+from lowroll.server import chat, completions, control, generate, info, models, tokens
 from lowroll.server.guard import LOCAL, Routes, Tokens, guard, mark
 from lowroll.server.serving import SERVING, Limits, Serving
 
@@ -23,7 +23,7 @@ __all__ = ["SERVING", "Limits", "Serving", "Tokens", "make_app"]
 
 PUBLIC: Routes = {
     ("GET", "/health"): ("open", info.health),
-    ("GET", "/v1/models"): ("token", info.models),
+    ("GET", "/v1/models"): ("token", models.handle),
     ("GET", "/metrics"): ("token", info.metrics),
     ("GET", "/version"): ("token", info.version),
     ("POST", "/v1/completions"): ("token", completions.handle),

@@ -1,16 +1,12 @@
-"""What the server says of itself: health, metrics, version, and what its model can be asked for."""
+"""What the server says of itself: health, metrics and version."""
 
 from __future__ import annotations
-
-from dataclasses import asdict
-from typing import Any
 
 from aiohttp import web
 
 from lowroll import __version__
-from lowroll.engine.base import Capabilities
 from lowroll.server.loop import Health, Stalled
-from lowroll.server.serving import SERVING, Serving
+from lowroll.server.serving import SERVING
 
 
 async def health(request: web.Request) -> web.Response:
@@ -42,48 +38,3 @@ async def metrics(request: web.Request) -> web.Response:
 async def version(request: web.Request) -> web.Response:
     """`GET /version`."""
     return web.json_response({"version": __version__, "server": "lowroll"})
-
-
-async def models(request: web.Request) -> web.Response:
-    """`GET /v1/models`: the one model; under "lowroll" what it can be asked for, what it holds, and
-    which weights it draws from."""
-    serving = request.app[SERVING]
-    found = await serving.loop.health()
-    card = {
-        "id": serving.name,
-        "object": "model",
-        "created": serving.created,
-        "owned_by": "lowroll",
-        "root": serving.name,
-        "parent": None,
-        "max_model_len": serving.capabilities.context_length,
-        "lowroll": about(serving, found),
-    }
-    return web.json_response({"object": "list", "data": [card]})
-
-
-def about(serving: Serving, found: Health) -> dict[str, Any]:
-    """What a program asks of an engine at the other end of a wire."""
-    return {
-        "version": __version__,
-        "capabilities": capabilities(serving.capabilities),
-        "behavior": asdict(found.behavior),
-        "stats": asdict(found.stats),
-        "limits": {"n": serving.limits.n, "prompts": serving.limits.prompts},
-        "chat": serving.chat is not None,
-    }
-
-
-def capabilities(able: Capabilities) -> dict[str, Any]:
-    """As JSON; the cache policy by its name and budget."""
-    return {
-        "context_length": able.context_length,
-        "updates": sorted(able.updates),
-        "updates_in_flight": able.updates_in_flight,
-        "noise": able.noise,
-        "scores": able.scores,
-        "exact_logprobs": able.exact_logprobs,
-        "sampler": sorted(able.sampler),
-        "kv": {"policy": able.kv_policy, "budget": able.kv.budget, "dtype": able.kv_dtype},
-        "records_evictions": able.records_evictions,
-    }

@@ -13,6 +13,7 @@ from lowroll.server.loop import EngineLoop
 
 if TYPE_CHECKING:
     from lowroll.model.tokenizer import ChatTokenizer
+    from lowroll.server.text import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,15 @@ class Limits:
 class Serving:
     """`request.app[SERVING]`.
 
-    chat: the model's tokenizer and template; None where the model has none, and then only token ids
-    go in and out. name: what clients call the model.
+    chat: the model's tokenizer with its chat template, vocabulary: without; None where the model
+    has none. Without either only token ids go in and out. name: what clients call the model.
     """
 
     loop: EngineLoop
     chat: ChatTokenizer | None
     name: str
     capabilities: Capabilities
+    vocabulary: Vocabulary | None = None
     limits: Limits = field(default_factory=Limits)
     created: int = field(default_factory=lambda: time.time_ns() // 10**9)  # since 1970
 
