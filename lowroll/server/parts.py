@@ -226,7 +226,9 @@ def prompt_logprobs(
     not among the likeliest is not known."""
     places: list[dict[str, dict[str, Any]] | None] = [None]
     for token, logprob, top in zip(token_ids[1:], scores.logprobs, scores.tops, strict=True):
-        place = {str(other): _ranked(names, other, value, i) for i, (other, value) in enumerate(top, 1)}
+        place = {
+            str(other): _ranked(names, other, value, i) for i, (other, value) in enumerate(top, 1)
+        }
         place.setdefault(str(token), _ranked(names, token, logprob, None))
         places.append(place)
     return places
