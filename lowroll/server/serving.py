@@ -31,6 +31,7 @@ class Limits:
     body_s: float = 30.0  # until its body has come
     health_s: float = 10.0  # until the engine's thread must have answered
     update_s: float = 300.0  # until the engine has taken new weights
+    write_s: float = 60.0  # until a client has taken a part of its stream
 
 
 @dataclass
