@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -141,10 +142,18 @@ def room(serving: Serving, prompt: Prompt) -> int:
 def check_id(body: Answered, count: int) -> None:
     """Refused when several prompts would draw with the noise of one request."""
     if body.request_id and count > 1:
-        raise Refused(f"request_id: it names one request, and there are {count} prompts", "request_id")
+        raise Refused(
+            f"request_id: it names one request, and there are {count} prompts", "request_id"
+        )
 
 
-def refuse(error: ValueError, names: dict[str, str]) -> NoReturn:
+def check_stream(body: Answered) -> None:
+    """Refused for options of a stream that is not asked for."""
+    if body.stream_options is not None and not body.stream:
+        raise Refused("stream_options: stream is not asked for", "stream_options")
+
+
+def refuse(error: ValueError, names: Mapping[str, str]) -> NoReturn:
     """The engine's own refusal, "field: reason", in the client's words.
 
     names: the client's, of fields that are not called as the engine calls them."""
@@ -153,4 +162,5 @@ def refuse(error: ValueError, names: dict[str, str]) -> NoReturn:
     if match is None:
         raise Refused(text) from None
     param = names.get(match[1], match[1]) + match[2]
-    raise Refused(f"{param}: {text[match.end() :]}", param) from None
+    code = "context_length_exceeded" if "over the model's context" in text else None
+    raise Refused(f"{param}: {text[match.end() :]}", param, code=code) from None

@@ -43,7 +43,7 @@ IDLE: dict[str, tuple[Any, ...]] = {
         "logits_processors structured_outputs guided_json guided_regex guided_choice "
         "guided_grammar kv_transfer_params vllm_xargs mm_processor_kwargs web_search_options "
         "reasoning_effort verbosity use_beam_search include_stop_str_in_output "
-        "continue_final_message prompt_embeds features content_parts add_special_tokens "
+        "continue_final_message continuous_usage_stats prompt_embeds features content_parts add_special_tokens "
         "thinking_token_budget moderation".split(),
         _OFF,
     ),
@@ -93,10 +93,7 @@ class Sampling(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = (
-        False  # there is nothing to hide: the length of a token is no secret here
-    )
+    include_obfuscation: bool = False  # padding that hides lengths from who listens: none is sent
 
 
 class Answered(Body):
@@ -260,4 +257,4 @@ def _idle(name: str, value: Any) -> bool:
 
 def _show(name: str) -> str:
     """A field's name of a client, in an answer to it."""
-    return name if len(name) <= 64 and name.isprintable() else ascii(name[:61]) + "..."
+    return name if len(name) <= 64 and name.isprintable() else ascii(name[:12])[1:-1] + "..."

@@ -7,6 +7,7 @@ written in one part.
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from lowroll.server.asks import Prompt
 from lowroll.server.loop import Delta
 from lowroll.server.scoring import Scores, Top
 from lowroll.server.text import Shown, Vocabulary
-from lowroll.types import Rollout
+from lowroll.types import Group, Rollout
 
 _LEAST = -9999.0  # JSON has no infinity; vLLM's number for it
 
@@ -138,7 +139,8 @@ class CompletionChoice:
         told.tokens.append(self.names.name(ids[0]))
         told.token_logprobs.append(None)
         told.top_logprobs.append(None)
-        self._tell(told, ids[1:], self.scores.logprobs, self.scores.tops)
+        scores = self.scores.cut(self.logprobs or 0)
+        self._tell(told, ids[1:], scores.logprobs, scores.tops)
         if self.names.vocabulary is not None:
             prompt = Text(self.names.vocabulary, [], (), 0)
             prompt.take(Delta(0, ids, [], None, None, None), told.text_offset)
@@ -250,6 +252,16 @@ def origin(rollout: Rollout) -> dict[str, Any]:
         if dropped is None
         else asdict(dropped) | {"numbers": base64.b64encode(dropped.numbers).decode()},
     }
+
+
+def now() -> int:
+    """Seconds since 1970, for people."""
+    return time.time_ns() // 10**9
+
+
+def drawn(groups: Sequence[Group]) -> int:
+    """Tokens of all samples."""
+    return sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
 
 
 def usage(prompts: Sequence[Prompt], completion_tokens: int) -> dict[str, int]:

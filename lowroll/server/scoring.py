@@ -19,6 +19,10 @@ class Scores:
     logprobs: list[float]
     tops: list[Top]
 
+    def cut(self, top: int) -> Scores:
+        """With fewer of the likeliest."""
+        return Scores(self.logprobs, [likeliest[:top] for likeliest in self.tops])
+
 
 async def score(
     serving: Serving, token_ids: list[int], top: int, temperature: float = 1.0
@@ -28,6 +32,13 @@ async def score(
         raise Refused("prompt_logprobs: this engine does not score", "prompt_logprobs")
     if not token_ids:
         raise Refused("prompt: the prompt is empty", "prompt")
+    context = serving.capabilities.context_length
+    if len(token_ids) > context:
+        raise Refused(
+            f"prompt: {len(token_ids)} tokens are over the model's context of {context} tokens",
+            "prompt",
+            code="context_length_exceeded",
+        )
     if len(token_ids) == 1:
         return Scores([], [])
     try:

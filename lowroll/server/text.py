@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from lowroll.model.tokenizer import ChatTokenizer
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-_UNFINISHED = 3  # bytes of a character in UTF-8 that has not ended, at most
 _BEFORE = 8  # tokens of the prompt that are decoded with the first one
-_WINDOW = 32  # tokens that are decoded again with the next one, at most twice as many
+_WINDOW = 32  # tokens that are decoded again with the next one, at least
 
 
 class Decoder(Protocol):
@@ -148,9 +147,11 @@ class _WindowDecoder:
     def _next(self, token_id: int) -> str:
         self.window.append(token_id)
         self.text = self.decode(self.window)
-        settled = len(self.text.rstrip(_UNKNOWN))
-        new = self._show(max(settled, len(self.text) - _UNFINISHED))
-        if len(self.window) >= 2 * _WINDOW:
+        settled = not self.text.endswith(_UNKNOWN)
+        if len(self.window) >= 4 * _WINDOW and not settled:
+            return self._give_up()
+        new = self._show(len(self.text.rstrip(_UNKNOWN)))
+        if len(self.window) >= 2 * _WINDOW and settled:
             self._slide()
         return new
 
@@ -160,14 +161,18 @@ class _WindowDecoder:
         return new
 
     def _slide(self) -> None:
-        """Forget the first half, where the text divides there."""
-        first, rest = self.window[:-_WINDOW], self.window[-_WINDOW:]
-        text = self.decode(rest)
-        lost = len(self.text) - len(text)
-        begins = self.decode(first)
-        divides = begins + text == self.text or not begins.endswith(_UNKNOWN)
-        if divides and self.text.endswith(text) and lost <= self.shown:
-            self.window, self.text, self.shown = rest, text, self.shown - lost
+        """Forget the first half, up to where a character begins."""
+        for length in range(_WINDOW, _WINDOW - 4, -1):
+            text = self.decode(self.window[-length:])
+            if self.text.endswith(text) and not text.startswith(_UNKNOWN):
+                self.window, self.text, self.shown = self.window[-length:], text, len(text)
+                return
+
+    def _give_up(self) -> str:
+        """Bytes without end that are no characters: they will not become any."""
+        new = self._show(len(self.text))
+        self.window, self.text, self.shown = [], "", 0
+        return new
 
 
 class Shown:
