@@ -1,8 +1,7 @@
 """A byte-level tokenizer as large as a real model's, for servers that are measured on random weights.
 
-Its tokens are the bytes, and a space with one, two and three letters: as many as the model has rows
-for, up to 143,620. A text of such words is split into them again, so a prompt has as many tokens as
-it was made of.
+Its tokens are the bytes, and a space with one to four letters: as many as the model has rows for. A
+text of such words is split into them again, so a prompt has as many tokens as it was made of.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def tokenizer(vocab_size: int) -> Any:
 
 def _merges() -> Iterator[tuple[str, str]]:
     space = "\u0120"  # a space, as byte-level tokenizers write it
-    for length in range(3):
+    for length in range(4):
         for letters in itertools.product(ascii_letters, repeat=length):
             for letter in ascii_letters:
                 yield space + "".join(letters), letter
