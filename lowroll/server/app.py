@@ -8,16 +8,14 @@ one (`token`), or always the admin's (`admin`). What is not in it is refused (`g
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
 
 from aiohttp import web
 
 from lowroll.server import chat, completions, control, generate, info, models, tokens
-from lowroll.server.guard import LOCAL, Routes, Tokens, guard, mark
+from lowroll.server.guard import LOCAL, SILENT, Routes, Tokens, guard, mark
 from lowroll.server.serving import SERVING, Limits, Serving
-
-if TYPE_CHECKING:
-    from lowroll.server.shelf import WeightShelf
+from lowroll.server.shelf import WeightShelf
 
 __all__ = ["SERVING", "Limits", "Serving", "Tokens", "make_app"]
 
@@ -38,6 +36,8 @@ CONTROL: Routes = {
     ("GET", "/is_paused"): ("admin", control.is_paused),
     ("POST", "/abort"): ("admin", control.abort),
     ("POST", "/reset_prefix_cache"): ("admin", control.reset_prefix_cache),
+}
+WEIGHTS: Routes = {
     ("GET", "/weights"): ("admin", control.weights),
     ("POST", "/weights"): ("admin", control.update_weights),
 }
@@ -58,10 +58,15 @@ def make_app(
     """
     if not loopback and not credentials.token:
         raise ValueError("token: an address that others can reach needs one")
-    routes = {**PUBLIC, **(CONTROL if credentials.admin else {})}
+    routes = dict(PUBLIC)
+    if credentials.admin:
+        routes |= CONTROL
+        routes |= WEIGHTS if weights is not None else {}
     door = guard(routes, credentials, LOCAL if loopback else None)
     app = web.Application(middlewares=[door], client_max_size=serving.limits.body)
-    app[SERVING] = serving
+    app[SERVING], app[SILENT] = serving, {}
+    if weights is not None:
+        app[control.SHELF], app[control.UPDATING] = weights, asyncio.Lock()
     for (method, path), (_, handler) in routes.items():
         app.router.add_route(method, path, handler)
     app.on_response_prepare.append(mark)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import asyncio
+import time
+from typing import Any, get_args
 
 from aiohttp import web
 
 from lowroll.server.errors import Refused
 from lowroll.server.guard import read_json
-from lowroll.server.loop import PauseMode
+from lowroll.server.loop import PauseMode, Stalled
 from lowroll.server.serving import SERVING
+from lowroll.server.shelf import WeightShelf
+from lowroll.types import BehaviorTag
+
+SHELF: web.AppKey[WeightShelf] = web.AppKey("shelf", WeightShelf)
+UPDATING: web.AppKey[asyncio.Lock] = web.AppKey("updating", asyncio.Lock)
 
 
 async def pause(request: web.Request) -> web.Response:
@@ -44,13 +51,64 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 async def weights(request: web.Request) -> web.Response:
     """`GET /weights`: which weights are drawn from, and which may be asked for."""
-    raise web.HTTPNotImplemented
+    serving, shelf = request.app[SERVING], request.app[SHELF]
+    found = await serving.loop.health()
+    held = _policy(found.behavior)
+    return web.json_response(
+        {"version": shelf.current, **held, "available": await asyncio.to_thread(shelf.versions)}
+    )
 
 
 async def update_weights(request: web.Request) -> web.Response:
-    """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on."""
-    await read_json(request)
-    raise web.HTTPNotImplemented
+    """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on. Requests
+    in flight go on under them, and their spans say so.
+
+    Refused before anything has changed: 404 for a version that is not there, 409 for one that does
+    not fit or while another one is taken."""
+    body = await read_json(request)
+    version = _version(body)
+    if request.app[UPDATING].locked():
+        raise Refused("version: another update is being taken", "version", 409)
+    async with request.app[UPDATING]:
+        return web.json_response(await _update(request.app, version))
+
+
+async def _update(app: web.Application, version: str) -> dict[str, Any]:
+    serving, shelf = app[SERVING], app[SHELF]
+    began = time.monotonic()
+    behavior = (await serving.loop.health()).behavior
+    number = shelf.number(version, behavior.policy[-1].version)
+    limit = serving.limits.update_s
+    try:
+        async with asyncio.timeout(limit):
+            update = await asyncio.to_thread(
+                shelf.read, version, number, serving.capabilities, behavior.weights
+            )
+    except TimeoutError:
+        raise Stalled(f"weights: {version} was not read in {limit:g} s") from None
+    try:
+        behavior = await serving.loop.call(
+            lambda engine: engine.update_weights(update), f"weights {version}", limit
+        )
+    except ValueError as error:
+        raise Refused(f"version: {error}", "version", 409) from error
+    shelf.current = version
+    return {"version": version, **_policy(behavior), "seconds": time.monotonic() - began}
+
+
+def _policy(behavior: BehaviorTag) -> dict[str, Any]:
+    spans = [{"version": span.version, "digest": span.digest} for span in behavior.policy]
+    return {"weights": behavior.weights, "policy": spans}
+
+
+def _version(body: dict[str, Any]) -> str:
+    for name in body:
+        if name != "version":
+            raise Refused(f"{name}: /weights has no such field; it has version", name)
+    version = body.get("version")
+    if not isinstance(version, str):
+        raise Refused("version: expected the id of a version, a string", "version")
+    return version
 
 
 def _mode(request: web.Request) -> PauseMode:

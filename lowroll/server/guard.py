@@ -36,6 +36,8 @@ Access = Literal["open", "token", "admin"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Routes = Mapping[tuple[str, str], tuple[Access, Handler]]  # by method and path
 
+# connections that have not asked for anything yet, and when they are dropped
+SILENT: web.AppKey[dict[web.RequestHandler, asyncio.TimerHandle]] = web.AppKey("silent", dict)
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGE = 1 << 16  # bytes of a body from which on it is read in a thread of its own
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -60,6 +62,7 @@ def guard(routes: Routes, tokens: Tokens, hosts: frozenset[str] | None) -> Middl
         nonlocal open_requests
         serving = request.app[SERVING]
         request["id"] = _request_id(request)
+        _heard(request)
         resource = request.match_info.route.resource
         path = "" if resource is None else resource.canonical
         # what has no route is hidden behind the token too
@@ -164,6 +167,13 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise Refused(f"body: {text[:40]} is too large for a number")
     return number
+
+
+def _heard(request: web.Request) -> None:
+    """Its connection is not silent any more."""
+    timer = request.app[SILENT].pop(request.protocol, None)
+    if timer is not None:
+        timer.cancel()
 
 
 def _request_id(request: web.Request) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from lowroll import __version__
 from lowroll.server.loop import Health, Stalled
 from lowroll.server.serving import SERVING
 
@@ -37,4 +36,4 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def version(request: web.Request) -> web.Response:
     """`GET /version`."""
-    return web.json_response({"version": __version__, "server": "lowroll"})
+    return web.json_response({"version": request.app[SERVING].version, "server": "lowroll"})

@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode = Literal["keep", "wait", "abort"]
 State = Literal["running", "draining", "paused"]
-TURN_S = 0.5  # longest sleep of a thread without work: it then shows that it is alive
 FAILURES = 3  # steps that fail one after the other before the engine counts as broken
 
 
@@ -84,6 +83,7 @@ class EngineLoop:
         metrics: Metrics | None = None,
     ) -> None:
         self.deadline_s = deadline_s
+        self._turn_s = deadline_s / 8  # of a thread without work, so that it shows that it is alive
         self.drain_s = drain_s
         self.max_samples = max_samples
         self.metrics = metrics or Metrics()
@@ -222,7 +222,7 @@ class EngineLoop:
         """Wait as long as the thread takes its turns; else Stalled."""
         while True:
             try:
-                await asyncio.wait_for(wait(), self.deadline_s / 4)
+                await asyncio.wait_for(wait(), self._turn_s)
                 return
             except TimeoutError:
                 self._check(what)
@@ -268,7 +268,8 @@ class EngineLoop:
         """Do what was asked; without anything to step, wait for it a while."""
         self._now("waiting for requests")
         try:
-            job = self._inbox.get_nowait() if self._can_step() else self._inbox.get(timeout=TURN_S)
+            wait_s = 0.0 if self._stopping or self._can_step() else self._turn_s
+            job = self._inbox.get(timeout=wait_s)
             while True:
                 job()
                 job = self._inbox.get_nowait()
@@ -319,11 +320,15 @@ class EngineLoop:
                 self.metrics.ended(flight, group)
                 news.append((flight.ticket, deltas, group))
         for handle, flight in self._flights.items():
-            if flight.stream or flight.first_at is None:
+            if flight.stream:
                 deltas = flight.moved(self._engine.so_far(handle))
-                if deltas and flight.stream:
+                self.metrics.moved(flight, deltas)
+                if deltas:
                     news.append((flight.ticket, deltas, None))
-                self.metrics.drawn(flight, deltas)
+            elif flight.first_at is None and any(
+                drawn.token_ids for drawn in self._engine.so_far(handle)
+            ):
+                self.metrics.first(flight)
         self._send(news)
 
     def _send(self, news: list[tuple[Ticket, list[Delta], Group | Exception | None]]) -> None:

@@ -30,6 +30,7 @@ class Limits:
     head_s: float = 10.0  # until a new connection has asked for something
     body_s: float = 30.0  # until its body has come
     health_s: float = 10.0  # until the engine's thread must have answered
+    write_s: float = 60.0  # until a client has read a part of a stream
     update_s: float = 300.0  # until the engine has taken new weights
     write_s: float = 60.0  # until a client has taken a part of its stream
 
@@ -48,6 +49,7 @@ class Serving:
     capabilities: Capabilities
     vocabulary: Vocabulary | None = None
     limits: Limits = field(default_factory=Limits)
+    version: str = ""  # of lowroll
     created: int = field(default_factory=lambda: time.time_ns() // 10**9)  # since 1970
 
 
