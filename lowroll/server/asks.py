@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lowroll.engine.request import MAX_SEED
 from lowroll.server.body import Answered, Message, Sampling, stops
@@ -56,23 +56,24 @@ async def prompts(
     serving: Serving, given: str | list[int] | list[str] | list[list[int]], special: bool
 ) -> list[Prompt]:
     """The prompts of a completion; special: texts begin as the tokenizer lets one begin."""
-    many = given if isinstance(given, list) and not _are_ids(given) else [given]
+    many = _several(given)
     if len(many) > serving.limits.prompts:
         raise Refused(f"prompt: {len(many)} prompts; {serving.limits.prompts} at most", "prompt")
     found = []
     for i, one in enumerate(many):
         if isinstance(one, str):
-            where = "prompt" if one is given else f"prompt[{i}]"
-            known = vocabulary(serving, where)
+            known = vocabulary(serving, "prompt" if one is given else f"prompt[{i}]")
             found.append(Prompt(await asyncio.to_thread(known.encode, one, special), one))
         else:
-            assert isinstance(one, list)
-            found.append(Prompt([int(token) for token in one]))
+            found.append(Prompt(one))
     return found
 
 
-def _are_ids(given: list[int] | list[str] | list[list[int]]) -> bool:
-    return not given or isinstance(given[0], int)
+def _several(given: str | list[int] | list[str] | list[list[int]]) -> Sequence[Any]:
+    """One prompt or many as many. An empty list is a prompt without tokens."""
+    if isinstance(given, str) or not given or isinstance(given[0], int):
+        return [given]
+    return given
 
 
 async def conversation(serving: Serving, messages: list[Message], open_turn: bool) -> Prompt:

@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode = Literal["keep", "wait", "abort"]
 State = Literal["running", "draining", "paused"]
-TURN_S = 0.5  # longest sleep of a thread without work: it then shows that it is alive
 FAILURES = 3  # steps that fail one after the other before the engine counts as broken
 
 
@@ -84,6 +83,7 @@ class EngineLoop:
         metrics: Metrics | None = None,
     ) -> None:
         self.deadline_s = deadline_s
+        self._turn_s = deadline_s / 8  # of a thread without work, so that it shows that it is alive
         self.drain_s = drain_s
         self.max_samples = max_samples
         self.metrics = metrics or Metrics()
@@ -97,7 +97,7 @@ class EngineLoop:
         self._allowed_s = deadline_s
         # of the event loop alone
         self._open: set[Ticket] = set()
-        self._probe: asyncio.Task[Health] | None = None
+        self._probe: asyncio.Task[Health | Stalled] | None = None
         # of the thread alone
         self._flights: dict[int, Flight] = {}  # by handle
         self._held: deque[Flight] = deque()  # that came while others are waited for
@@ -184,12 +184,15 @@ class EngineLoop:
         """The thread's own answer; Stalled when there is none in time (default: a turn's). Who asks
         meanwhile gets the same."""
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(self.call(self._health, "health"))
+            self._probe = asyncio.ensure_future(self._ask_health())
         allowed = self.deadline_s if deadline_s is None else deadline_s
         done, _ = await asyncio.wait([self._probe], timeout=allowed)
         if not done:
             raise Stalled(f"health: no answer in {allowed:g} s: {self._busy()}")
-        return await self._probe
+        found = await self._probe
+        if isinstance(found, Stalled):
+            raise Stalled(str(found))
+        return found
 
     async def settle(self, grace_s: float) -> int:
         """Take no new requests, and wait so long for the open ones. Returns how many are left."""
@@ -222,7 +225,7 @@ class EngineLoop:
         """Wait as long as the thread takes its turns; else Stalled."""
         while True:
             try:
-                await asyncio.wait_for(wait(), self.deadline_s / 4)
+                await asyncio.wait_for(wait(), self._turn_s)
                 return
             except TimeoutError:
                 self._check(what)
@@ -268,7 +271,8 @@ class EngineLoop:
         """Do what was asked; without anything to step, wait for it a while."""
         self._now("waiting for requests")
         try:
-            job = self._inbox.get_nowait() if self._can_step() else self._inbox.get(timeout=TURN_S)
+            wait_s = 0.0 if self._stopping or self._can_step() else self._turn_s
+            job = self._inbox.get(timeout=wait_s)
             while True:
                 job()
                 job = self._inbox.get_nowait()
@@ -319,11 +323,15 @@ class EngineLoop:
                 self.metrics.ended(flight, group)
                 news.append((flight.ticket, deltas, group))
         for handle, flight in self._flights.items():
-            if flight.stream or flight.first_at is None:
+            if flight.stream:
                 deltas = flight.moved(self._engine.so_far(handle))
-                if deltas and flight.stream:
+                self.metrics.moved(flight, deltas)
+                if deltas:
                     news.append((flight.ticket, deltas, None))
-                self.metrics.drawn(flight, deltas)
+            elif flight.first_at is None and any(
+                drawn.token_ids for drawn in self._engine.so_far(handle)
+            ):
+                self.metrics.first(flight)
         self._send(news)
 
     def _send(self, news: list[tuple[Ticket, list[Delta], Group | Exception | None]]) -> None:
@@ -335,6 +343,12 @@ class EngineLoop:
         for events, calls in loops.items():
             if not events.is_closed():
                 events.call_soon_threadsafe(_each, calls)
+
+    async def _ask_health(self) -> Health | Stalled:
+        try:
+            return await self.call(self._health, "health")
+        except Stalled as error:  # nobody may be left who asks
+            return error
 
     def _health(self, engine: Engine) -> Health:
         return Health(engine.behavior, engine.stats(), len(self._open), self._state, self._failures)

@@ -64,23 +64,27 @@ class Metrics:
 
     # -- from the engine's thread -------------------------------------------------------------------
 
-    def drawn(self, flight: Flight, deltas: Sequence[Delta]) -> None:
-        """A request has moved."""
+    def first(self, flight: Flight) -> None:
+        """A request has its first token."""
+        flight.first_at = flight.moved_at = time.monotonic()
+        self._first.observe(flight.first_at - flight.began_at)
+
+    def moved(self, flight: Flight, deltas: Sequence[Delta]) -> None:
+        """A stream has moved; a gap is of a token of the part that came."""
         if not deltas:
             return
-        now = time.monotonic()
         if flight.first_at is None:
-            flight.first_at = now
-            self._first.observe(now - flight.began_at)
-        else:
-            tokens = max(1, max(len(delta.token_ids) for delta in deltas))
-            self._gap.observe((now - flight.moved_at) / tokens)
+            self.first(flight)
+            return
+        now = time.monotonic()
+        tokens = max(len(delta.token_ids) for delta in deltas)
+        self._gap.observe((now - flight.moved_at) / max(1, tokens))
         flight.moved_at = now
 
     def ended(self, flight: Flight, group: Group) -> None:
         """A request has its group."""
-        if flight.first_at is None and any(r.token_ids for r in group.rollouts):
-            self._first.observe(time.monotonic() - flight.began_at)
+        if flight.first_at is None and any(rollout.token_ids for rollout in group.rollouts):
+            self.first(flight)
         self._whole.observe(time.monotonic() - flight.began_at)
         reasons = {rollout.finish_reason for rollout in group.rollouts}
         outcome = next(one for one in ("abort", "length", "stop") if one in reasons)

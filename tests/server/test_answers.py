@@ -12,7 +12,7 @@ import pytest
 
 from lowroll import Engine, Request
 from lowroll.types import Group, Rollout
-from tests.fixtures.serving import NAME, events, get, post, serving
+from tests.fixtures.http import NAME, events, get, post, serving
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 
