@@ -78,7 +78,7 @@ class Served:
         try:
             listening = socket.create_server(("127.0.0.1", 0), backlog=512)
             await listen(self._app, runner, listening)
-            self._ready.set_result("http://127.0.0.1:{}".format(listening.getsockname()[1]))
+            self._ready.set_result(f"http://127.0.0.1:{listening.getsockname()[1]}")
             await self._end.wait()
         finally:
             await asyncio.to_thread(self.loop.stop)

@@ -34,7 +34,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,8 @@ from lowroll.weights.update import WeightUpdate
 PARTS = ("vllm", "rollout", "update", "lookahead")
 PROMPT, NEW = 512, 128  # tokens, of a client's request
 ROLLED, GROUPS = 256, (1, 8)  # prompt tokens of a rollout, and rollouts of a prompt
-STREAMS, LONG = 64, 512  # of the streams that see an update, and their tokens
+STREAMS = 64  # that see an update
+LONG = {"cuda": 512, "cpu": 128}  # tokens of each
 SLACK = 8e9  # bytes that vLLM may take beside weights and cache
 MEASURED = ("requests a second", "time to first token", "time of a token")
 UNITS = ("requests/s", "ms", "ms")
@@ -206,7 +206,7 @@ def cache_tokens(args: argparse.Namespace) -> int:
     """Room for the most streams and the most rollouts, with pages of slack."""
     streams = max(*args.concurrency, STREAMS) * (PROMPT + NEW + 64)
     rollouts = max(args.batches) * (ROLLED + NEW + 64)
-    return max(streams, rollouts, STREAMS * (PROMPT + LONG + 64)) + 4096
+    return max(streams, rollouts, STREAMS * (PROMPT + 512 + 64)) + 4096
 
 
 # -- against vllm serve ----------------------------------------------------------------------------
@@ -326,18 +326,17 @@ def over_vllm(
 # -- against the engine without a server -----------------------------------------------------------
 
 
-def rollouts(ours: Side, batch: int, group: int, rounds: int, warm: bool) -> Row | None:
-    """Seconds of the same rollouts over the server and in process, in turns."""
+def rollouts(ours: Side, batch: int, group: int, rounds: int) -> Row:
+    """Tokens/s of the same rollouts over the server and in process, in turns."""
     sides: dict[str, list[float]] = {"server": [], "engine": []}
-    for i in range(-int(warm), rounds):
+    for i in range(rounds + 1):  # the first compiles what these shapes need
         prompts = ours.prompts(batch // group, ROLLED, seed=100 + i)
         for name, measure in (("server", over_http), ("engine", in_process)):
             ours.forget()
             sides[name].append(measure(ours, prompts, group))
             say(f"B={batch} n={group}, {name}: {sides[name][-1]:.2f} s")
     name = through_server(ours.model, ours.format, batch, group)
-    kept = {side: seconds[int(warm) :] for side, seconds in sides.items()}
-    return speed_row(name, batch * NEW, "tokens/s", kept["server"], kept["engine"])
+    return speed_row(name, batch * NEW, "tokens/s", sides["server"][1:], sides["engine"][1:])
 
 
 def over_http(ours: Side, prompts: list[list[int]], group: int) -> float:
@@ -409,14 +408,13 @@ def updates(ours: Side, device: torch.device) -> list[Row]:
         longest = [gap(ours, act, seed) * 1e3 for seed in (1, 2)]
         rows.append(Row(f"{name}: longest gap, {way}", "ms", statistics.median(longest)))
         say(f"longest gap, {way}: {', '.join(f'{ms:.1f}' for ms in longest)} ms")
-    rows.append(
-        Row(f"{name}: the update itself", "ms", statistics.median(seconds[1:]) * 1e3)
-    )
+    rows.append(Row(f"{name}: the update itself", "ms", statistics.median(seconds[1:]) * 1e3))
     return rows
 
 
 def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
     """Seconds of the longest gap of any stream that ended after `act` began, in mid-stream."""
+    engine = ours.served.engine
     answers: list[dict[str, Any] | Exception] = []
 
     def ask() -> None:
@@ -426,7 +424,7 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
                     ours.served.url,
                     ours.prompts(STREAMS, 64, seed),
                     STREAMS,
-                    max_tokens=LONG,
+                    max_tokens=LONG[engine.model.device.type],
                     stream=True,
                     stream_options={"include_usage": True},
                 )
@@ -436,10 +434,10 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
 
     ours.forget()
     clients = threading.Thread(target=ask)
-    before = ours.served.call(lambda engine: engine.stats().tokens, "a count")
+    before = engine.stats().tokens
     clients.start()
-    while ours.served.call(lambda engine: engine.stats().tokens, "a count") < before + STREAMS * 64:
-        time.sleep(0.05)
+    while clients.is_alive() and engine.stats().tokens < before + STREAMS * 32:
+        time.sleep(0.02)
     began = time.perf_counter()
     act()
     clients.join()
@@ -447,9 +445,7 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
     if isinstance(answer, Exception):
         raise answer
     check(answer)
-    later = [
-        call[4] for call in answer["requests"] if answer["began"] + call[5] > began
-    ]
+    later = [call[4] for call in answer["requests"] if answer["began"] + call[5] > began]
     return max(later, default=0.0)
 
 
@@ -492,7 +488,7 @@ def measure(
         if "rollout" in args.parts:
             for batch in args.batches:
                 for group in GROUPS:
-                    store([rollouts(ours, batch, group, args.rounds, warm=True)])
+                    store([rollouts(ours, batch, group, args.rounds)])
         if "update" in args.parts:
             store(updates(ours, args.device))
         if "lookahead" in args.parts:

@@ -7,6 +7,7 @@ has a deadline, and an error carries the log's last words.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -14,8 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from bench.vllm_worker import config
 
 START_S = 300.0
 END_S = 20.0
-DUMMY = 8  # GB beside weights and cache: context, graphs, activations of a step
 
 
 class VllmServer:
@@ -38,14 +36,19 @@ class VllmServer:
             json.dumps(config(settings["shape"], settings["format"]))
         )
         with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+            self._port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
         self.log = folder / "vllm.log"
         self._began = time.perf_counter()
         command = [python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable, "-P"]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, "-m", "vllm.entrypoints.openai.api_server", *arguments(settings, port)],
+                [
+                    *command,
+                    "-m",
+                    "vllm.entrypoints.openai.api_server",
+                    *arguments(settings, self._port),
+                ],
                 stdout=log,
                 stderr=log,
                 env=environment(path, settings["device"]),
@@ -59,17 +62,24 @@ class VllmServer:
             if self._process.poll() is not None:
                 raise PeerFailed(f"it ended with {self._process.returncode}; {self.last_words()}")
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5.0):
-                    return time.perf_counter() - self._began
-            except (urllib.error.URLError, OSError):
+                self._get("/health")
+                return time.perf_counter() - self._began
+            except (OSError, http.client.HTTPException):
                 time.sleep(0.2)
         raise PeerFailed(f"no answer within {deadline_s:g} s of its start; {self.last_words()}")
 
     @property
     def version(self) -> str:
         """What it says of itself."""
-        with urllib.request.urlopen(f"{self.url}/version", timeout=5.0) as answer:
-            return str(json.load(answer)["version"])
+        return str(json.loads(self._get("/version"))["version"])
+
+    def _get(self, path: str) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5.0)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().read()
+        finally:
+            connection.close()
 
     def last_words(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
@@ -102,7 +112,10 @@ def arguments(settings: dict[str, Any], port: int) -> list[str]:
     if settings["device"] == "cuda":
         said += ["--gpu-memory-utilization", f"{settings['memory_fraction']:.3f}"]
         said += ["--kv-cache-memory-bytes", str(settings["cache_bytes"])]
-        said += ["--compilation-config", json.dumps({"max_cudagraph_capture_size": settings["batch"]})]
+        said += [
+            "--compilation-config",
+            json.dumps({"max_cudagraph_capture_size": settings["batch"]}),
+        ]
     return said
 
 
