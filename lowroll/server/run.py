@@ -2,7 +2,8 @@
 
 first signal     no new connections and no new requests; those in flight have `grace_s`, then they
                  end with what they have drawn
-second signal    they end now
+second signal    they end now (one that comes within a second is taken for the first one: terminals
+                 and wrappers often send two)
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -22,6 +24,7 @@ from lowroll.server.serving import SERVING
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ECHO_S = 1.0
 LAST_S = 2.0  # for the answers of what was aborted
 
 
@@ -125,12 +128,15 @@ def _signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
     stays so."""
     events = asyncio.get_running_loop()
     first, second = events.create_future(), events.create_future()
+    asked_at = 0.0
 
     def ask(number: int) -> None:
-        for wish in (first, second):
-            if not wish.done():
-                wish.set_result(number)
-                return
+        nonlocal asked_at
+        if not first.done():
+            asked_at = time.monotonic()
+            first.set_result(number)
+        elif time.monotonic() - asked_at > ECHO_S and not second.done():
+            second.set_result(number)
 
     caught = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
     for number in caught:
