@@ -33,13 +33,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import vocabulary
+from bench import vllm_worker, vocabulary
 from bench.decode import released, say
 from bench.engine import MODELS
 from bench.peer import Peer, PeerFailed, vllm_command, vllm_path
@@ -68,8 +68,8 @@ UNITS = ("requests/s", "ms", "ms")
 
 @dataclass(frozen=True)
 class Seen:
-    """What the clients of a run saw: requests/s, and means over the requests in ms. gap: the 99th
-    percentile of what is between two parts of a stream."""
+    """What the clients of a run saw: requests/s, and means over the requests in ms. gap: between two
+    parts of a stream, the 99th percentile (our own client's: the longest)."""
 
     rate: float
     first: float
@@ -131,13 +131,8 @@ class Side:
     client: Peer
     lookahead: int | None  # of the server; None is the engine's own
 
-    @property
-    def ids(self) -> tuple[int, int]:
-        """Token ids that are words."""
-        return 257, len(self.served.engine.tokenizer)
-
     def prompts(self, count: int, tokens: int, seed: int) -> list[list[int]]:
-        dice, words = random.Random(seed), range(*self.ids) if self.ids[1] > 300 else range(1, 256)
+        dice, words = random.Random(seed), vocabulary.words(self.served.engine.tokenizer)
         return [dice.choices(words, k=tokens) for _ in range(count)]
 
     def texts(self, count: int, tokens: int, seed: int) -> list[str]:
@@ -266,29 +261,35 @@ def vllm_client(ours: Side, client: Peer) -> Measure:
 
 
 def beside_vllm(
-    ours: Side, vllm: VllmServer, args: argparse.Namespace, store: Callable[..., None]
+    ours: Side, vllm: VllmServer | None, args: argparse.Namespace, store: Callable[..., None]
 ) -> None:
-    """Both servers under one client in turns, at every concurrency. PeerFailed."""
-    seconds = vllm.wait()
-    version = vllm.version
-    say(f"vLLM {version} serves after {seconds:.0f} s")
-    for url in (ours.served.url, vllm.url):
+    """What clients see of both servers, in turns, at every concurrency; of ours alone where vLLM's
+    does not run."""
+    servers, why, known = {"ours": ours.served.url}, "vLLM: not asked for", {}
+    if vllm is not None:
+        try:
+            say(f"vLLM serves after {vllm.wait():.0f} s")
+            servers["vLLM"], known = vllm.url, {"vllm": vllm.version}
+        except PeerFailed as error:
+            why = f"vLLM: not run ({error})"
+            say(why)
+    for url in servers.values():
         ours.stream(url, 64, 32, seed=1)  # whatever the first requests compile
     with ExitStack() as stack:
         measure, client = own_client(ours), "our own client"
-        if args.client == "vllm":
+        if args.client == "vllm" and len(servers) == 2:
             worker = str(Path(__file__).with_name("vllm_load.py"))
             command = [*vllm_command(args.vllm_python)[:-1], worker]
             peer = stack.enter_context(Peer({}, command, vllm_path(args.vllm_path)))
             measure, client = vllm_client(ours, peer), "vllm bench serve"
         for concurrency in args.concurrency:
-            rounds = []
+            seen: dict[str, list[Seen]] = {name: [] for name in servers}
             for i in range(args.rounds):
-                pair = [measure(url, concurrency, 1000 + i) for url in (ours.served.url, vllm.url)]
-                for name, one in zip(("ours", "vLLM"), pair, strict=True):
-                    say(f"C={concurrency} {name}: {tell(one)}")
-                rounds.append((pair[0], pair[1]))
-            store(over_vllm(ours, concurrency, rounds, client), vllm=version)
+                for name, url in servers.items():
+                    seen[name].append(measure(url, concurrency, 1000 + i))
+                    say(f"C={concurrency} {name}: {tell(seen[name][-1])}")
+            note = f"by {client}" + ("" if len(servers) == 2 else f"; {why}")
+            store(over_vllm(ours, concurrency, seen["ours"], seen.get("vLLM"), note), **known)
 
 
 def tell(one: Seen) -> str:
@@ -299,28 +300,34 @@ def tell(one: Seen) -> str:
 
 
 def over_vllm(
-    ours: Side, concurrency: int, rounds: list[tuple[Seen, Seen]], client: str
+    ours: Side, concurrency: int, mine: list[Seen], theirs: list[Seen] | None, note: str
 ) -> list[Row]:
     """A row for each thing that is measured; a ratio is how many times better ours is."""
     rows = []
     for i, what in enumerate(MEASURED):
-        mine = [pair[0].values[i] for pair in rounds]
-        theirs = [pair[1].values[i] for pair in rounds]
-        faster = [a / b if i == 0 else b / a for a, b in zip(mine, theirs, strict=True)]
-        gaps = [statistics.median(side.gap for side in both) for both in zip(*rounds, strict=True)]
-        note = f"by {client}; gaps in the stream, 99 %: {gaps[0]:.1f} ms, vLLM's {gaps[1]:.1f}"
-        rows.append(
-            Row(
-                over_vllm_server(ours.model, ours.format, concurrency, what),
-                UNITS[i],
-                statistics.median(mine),
-                statistics.median(theirs),
-                statistics.median(faster),
-                (min(faster), max(faster)),
-                note=note,
-            )
+        row = Row(
+            over_vllm_server(ours.model, ours.format, concurrency, what),
+            UNITS[i],
+            statistics.median(one.values[i] for one in mine),
+            note=f"{note}; gaps {_gaps(mine)} ms",
         )
+        if theirs is not None:
+            pairs = [(a.values[i], b.values[i]) for a, b in zip(mine, theirs, strict=True)]
+            better = [a / b if i == 0 else b / a for a, b in pairs]
+            row = replace(
+                row,
+                peer=statistics.median(b for _, b in pairs),
+                ratio=statistics.median(better),
+                spread=(min(better), max(better)),
+                note=f"{row.note}, vLLM's {_gaps(theirs)}",
+            )
+        rows.append(row)
     return rows
+
+
+def _gaps(seen: list[Seen]) -> str:
+    """Between two parts of a stream."""
+    return f"{statistics.median(one.gap for one in seen):.0f}"
 
 
 # -- against the engine without a server -----------------------------------------------------------
@@ -471,20 +478,16 @@ def measure(
     args: argparse.Namespace, format: str, folder: Path, store: Callable[..., None]
 ) -> None:
     """All parts of a format."""
-    with_vllm = "vllm" in args.parts and args.peer == "vllm"
     with ExitStack() as stack:
-        if with_vllm:
+        vllm = None
+        if "vllm" in args.parts and args.peer == "vllm":
             vllm = start_vllm(args, format, folder / f"vllm-{format}")
             stack.callback(vllm.close)
         ours = stack.enter_context(side(args, format, folder / "ours"))
-        if with_vllm:
-            try:
-                beside_vllm(ours, vllm, args, store)
-            except PeerFailed as error:
-                note = f"vLLM: not run ({error})"
-                store([Row(f"{args.model} {format} over vllm serve", "", None, note=note)])
-            finally:
-                vllm.close()
+        if "vllm" in args.parts:
+            beside_vllm(ours, vllm, args, store)
+        if vllm is not None:
+            vllm.close()
         if "rollout" in args.parts:
             for batch in args.batches:
                 for group in GROUPS:
@@ -545,6 +548,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     args.formats = args.formats or ["bf16" if args.device.type == "cuda" else "fp32"]
+    unknown = sorted(set(args.formats) - set(vllm_worker.FORMATS))
+    if "vllm" in args.parts and args.peer == "vllm" and unknown:
+        parser.error(f"--formats: vLLM is not measured with {', '.join(unknown)}; --peer none")
     return args
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import ascii_letters
 from typing import Any
@@ -32,6 +32,13 @@ def tokenizer(vocab_size: int) -> Any:
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(END, special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, pad_token=END)
+
+
+def words(tokenizer: Any) -> Sequence[int]:
+    """Ids of its words; of letters, where it has few."""
+    if len(tokenizer) > 1000:
+        return range(257, len(tokenizer))
+    return [i for i in range(1, 257) if tokenizer.decode([i]) in set(ascii_letters)]
 
 
 def _merges() -> Iterator[tuple[str, str]]:
