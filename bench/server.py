@@ -508,7 +508,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.extend(new)
         merge(name, new, args.out, rounds=args.rounds, **settings)
 
-    torch.set_num_threads(args.threads)
+    if args.device.type == "cpu":
+        torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(prefix="bench-server-") as temporary:
         for format in args.formats:
             with released():
