@@ -28,6 +28,10 @@ reserve lapses when the sample ends. Only the oldest group can have samples that
 nothing but its prompt, which they need anyway. So when all others have ended, one more sample
 always fits: no deadlock. A group larger than the cache or than `max_batch` simply enters in waves.
 
+Rows that decode wait while a prompt runs, and one short prompt takes as long as several. Where
+requests come one by one (`gather`), prompts run together, once in so many steps of the rows; one
+that has begun goes on, and as many as fill a step are not held.
+
 Concurrency: one thread calls everything. `abort` may come when the plan has run and before its
 commits; those that follow for an ended sequence are ignored. Before the run it may not: it takes
 the pages that the plan's sequences list.
@@ -39,7 +43,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
-from itertools import repeat
 
 from lowroll.engine.base import Drawn
 from lowroll.engine.request import noise_key, sampler_settings
@@ -56,7 +59,8 @@ class Scheduler:
     kv: the cache policy. max_batch: slots, i.e. samples admitted at once. max_prefill_tokens:
     prompt tokens of one step (a single chunk may exceed it, so that every prompt can run).
     prefill_chunk: longest chunk of a prompt in one step, None for whole prompts. lookahead: most
-    steps that decode rows take between two plans, when no prompt waits for its turn. behavior: how
+    steps that decode rows take between two plans, when no prompt waits for its turn. gather: steps
+    that decode rows take before other prompts run, 0 for none. behavior: how
     tokens are drawn now; its last policy span names the weights. decode: token ids to text, needed
     for stop strings only. evictions: what the cache of the sample in a slot has dropped (of slot
     None: nothing yet), for its rollout; None where that is not recorded.
@@ -72,6 +76,7 @@ class Scheduler:
         max_prefill_tokens: int,
         prefill_chunk: int | None = None,
         lookahead: int = 1,
+        gather: int = 0,
         eos_ids: Iterable[int] = (),
         decode: Callable[[list[int]], str] | None = None,
         evictions: Callable[[int | None], Evictions] | None = None,
@@ -90,6 +95,7 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens
         self.prefill_chunk = prefill_chunk
         self.lookahead = lookahead
+        self.gather = gather
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
         self.evictions = evictions
@@ -100,6 +106,7 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}  # admitted samples, in order of admission
         self._free_slots = list(reversed(range(max_batch)))
         self._begun: list[int] = []  # slots of the leaders that were admitted since the last plan
+        self._steps = 0  # of decode rows, since prompts ran
         self._through: list[LiveGroup] = []  # groups whose prompt has ended since the last plan
         self._finished: list[tuple[int, Group]] = []
         self._next_handle = 0
@@ -213,9 +220,9 @@ class Scheduler:
         tokens' K/V go to."""
         compactions = self._compact_all()
         self._admit()
-        prefills = self._plan_prefills()
         # of the others the prompt is running
         rows = [sequence for sequence in self._running if sequence.token_ids]
+        prefills = self._plan_prefills() if not rows or self._prompts_are_due() else []
         forks, copies = self._fork_all(rows)
         # half as many while others wait for rows that end
         most = max(1, self.lookahead // 2) if self._waiting else self.lookahead
@@ -228,6 +235,7 @@ class Scheduler:
             if missing > 0:
                 sequence.pages += self.pool.allocate(missing)
                 self._reserve(sequence, sequence.reserved_pages - missing)
+        self._steps = 0 if prefills else self._steps + steps
         begun, self._begun = self._begun, []
         return Plan(compactions, forks, copies, rows, steps, limits, begun, prefills)
 
@@ -283,17 +291,14 @@ class Scheduler:
             or len(token_ids) >= sequence.num_left
             or not set(token_ids).isdisjoint(group.stop_ids)
         )
-        told: Iterable[list[tuple[int, float]] | None] = tops or repeat(None, len(token_ids))
-        drawn = zip(token_ids, logprobs, told, strict=True)
-        self.commit(sequence, *next(drawn))
+        self.commit(sequence, token_ids[0], logprobs[0], tops and tops[0])
         if may_end:
-            for token_id, logprob, top in drawn:
-                self.commit(sequence, token_id, logprob, top)
+            for i in range(1, len(token_ids)):
+                self.commit(sequence, token_ids[i], logprobs[i], tops and tops[i])
             return
         sequence.token_ids += token_ids[1:]
         sequence.logprobs += logprobs[1:]
-        if sequence.top_logprobs is not None:
-            assert tops is not None
+        if tops is not None and sequence.top_logprobs is not None:
             sequence.top_logprobs += tops[1:]
         sequence.cached_len += len(token_ids) - 1
 
@@ -490,6 +495,13 @@ class Scheduler:
         )
 
     # -- prefill -----------------------------------------------------------------------------------
+
+    def _prompts_are_due(self) -> bool:
+        """Whether prompts run in this step, though rows wait for them."""
+        if self._steps >= self.gather or any(group.num_prefilled for group in self._prefilling):
+            return True
+        tokens = sum(len(group.request.prompt_ids) for group in self._prefilling)
+        return tokens >= self.max_prefill_tokens
 
     def _plan_prefills(self) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
