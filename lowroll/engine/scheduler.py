@@ -47,6 +47,7 @@ from dataclasses import replace
 from lowroll.engine.base import Drawn
 from lowroll.engine.request import noise_key, sampler_settings
 from lowroll.engine.sequence import Compaction, LiveGroup, Plan, PrefillChunk, Sequence
+from lowroll.engine.stops import stop_reason
 from lowroll.kv.pages import PagePool, page_keys
 from lowroll.kv.policy.base import CachePolicy, footprint, num_pages, prompt_slot
 from lowroll.kv.policy.dense import DENSE
@@ -270,7 +271,7 @@ class Scheduler:
             self._start(sequence)
         else:
             sequence.cached_len += 1  # the key of the token before, from which this one was drawn
-        stop = self._stop_reason(sequence)
+        stop = stop_reason(sequence, self.decode)
         if stop is not None:
             self._finish(sequence, "stop", stop)
         elif len(sequence.token_ids) == sequence.request.max_tokens:
@@ -291,10 +292,11 @@ class Scheduler:
             or len(token_ids) >= sequence.num_left
             or not set(token_ids).isdisjoint(group.stop_ids)
         )
-        self.commit(sequence, token_ids[0], logprobs[0], tops and tops[0])
+        self.commit(sequence, token_ids[0], logprobs[0], None if tops is None else tops[0])
         if may_end:
             for i in range(1, len(token_ids)):
-                self.commit(sequence, token_ids[i], logprobs[i], tops and tops[i])
+                top = None if tops is None else tops[i]
+                self.commit(sequence, token_ids[i], logprobs[i], top)
             return
         sequence.token_ids += token_ids[1:]
         sequence.logprobs += logprobs[1:]
@@ -535,24 +537,6 @@ class Scheduler:
 
     # -- the end of a sample -----------------------------------------------------------------------
 
-    def _stop_reason(self, sequence: Sequence) -> int | str | None:
-        """The stop id or stop string that the last token completed, if it may stop here.
-
-        No stop lies within the first `min_tokens` tokens: ids are banned there, and text is matched
-        behind them.
-        """
-        request = sequence.request
-        if len(sequence.token_ids) <= request.min_tokens:
-            return None
-        if sequence.last_token in sequence.group.stop_ids:
-            return sequence.last_token
-        if request.stop_strings:
-            assert self.decode is not None
-            num_chars = max(len(text) for text in request.stop_strings)
-            tail = _decode_tail(self.decode, sequence.token_ids, request.min_tokens, num_chars)
-            return next((text for text in request.stop_strings if text in tail), None)
-        return None
-
     def _finish(
         self, sequence: Sequence, reason: FinishReason, stop: int | str | None = None
     ) -> None:
@@ -628,21 +612,3 @@ def behavior_salt(behavior: BehaviorTag) -> bytes:
             behavior.noise_sigma,
         )
     ).encode()
-
-
-def _decode_tail(
-    decode: Callable[[list[int]], str], token_ids: list[int], start: int, num_chars: int
-) -> str:
-    """The end of the text of token_ids[start:], its last `num_chars` characters as if all of it had
-    been decoded.
-
-    Decoding from the middle can spoil the first characters (a split UTF-8 sequence, a stripped
-    space): hence the 4.
-    """
-    window = num_chars + 4
-    while True:
-        first = max(start, len(token_ids) - window)
-        text = decode(token_ids[first:])
-        if len(text) >= num_chars + 4 or first == start:
-            return text
-        window *= 2
