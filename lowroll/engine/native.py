@@ -292,7 +292,7 @@ class NativeEngine:
             raise
         for row in drawn:
             self.scheduler.policy = self.behavior.policy[-1 if row.large_batch else 0]
-            self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs, row.top)
+            self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs, row.tops)
             self._tokens += len(row.token_ids)
 
     def score(

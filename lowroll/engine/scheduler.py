@@ -39,6 +39,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
+from itertools import repeat
 
 from lowroll.engine.base import Drawn
 from lowroll.engine.request import noise_key, sampler_settings
@@ -272,10 +273,9 @@ class Scheduler:
         sequence: Sequence,
         token_ids: list[int],
         logprobs: list[float],
-        top: list[tuple[int, float]] | None = None,
+        tops: list[list[tuple[int, float]]] | None = None,
     ) -> None:
-        """`commit` of several tokens; those behind the end of the sample are dropped. A request
-        that asks for the likeliest tokens takes one step at a time: `top` is of one token."""
+        """`commit` of several tokens; those behind the end of the sample are dropped."""
         group = sequence.group
         may_end = (
             sequence.finish_reason is not None
@@ -283,13 +283,18 @@ class Scheduler:
             or len(token_ids) >= sequence.num_left
             or not set(token_ids).isdisjoint(group.stop_ids)
         )
-        self.commit(sequence, token_ids[0], logprobs[0], top)
+        told: Iterable[list[tuple[int, float]] | None] = tops or repeat(None, len(token_ids))
+        drawn = zip(token_ids, logprobs, told, strict=True)
+        self.commit(sequence, *next(drawn))
         if may_end:
-            for token_id, logprob in zip(token_ids[1:], logprobs[1:], strict=True):
-                self.commit(sequence, token_id, logprob)
+            for token_id, logprob, top in drawn:
+                self.commit(sequence, token_id, logprob, top)
             return
         sequence.token_ids += token_ids[1:]
         sequence.logprobs += logprobs[1:]
+        if sequence.top_logprobs is not None:
+            assert tops is not None
+            sequence.top_logprobs += tops[1:]
         sequence.cached_len += len(token_ids) - 1
 
     def _start(self, sequence: Sequence) -> None:
