@@ -32,7 +32,6 @@ class Limits:
     health_s: float = 10.0  # until the engine's thread must have answered
     write_s: float = 60.0  # until a client has read a part of a stream
     update_s: float = 300.0  # until the engine has taken new weights
-    write_s: float = 60.0  # until a client has taken a part of its stream
 
 
 @dataclass
