@@ -395,6 +395,7 @@ class NativeEngine:
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             tokens=self._tokens,
+            cache_used=self.pool.num_used * self.pool.page_size,
         )
 
     @property

@@ -43,6 +43,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "weights": ({"model", "quant", "kernels"}, {"torch"}),
     # engine -> weights: the engine takes new weights through the one corridor
     "engine": ({"model", "quant", "kv", "kernels", "types", "machine", "weights"}, {"torch"}),
+    # server -> weights: new weights are read from a folder and handed on as updates
+    "server": (
+        {"engine", "model", "types", "weights", "checkpoint", "machine"},
+        {"aiohttp", "prometheus_client", "pydantic"},
+    ),
     "objectives": (set(), {"torch"}),
     "advantages": (set(), set()),
     "envs": (
@@ -103,6 +108,8 @@ LIGHT = (
     "kv.policy.bounded",
     "kv.policy.table",
     "quant.table",
+    "server.app",
+    "server.loop",
     "objectives.table",
     "runs.build.caches",
     "runs.build.environments",
