@@ -23,7 +23,6 @@ from lowroll.orchestrator.evaluate import evaluate as evaluate_env
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.rollouts import RolloutEngine
-from lowroll.weights.update import WeightUpdate
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +40,11 @@ def evaluate(
     rollout.weights or, where that is not set, the low-bit format that the model holds. `kv` are
     caches; without any they are dense and rollout.kv. All see the same prompts and the same seeds,
     caches that keep every key first: the first one's tokens are the size of all. A run with stages
-    is evaluated at the lengths of its last one.
+    is evaluated at the lengths of its last one. lowroll's own engine answers, also for a run whose
+    rollouts are vLLM's; `evaluate_server` asks another.
     """
     weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
-    cfg = cfg.resolved().at(cfg.train.max_steps)
+    cfg = engines.with_engine(cfg.resolved().at(cfg.train.max_steps), "native")
     own = cfg.rollout.cache
     distinct = {cache.name: cache for cache in kv or (own.another("dense"), own)}
     caches = sorted(distinct.values(), key=lambda cache: cache.evicts)
@@ -133,7 +133,7 @@ class Evaluations:
         engine = self.rollouts.engine
         noisy = engine.behavior.noise_sigma > 0
         if noisy:
-            engine.update_weights(WeightUpdate.local(self.rollouts.model, version))
+            self.rollouts.clean(version)
         metrics = held_out(
             now,
             self.envs,
@@ -144,7 +144,7 @@ class Evaluations:
             max_prompt_tokens=prompts.longest(now, self.rollouts.model.spec),
             on_phase=self.on_phase,
         )
-        engine.reset_prefix_cache()  # a resumed run has none of their pages
+        self.rollouts.forget()  # a resumed run has none of their pages
         if noisy:
             self.rollouts.update(version)
         return metrics | {"time/eval": time.monotonic() - began}

@@ -61,6 +61,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
     chat = found.attempt(lambda: models.tokenizer(cfg.model)) if model else None
+    found.attempt(lambda: engines.check(cfg))
     found.attempt(lambda: child.check_count(cfg.score.workers))
     envs = _environments(cfg, cfg.env, found)
     held_out = _environments(cfg, cfg.eval.env, found) if cfg.eval.env else envs
