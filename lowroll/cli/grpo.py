@@ -60,7 +60,7 @@ def plan(cfg: RunConfig) -> list[str]:
     low, high = cfg.loss.eps_low, cfg.loss.eps_high
     clip = "no clip" if low is None or high is None else f"clip {low:g}/{high:g}"
     cache = "" if rollout.kv is None else f" and a cache of {rollout.kv.name}"
-    by = "" if rollout.engine == "native" else f" by {server(cfg)}"
+    by = "" if rollout.engine == "native" else f" by {rollout.vllm.words}"
     return [
         f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights{cache}{by}",
         f"{train.max_steps} steps of {cfg.num_groups} prompts x {cfg.rollouts_per_example} "
@@ -79,15 +79,6 @@ def plan(cfg: RunConfig) -> list[str]:
         f"environments {', '.join(f'{env.name} ({env.weight:g})' for env in cfg.env)}; run folder "
         f"{cfg.output_dir}",
     ]
-
-
-def server(cfg: RunConfig) -> str:
-    """Where the rollouts of a run with vLLM come from."""
-    vllm = cfg.rollout.vllm
-    if vllm.url is not None:
-        return f"vLLM at {vllm.url}"
-    gpus = vllm.tensor_parallel_size
-    return "vLLM, started for the run" + (f" on {gpus} GPUs" if gpus > 1 else "")
 
 
 def _evaluations(cfg: RunConfig) -> list[str]:

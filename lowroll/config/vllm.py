@@ -43,6 +43,9 @@ FROM_RUN = {
     "--max-loras": "train.lora",
     "--lora-modules": "train.lora",
     "--lora-target-modules": "train.lora_target_modules",
+    "--weight-transfer-config": "rollout.vllm.transfer",
+    "--generation-config": "rollout",
+    "--skip-tokenizer-init": "rollout.stop",
     "--quantization": "rollout.weights",
     "--seed": "seed",
     "--config": "rollout.vllm.serve_args",
@@ -91,6 +94,8 @@ def _url(url: str) -> str:
         port = parts.port
     except ValueError:
         parts, port = urlsplit(""), None
+    if parts.scheme == "unix" and parts.path and not parts.netloc:
+        return url
     good = parts.scheme in ("http", "https") and parts.hostname and port != 0
     if not good or parts.query or parts.fragment or parts.username or parts.password:
         raise PydanticCustomError(
@@ -106,17 +111,21 @@ class VllmConfig(Section):
     """How vLLM is started, or where it runs; read by rollout.engine: vllm alone. Times in
     seconds."""
 
-    url: Url | None = None  # of a server that runs already; null: one is started, and ended
+    # of a server that runs already, or unix:/path/of/its/socket; null: one is started, and ended
+    url: Url | None = None
     token_variable: Text | None = None  # of the environment: holds the token of the server at url
     # interpreter of the environment that vLLM is installed in; null: LOWROLL_VLLM_PYTHON, else the
     # run's own
     python: Text | None = None
     folder: Text | None = None  # weights for vLLM are laid here; null: a temporary folder
+    devices: Text | None = None  # its CUDA_VISIBLE_DEVICES, such as "1,2"; null: the run's own
     tensor_parallel_size: Count = 1  # GPUs that share the model
     # share of each GPU's memory that vLLM takes; the learner needs the rest
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.5
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # null: the run's
     max_lora_rank: Count | None = None  # null: the least that holds train.lora_rank
+    # how all weights travel: by files, or with GPUs of its own (devices) from GPU to GPU
+    transfer: Literal["folder", "nccl"] = "folder"
     serve_args: Annotated[
         tuple[Text, ...], Strict(False), AfterValidator(_words)
     ] = ()  # of `vllm serve`
@@ -124,8 +133,23 @@ class VllmConfig(Section):
     request_deadline: Positive = 1200.0  # until one request, or one update, is done
     max_concurrent: Count = 256  # requests under way together
 
+    @property
+    def words(self) -> str:
+        """ "a vLLM of its own on 2 GPUs", "vLLM at http://127.0.0.1:8000"."""
+        if self.url is not None:
+            return f"vLLM at {self.url}"
+        gpus = self.tensor_parallel_size
+        return "a vLLM of its own" + (f" on {gpus} GPUs" if gpus > 1 else "")
 
-_STARTED = ("python", "tensor_parallel_size", "gpu_memory_utilization", "dtype", "serve_args")
+
+_STARTED = (
+    "python",
+    "devices",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "dtype",
+    "serve_args",
+)
 
 
 def vllm_problems(cfg: RunConfig) -> Iterator[Problem]:
@@ -162,6 +186,16 @@ def vllm_problems(cfg: RunConfig) -> Iterator[Problem]:
             ("rollout", "prefill_chunk"),
             rollout.prefill_chunk is not None,
             "vLLM cuts prompts itself (rollout.vllm.serve_args: [--max-num-batched-tokens, ...])",
+        ),
+        (
+            ("rollout", "stop"),
+            bool(rollout.stop),
+            "it runs without a tokenizer, and ends a response at the model's own ids",
+        ),
+        (
+            ("rollout", "min_p"),
+            rollout.min_p > 0 and rollout.top_p < 1,
+            "it cuts by min_p before top_p, and lowroll after; set one of them",
         ),
         (("noise",), cfg.noise is not None, "vLLM puts none on its norms"),
         (("train", "replay_kv"), train.replay_kv, "vLLM's cache drops no keys"),
@@ -200,6 +234,11 @@ def _section_problems(cfg: RunConfig) -> Iterator[Problem]:
         yield (
             (("rollout", "vllm", "token_variable"),),
             "is for a server at rollout.vllm.url; one that lowroll starts gets a token of its own",
+        )
+    if vllm.transfer == "nccl" and cfg.train.lora:
+        yield (
+            (("rollout", "vllm", "transfer"), ("train", "lora")),
+            "nccl is for all weights; an adapter travels by files",
         )
     if cfg.train.lora and vllm.max_lora_rank is not None:
         if vllm.max_lora_rank < cfg.train.lora_rank:

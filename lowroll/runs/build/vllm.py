@@ -14,19 +14,21 @@ import sys
 import tempfile
 import weakref
 from pathlib import Path
+from typing import Any
 
 from lowroll.config import RunConfig
 from lowroll.config.vllm import VllmConfig
 from lowroll.engine.base import Engine
 from lowroll.model import hf
+from lowroll.model.scoring import score
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format, stored_format
 from lowroll.runs.build.compute import Compute
+from lowroll.runs.folder import LOGS
 from lowroll.weights.publish import rollout_copy
 
 PYTHON = "LOWROLL_VLLM_PYTHON"
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's kernels of adapters are made for
 _LOOK = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
@@ -66,6 +68,8 @@ def token(vllm: VllmConfig) -> str | None:
 def check(cfg: RunConfig) -> None:
     """ValueError for what would keep vLLM from being started or reached; nothing is started."""
     vllm = cfg.rollout.vllm
+    if vllm.folder is not None and not Path(vllm.folder).is_dir():
+        raise ValueError(f"rollout.vllm.folder: {vllm.folder} is no folder")
     if vllm.url is None:
         interpreter(vllm)
     else:
@@ -78,50 +82,51 @@ def context(cfg: RunConfig, spec: ModelSpec) -> int:
 
 
 def start(cfg: RunConfig, compute: Compute, model: Transformer, weights: str) -> Engine:
-    """A vLLM that is started for the run, and ends with `close`."""
-    from lowroll.engine.remote import VllmEngine
+    """A vLLM that is started for the run, and ends with `close`. The learner stays `model`: its
+    log-probs are compared after every update."""
+    from lowroll.engine.remote.vllm import VllmEngine
 
-    vllm, train = cfg.rollout.vllm, cfg.train
+    vllm = cfg.rollout.vllm
     written = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
+    on_gpu = compute.device.type == "cuda"
+    logs = Path(cfg.output_dir) / LOGS
     made = VllmEngine.start(
         _base(cfg, compute, model, weights, Path(written.name)),
+        log=logs / "vllm.log" if logs.is_dir() else None,
         python=interpreter(vllm),
-        folder=vllm.folder,
-        lora_rank=(vllm.max_lora_rank or lora_rank(train.lora_rank)) if train.lora else None,
+        devices=vllm.devices,
         dtype=vllm.dtype or str(compute.dtype).removeprefix("torch."),
-        context=context(cfg, model.spec),
+        tensor_parallel=vllm.tensor_parallel_size,
+        gpu_memory=vllm.gpu_memory_utilization if on_gpu else None,
+        context_length=context(cfg, model.spec),
         max_batch=cfg.rollout.max_batch,
-        tensor_parallel_size=vllm.tensor_parallel_size,
-        gpu_memory_utilization=vllm.gpu_memory_utilization,
-        args=vllm.serve_args,
+        arguments=vllm.serve_args,
         start_s=vllm.start_deadline,
-        request_s=vllm.request_deadline,
-        max_concurrent=vllm.max_concurrent,
+        **_shared(cfg, model),
     )
     weakref.finalize(made, written.cleanup)
     return made
 
 
-def attach(cfg: RunConfig) -> Engine:
+def attach(cfg: RunConfig, model: Transformer) -> Engine:
     """The vLLM at rollout.vllm.url, which goes on after `close`."""
-    from lowroll.engine.remote import VllmEngine
+    from lowroll.engine.remote.vllm import VllmEngine
 
     vllm = cfg.rollout.vllm
-    return VllmEngine.attach(
-        vllm.url,
-        token=token(vllm),
-        folder=vllm.folder,
-        request_s=vllm.request_deadline,
-        max_concurrent=vllm.max_concurrent,
-    )
+    return VllmEngine.attach(vllm.url, token=token(vllm), **_shared(cfg, model))
 
 
-def lora_rank(rank: int) -> int:
-    """The least rank of vLLM's that holds adapters of `rank`. ValueError beyond the largest."""
-    for most in RANKS:
-        if rank <= most:
-            return most
-    raise ValueError(f"train.lora_rank: {rank} is more than vLLM's largest, {RANKS[-1]}")
+def _shared(cfg: RunConfig, model: Transformer) -> dict[str, Any]:
+    """What a server is asked for, wherever it came from."""
+    vllm, train = cfg.rollout.vllm, cfg.train
+    return {
+        "lora_rank": (vllm.max_lora_rank or train.lora_rank) if train.lora else None,
+        "way": vllm.transfer,
+        "concurrency": vllm.max_concurrent,
+        "exchange": None if vllm.folder is None else Path(vllm.folder),
+        "verify": lambda ids: score(model, [ids], [1])[0].tolist(),
+        "request_s": vllm.request_deadline,
+    }
 
 
 def _base(cfg: RunConfig, compute: Compute, model: Transformer, weights: str, room: Path) -> Path:
