@@ -8,9 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 
 from lowroll.checkpoint.store import Store
+from lowroll.config import from_mapping
+from lowroll.config.vllm import VllmConfig
 from lowroll.metrics.record import read
+from lowroll.model import hf
+from lowroll.model.linear import Linear
+from lowroll.quant.formats import QTensor
+from lowroll.runs.build import models, vllm
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.diagnose import diagnose
+from lowroll.runs.evaluate import evaluate
+from lowroll.runs.preflight import Findings, look_at_run
 from lowroll.transport.rollout_log import read_rollouts
 from tests.fixtures.foreign import stand_in
 from tests.fixtures.runs import copy_stopped_after, settings, train
@@ -124,3 +136,94 @@ def test_what_this_vllm_cannot_do_is_refused_before_the_first_step(
     with pytest.raises(ValueError, match=told):
         train(tree(model, tmp_path / "run", **changes))
     assert made[0].closed == 1 and made[0].versions == [] and read(tmp_path / "run") == []
+
+
+@pytest.mark.slow
+def test_diagnose_asks_the_runs_engine_and_eval_lowrolls_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = stand_in(monkeypatch)
+    cfg = from_mapping(tree(model, tmp_path / "run", eval={"num_examples": 2}))
+    found = diagnose(cfg, num_prompts=3, n=2)
+    assert [(engine.versions, engine.closed) for engine in made] == [([0], 1)]
+    assert found.num_tokens and found.whole.logp_diff_max < 1e-4
+    rows = evaluate(cfg)
+    assert [(row["weights"], row["kv"]) for row in rows] == [("fp32", "dense")] and len(made) == 1
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """An interpreter that says that it has vLLM, and does nothing else."""
+    path = tmp_path / "python"
+    path.write_text('#!/bin/sh\n[ "$1" = -c ] || exit 9\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.slow
+def test_a_dry_run_starts_nothing(
+    model: Path, python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "start", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(vllm, "attach", lambda *_: pytest.fail("asked"))
+
+    def look(**section: Any) -> Findings:
+        rollout = {"engine": "vllm", "weights": "dense", "vllm": section, "cache_tokens": None}
+        return look_at_run(from_mapping(settings(model, tmp_path / "run", rollout=rollout)))
+
+    for section in ({"python": str(python)}, {"url": "http://127.0.0.1:9"}):
+        found = look(**section)
+        assert found.problems == [] and not (tmp_path / "run").exists()
+        (line,) = [line for line in found.lines if "vLLM" in line]
+        assert line.startswith(f"rollouts by {VllmConfig(**section).words}, whose memory")
+        assert "KV cache" not in "".join(found.lines)
+    monkeypatch.setenv(vllm.PYTHON, str(python))
+    assert look().problems == []
+    for section, told in (
+        ({"python": str(tmp_path / "none")}, "rollout.vllm.python: "),
+        ({"python": "/bin/false"}, "rollout.vllm.python: /bin/false has no vLLM"),
+        ({"folder": str(tmp_path / "none")}, "rollout.vllm.folder: "),
+        (
+            {"url": "http://127.0.0.1:9", "token_variable": "LOWROLL_NOT_SET"},
+            "rollout.vllm.token_variable: LOWROLL_NOT_SET is not set",
+        ),
+    ):
+        (problem,) = look(**section).problems
+        assert problem.startswith(told)
+    monkeypatch.setenv(vllm.PYTHON, "/bin/false")
+    (problem,) = look().problems
+    assert problem.startswith("LOWROLL_VLLM_PYTHON: /bin/false has no vLLM")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["fp32", "nvfp4"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_server_is_started_on_what_the_rollouts_multiply_with(
+    weights: str, lora: bool, model: Path, tmp_path: Path
+) -> None:
+    """The run's own folder, or one in the rollouts' format without the adapter."""
+    cfg = from_mapping(
+        {
+            "model": str(model),
+            "device": "cpu",
+            "rollout": {"engine": "vllm", "weights": weights},
+            "train": {"lora": lora, "lora_rank": 2},
+        }
+    )
+    compute = Compute.of(cfg)
+    learner = models.learner(cfg, compute)
+    folder = vllm._base(cfg, compute, learner, weights, tmp_path)
+    assert (folder == model) == (weights == "fp32")
+    held = hf.load(folder)
+    assert held.weight_format == (None if weights == "fp32" else weights)
+    for (_, theirs), (_, ours) in zip(held.linears(), learner.linears(), strict=True):
+        assert theirs.adapter is None and (ours.adapter is not None) == lora
+        if lora and weights != "fp32":
+            assert torch.equal(dense_of(theirs), dense_of(ours))
+    low_bit = from_mapping({**yaml.safe_load(cfg.dump()), "model": str(folder)})
+    assert vllm._base(low_bit, compute, learner, weights, tmp_path) == folder
+
+
+def dense_of(linear: Linear) -> torch.Tensor:
+    weight = linear.weight
+    return weight.dequantize(torch.float32) if isinstance(weight, QTensor) else weight
