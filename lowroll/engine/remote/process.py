@@ -67,7 +67,7 @@ class VllmProcess:
         try:
             with log.open("ab") as out:
                 self._began = out.tell()
-                self._process = subprocess.Popen(
+                self.child = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
                     stdout=out,
@@ -100,7 +100,7 @@ class VllmProcess:
 
     def lost(self) -> str | None:
         """Why it has ended, in the words of its log; None while it runs."""
-        if self._process.poll() is None:
+        if self.child.poll() is None:
             return None
         return f"vLLM has ended; the last error of {self.log}: {self.last_line()}"
 
@@ -119,19 +119,19 @@ class VllmProcess:
 
     def close(self) -> None:
         """End it and all of its processes, and wait until they have ended. Idempotent."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self.child.stdin is not None
+        self.child.stdin.close()
         try:
-            self._process.wait(timeout=ENDING)
+            self.child.wait(timeout=ENDING)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, 9)
-            self._process.wait(timeout=ENDING)
+            os.killpg(self.child.pid, 9)
+            self.child.wait(timeout=ENDING)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
     def pid(self) -> int:
         """Of its process group."""
-        return self._process.pid
+        return self.child.pid
 
 
 def _environment(site: str | None, devices: str | None) -> Mapping[str, str]:

@@ -20,17 +20,17 @@ LOOK = 0.1  # seconds between two looks at vLLM
 
 def main() -> None:
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *sys.argv[1:]]
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    while server.poll() is None:
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    while child.poll() is None:
         readable, _, _ = select.select([0], [], [], LOOK)
         if readable and not os.read(0, 1):
-            server.terminate()
+            child.terminate()
             try:
-                server.wait(timeout=GRACE)
+                child.wait(timeout=GRACE)
             except subprocess.TimeoutExpired:
                 pass
             break
-    print(f"vLLM has ended with status {server.poll()}", file=sys.stderr, flush=True)
+    print(f"vLLM has ended with status {child.poll()}", file=sys.stderr, flush=True)
     os.killpg(0, signal.SIGKILL)  # this process too
 
 
