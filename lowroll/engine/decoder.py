@@ -22,8 +22,9 @@ the cheaper product for many (docs/benchmarks.md).
 Every tensor that a graph reads is allocated once: new weights are written in place, and the graphs
 stay valid.
 
-Requests with filters, penalties or bans need their logits on the way: they take one step at a time,
-through `engine.sampler`.
+Requests with filters, penalties or bans, and those that ask for the likeliest tokens, need their
+logits on the way: they take one step at a time, through `engine.sampler`, and so do the rows beside
+them.
 
 Legend: B rows, P pages of a row, S steps, V vocabulary.
 """
@@ -36,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
+from lowroll.engine.sampler import SamplingBatch, ranked, require_finite, sample, signed
 from lowroll.engine.sequence import Sequence
 from lowroll.kernels.launch import overlapping
 from lowroll.kernels.sampling.advance import advance
@@ -107,24 +108,24 @@ class Decoder:
 
     def run(
         self, sequences: list[Sequence], steps: int
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Draw `steps` tokens of each sequence, one where rows are not `plain`: (ids, log-probs),
-        both [B, S].
+    ) -> tuple[list[list[int]], list[list[float]], list[list[tuple[int, float]] | None]]:
+        """Draw `steps` tokens of each sequence, one where rows are not `plain` or ask for the
+        likeliest tokens: (ids, log-probs), both [B, S], and what each row is told of those
+        (`sampler.ranked`).
 
         The pages of all steps are in place. ValueError when the model gives a row no distribution.
         """
         size = self.size(len(sequences))
         self._upload(sequences, size)
-        if plain(sequences):
+        told: list[list[tuple[int, float]] | None] = [None] * len(sequences)
+        asked = any(s.request.top_logprobs for s in sequences)
+        if plain(sequences) and not asked:
             for _ in range(steps):
                 self._step(size, drawing=True)
             tokens_SB, logprobs_SB = self.tokens_SB[:steps], self.logprobs_SB[:steps]
         else:
             self._step(size, drawing=False)
-            lengths_B = self.state[1, : len(sequences)] + 1
-            tokens_B, logprobs_B = sample(
-                self.logits[size][: len(sequences)], self._params(sequences), lengths_B
-            )
+            tokens_B, logprobs_B = self._draw(sequences, self.logits[size][: len(sequences)])
             tokens_SB, logprobs_SB = tokens_B[None], logprobs_B[None]
             self._rows = []  # the device's rows do not have these tokens
         tokens_SB = tokens_SB[:, : len(sequences)].cpu()
@@ -133,7 +134,17 @@ class Decoder:
             self._rows = []
             require_finite(logprobs_SB.t().amin(1).tolist())
         self._last = tokens_SB[-1].tolist()
-        return tokens_SB.t().tolist(), logprobs_SB.t().tolist()
+        if asked:
+            told = ranked(self.logits[size][: len(sequences)], sequences)
+        return tokens_SB.t().tolist(), logprobs_SB.t().tolist(), told
+
+    def _draw(self, sequences: list[Sequence], logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+        """A token of each sequence, with the bits that a step of them gives by itself."""
+        rows = len(sequences)
+        _, _, next_B, _, keys_B, _, _, _ = self.state[:, :rows].unbind()
+        if not plain(sequences):
+            return sample(logits_BV, self._params(sequences), next_B)
+        return draw(logits_BV, keys_B, next_B, self.temperature_B[:rows], self.greedy_B[:rows])
 
     def _params(self, sequences: list[Sequence]) -> SamplingBatch:
         if self._steady is None or self._steady[0] != sequences:

@@ -20,11 +20,11 @@ temperature 1 after 1 and 2: the draw itself has log-prob 0, which says nothing.
 Noise is that of `kernels.sampling.draw`: a row's uniform is u(key, position), key =
 `request.noise_key`, and does not depend on the batch, the device or the past.
 
-Nothing here waits for the device. A row without a distribution (NaN or +inf logits, or nothing but
+Nothing here but `ranked` waits for the device. A row without a distribution (NaN or +inf logits, or nothing but
 -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an error once the numbers are
 on the host.
 
-Shapes: B rows, V vocabulary, R filtered rows.
+Shapes: B rows, V vocabulary, R filtered rows, K likeliest tokens, C rows of a piece.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from torch import Tensor
 from lowroll.engine.sequence import Sequence
 from lowroll.kernels.sampling.draw import inverse_cdf, uniform
 from lowroll.model.logprobs import log_probs
+
+RANKED_ROWS = 64  # rows whose tokens are put in order at a time
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,47 @@ def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
     """The log-probs, float32 [B, V], that `sample` draws from (of a greedy row: those that it
     records)."""
     return _normalise(_penalise(logits_BV.float(), params), params)
+
+
+def likeliest(logp_BV: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs of the `most` likeliest tokens, [B, K], likeliest first; equal ones by id,
+    the lower first, on every device and in any batch."""
+    most = min(most, logp_BV.shape[-1])
+    if most == 0:
+        nothing_B0 = logp_BV[:, :0]
+        return nothing_B0.long(), nothing_B0
+    ids_BK = torch.cat([_order(logp_CV, most) for logp_CV in logp_BV.split(RANKED_ROWS)])
+    return ids_BK, logp_BV.gather(-1, ids_BK)
+
+
+def _order(logp_CV: Tensor, most: int) -> Tensor:
+    """Ids by the bits of the log-prob, which as an integer are in its order, and then by id: no two
+    are equal, so the order is one."""
+    bits_CV = (logp_CV + 0.0).view(torch.int32)  # -0.0 is 0.0
+    rising_CV = torch.where(bits_CV < 0, bits_CV ^ 0x7FFFFFFF, bits_CV)
+    last_V = torch.arange(logp_CV.shape[-1], device=logp_CV.device).flip(0)
+    return (rising_CV.long() << 32 | last_V).topk(most, dim=-1).indices
+
+
+def ranked(logits_BV: Tensor, sequences: list[Sequence]) -> list[list[tuple[int, float]] | None]:
+    """For each row that asks (`Request.top_logprobs`) the likeliest tokens of the distribution that
+    its next token is drawn from; None for the others.
+
+    What a filter or a ban forbids is not among them. Waits for the device.
+    """
+    found: list[list[tuple[int, float]] | None] = [None] * len(sequences)
+    asking = [i for i, s in enumerate(sequences) if s.request.top_logprobs]
+    for first in range(0, len(asking), RANKED_ROWS):
+        some = asking[first : first + RANKED_ROWS]
+        rows = [sequences[i] for i in some]
+        logits_CV = logits_BV[torch.tensor(some, device=logits_BV.device)]
+        params = SamplingBatch.of(rows, logits_BV.shape[-1], logits_BV.device)
+        most = max(s.request.top_logprobs for s in rows)
+        ids_CK, logp_CK = likeliest(distribution(logits_CV, params), most)
+        for i, ids, logp in zip(some, ids_CK.tolist(), logp_CK.tolist(), strict=True):
+            pairs = list(zip(ids, logp, strict=True))[: sequences[i].request.top_logprobs]
+            found[i] = [pair for pair in pairs if pair[1] > -math.inf]
+    return found
 
 
 def require_finite(logprobs: Collection[float]) -> None:

@@ -40,6 +40,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
+from lowroll.engine.base import Drawn
 from lowroll.engine.request import noise_key, sampler_settings
 from lowroll.engine.sequence import Compaction, LiveGroup, Plan, PrefillChunk, Sequence
 from lowroll.kv.pages import PagePool, page_keys
@@ -148,7 +149,10 @@ class Scheduler:
         )
         stop_ids = set(request.stop_ids) | (set() if request.ignore_eos else self.eos_ids)
         group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)), need)
-        group.sequences = [Sequence(group, i, noise_key(request, i)) for i in range(request.n)]
+        for i in range(request.n):
+            top_logprobs = list[list[tuple[int, float]]]() if request.top_logprobs else None
+            sequence = Sequence(group, i, noise_key(request, i), top_logprobs=top_logprobs)
+            group.sequences.append(sequence)
         group.waiting.extend(group.sequences)
         group.num_open = group.num_unforked = request.n
         self._next_handle += 1
@@ -170,6 +174,23 @@ class Scheduler:
         """End everything in flight with "abort"."""
         for handle in list(self._groups):
             self.abort(handle)
+
+    def so_far(self, handle: int) -> list[Drawn]:
+        """What the samples of a request have drawn, in their order; [] once `finished` has returned
+        it. ValueError for a handle that `add` never returned."""
+        if not 0 <= handle < self._next_handle:
+            raise ValueError(f"handle: {handle} is of no request")
+        samples: list[Sequence] | list[Rollout] = []
+        if handle in self._groups:
+            samples = self._groups[handle].sequences
+        else:
+            for one, group in self._finished:
+                if one == handle:
+                    samples = group.rollouts
+        return [
+            Drawn(s.token_ids, s.logprobs, s.finish_reason, s.top_logprobs, s.stop_reason)
+            for s in samples
+        ]
 
     def finished(self, handles: Container[int] | None = None) -> list[tuple[int, Group]]:
         """(handle, group) of the completed requests not returned yet, in order of completion; only
@@ -209,9 +230,15 @@ class Scheduler:
         begun, self._begun = self._begun, []
         return Plan(compactions, forks, copies, rows, steps, limits, begun, prefills)
 
-    def commit(self, sequence: Sequence, token_id: int, logprob: float) -> None:
-        """Append a sampled token; end the sample if it stops here. Raises ValueError for a
-        non-finite log-prob."""
+    def commit(
+        self,
+        sequence: Sequence,
+        token_id: int,
+        logprob: float,
+        top: list[tuple[int, float]] | None = None,
+    ) -> None:
+        """Append a sampled token; end the sample if it stops here. top: the likeliest tokens of its
+        place, for a request that asks for them. Raises ValueError for a non-finite log-prob."""
         if sequence.finish_reason is not None:
             return
         if not math.isfinite(logprob):
@@ -227,6 +254,9 @@ class Scheduler:
         sequence.behavior = self.behavior
         sequence.token_ids.append(token_id)
         sequence.logprobs.append(logprob)
+        if sequence.top_logprobs is not None:
+            assert top is not None
+            sequence.top_logprobs.append(top)
         if len(sequence.token_ids) == 1:
             self._start(sequence)
         else:
@@ -237,8 +267,15 @@ class Scheduler:
         elif len(sequence.token_ids) == sequence.request.max_tokens:
             self._finish(sequence, "length")
 
-    def commit_run(self, sequence: Sequence, token_ids: list[int], logprobs: list[float]) -> None:
-        """`commit` of several tokens; those behind the end of the sample are dropped."""
+    def commit_run(
+        self,
+        sequence: Sequence,
+        token_ids: list[int],
+        logprobs: list[float],
+        top: list[tuple[int, float]] | None = None,
+    ) -> None:
+        """`commit` of several tokens; those behind the end of the sample are dropped. A request
+        that asks for the likeliest tokens takes one step at a time: `top` is of one token."""
         group = sequence.group
         may_end = (
             sequence.finish_reason is not None
@@ -246,7 +283,7 @@ class Scheduler:
             or len(token_ids) >= sequence.num_left
             or not set(token_ids).isdisjoint(group.stop_ids)
         )
-        self.commit(sequence, token_ids[0], logprobs[0])
+        self.commit(sequence, token_ids[0], logprobs[0], top)
         if may_end:
             for token_id, logprob in zip(token_ids[1:], logprobs[1:], strict=True):
                 self.commit(sequence, token_id, logprob)
@@ -546,7 +583,13 @@ class Scheduler:
             )
             rollouts.append(
                 Rollout(
-                    s.token_ids, s.logprobs, s.finish_reason, behavior, s.stop_reason, s.evictions
+                    s.token_ids,
+                    s.logprobs,
+                    s.finish_reason,
+                    behavior,
+                    s.stop_reason,
+                    s.evictions,
+                    s.top_logprobs,
                 )
             )
         self._finished.append((group.handle, Group(group.request, rollouts)))

@@ -42,7 +42,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "kv": ({"kernels", "model", "types"}, {"torch"}),
     "weights": ({"model", "quant", "kernels"}, {"torch"}),
     # engine -> weights: the engine takes new weights through the one corridor
-    "engine": ({"model", "quant", "kv", "kernels", "types", "machine", "weights"}, {"torch"}),
+    # engine -> checkpoint: weights for an engine elsewhere are laid in folders that appear whole
+    "engine": (
+        {"model", "quant", "kv", "kernels", "types", "machine", "weights", "checkpoint"},
+        {"torch", "aiohttp"},
+    ),
     "objectives": (set(), {"torch"}),
     "advantages": (set(), set()),
     "envs": (
@@ -94,6 +98,7 @@ LIGHT = (
     "orchestrator",
     "cli.main",
     "engine.base",
+    "engine.remote",
     "engine.scheduler",
     "engine.request",
     "kv.pages",
