@@ -40,7 +40,9 @@ def interpreter(vllm: VllmConfig) -> str:
     if found is None:
         raise ValueError(f"{_key(vllm)}: {named} is no program that can be run")
     try:
-        done = subprocess.run([found, "-c", _LOOK], capture_output=True, timeout=60, check=False)
+        done = subprocess.run(
+            [found, "-c", _LOOK], capture_output=True, timeout=60, check=False, env=_environment()
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"{_key(vllm)}: {found} is no Python that answers ({error})") from None
     if done.returncode:
@@ -49,6 +51,13 @@ def interpreter(vllm: VllmConfig) -> str:
             f"(docs/vllm.md), and name its interpreter here or in {PYTHON}"
         )
     return found
+
+
+def _environment() -> dict[str, str]:
+    """Where it is looked for: LOWROLL_VLLM_PATH is the folder of a vLLM that is not installed."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    site = os.environ.get("LOWROLL_VLLM_PATH")
+    return kept if site is None else kept | {"PYTHONPATH": site}
 
 
 def _key(vllm: VllmConfig) -> str:
