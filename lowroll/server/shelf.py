@@ -110,23 +110,15 @@ def _adapter(folder: Path, number: int, listed: set[str], weights: str) -> Weigh
 
 
 def _full(folder: Path, number: int, listed: set[str], model: Path) -> WeightUpdate:
-    from safetensors.torch import load_file
-
     from lowroll.model import hf
     from lowroll.weights.update import WeightUpdate
 
-    spec, layout, files = hf.read_headers(folder)
-    paths = sorted(set(files.values()))
-    _check_published(listed, ["config.json", *(path.name for path in paths)])
-    if layout is not None:
-        raise ValueError("config.json: quantization_config: an update is dense")
+    spec, files, tensors = hf.stored(folder)
+    _check_published(listed, ["config.json", *(path.name for path in files.values())])
     served = replace(hf.read_headers(model)[0], eos_ids=spec.eos_ids)  # a server's own
     odd = [f.name for f in fields(spec) if f.compare and vars(spec)[f.name] != vars(served)[f.name]]
     if odd:
         raise ValueError(f"config.json: {', '.join(odd)}: not as the served model's")
-    loaded = {path: load_file(path) for path in paths}
-    names = [part for _, parts, _ in hf.hf_names(spec) for part in parts]
-    tensors = {name: loaded[files[name]][name] for name in names}
     return WeightUpdate(number, "full", tensors.items)
 
 

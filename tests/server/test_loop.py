@@ -354,7 +354,8 @@ def test_weights_that_change_in_flight_are_in_the_spans(
             ticket = await loop.submit(ask(3, 4, n=2, max_tokens=LONG), stream=True)
             digests = [(await loop.health()).behavior.policy[-1].digest]
             for version in (1, 2):
-                await first_tokens(loop, ticket, 3 * version)
+                drawn = (await loop.health()).stats.tokens  # of two samples
+                await first_tokens(loop, ticket, drawn // 2 + 2)
                 update = WeightUpdate.local(masters[version], version).as_stream()
                 tag = await loop.call(lambda engine, u=update: engine.update_weights(u), "weights")
                 digests.append(tag.policy[-1].digest)
