@@ -32,7 +32,7 @@ TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 HEEDLESS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prediction "
-    "parallel_tool_calls cache_salt priority".split()
+    "parallel_tool_calls cache_salt priority routed_experts_prompt_start".split()
 )
 _OFF: tuple[Any, ...] = (None, False, [], {}, "")
 # by name: the values that ask for nothing that is not there
