@@ -21,6 +21,7 @@ REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 BYTES = 1 << 16  # of an answer without tokens
 TOKEN_BYTES = 512  # of a token in an answer, with its log-prob and text
 TOP_BYTES = 128  # of one of its likeliest tokens
+UNRANKED = 2**31
 ABOVE_ZERO = 1e-4  # a log-prob may round to this
 
 
@@ -239,11 +240,12 @@ class Arrivals:
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tuple[float, int]]]:
     """What /v1/completions says of a prompt with `prompt_logprobs`: for each of ids[1:] the
-    (log-prob, rank) of tokens by id, itself among them. ServerError for what cannot be true."""
+    (log-prob, rank) of tokens by id, itself among them; its rank is `UNRANKED` where the server
+    does not say it. ServerError for what cannot be true."""
     try:
         rows = answer["choices"][0]["prompt_logprobs"]
         found = [
-            {int(token): (float(one["logprob"]), int(one["rank"])) for token, one in row.items()}
+            {int(token): (float(one["logprob"]), _rank(one["rank"])) for token, one in row.items()}
             for row in rows[1:]
         ]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
@@ -255,6 +257,10 @@ def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tu
         if not -math.inf < logprob <= ABOVE_ZERO:
             raise ServerError(f"{what}: no log-prob of token {token} at {i + 1}")
     return found
+
+
+def _rank(stated: Any) -> int:
+    return UNRANKED if stated is None else int(stated)
 
 
 def _count(value: Any) -> str:

@@ -153,7 +153,8 @@ class RemoteEngine:
 
     def step(self) -> list[tuple[int, Group]]:
         """Wait a moment for answers. Returns the requests that have ended, by handle."""
-        self._turn()
+        if not self._ended:
+            self._turn()
         ended = list(self._ended.items())
         self._ended.clear()
         return ended
@@ -250,8 +251,6 @@ class RemoteEngine:
 
     def _turn(self) -> None:
         """Wait for an answer, and take those that have come. An error gives up all in flight."""
-        if not self._flights or self._ended:
-            return
         wait([f.answer for f in self._flights.values()], TURN, return_when=FIRST_COMPLETED)
         try:
             for handle, flight in list(self._flights.items()):
