@@ -344,6 +344,19 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
     return model
 
 
+def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Tensor]]:
+    """(alpha, tensors) of a PEFT folder on the CPU, as a model's adapter has them; input_scale as in
+    `load`. Shapes and names are for whoever takes them to check. ValueError names the file and the
+    key."""
+    _, alpha, _ = _read_config(folder / "adapter_config.json")
+    weights = folder / "adapter_model.safetensors"
+    tensor_headers(weights)  # says what is wrong with a damaged file
+    return alpha, {
+        name: tensor / input_scale if name.endswith(_BEHIND_A_NORM) else tensor
+        for name, tensor in load_file(weights).items()
+    }
+
+
 def _read_config(path: Path) -> tuple[int, float, list[str]]:
     """(rank, alpha, targets) of an adapter_config.json. ValueError names the key."""
     config = _read_json(path)

@@ -47,6 +47,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"model", "quant", "kv", "kernels", "types", "machine", "weights", "checkpoint"},
         {"torch", "aiohttp"},
     ),
+    # server -> weights: new weights are read from a folder and handed on as updates
+    "server": (
+        {"engine", "model", "types", "weights", "checkpoint", "machine"},
+        {"aiohttp", "prometheus_client", "pydantic"},
+    ),
     "objectives": (set(), {"torch"}),
     "advantages": (set(), set()),
     "envs": (
@@ -108,6 +113,8 @@ LIGHT = (
     "kv.policy.bounded",
     "kv.policy.table",
     "quant.table",
+    "server.app",
+    "server.loop",
     "objectives.table",
     "runs.build.caches",
     "runs.build.environments",

@@ -28,6 +28,7 @@ MOST_JSON = 16 << 20  # bytes of an answer whose size nothing else bounds
 AGAIN = (429, 502, 503)  # the server has not begun: busy, or not there yet
 TRIES = 3
 PAUSE = 0.2  # seconds before the second try; twice as long before the third
+DYING = 30  # tenths of a second in which a server that failed may end
 MARGIN = 5.0  # seconds that a waiting thread grants the loop beyond a request's own deadline
 
 
@@ -72,7 +73,7 @@ class Client:
         *,
         token: str | None = None,
         concurrency: int = 256,
-        lost: Callable[[], str | None] = lambda: None,
+        lost: Callable[[], str | None] | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._socket, self._base = _address(self.url)
@@ -149,11 +150,10 @@ class Client:
                 if error.status not in AGAIN or not left:
                     raise await self._explained(error) from None
             except (aiohttp.ClientError, OSError) as error:
-                why = printable(str(error) or type(error).__name__)
-                failed = f"{call.what}: the connection to {self.url} failed: {why}"
-                said = await self._explained(EngineLost(failed))
-                if not left or self._lost() is not None:
-                    raise said from None
+                if not left:
+                    why = printable(str(error) or type(error).__name__)
+                    failed = f"{call.what}: the connection to {self.url} failed: {why}"
+                    raise await self._explained(EngineLost(failed)) from None
             await asyncio.sleep(pause)
             pause *= 2
         raise AssertionError("the last try returns or raises")
@@ -174,16 +174,16 @@ class Client:
     async def _explained(self, error: ServerError) -> ServerError:
         """The same error with the reason why the server has ended, where it has: a process that
         reports its own death takes a moment to die."""
-        if error.status is not None and error.status < 500:
+        if self._lost is None or (error.status is not None and error.status < 500):
             return error
-        for _ in range(20):
+        for _ in range(DYING):
             if (why := self._lost()) is not None:
                 return EngineLost(f"{error}; {why}", error.status)
             await asyncio.sleep(0.1)
         return error
 
     def _late(self, call: Call) -> ServerError:
-        why = self._lost()
+        why = None if self._lost is None else self._lost()
         late = f"{call.what}: no answer from {self.url} within {call.deadline_s:g} s"
         return ServerError(late) if why is None else EngineLost(f"{late}; {why}")
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowroll.engine.remote.client import ServerError, parsed
-from lowroll.types import BehaviorTag, FinishReason, Group, Request, Rollout, printable
+from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout, printable
 
 PATH = "/v1/completions"
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 BYTES = 1 << 16  # of an answer without tokens
 TOKEN_BYTES = 512  # of a token in an answer, with its log-prob and text
 TOP_BYTES = 128  # of one of its likeliest tokens
+UNRANKED = 2**31
 ABOVE_ZERO = 1e-4  # a log-prob may round to this
 
 
@@ -75,12 +76,21 @@ class Sample:
         return self.token_ids[: len(logprobs)], logprobs, self.top_logprobs[: len(logprobs)]
 
 
+# of sample i: which policy drew it, and what its cache dropped
+Origin = Callable[[int, Sample], tuple[BehaviorTag, Evictions | None]]
+
+
 class Arrivals:
     """The choices of one request as they come, whole or in pieces. ServerError for what cannot be
     true."""
 
     def __init__(
-        self, request: Request, what: str, vocab_size: int, model: str, stop_ids: Collection[int]
+        self,
+        request: Request,
+        what: str,
+        vocab_size: int,
+        model: str,
+        stop_ids: Collection[int] | None,
     ) -> None:
         self.request = request
         self.what = what
@@ -109,30 +119,37 @@ class Arrivals:
             raise ServerError(f"{self.what}: {_show(event['error'])}", 500)
         if isinstance(event, dict) and event.get("choices"):
             self.take(event)
+        for stated in (event.get("lowroll") or []) if isinstance(event, dict) else []:
+            index = stated.get("index") if isinstance(stated, dict) else None
+            if type(index) is not int or not 0 <= index < self.request.n:
+                raise self._lie(f"the origin of a sample {_show(index)}; n is {self.request.n}")
+            self.samples[index].stated = stated
 
-    def group(self, tag: Callable[[int, Sample], BehaviorTag]) -> Group:
+    def group(self, origin: Origin) -> Group:
         """All of it, once every sample has ended."""
         for i, sample in enumerate(self.samples):
             self._check_end(i, sample)
-        return self._group(tag)
+        return self._group(origin)
 
-    def aborted(self, tag: Callable[[int, Sample], BehaviorTag]) -> Group:
+    def aborted(self, origin: Origin) -> Group:
         """What has come so far of a request that was given up."""
         for sample in self.samples:
             sample.finish_reason = sample.finish_reason or "abort"
-        return self._group(tag)
+        return self._group(origin)
 
-    def _group(self, tag: Callable[[int, Sample], BehaviorTag]) -> Group:
+    def _group(self, origin: Origin) -> Group:
         rollouts = []
         for i, sample in enumerate(self.samples):
             ids, logprobs, top = sample.read()
+            behavior, evictions = origin(i, sample)
             rollouts.append(
                 Rollout(
                     token_ids=ids,
                     logprobs=logprobs,
                     finish_reason=sample.finish_reason or "abort",
-                    behavior=tag(i, sample),
+                    behavior=behavior,
                     stop_reason=sample.stop_reason,
+                    evictions=evictions,
                     top_logprobs=top if self.request.top_logprobs else None,
                 )
             )
@@ -212,7 +229,9 @@ class Arrivals:
             raise self._lie(f"choice {index} ended by its length with {count} tokens")
         if sample.finish_reason != "stop" or isinstance(sample.stop_reason, str):
             return
-        if not count or sample.token_ids[-1] not in self.stop_ids:
+        if self.stop_ids is None and count:
+            return
+        if not count or sample.token_ids[-1] not in (self.stop_ids or ()):
             raise self._lie(f"choice {index} stopped, and at no token that ends a response")
 
     def _lie(self, what: str) -> ServerError:
@@ -221,11 +240,12 @@ class Arrivals:
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tuple[float, int]]]:
     """What /v1/completions says of a prompt with `prompt_logprobs`: for each of ids[1:] the
-    (log-prob, rank) of tokens by id, itself among them. ServerError for what cannot be true."""
+    (log-prob, rank) of tokens by id, itself among them; its rank is `UNRANKED` where the server
+    does not say it. ServerError for what cannot be true."""
     try:
         rows = answer["choices"][0]["prompt_logprobs"]
         found = [
-            {int(token): (float(one["logprob"]), int(one["rank"])) for token, one in row.items()}
+            {int(token): (float(one["logprob"]), _rank(one["rank"])) for token, one in row.items()}
             for row in rows[1:]
         ]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
@@ -237,6 +257,10 @@ def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tu
         if not -math.inf < logprob <= ABOVE_ZERO:
             raise ServerError(f"{what}: no log-prob of token {token} at {i + 1}")
     return found
+
+
+def _rank(stated: Any) -> int:
+    return UNRANKED if stated is None else int(stated)
 
 
 def _count(value: Any) -> str:

@@ -16,6 +16,7 @@ What vLLM does otherwise than lowroll's engine is settled here, or refused by na
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,6 +83,27 @@ class VllmDialect:
         """The body of its request."""
         seed = noise_key(request, 0) % SEEDS
         return body_of(request, self.model, seed=seed, stop_ids=self.stop_ids(request))
+
+    def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
+        """The body that asks for a prompt's log-probs, which vLLM computes at temperature 1."""
+        if temperature != 1:
+            raise ValueError(f"temperature: vLLM scores at 1 alone, not at {temperature:g}")
+        if len(ids) >= self.capabilities.context_length:
+            raise ValueError(
+                f"sequences: {len(ids)} tokens leave no room in a context of "
+                f"{self.capabilities.context_length} for the one that vLLM draws beyond"
+            )
+        return {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": top,
+            "return_token_ids": True,
+        }
+
+    def evictions(self, one: Sample) -> None:
+        """vLLM's cache drops nothing."""
 
     def tag(self, request: Request, behavior: BehaviorTag, index: int, one: Sample) -> BehaviorTag:
         """vLLM does not say what it drew from. Requests keep the adapter that they began with, and

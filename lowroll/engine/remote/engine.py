@@ -17,9 +17,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lowroll.engine.base import Capabilities, Drawn, EngineStats, Ranked
 from lowroll.engine.remote.client import Call, Client, ServerError, parsed
-from lowroll.engine.remote.completions import PATH, Arrivals, Sample, most_bytes, prompt_logprobs
+from lowroll.engine.remote.completions import (
+    PATH,
+    Arrivals,
+    Origin,
+    Sample,
+    most_bytes,
+    prompt_logprobs,
+)
 from lowroll.engine.request import validate
-from lowroll.types import BehaviorTag, Group, Request
+from lowroll.types import BehaviorTag, Evictions, Group, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +37,15 @@ if TYPE_CHECKING:
 TURN = 0.25  # seconds that a step waits for an answer before it returns without one
 
 SCORE_BYTES = 256  # of a token's log-prob in an answer, and of each of its likeliest
+
+
+@dataclass(frozen=True)
+class Named:
+    """The model behind an address: its name there, and the folder or hub id that it is told to
+    be."""
+
+    name: str
+    root: str
 
 
 class Dialect(Protocol):
@@ -44,14 +60,23 @@ class Dialect(Protocol):
         """ValueError names a field that this server does not heed."""
         ...
 
-    def stop_ids(self, request: Request) -> list[int]:
-        """Tokens that end a response of the request, the model's own among them."""
+    def stop_ids(self, request: Request) -> list[int] | None:
+        """Tokens that end a response of the request, the model's own among them; None where the
+        server alone knows."""
         ...
 
     def body(self, request: Request) -> dict[str, Any]: ...
 
+    def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
+        """The body that asks for a prompt's log-probs. ValueError for what it cannot score."""
+        ...
+
     def tag(self, request: Request, behavior: BehaviorTag, index: int, one: Sample) -> BehaviorTag:
         """Which policy a sample was drawn from. ServerError when the server does not say."""
+        ...
+
+    def evictions(self, one: Sample) -> Evictions | None:
+        """What the cache behind a sample dropped, where that is recorded."""
         ...
 
     def stats(self, metrics: str) -> EngineStats:
@@ -84,12 +109,14 @@ class RemoteEngine:
         self,
         client: Client,
         dialect: Dialect,
+        served: Named,
         *,
         request_s: float = 1200.0,
         stream: bool = False,
     ) -> None:
         self.client = client
         self.dialect = dialect
+        self.served = served
         self.request_s = request_s
         self.stream = stream
         self._flights: dict[int, Flight] = {}
@@ -126,7 +153,8 @@ class RemoteEngine:
 
     def step(self) -> list[tuple[int, Group]]:
         """Wait a moment for answers. Returns the requests that have ended, by handle."""
-        self._turn()
+        if not self._ended:
+            self._turn()
         ended = list(self._ended.items())
         self._ended.clear()
         return ended
@@ -140,7 +168,7 @@ class RemoteEngine:
             return False
         flight.answer.cancel()
         del self._flights[handle]
-        self._ended[handle] = flight.arrivals.aborted(self._tag(flight))
+        self._ended[handle] = flight.arrivals.aborted(self._origin(flight))
         return True
 
     def so_far(self, handle: int) -> list[Drawn]:
@@ -203,7 +231,7 @@ class RemoteEngine:
         self._next += 1
         what = f"request {request.id or handle}"
         model = self.dialect.model
-        stop_ids = frozenset(self.dialect.stop_ids(request))
+        stop_ids = self.dialect.stop_ids(request)
         arrivals = Arrivals(request, what, self.dialect.vocab_size, model, stop_ids)
         body = self.dialect.body(request)
         # a second try repeats id, seed and model; of a stream the first may have been read
@@ -223,8 +251,6 @@ class RemoteEngine:
 
     def _turn(self) -> None:
         """Wait for an answer, and take those that have come. An error gives up all in flight."""
-        if not self._flights or self._ended:
-            return
         wait([f.answer for f in self._flights.values()], TURN, return_when=FIRST_COMPLETED)
         try:
             for handle, flight in list(self._flights.items()):
@@ -240,10 +266,14 @@ class RemoteEngine:
             flight.answer.result(timeout=0)
         except CancelledError:
             raise ServerError(f"{flight.arrivals.what}: the client was closed") from None
-        self._ended[handle] = flight.arrivals.group(self._tag(flight))
+        self._ended[handle] = flight.arrivals.group(self._origin(flight))
 
-    def _tag(self, flight: Flight) -> Callable[[int, Sample], BehaviorTag]:
-        return lambda i, one: self.dialect.tag(flight.request, flight.behavior, i, one)
+    def _origin(self, flight: Flight) -> Origin:
+        dialect = self.dialect
+        return lambda i, one: (
+            dialect.tag(flight.request, flight.behavior, i, one),
+            dialect.evictions(one),
+        )
 
     def _give_up(self) -> None:
         for flight in self._flights.values():
@@ -268,14 +298,10 @@ class RemoteEngine:
         top: int,
         temperature: float = 1.0,
     ) -> list[Ranked]:
-        """The same, with the `top` likeliest tokens at each place. ValueError for another
-        temperature than 1, and for a sequence that does not fit."""
-        if temperature != 1:
-            raise ValueError(
-                f"temperature: this server scores prompts at 1 alone, not at {temperature:g}"
-            )
+        """The same, with the `top` likeliest tokens at each place. ValueError for a temperature that
+        the server does not score at, and for a sequence that does not fit."""
         self._check_sequences(sequences, prompt_lens)
-        asked = [self._scoring(i, ids, top) for i, ids in enumerate(sequences)]
+        asked = [self._scoring(i, ids, top, temperature) for i, ids in enumerate(sequences)]
         answers = [self.client.begin(self.client.answer(call)) for call in asked]
         try:
             return [
@@ -290,25 +316,18 @@ class RemoteEngine:
         """Seconds in which all of `count` requests have had their turn and their deadline."""
         return self.request_s * (count + 1)
 
-    def _scoring(self, i: int, ids: list[int], top: int) -> Call:
-        body = {
-            "model": self.dialect.model,
-            "prompt": list(ids),
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": top,
-            "return_token_ids": True,
-        }
+    def _scoring(self, i: int, ids: list[int], top: int, temperature: float) -> Call:
+        body = self.dialect.scoring(ids, top, temperature)
         most = (1 << 16) + SCORE_BYTES * (top + 1) * len(ids)
         return Call("POST", PATH, f"score of sequences[{i}]", body, self.request_s, most, True)
 
     def _check_sequences(self, sequences: Sequence[list[int]], prompt_lens: Sequence[int]) -> None:
-        longest = self.capabilities.context_length - 1  # a server draws one token beyond
+        longest = self.capabilities.context_length
         for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
             if not 1 <= prompt_len < len(ids) or len(ids) > longest:
                 raise ValueError(
                     f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be "
-                    f"scored in a context of {longest + 1}"
+                    f"scored in a context of {longest}"
                 )
             if min(ids) < 0 or max(ids) >= self.dialect.vocab_size:
                 raise ValueError(

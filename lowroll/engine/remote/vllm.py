@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Literal
 from lowroll.engine.base import Capabilities
 from lowroll.engine.remote.client import Call, Client, ServerError
 from lowroll.engine.remote.dialect import HEEDED, VllmDialect
-from lowroll.engine.remote.engine import RemoteEngine
+from lowroll.engine.remote.engine import Named, RemoteEngine
 from lowroll.engine.remote.probe import ADAPTERS, RELOAD, TRANSFER, Vllm, probe
 from lowroll.engine.remote.process import VllmProcess
 from lowroll.engine.remote.verify import Learner, Verifier
-from lowroll.types import BehaviorTag, PolicySpan
+from lowroll.types import BehaviorTag, PolicySpan, printable
 
 if TYPE_CHECKING:
     from lowroll.engine.remote.served import Served
@@ -64,7 +64,7 @@ class VllmEngine(RemoteEngine):
         *,
         exchange: Path | None = None,
         lora_rank: int | None = None,
-        way: Way = "folder",
+        way: Way | None = "folder",
         process: VllmProcess | None = None,
         verify: Learner | None = None,
         bound: float = BOUND,
@@ -76,15 +76,16 @@ class VllmEngine(RemoteEngine):
         self.folder = folder
         self.found = probe(client)
         self.process = process
-        self.served = served(folder)
-        self._way: Way = way
+        self.facts = served(folder)
+        self._way = way
         self._verify = verify
         self._transfer: Transfer | None = None
         self._loaded: dict[str, Path] = {}  # adapters that vLLM holds, with their folders
         self._versions: Counter[int] = Counter()
-        kind = _kind(self.found, self.served, lora_rank, way)
-        self.dialect: VllmDialect = _dialect(self.found, self.served, kind)
-        super().__init__(client, self.dialect, request_s=request_s, stream=stream)
+        kind = _kind(self.found, self.facts, lora_rank, way)
+        self.dialect: VllmDialect = _dialect(self.found, self.facts, kind)
+        named = Named(self.found.model, self.found.root)
+        super().__init__(client, self.dialect, named, request_s=request_s, stream=stream)
         self._exchange = Path(tempfile.mkdtemp(prefix="lowroll-weights-", dir=exchange))
         self._verifier = Verifier(self.dialect.vocab_size, self.capabilities.context_length, bound)
 
@@ -103,7 +104,7 @@ class VllmEngine(RemoteEngine):
         context_length: int | None = None,
         max_batch: int = 256,
         lora_rank: int | None = None,
-        way: Way = "folder",
+        way: Way | None = "folder",
         arguments: Sequence[str] = (),
         concurrency: int = 256,
         start_s: float = 600.0,
@@ -118,7 +119,8 @@ class VllmEngine(RemoteEngine):
         log: what vLLM writes; default a temporary file, whose name errors tell. python, site,
         devices: `process.VllmProcess`. dtype: that vLLM
         computes in; default the folder's. gpu_memory: share of each GPU that it
-        takes. lora_rank: the policy is an adapter of at most this rank. way: of full updates.
+        takes. lora_rank: the policy is an adapter of at most this rank. way: of full updates; None
+        for an engine that takes none.
         arguments: more options of `vllm serve`. exchange: where weights are laid; default the
         temporary folder of the machine. EngineLost, with the last error of its log, when it is not
         ready within start_s.
@@ -166,7 +168,7 @@ class VllmEngine(RemoteEngine):
         *,
         token: str | None = None,
         lora_rank: int | None = None,
-        way: Way = "folder",
+        way: Way | None = "folder",
         concurrency: int = 256,
         exchange: Path | None = None,
         verify: Learner | None = None,
@@ -183,12 +185,7 @@ class VllmEngine(RemoteEngine):
         """
         client = Client(url, token=token, concurrency=concurrency)
         try:
-            place = Path(folder if folder is not None else probe(client).root).resolve()
-            if not (place / "config.json").is_file():
-                raise ValueError(
-                    f"folder: {place}, which vLLM at {url} serves, is not readable here; name the "
-                    f"model's folder on this machine"
-                )
+            place = _folder(url, folder or probe(client).root)
             return cls(
                 client,
                 place,
@@ -291,7 +288,7 @@ class VllmEngine(RemoteEngine):
 
         self._versions[update.version] += 1
         name = f"v{update.version}-{self._versions[update.version]}"
-        folder = write_model(update, self._exchange / name, self.folder, self.served.dtype)
+        folder = write_model(update, self._exchange / name, self.folder, self.facts.dtype)
         try:
             self.pause("wait")
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -307,7 +304,7 @@ class VllmEngine(RemoteEngine):
         self.pause("wait")
         if self._transfer is None:
             self._transfer = Transfer(self.client, self.found, self.request_s)
-        self._transfer.send(update, self.served.dtype)
+        self._transfer.send(update, self.facts.dtype)
         self._order("/reset_prefix_cache", None, "reset_prefix_cache")
         self.resume()
 
@@ -329,6 +326,22 @@ class VllmEngine(RemoteEngine):
         self.client.ask(Call("POST", path, what, body, self.request_s))
 
 
+def _folder(url: str, named: str | Path) -> Path:
+    """Where the model of a server can be read on this machine."""
+    from lowroll.model import hf
+
+    try:
+        place = hf.resolve(named, weights=False, connect=False).resolve()
+    except ValueError:
+        place = Path(named)
+    if not (place / "config.json").is_file():
+        raise ValueError(
+            f"folder: {printable(named)}, which vLLM at {printable(url)} serves, is not readable "
+            f"here; name the model's folder on this machine"
+        )
+    return place
+
+
 def _options(
     folder: Path,
     dtype: str,
@@ -337,7 +350,7 @@ def _options(
     context_length: int | None,
     max_batch: int,
     lora_rank: int | None,
-    way: Way,
+    way: Way | None,
 ) -> list[str]:
     """Arguments of `vllm serve`. The linear layers are named, because a wrapped head ends vLLM at
     the first score on a CPU."""
@@ -368,7 +381,7 @@ def _rank(wanted: int) -> int:
     raise ValueError(f"lora_rank: vLLM holds adapters of rank {RANKS[-1]} at most, not {wanted}")
 
 
-def _kind(found: Vllm, model: Served, lora_rank: int | None, way: Way) -> Kind:
+def _kind(found: Vllm, model: Served, lora_rank: int | None, way: Way | None) -> Kind | None:
     """Which kind of update this engine will be given. ValueError names what one would need and this
     vLLM lacks."""
     if lora_rank is not None:
@@ -376,6 +389,8 @@ def _kind(found: Vllm, model: Served, lora_rank: int | None, way: Way) -> Kind:
         if not found.lora:
             raise ValueError(f"lora_rank: {found.shown} was started without --enable-lora")
         return "adapter"
+    if way is None:
+        return None
     found.needs("updates of all weights", *RELOAD, *(TRANSFER if way == "nccl" else ()))
     if way == "nccl" and found.cpu:
         raise ValueError(f"way: nccl moves weights between GPUs, and {found.shown} is on a CPU")
@@ -388,10 +403,10 @@ def _kind(found: Vllm, model: Served, lora_rank: int | None, way: Way) -> Kind:
     return "full"
 
 
-def _dialect(found: Vllm, model: Served, kind: Kind) -> VllmDialect:
+def _dialect(found: Vllm, model: Served, kind: Kind | None) -> VllmDialect:
     able = Capabilities(
         context_length=found.context_length,
-        updates=frozenset({kind}),
+        updates=frozenset(() if kind is None else (kind,)),
         updates_in_flight=kind == "adapter",
         noise=False,
         scores=True,

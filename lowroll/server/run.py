@@ -1,0 +1,133 @@
+"""A server from its first connection to its last: sockets, signals, and an end that is in order.
+
+first signal     no new connections and no new requests; those in flight have `grace_s`, then they
+                 end with what they have drawn
+second signal    they end now
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from lowroll.server.guard import SILENT
+from lowroll.server.serving import SERVING
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LAST_S = 2.0  # for the answers of what was aborted
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address. ValueError says why it cannot."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ValueError(f"--host: {host}: {error.strerror}") from None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(512)
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise ValueError(f"--port: {host}:{port}: {error}") from None
+    listening.setblocking(False)
+    return listening
+
+
+async def run(
+    app: web.Application,
+    listening: socket.socket,
+    ready: Callable[[], None],
+    grace_s: float = 20.0,
+) -> int:
+    """Serve until a signal comes; its number. ready: called when requests are taken."""
+    loop = app[SERVING].loop
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,  # a dropped connection ends its request
+        auto_decompress=False,  # nothing grows when it is unpacked
+        keepalive_timeout=75.0,
+        shutdown_timeout=LAST_S,
+    )
+    await runner.setup()
+    loop.start()
+    with _signals() as (first, second):
+        try:
+            connections = await listen(app, runner, listening)
+            ready()
+            number = await first
+            connections.close()
+            log.warning("%s: ending", signal.Signals(number).name)
+            settled = asyncio.ensure_future(loop.settle(grace_s))
+            await asyncio.wait({settled, second}, return_when=asyncio.FIRST_COMPLETED)
+            settled.cancel()
+        finally:
+            await asyncio.to_thread(loop.stop)
+            await runner.cleanup()
+    return number
+
+
+async def listen(
+    app: web.Application, runner: web.AppRunner, listening: socket.socket
+) -> asyncio.Server:
+    """Take connections, as many as may be; one that asks for nothing is dropped after `head_s`."""
+    limits, silent, server = app[SERVING].limits, app[SILENT], runner.server
+    assert server is not None
+    events = asyncio.get_running_loop()
+
+    def connection() -> asyncio.Protocol:
+        if len(server.connections) >= limits.connections:
+            return _Full()
+        protocol = server()
+        silent[protocol] = events.call_later(limits.head_s, drop, protocol)
+        return protocol
+
+    def drop(protocol: web.RequestHandler) -> None:
+        del silent[protocol]
+        if protocol.transport is not None:
+            protocol.transport.abort()
+
+    return await events.create_server(connection, sock=listening)
+
+
+class _Full(asyncio.Protocol):
+    """One connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+@contextmanager
+def _signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
+    """The numbers of the first and the second signal, as they come. One that is ignored (nohup)
+    stays so."""
+    events = asyncio.get_running_loop()
+    first, second = events.create_future(), events.create_future()
+
+    def ask(number: int) -> None:
+        for wish in (first, second):
+            if not wish.done():
+                wish.set_result(number)
+                return
+
+    caught = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    for number in caught:
+        events.add_signal_handler(number, ask, number)
+    try:
+        yield first, second
+    finally:
+        for number in caught:
+            events.remove_signal_handler(number)
