@@ -29,6 +29,7 @@ class Asked:
     made: list[Foreign]
     name: str
     root: str
+    refuses: str = ""
 
 
 @pytest.fixture
@@ -38,15 +39,17 @@ def there(model: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     class Served(Foreign):
         served: Any
 
-    def connect(url: str, *, model: str | None = None, token: str | None = None) -> Foreign:
+    def connect(url: str, *, model: str | None, token: str | None, folder: Path | None) -> Foreign:
         asked.calls.append((url, model, token))
-        near = NativeEngine(folder, weights="fp32", device="cpu", cache_tokens=1024)
+        if asked.refuses:
+            raise ValueError(asked.refuses)
+        near = NativeEngine(held, weights="fp32", device="cpu", cache_tokens=1024)
         far = Served(near)
         far.served = types.SimpleNamespace(name=model or asked.name, root=asked.root)
         asked.made.append(far)
         return far
 
-    folder = model
+    held = model
     fake = types.ModuleType("lowroll.engine.remote")
     fake.connect = connect  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "lowroll.engine.remote", fake)
@@ -123,6 +126,23 @@ def test_a_server_whose_model_is_not_here_needs_a_tokenizer(
     err = capsys.readouterr().err
     assert err.startswith(f"error: --tokenizer: {URL} serves '/models/") and "\x1b" not in err
     assert "'policy', which is neither a model folder" in err and there.made[0].closed == 1
+
+
+@pytest.mark.parametrize(
+    ("refusal", "told"),
+    [
+        ("model: it serves a, and not b", "--model: it serves a, and not b"),
+        ("folder: /x is not readable here", "--tokenizer: /x is not readable here"),
+        ("url: expected http://host:port", "--server: expected http://host:port"),
+        ("version: vLLM 0.1 is older than 0.20", f"{URL}: version: vLLM 0.1 is older than 0.20"),
+    ],
+)
+def test_what_a_server_is_refused_for_names_the_option(
+    refusal: str, told: str, there: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there.refuses = refusal
+    assert main(["generate", "--server", URL, "--prompt", "x"]) == 2
+    assert capsys.readouterr().err == f"error: {told}\n"
 
 
 @pytest.mark.slow
