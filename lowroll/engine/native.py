@@ -420,6 +420,9 @@ class NativeEngine:
         which round otherwise: what comes next has the same bits as in a fresh engine."""
         self.pool.clear_prefixes()
 
+    def close(self) -> None:
+        """Nothing: its memory goes with it."""
+
     # -- weights -----------------------------------------------------------------------------------
 
     def update_weights(self, update: WeightUpdate) -> BehaviorTag:
