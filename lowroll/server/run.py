@@ -29,7 +29,8 @@ LAST_S = 2.0  # for the answers of what was aborted
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address. ValueError says why it cannot."""
+    """A socket of an address, which does not listen yet: whoever connects before the model is there
+    is refused, and does not wait. ValueError says why it cannot be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -40,7 +41,6 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(512)
     except (OSError, OverflowError) as error:
         listening.close()
         raise ValueError(f"--port: {host}:{port}: {error}") from None
@@ -111,7 +111,7 @@ async def listen(
         if protocol.transport is not None:
             protocol.transport.abort()
 
-    return await events.create_server(connection, sock=listening)
+    return await events.create_server(connection, sock=listening, backlog=512)
 
 
 class _Full(asyncio.Protocol):

@@ -22,7 +22,7 @@ from lowroll.cli.main import main
 from lowroll.server.serving import SERVING
 
 ANYWHERE = ".".join("0000")
-LONG = {"prompt": "1 + 1", "max_tokens": 200, "ignore_eos": True, "n": 8}
+LONG = {"prompt": "1 + 1", "max_tokens": 200, "ignore_eos": True, "n": 4}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,7 @@ def test_an_address_that_is_taken_is_named(model: Path, capsys: pytest.CaptureFi
     from lowroll.server.run import bind
 
     with bind("127.0.0.1", 0) as taken:
+        taken.listen()
         port = str(taken.getsockname()[1])
         assert main(["serve", str(model), "--port", port]) == 2
     assert f"--port: 127.0.0.1:{port}" in capsys.readouterr().err
@@ -152,7 +153,7 @@ def test_a_life(model: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait(model: Path) -> None:
-    many = {"prompt": [[5, 80, i] for i in range(100)], "n": 64}
+    many = {"prompt": [[5, 80, i] for i in range(24)], "n": 64}
     with process(model, "--admin-token-env", "T", T="a-token-of-some-length") as (child, url):
         assert ask(f"{url}/v1/completions", LONG | {"n": 1, "max_tokens": 2})[0] == 200
         found: list[tuple[int, Any]] = []

@@ -485,6 +485,8 @@ def test_metrics_count(engine: Moody) -> None:
             assert lines["lowroll_response_tokens_total"] == "24.0"
             assert lines["lowroll_first_token_seconds_count"] == "2.0"
             assert float(lines["lowroll_inter_token_seconds_count"]) >= 4
+            assert lines["lowroll_cache_used_tokens"] == "0.0"
+            assert lines["lowroll_cache_tokens"] == "2048.0"
             assert lines["lowroll_engine_up"] == "1.0" and lines["lowroll_paused"] == "0.0"
             answered = 'lowroll_http_responses_total{route="%s",status="%d"}'
             assert lines[answered % ("/v1/completions", 200)] == "2.0"
