@@ -50,6 +50,7 @@ from bench.shapes import SHAPES, random_model
 from bench.targets import aimed, over_vllm_server, reason, through_server
 from bench.vllm_server import VllmServer
 from lowroll import Engine, Request
+from lowroll.cli.serve import LOOKAHEAD
 from lowroll.engine.decoder import MOST_STEPS
 from lowroll.engine.native import pick_device
 from lowroll.model.tokenizer import load_tokenizer
@@ -355,9 +356,7 @@ def over_http(ours: Side, prompts: list[list[int]], group: int) -> float:
         n=group,
         max_tokens=NEW,
         seed=7,
-        logprobs=0,
         return_token_ids=True,
-        return_tokens_as_token_ids=True,
     )
     check(answer)
     if answer["tokens"] != len(prompts) * group * NEW:
@@ -533,7 +532,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
     parser.add_argument("--peer", default="vllm", choices=("vllm", "none"))
     parser.add_argument("--client", default="vllm", choices=("vllm", "own"))
-    parser.add_argument("--lookahead", type=int, help="steps; default: the engine's own")
+    parser.add_argument("--lookahead", type=int, help="steps; default: that of `lowroll serve`")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     parser.add_argument(
         "--vllm-python", help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one"
@@ -548,6 +547,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         args.device = pick_device(args.device)
     except ValueError as error:
         parser.error(str(error))
+    if args.lookahead is None and args.device.type == "cuda":
+        args.lookahead = LOOKAHEAD
     args.formats = args.formats or ["bf16" if args.device.type == "cuda" else "fp32"]
     unknown = sorted(set(args.formats) - set(vllm_worker.FORMATS))
     if "vllm" in args.parts and args.peer == "vllm" and unknown:
