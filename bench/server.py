@@ -25,6 +25,7 @@ installation of its own (docs/benchmarks.md). Rows are added to `server.json`, t
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -274,8 +275,8 @@ def beside_vllm(
         except PeerFailed as error:
             why = f"vLLM: not run ({error})"
             say(why)
-    for url in servers.values():
-        ours.stream(url, 64, 32, seed=1)  # whatever the first requests compile
+    if "vLLM" in servers:
+        warm(ours, servers["vLLM"])
     with ExitStack() as stack:
         measure, client = own_client(ours), "our own client"
         if args.client == "vllm" and len(servers) == 2:
@@ -291,6 +292,12 @@ def beside_vllm(
                     say(f"C={concurrency} {name}: {tell(seen[name][-1])}")
             note = f"by {client}" + ("" if len(servers) == 2 else f"; {why}")
             store(over_vllm(ours, concurrency, seen["ours"], seen.get("vLLM"), note), **known)
+
+
+def warm(ours: Side, url: str) -> None:
+    """Whatever the first requests compile."""
+    for concurrency in (1, 32):
+        ours.stream(url, 2 * concurrency, concurrency, seed=1)
 
 
 def tell(one: Seen) -> str:
@@ -475,26 +482,36 @@ def lookaheads(ours: Side, args: argparse.Namespace) -> None:
 
 def measure(
     args: argparse.Namespace, format: str, folder: Path, store: Callable[..., None]
-) -> None:
-    """All parts of a format."""
+) -> bool:
+    """All parts of a format; whether all of them came to their end."""
     with ExitStack() as stack:
         vllm = None
         if "vllm" in args.parts and args.peer == "vllm":
             vllm = start_vllm(args, format, folder / f"vllm-{format}")
             stack.callback(vllm.close)
         ours = stack.enter_context(side(args, format, folder / "ours"))
-        if "vllm" in args.parts:
-            beside_vllm(ours, vllm, args, store)
-        if vllm is not None:
-            vllm.close()
-        if "rollout" in args.parts:
-            for batch in args.batches:
-                for group in GROUPS:
-                    store([rollouts(ours, batch, group, args.rounds)])
-        if "update" in args.parts:
-            store(updates(ours, args.device))
-        if "lookahead" in args.parts:
-            lookaheads(ours, args)
+        warm(ours, ours.served.url)
+
+        def rolled() -> None:
+            for batch, group in itertools.product(args.batches, GROUPS):
+                store([rollouts(ours, batch, group, args.rounds)])
+
+        parts: dict[str, Callable[[], None]] = {
+            "vllm": lambda: beside_vllm(ours, vllm, args, store),
+            "rollout": rolled,
+            "update": lambda: store(updates(ours, args.device)),
+            "lookahead": lambda: lookaheads(ours, args),
+        }
+        complete = True
+        for name in [name for name in PARTS if name in args.parts]:
+            try:
+                parts[name]()
+            except PeerFailed as error:
+                say(f"{name}: {error}")
+                complete = False
+            if name == "vllm" and vllm is not None:
+                vllm.close()
+    return complete
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -509,16 +526,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.device.type == "cpu":
         torch.set_num_threads(args.threads)
+    complete = True
     with tempfile.TemporaryDirectory(prefix="bench-server-") as temporary:
         for format in args.formats:
             with released():
-                measure(args, format, Path(temporary), store)
+                complete &= measure(args, format, Path(temporary), store)
     met = show("Our server", rows)
     for row in rows:
         if row.verdict == "missed" and not reason(row):
             print(f"{row.name}: missed; its reason is to be written into bench/targets.py")
     print(args.out / f"{name}.json")
-    return 0 if met else 1
+    return 0 if met and complete else 1
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
