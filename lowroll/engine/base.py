@@ -162,3 +162,8 @@ class Engine(Protocol):
         """Give the memory of the KV cache away until the next step. RuntimeError while requests are
         in flight."""
         ...
+
+    def close(self) -> None:
+        """Give back what it holds outside of this object: processes, connections, files. Nothing
+        else may be called then. Idempotent."""
+        ...

@@ -166,9 +166,8 @@ class Ranks:
     """
 
     def __init__(self, sequences: list[Sequence]) -> None:
-        self.most = [s.request.top_logprobs for s in sequences]
-        self.asking = [i for i, most in enumerate(self.most) if most]
-        self._sequences = [sequences[i] for i in self.asking]
+        self.asking = [i for i, s in enumerate(sequences) if s.top_logprobs is not None]
+        self._sequences = sequences
         self._batch: tuple[Tensor, SamplingBatch] | None = None  # rows [A], and how they draw
         self._steps: list[tuple[Tensor, Tensor]] = []  # ids and log-probs [A, K]
 
@@ -178,11 +177,13 @@ class Ranks:
             return
         if self._batch is None:
             device = logits_BV.device
-            params = SamplingBatch.of(self._sequences, logits_BV.shape[-1], device)
+            rows = [self._sequences[i] for i in self.asking]
+            params = SamplingBatch.of(rows, logits_BV.shape[-1], device)
             self._batch = torch.tensor(self.asking, device=device), params
         rows_A, params = self._batch
         logp_AV = distribution(logits_BV[rows_A], params)
-        self._steps.append(likeliest(logp_AV, max(self.most)))
+        most = max(self._sequences[i].request.top_logprobs for i in self.asking)
+        self._steps.append(likeliest(logp_AV, most))
 
     def told(
         self, tokens_BS: list[list[int]], logprobs_BS: list[list[float]]
@@ -192,13 +193,14 @@ class Ranks:
         Of the token that was drawn there it is the log-prob that was recorded, which on a GPU another
         kernel has summed: they are one number.
         """
-        found: list[list[list[tuple[int, float]]] | None] = [None] * len(self.most)
+        found: list[list[list[tuple[int, float]]] | None] = [None] * len(tokens_BS)
         if not self.asking:
             return found
         ids_ASK, logp_ASK = (torch.stack(one, 1).tolist() for one in zip(*self._steps, strict=True))
         for i, ids_SK, logp_SK in zip(self.asking, ids_ASK, logp_ASK, strict=True):
+            most = self._sequences[i].request.top_logprobs
             drawn = zip(ids_SK, logp_SK, tokens_BS[i], logprobs_BS[i], strict=True)
-            found[i] = [_pairs(*place, most=self.most[i]) for place in drawn]
+            found[i] = [_pairs(*place, most=most) for place in drawn]
         return found
 
 

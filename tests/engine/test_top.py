@@ -85,7 +85,8 @@ def test_what_cannot_be_drawn_is_not_told(model: Transformer) -> None:
 
 def row(**fields: object) -> Sequence:
     request = Request([1, 2], **fields)  # type: ignore[arg-type]
-    return Sequence(LiveGroup(0, request, (), NEED), 0, 0, [5])
+    top_logprobs = [] if request.top_logprobs else None
+    return Sequence(LiveGroup(0, request, (), NEED), 0, 0, [5], top_logprobs=top_logprobs)
 
 
 def test_ranks_are_those_of_a_sort_and_equal_ones_go_by_id() -> None:
