@@ -303,7 +303,8 @@ class VllmEngine(RemoteEngine):
 
         self.pause("wait")
         if self._transfer is None:
-            self._transfer = Transfer(self.client, self.found, self.request_s)
+            local = self.process is not None
+            self._transfer = Transfer(self.client, self.found, self.request_s, local)
         self._transfer.send(update, self.facts.dtype)
         self._order("/reset_prefix_cache", None, "reset_prefix_cache")
         self.resume()
