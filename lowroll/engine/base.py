@@ -59,6 +59,7 @@ class EngineStats:
     running: int  # samples that hold pages
     waiting: int  # samples that wait for pages
     tokens: int  # drawn since the engine was made
+    cache_used: int = 0  # tokens of the cache in pages that requests hold
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ class Metrics:
         self._running = Gauge("lowroll_samples_running", "samples that decode", registry=own)
         self._waiting = Gauge("lowroll_samples_waiting", "samples without a place", registry=own)
         self._cache = Gauge("lowroll_cache_tokens", "tokens that the KV cache holds", registry=own)
+        self._used = Gauge(
+            "lowroll_cache_used_tokens", "tokens of it in pages that requests hold", registry=own
+        )
         self._hits = Gauge(
             "lowroll_prefix_hit_pages", "pages of prompts found in the cache so far", registry=own
         )
@@ -112,6 +115,7 @@ class Metrics:
             self._running.set(stats.running)
             self._waiting.set(stats.waiting)
             self._cache.set(stats.cache_tokens)
+            self._used.set(stats.cache_used)
             self._hits.set(stats.prefix_hits)
             self._drawn.set(stats.tokens)
             policy = health.behavior.policy[-1]
