@@ -395,6 +395,7 @@ class NativeEngine:
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             tokens=self._tokens,
+            cache_used=self.pool.num_used * self.pool.page_size,
         )
 
     @property
@@ -418,6 +419,9 @@ class NativeEngine:
         """Forget the pages of shared prompts. A prompt behind such pages runs in other pieces,
         which round otherwise: what comes next has the same bits as in a fresh engine."""
         self.pool.clear_prefixes()
+
+    def close(self) -> None:
+        """Nothing: its memory goes with it."""
 
     # -- weights -----------------------------------------------------------------------------------
 
