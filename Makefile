@@ -2,7 +2,7 @@ PY := .venv/bin/python
 STAMP := .venv/.lowroll-installed
 VLLM := .venv-vllm
 
-.PHONY: setup demo test quick goldens test-vllm fuzz torture lint mutants bench bench-gpu
+.PHONY: setup demo test quick goldens vllm fuzz torture lint mutants bench bench-gpu
 setup: $(STAMP)
 
 # The versions that the tests ran with; `make setup VERSIONS=` takes the newest. torch first and alone: everything after
@@ -45,7 +45,7 @@ torture: $(STAMP)
 # A foreign engine reads what lowroll writes. vLLM lives in an environment of its own (about 2.5 GB): it pins its own
 # torch, and lowroll must not depend on it. torchvision from PyPI is not built for this torch and breaks the import of
 # transformers; triton is a gigabyte that the CPU does not use.
-test-vllm: $(STAMP) $(VLLM)/.installed
+vllm: $(STAMP) $(VLLM)/.installed
 	LOWROLL_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest tests/parity/foreign -s -rs
 
 $(VLLM)/.installed:

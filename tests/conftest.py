@@ -18,9 +18,7 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-collect_ignore = (
-    [] if os.environ.get("LOWROLL_VLLM_PYTHON") else ["parity/foreign"]
-)  # `make test-vllm`
+collect_ignore = [] if os.environ.get("LOWROLL_VLLM_PYTHON") else ["parity/foreign"]  # `make vllm`
 
 pytest_plugins = ["tests.fixtures.interpreted"]
 pytest.register_assert_rewrite("tests.fixtures")

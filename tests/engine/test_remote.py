@@ -415,6 +415,7 @@ def test_tied_embeddings_on_a_cpu_are_refused(fake: FakeVllm, tmp_path: Path) ->
     [
         ({"stop_strings": ("a",)}, "stop_strings"),
         ({"temperature": 0.005}, "temperature: vLLM draws at 0.01"),
+        ({"temperature": 0, "n": 2}, "n: vLLM draws one greedy sample"),
         ({"temperature": 2.5}, "temperature: vLLM takes 2 at most"),
         ({"min_p": 0.1, "top_p": 0.9}, "min_p: vLLM cuts by it before top_p"),
         ({"max_tokens": 62}, "max_tokens: 3 prompt tokens"),
