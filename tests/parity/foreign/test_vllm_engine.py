@@ -183,7 +183,7 @@ def test_logprobs_are_of_the_distribution_that_was_drawn_from(
         assert rollout.logprobs == pytest.approx(expected, abs=EXACT)
     if sampler == "stops":
         assert all(len(r.token_ids) > 4 for r in group.rollouts)
-        assert any(
+        assert n == 1 or any(
             r.finish_reason == "stop" and r.stop_reason in range(1, 200) for r in group.rollouts
         )
 
@@ -456,6 +456,25 @@ def dies_in_mid_request(engine: VllmEngine) -> None:
     assert not engine.has_work
     with pytest.raises(ServerError):
         engine.generate([Request([1, 2], max_tokens=2)])
+
+
+def test_vllm_reads_the_id_of_a_communicator_as_it_was_written() -> None:
+    from lowroll.engine.remote.transfer import stored_id
+
+    unique_id = bytes(i * 7 % 256 for i in range(128))
+    store, port = stored_id(unique_id)
+    code = f"""
+from vllm.distributed.utils import StatelessProcessGroup
+group = StatelessProcessGroup.create(host="127.0.0.1", port={port}, rank=1, world_size=2)
+found = group.broadcast_obj(None, src=0)
+print(type(found).__name__, bytes(found).hex())
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [PYTHON, "-c", code], capture_output=True, text=True, timeout=START, env=environment
+    )
+    assert f"ncclUniqueId {unique_id.hex()}" in done.stdout, done.stderr[-2000:]
+    del store
 
 
 def test_a_vllm_that_cannot_start_says_why(tmp_path: Path, dense: Path) -> None:
