@@ -39,6 +39,7 @@ UNLESS_SET = {  # read on a CPU alone, but for the last: it cannot say processed
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S")
+_ECHO = re.compile(r"EngineDeadError|See stack trace|RequestCancelled|CancelledError")
 _MOST_LOG = 1 << 18  # bytes of the log's end that are looked at
 
 
@@ -114,7 +115,7 @@ class VllmProcess:
         except OSError as error:
             return printable(f"(the log cannot be read: {error.strerror or error})")
         told = [line for line in lines if line.strip()]
-        errors = [line for line in told if _ERROR.search(line)]
+        errors = [line for line in told if _ERROR.search(line) and not _ECHO.search(line)]
         return printable((errors or told or ["(nothing)"])[-1].strip())
 
     def close(self) -> None:

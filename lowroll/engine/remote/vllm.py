@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lowroll.engine.base import Capabilities
-from lowroll.engine.remote.client import Call, Client, ServerError
+from lowroll.engine.remote.client import Call, Client, EngineLost, ServerError
 from lowroll.engine.remote.dialect import HEEDED, VllmDialect
 from lowroll.engine.remote.engine import Named, RemoteEngine
 from lowroll.engine.remote.probe import ADAPTERS, RELOAD, TRANSFER, Vllm, probe
 from lowroll.engine.remote.process import VllmProcess
-from lowroll.engine.remote.verify import Learner, Verifier
+from lowroll.engine.remote.verify import Learner, NotArrived, Verifier
 from lowroll.types import BehaviorTag, PolicySpan, printable
 
 if TYPE_CHECKING:
@@ -321,7 +321,13 @@ class VllmEngine(RemoteEngine):
             learner = score(update.master, [ids], [1])[0].tolist()
         else:
             return
-        self._verifier.check(learner, self.score([ids], [1])[0].tolist(), update.version)
+        try:
+            held = self.score([ids], [1])[0].tolist()
+        except EngineLost:
+            raise
+        except ServerError as error:  # of log-probs that are no numbers, for one
+            raise NotArrived(f"update to version {update.version}: {error}") from None
+        self._verifier.check(learner, held, update.version)
 
     def _order(self, path: str, body: object, what: str) -> None:
         """A control route that says nothing when it has done its work."""
