@@ -39,7 +39,8 @@ UNLESS_SET = {  # read on a CPU alone, but for the last: it cannot say processed
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S")
-_ELSEWHERE = "root cause"  # in the errors of vLLM that point at another one
+# of errors that point at another one
+_ECHO = re.compile(r"root cause|EngineDeadError|See stack trace|RequestCancelled|CancelledError")
 _MOST_LOG = 1 << 18  # bytes of the log's end that are looked at
 
 
@@ -117,7 +118,7 @@ class VllmProcess:
             return printable(f"(the log cannot be read: {error.strerror or error})")
         told = [line for line in lines if line.strip()]
         errors = [line for line in told if _ERROR.search(line)]
-        causes = [line for line in errors if _ELSEWHERE not in line]
+        causes = [line for line in errors if not _ECHO.search(line)]
         return printable((causes or errors or told or ["(nothing)"])[-1].strip())
 
     def close(self) -> None:
