@@ -13,7 +13,7 @@ from pathlib import Path
 from string import ascii_letters
 from typing import Any
 
-END = "<|endoftext|>"  # a name that tokenizers of Qwen's family would add themselves
+END = "<|endoftext|>"  # under this name AutoTokenizer adds none of its own to a Qwen
 
 
 def tokenizer(vocab_size: int) -> Any:

@@ -229,7 +229,8 @@ class EngineLoop:
         """Wait as long as the thread takes its turns; else Stalled."""
         while True:
             try:
-                await asyncio.wait_for(wait(), self._turn_s)
+                async with asyncio.timeout(self._turn_s):
+                    await wait()
                 return
             except TimeoutError:
                 self._check(what)
@@ -331,12 +332,13 @@ class EngineLoop:
                 deltas = flight.last(group)
                 self.metrics.ended(flight, group)
                 news.append((flight.ticket, deltas, group))
-        for handle, flight in self._flights.items():
-            if flight.stream:
-                deltas = flight.moved(self._engine.so_far(handle))
-                self.metrics.moved(flight, deltas)
-                if deltas:
-                    news.append((flight.ticket, deltas, None))
+        streams = [
+            (flight, flight.moved(self._engine.so_far(handle)))
+            for handle, flight in self._flights.items()
+            if flight.stream
+        ]
+        self.metrics.moved(streams)
+        news += [(flight.ticket, deltas, None) for flight, deltas in streams if deltas]
         self._see_first_tokens()
         self._send(news)
 
