@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--vllm-python")
     parser.add_argument("--vllm-path")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=SHM) as work, timed("weights"):
+    with tempfile.TemporaryDirectory(dir=SHM) as work, timed("in all"):
         model = random_model(SHAPES[args.model], "cuda:0")
         torch.cuda.synchronize()
         for part in args.parts:

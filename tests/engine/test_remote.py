@@ -4,6 +4,7 @@ lowroll's own server, bit for bit. A real vLLM is asked in `tests/parity/foreign
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import time
@@ -24,6 +25,7 @@ from lowroll.engine.remote import (
     ServerError,
     VllmEngine,
     connect,
+    transfer,
 )
 from lowroll.engine.remote.client import Client
 from lowroll.engine.remote.verify import Verifier
@@ -294,16 +296,17 @@ def test_a_slow_answer_ends_at_the_deadline_and_closes_its_connection(fake: Fake
 
 
 def test_a_failure_gives_up_all_that_is_in_flight(fake: FakeVllm) -> None:
+    first = iter([0.0])
+
     async def slow() -> None:
-        if len(fake.bodies) > 1:
-            await asyncio.sleep(30)
+        await asyncio.sleep(next(first, 30.0))
 
     fake.before, fake.change = slow, lambda answer: 400
     with attached(fake) as engine:
         with pytest.raises(ServerError, match="answered 400"):
             engine.generate([replace(ASKED, id=str(i)) for i in range(4)])
         assert not engine.has_work
-        wait_for(lambda: fake.closed == 3)
+        wait_for(lambda: fake.closed == len(fake.bodies) - 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -415,6 +418,7 @@ def test_tied_embeddings_on_a_cpu_are_refused(fake: FakeVllm, tmp_path: Path) ->
     [
         ({"stop_strings": ("a",)}, "stop_strings"),
         ({"temperature": 0.005}, "temperature: vLLM draws at 0.01"),
+        ({"temperature": 0, "n": 2}, "n: vLLM draws one greedy sample"),
         ({"temperature": 2.5}, "temperature: vLLM takes 2 at most"),
         ({"min_p": 0.1, "top_p": 0.9}, "min_p: vLLM cuts by it before top_p"),
         ({"max_tokens": 62}, "max_tokens: 3 prompt tokens"),
@@ -565,6 +569,77 @@ def test_small_steps_that_never_arrive_add_up() -> None:
 def test_a_nan_has_not_arrived() -> None:
     with pytest.raises(NotArrived):
         Verifier(V, 64, 0.5).check([-1.0] * 23, [math.nan] * 23, 1)
+
+
+class Peer:
+    """A communicator without a GPU."""
+
+    hangs = False
+
+    def __init__(self, world: int, device: torch.device) -> None:
+        self.world, self.unique_id, self.aborted = world, bytes(range(128)), False
+
+    def join(self) -> None:
+        while self.hangs and not self.aborted:
+            time.sleep(0.01)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize(("version", "local"), [("0.24.0", True), ("0.32.0", False)])
+def test_workers_are_told_where_to_meet(
+    fake: FakeVllm, monkeypatch: pytest.MonkeyPatch, version: str, local: bool
+) -> None:
+    monkeypatch.setattr(transfer, "Communicator", Peer)
+    fake.version = version
+    with attached(fake) as engine:
+        meeting = transfer.Transfer(engine.client, engine.found, 5.0, local)
+        assert meeting._meet(torch.device("cpu")).world == 3
+        assert meeting._meet(torch.device("cpu")) and len(fake.orders) == 1
+        told = fake.orders[0][1]["init_info"]
+        assert (told.pop("rank_offset"), told.pop("world_size")) == (1, 3)
+        if local:
+            assert told.pop("master_address") == "127.0.0.1" and list(told) == ["master_port"]
+            assert meeting._store is not None
+            assert bytes(range(128)) in meeting._store.get(transfer.STORED_ID)
+        else:
+            assert base64.b64decode(told.pop("nccl_unique_id_b64")) == bytes(range(128))
+            assert not told
+        meeting.close()
+
+
+def test_an_old_vllm_elsewhere_gets_no_store(fake: FakeVllm) -> None:
+    with attached(fake) as engine, pytest.raises(ValueError, match="store to the network"):
+        transfer.Transfer(engine.client, engine.found, 5.0, local=False)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_workers_that_do_not_come_are_not_waited_for(
+    fake: FakeVllm, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    monkeypatch.setattr(transfer, "Communicator", Peer)
+    monkeypatch.setattr(Peer, "hangs", True)
+    fake.version = "0.32.0"
+    message = "not done within 0.5 s"
+    if refused:
+        fake.refused["/init_weight_transfer_engine"] = 500
+        message = "answered 500"
+    with attached(fake) as engine:
+        meeting = transfer.Transfer(engine.client, engine.found, 0.5, True)
+        with pytest.raises(ServerError, match=message):
+            meeting._meet(torch.device("cpu"))
+        assert meeting._communicator is None
+
+
+def test_weights_of_a_cpu_do_not_go_between_gpus(fake: FakeVllm) -> None:
+    with pytest.raises(ValueError, match="store to the network"):
+        attached(fake, way="nccl")
+    fake.version = "0.33.0"
+    with attached(fake, way="nccl") as engine:
+        with pytest.raises(ValueError, match="nccl sends from one CUDA device"):
+            engine.update_weights(WeightUpdate.local(tiny(), 1))
+    assert fake.orders == []
 
 
 def test_pause_resume_stats_and_release(fake: FakeVllm) -> None:

@@ -22,12 +22,13 @@ import base64
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import TCPStore
 
 from lowroll.engine.remote.client import Call, Client, ServerError
@@ -57,16 +58,20 @@ class Transfer:
         self._communicator: Communicator | None = None
         self._store: TCPStore | None = None
 
-    def send(self, update: WeightUpdate, dtype: torch.dtype) -> None:
-        """Broadcast a full update, its dense tensors as `dtype`. ValueError, before anything is
-        sent, for values that are not finite, another digest than was stated, or tensors on a
-        CPU."""
+    def check(self, update: WeightUpdate) -> dict[str, Tensor]:
+        """The dense tensors of a full update. ValueError for values that are not finite, another
+        digest than was stated, or tensors on a CPU."""
         tensors = dict(update.tensors())
-        check_content(update, tensors)
-        devices = {tensor.device for tensor in tensors.values()}
-        if len(devices) != 1 or (device := devices.pop()).type != "cuda":
+        if len({t.device for t in tensors.values()}) != 1 or not all(
+            tensor.is_cuda for tensor in tensors.values()
+        ):
             raise ValueError("way: nccl sends from one CUDA device, and the update lies elsewhere")
-        communicator = self._meet(device)
+        check_content(update, tensors)
+        return tensors
+
+    def send(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Broadcast what was checked, as `dtype`, to workers that draw nothing now."""
+        communicator = self._meet(next(iter(tensors.values())).device)
         self._order(START, {})
         described = {
             "names": list(tensors),

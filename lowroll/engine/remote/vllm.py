@@ -80,10 +80,14 @@ class VllmEngine(RemoteEngine):
         self.facts = served(folder, dtype)
         self._way = way
         self._verify = verify
+        kind = _kind(self.found, self.facts, lora_rank, way)
         self._transfer: Transfer | None = None
+        if kind == "full" and way == "nccl":
+            from lowroll.engine.remote.transfer import Transfer
+
+            self._transfer = Transfer(client, self.found, request_s, process is not None)
         self._loaded: dict[str, Path] = {}  # adapters that vLLM holds, with their folders
         self._versions: Counter[int] = Counter()
-        kind = _kind(self.found, self.facts, lora_rank, way)
         self.dialect: VllmDialect = _dialect(self.found, self.facts, kind)
         named = Named(self.found.model, self.found.root)
         super().__init__(client, self.dialect, named, request_s=request_s, stream=stream)
@@ -237,7 +241,8 @@ class VllmEngine(RemoteEngine):
 
         Requests in flight keep the adapter that they were sent with; a full update waits for their
         end. Returns the tag of the next request. ValueError, before anything is sent, names what
-        does not fit. NotArrived when vLLM does not draw from these weights; no request may follow.
+        does not fit. NotArrived when vLLM does not draw from these weights. After a
+        failed update no request may follow; one of all weights leaves vLLM paused.
         """
         self._check_update(update)
         digest = update.digest or update.content_digest()
@@ -301,13 +306,10 @@ class VllmEngine(RemoteEngine):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _transfer_all(self, update: WeightUpdate) -> None:
-        from lowroll.engine.remote.transfer import Transfer
-
+        assert self._transfer is not None
+        tensors = self._transfer.check(update)
         self.pause("wait")
-        if self._transfer is None:
-            local = self.process is not None
-            self._transfer = Transfer(self.client, self.found, self.request_s, local)
-        self._transfer.send(update, self.facts.dtype)
+        self._transfer.send(tensors, self.facts.dtype)
         self._order("/reset_prefix_cache", None, "reset_prefix_cache")
         self.resume()
 

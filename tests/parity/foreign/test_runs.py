@@ -1,6 +1,6 @@
 """Runs whose rollouts are a real vLLM's, on the CPU: the learner gives its tokens the log-probs that
 vLLM gave them, after every update; a vLLM that dies costs a step, and a resumed run begins with the
-newest weights. `make test-vllm`.
+newest weights. `make vllm`.
 
 Bounds are in nats. In float32 both engines agree to rounding; vLLM's INT4 product has bfloat16
 alone, whose spread is what is allowed there.
