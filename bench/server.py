@@ -467,13 +467,14 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
 
 def lookaheads(ours: Side, args: argparse.Namespace) -> None:
     """What clients see by decode steps between two looks of the host."""
+    ours.stream(ours.served.url, 64, 32, seed=1)  # whatever the first requests compile
     steps = 1
     while steps <= MOST_STEPS:
         ours.steps(steps)
         for concurrency in args.concurrency:
             one = ours.stream(ours.served.url, requests(concurrency), concurrency, 2000 + steps)
             say(f"{steps} steps, C={concurrency}: {tell(one)}")
-        steps *= 2
+        steps *= 4
     ours.steps(ours.lookahead)
 
 
