@@ -145,6 +145,7 @@ class Side:
         """Decode steps between two looks of the host; None is what is best for throughput."""
         scheduler, runner = self.served.engine.scheduler, self.served.engine.runner
         scheduler.lookahead = runner.lookahead if count is None else count
+        scheduler.gather = (count or 1) - 1  # as the engine has it
 
     def forget(self) -> None:
         """Prompts run again."""
@@ -467,7 +468,6 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
 
 def lookaheads(ours: Side, args: argparse.Namespace) -> None:
     """What clients see by decode steps between two looks of the host."""
-    ours.stream(ours.served.url, 64, 32, seed=1)  # whatever the first requests compile
     steps = 1
     while steps <= MOST_STEPS:
         ours.steps(steps)
