@@ -89,7 +89,7 @@ async def whole(response: aiohttp.ClientResponse, sent: float, body: dict[str, A
     tokens = 0
     for choice in choices:
         count = len(choice["token_ids"])
-        if "logprobs" in body and len(choice["logprobs"]["token_logprobs"]) != count:
+        if len(choice["lowroll"]["logprobs"]) != count:
             raise ValueError(f"{count} token ids and other than {count} log-probs")
         tokens += count
     return sent, now, now, tokens, 0.0, 0.0

@@ -25,6 +25,7 @@ installation of its own (docs/benchmarks.md). Rows are added to `server.json`, t
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -50,6 +51,7 @@ from bench.shapes import SHAPES, random_model
 from bench.targets import aimed, over_vllm_server, reason, through_server
 from bench.vllm_server import VllmServer
 from lowroll import Engine, Request
+from lowroll.cli.serve import LOOKAHEAD
 from lowroll.engine.decoder import MOST_STEPS
 from lowroll.engine.native import pick_device
 from lowroll.model.tokenizer import load_tokenizer
@@ -143,6 +145,7 @@ class Side:
         """Decode steps between two looks of the host; None is what is best for throughput."""
         scheduler, runner = self.served.engine.scheduler, self.served.engine.runner
         scheduler.lookahead = runner.lookahead if count is None else count
+        scheduler.gather = (count or 1) - 1  # as the engine has it
 
     def forget(self) -> None:
         """Prompts run again."""
@@ -273,8 +276,8 @@ def beside_vllm(
         except PeerFailed as error:
             why = f"vLLM: not run ({error})"
             say(why)
-    for url in servers.values():
-        ours.stream(url, 64, 32, seed=1)  # whatever the first requests compile
+    if "vLLM" in servers:
+        warm(ours, servers["vLLM"])
     with ExitStack() as stack:
         measure, client = own_client(ours), "our own client"
         if args.client == "vllm" and len(servers) == 2:
@@ -290,6 +293,12 @@ def beside_vllm(
                     say(f"C={concurrency} {name}: {tell(seen[name][-1])}")
             note = f"by {client}" + ("" if len(servers) == 2 else f"; {why}")
             store(over_vllm(ours, concurrency, seen["ours"], seen.get("vLLM"), note), **known)
+
+
+def warm(ours: Side, url: str) -> None:
+    """Whatever the first requests compile."""
+    for concurrency in (1, 32):
+        ours.stream(url, 2 * concurrency, concurrency, seed=1)
 
 
 def tell(one: Seen) -> str:
@@ -355,9 +364,7 @@ def over_http(ours: Side, prompts: list[list[int]], group: int) -> float:
         n=group,
         max_tokens=NEW,
         seed=7,
-        logprobs=0,
         return_token_ids=True,
-        return_tokens_as_token_ids=True,
     )
     check(answer)
     if answer["tokens"] != len(prompts) * group * NEW:
@@ -461,7 +468,6 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
 
 def lookaheads(ours: Side, args: argparse.Namespace) -> None:
     """What clients see by decode steps between two looks of the host."""
-    ours.stream(ours.served.url, 64, 32, seed=1)  # whatever the first requests compile
     steps = 1
     while steps <= MOST_STEPS:
         ours.steps(steps)
@@ -477,26 +483,36 @@ def lookaheads(ours: Side, args: argparse.Namespace) -> None:
 
 def measure(
     args: argparse.Namespace, format: str, folder: Path, store: Callable[..., None]
-) -> None:
-    """All parts of a format."""
+) -> bool:
+    """All parts of a format; whether all of them came to their end."""
     with ExitStack() as stack:
         vllm = None
         if "vllm" in args.parts and args.peer == "vllm":
             vllm = start_vllm(args, format, folder / f"vllm-{format}")
             stack.callback(vllm.close)
         ours = stack.enter_context(side(args, format, folder / "ours"))
-        if "vllm" in args.parts:
-            beside_vllm(ours, vllm, args, store)
-        if vllm is not None:
-            vllm.close()
-        if "rollout" in args.parts:
-            for batch in args.batches:
-                for group in GROUPS:
-                    store([rollouts(ours, batch, group, args.rounds)])
-        if "update" in args.parts:
-            store(updates(ours, args.device))
-        if "lookahead" in args.parts:
-            lookaheads(ours, args)
+        warm(ours, ours.served.url)
+
+        def rolled() -> None:
+            for batch, group in itertools.product(args.batches, GROUPS):
+                store([rollouts(ours, batch, group, args.rounds)])
+
+        parts: dict[str, Callable[[], None]] = {
+            "vllm": lambda: beside_vllm(ours, vllm, args, store),
+            "rollout": rolled,
+            "update": lambda: store(updates(ours, args.device)),
+            "lookahead": lambda: lookaheads(ours, args),
+        }
+        complete = True
+        for name in [name for name in PARTS if name in args.parts]:
+            try:
+                parts[name]()
+            except PeerFailed as error:
+                say(f"{name}: {error}")
+                complete = False
+            if name == "vllm" and vllm is not None:
+                vllm.close()
+    return complete
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -511,16 +527,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.device.type == "cpu":
         torch.set_num_threads(args.threads)
+    complete = True
     with tempfile.TemporaryDirectory(prefix="bench-server-") as temporary:
         for format in args.formats:
             with released():
-                measure(args, format, Path(temporary), store)
+                complete &= measure(args, format, Path(temporary), store)
     met = show("Our server", rows)
     for row in rows:
         if row.verdict == "missed" and not reason(row):
             print(f"{row.name}: missed; its reason is to be written into bench/targets.py")
     print(args.out / f"{name}.json")
-    return 0 if met else 1
+    return 0 if met and complete else 1
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -534,7 +551,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
     parser.add_argument("--peer", default="vllm", choices=("vllm", "none"))
     parser.add_argument("--client", default="vllm", choices=("vllm", "own"))
-    parser.add_argument("--lookahead", type=int, help="steps; default: the engine's own")
+    parser.add_argument("--lookahead", type=int, help="steps; default: that of `lowroll serve`")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     parser.add_argument(
         "--vllm-python", help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one"
@@ -549,6 +566,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         args.device = pick_device(args.device)
     except ValueError as error:
         parser.error(str(error))
+    if args.lookahead is None and args.device.type == "cuda":
+        args.lookahead = LOOKAHEAD
     args.formats = args.formats or ["bf16" if args.device.type == "cuda" else "fp32"]
     unknown = sorted(set(args.formats) - set(vllm_worker.FORMATS))
     if "vllm" in args.parts and args.peer == "vllm" and unknown:

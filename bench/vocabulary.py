@@ -36,8 +36,9 @@ def tokenizer(vocab_size: int) -> Any:
 
 def words(tokenizer: Any) -> Sequence[int]:
     """Ids of its words; of letters, where it has few."""
-    if len(tokenizer) > 1000:
-        return range(257, len(tokenizer))
+    known = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
+    if known > 1000:
+        return range(257, known)
     return [i for i in range(1, 257) if tokenizer.decode([i]) in set(ascii_letters)]
 
 

@@ -243,10 +243,10 @@ def _ranked(names: Names, token_id: int, logprob: float, rank: int | None) -> di
 def origin(rollout: Rollout) -> dict[str, Any]:
     """What a learner must know of a rollout beside its tokens: their log-probs as plain numbers, who
     drew it, how it ended, and what its cache dropped."""
-    dropped = rollout.evictions
+    behavior, dropped = rollout.behavior, rollout.evictions
     return {
-        "logprobs": [finite(logprob) for logprob in rollout.logprobs],
-        "behavior": asdict(rollout.behavior),
+        "logprobs": [max(logprob, _LEAST) for logprob in rollout.logprobs],
+        "behavior": vars(behavior) | {"policy": [vars(span) for span in behavior.policy]},
         "finish_reason": rollout.finish_reason,
         "stop_reason": rollout.stop_reason,
         "evictions": None

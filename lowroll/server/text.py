@@ -9,7 +9,7 @@ what the whole response says, whatever its parts.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,7 +41,7 @@ class Vocabulary:
         added = self.backend.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
         self._bytes = type(self.backend.decoder).__name__ == "ByteLevel"
-        self._pieces: dict[int, bytes] = {}
+        self.pieces = _Pieces(self._piece)
         self._names: dict[int, str] = {}
         self._lock = Lock()  # of encoding: a tokenizer changes its own settings on the way
 
@@ -60,10 +60,7 @@ class Vocabulary:
     def piece(self, token_id: int) -> bytes:
         """What one token adds to a text, in UTF-8 or a part of it; a special token by its name,
         an id that the tokenizer does not know as nothing."""
-        known = self._pieces.get(token_id)
-        if known is None:
-            known = self._pieces[token_id] = self._piece(token_id)
-        return known
+        return self.pieces[token_id]
 
     def name(self, token_id: int) -> str:
         """One token's text for people: what is no character is shown as one that says so."""
@@ -93,6 +90,18 @@ class Vocabulary:
             return bytes(_BYTES[char] for char in token)
         except KeyError:  # an added token: its text as it stands
             return str(token).encode()
+
+
+class _Pieces(dict[int, bytes]):
+    """By token id, found when they are first asked for: no Python runs for one that is known."""
+
+    def __init__(self, find: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self.find = find
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self[token_id] = self.find(token_id)
+        return piece
 
 
 def is_unicode(text: str) -> bool:
@@ -125,8 +134,9 @@ class _ByteDecoder:
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        piece, special = self.vocabulary.piece, self.vocabulary.special
-        return self.utf8.decode(b"".join(piece(i) for i in token_ids if i not in special))
+        special = self.vocabulary.special
+        ids = [i for i in token_ids if i not in special]
+        return self.utf8.decode(b"".join(map(self.vocabulary.pieces.__getitem__, ids)))
 
     def end(self) -> str:
         return self.utf8.decode(b"", final=True)

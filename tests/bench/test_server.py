@@ -17,6 +17,7 @@ from bench.record import Row
 from bench.server import Seen
 from bench.shapes import SHAPES
 from bench.vllm_server import VllmServer, arguments, environment
+from lowroll.model.tokenizer import load_tokenizer
 
 TINY = {
     **SHAPES["qwen2.5-1.5b"],
@@ -178,6 +179,13 @@ def test_a_text_has_as_many_tokens_as_it_was_made_of(size: int) -> None:
     ids = list(vocabulary.words(tokenizer))[-40:]
     assert len(tokenizer) == size and len(ids) == 40
     assert tokenizer.encode(tokenizer.decode(ids)) == ids
+
+
+def test_the_models_class_adds_no_token(tmp_path: Path) -> None:
+    """An id behind the model's last one would be refused."""
+    tokenizer = load_tokenizer(vocabulary.write(tmp_path, {**TINY, "vocab_size": 3000}))
+    assert len(tokenizer) == 3000 and max(vocabulary.words(tokenizer)) == 2999
+    assert tokenizer.encode(tokenizer.decode(range(2900, 3000))) == list(range(2900, 3000))
 
 
 def test_a_vocabulary_has_the_bytes_at_least() -> None:
