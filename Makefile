@@ -1,8 +1,9 @@
 PY := .venv/bin/python
 STAMP := .venv/.lowroll-installed
 VLLM := .venv-vllm
+CLIENTS := .venv-clients
 
-.PHONY: setup demo test quick goldens vllm fuzz torture lint mutants bench bench-gpu
+.PHONY: setup demo test quick goldens vllm test-clients fuzz torture lint mutants bench bench-gpu
 setup: $(STAMP)
 
 # The versions that the tests ran with; `make setup VERSIONS=` takes the newest. torch first and alone: everything after
@@ -55,6 +56,17 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec triton
 	touch $@
 
+# Do programs that users bring understand the server? verifiers and lm-eval live in an environment of their own (about
+# 650 MB): one pins an older openai, the other pulls in half of the field's evaluation, which its client does not use.
+test-clients: $(STAMP) $(CLIENTS)/.installed
+	LOWROLL_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(PY) -m pytest tests/server/test_clients.py -rs
+
+$(CLIENTS)/.installed:
+	python3 -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check verifiers==0.4.0
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps lm-eval==0.4.13
+	touch $@
+
 lint: $(STAMP)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -67,6 +79,7 @@ mutants: $(STAMP)
 bench: $(STAMP)
 	$(PY) -m bench.engine
 	$(PY) -m bench.learner
+	$(PY) -m bench.server --model demo --device cpu --peer none --parts rollout update
 	$(PY) docs/tables.py
 
 # A command ends with 1 when a row misses what it must reach; the others run all the same.
@@ -78,4 +91,5 @@ bench-gpu: $(STAMP)
 	-$(PY) -m bench.kv
 	-$(PY) -m bench.train
 	-$(PY) -m bench.step
+	-$(PY) -m bench.server
 	$(PY) docs/tables.py

@@ -28,7 +28,7 @@ from aiohttp.typedefs import Middleware
 
 from lowroll.server.errors import Refused, error_body
 from lowroll.server.loop import Busy, Stalled
-from lowroll.server.serving import SERVING, Limits
+from lowroll.server.serving import REQUEST_ID, SERVING, Limits
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +38,13 @@ Routes = Mapping[tuple[str, str], tuple[Access, Handler]]  # by method and path
 
 # connections that have not asked for anything yet, and when they are dropped
 SILENT: web.AppKey[dict[web.RequestHandler, asyncio.TimerHandle]] = web.AppKey("silent", dict)
+_BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)  # its response has
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGE = 1 << 16  # bytes of a body from which on it is read in a thread of its own
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# strings as a whole, so that brackets in them do not count
-_NESTING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_ALIKE = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,13 @@ def guard(routes: Routes, tokens: Tokens, hosts: frozenset[str] | None) -> Middl
     async def door(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal open_requests
         serving = request.app[SERVING]
-        request["id"] = _request_id(request)
+        request[REQUEST_ID] = _request_id(request)
         _heard(request)
         resource = request.match_info.route.resource
         path = "" if resource is None else resource.canonical
         # what has no route is hidden behind the token too
         access = routes[request.method, path][0] if (request.method, path) in routes else "token"
-        counted = access == "token"
+        counted = access == "token" and request.method == "POST"
         open_requests += counted
         try:
             _check_headers(request, serving.limits)
@@ -89,9 +91,9 @@ def guard(routes: Routes, tokens: Tokens, hosts: frozenset[str] | None) -> Middl
 async def mark(request: web.BaseRequest, response: web.StreamResponse) -> None:
     """Before a response begins: what every one carries. A signal of the application."""
     response.headers["Server"] = "lowroll"
-    response.headers["X-Request-Id"] = request.get("id", "")
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     response.headers["X-Content-Type-Options"] = "nosniff"
-    request["begun"] = True
+    request[_BEGUN] = True
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def parse(body: bytes, depth: int) -> dict[str, Any]:
     """The object that a body holds. Refused as `read_json` says."""
     try:
         text = body.decode()
-        if _nesting(text, depth) > depth:
+        if _too_deep(body, depth):
             raise Refused(f"body: more than {depth} lists and objects inside each other")
         value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
         if "\\u" in text:
@@ -141,21 +143,15 @@ def parse(body: bytes, depth: int) -> dict[str, Any]:
     return value
 
 
-def _nesting(text: str, enough: int) -> int:
-    """How deep lists and objects lie in each other; it stops counting beyond `enough`."""
-    if text.count("[") + text.count("{") <= enough:
-        return 0
-    depth = deepest = 0
-    for found in _NESTING.finditer(text):
-        mark = found[0]
-        if mark in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif mark in "]}":
-            depth -= 1
-        if deepest > enough:
-            break
-    return deepest
+def _too_deep(body: bytes, depth: int) -> bool:
+    """Whether lists and objects lie in each other deeper than that. What is no JSON may be either:
+    the parser then has few of them to go into."""
+    if body.count(b"[") + body.count(b"{") <= depth:
+        return False
+    left = _STRING.sub(b"", body).translate(_ALIKE, _NO_BRACKETS)
+    for _ in range(depth):  # each round takes the innermost ones
+        left = left.replace(b"[]", b"")
+    return b"[]" in left or len(left) > depth
 
 
 def _no_number(name: str) -> NoReturn:
@@ -236,8 +232,8 @@ def _answer(request: web.Request, error: Exception) -> web.StreamResponse:
     end would look like a whole one."""
     if isinstance(error, ConnectionResetError):
         raise error
-    if request.get("begun"):
-        log.error("request %s: failed in its response", request["id"], exc_info=error)
+    if request.get(_BEGUN):
+        log.error("request %s: failed in its response", request[REQUEST_ID], exc_info=error)
         raise ConnectionResetError("the response cannot be finished") from error
     if isinstance(error, Refused):
         headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
@@ -248,11 +244,11 @@ def _answer(request: web.Request, error: Exception) -> web.StreamResponse:
     if isinstance(error, Busy):
         return _response(error_body(str(error), 503, code="busy"), 503, {"Retry-After": "1"})
     if isinstance(error, Stalled):
-        log.error("request %s: %s", request["id"], error)
+        log.error("request %s: %s", request[REQUEST_ID], error)
         body = error_body(str(error), 503, code="stalled")
         return _response(body, 503, {"Retry-After": "10"})
-    log.error("request %s: failed", request["id"], exc_info=error)
-    told = f"the server failed; its log says why, at request {request['id']}"
+    log.error("request %s: failed", request[REQUEST_ID], exc_info=error)
+    told = f"the server failed; its log says why, at request {request[REQUEST_ID]}"
     return _response(error_body(told, 500), 500, {})
 
 

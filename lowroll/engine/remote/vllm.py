@@ -66,6 +66,7 @@ class VllmEngine(RemoteEngine):
         lora_rank: int | None = None,
         way: Way | None = "folder",
         process: VllmProcess | None = None,
+        dtype: str | None = None,
         verify: Learner | None = None,
         bound: float = BOUND,
         request_s: float = 1200.0,
@@ -76,7 +77,7 @@ class VllmEngine(RemoteEngine):
         self.folder = folder
         self.found = probe(client)
         self.process = process
-        self.facts = served(folder)
+        self.facts = served(folder, dtype)
         self._way = way
         self._verify = verify
         kind = _kind(self.found, self.facts, lora_rank, way)
@@ -153,6 +154,7 @@ class VllmEngine(RemoteEngine):
                 lora_rank=lora_rank,
                 way=way,
                 process=process,
+                dtype=dtype,
                 verify=verify,
                 bound=bound,
                 request_s=request_s,
