@@ -78,4 +78,5 @@ bench-gpu: $(STAMP)
 	-$(PY) -m bench.kv
 	-$(PY) -m bench.train
 	-$(PY) -m bench.step
+	-$(PY) -m bench.memory
 	$(PY) docs/tables.py

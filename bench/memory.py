@@ -7,10 +7,13 @@ short, since the cache is there whether anyone fills it or not, and the learner'
 full micro-batches of the longest samples that the configuration allows.
 
     measured    torch's peak of allocated bytes, the cache's own memory (`kv.virtual_memory`), the pools of
-                the graphs, and what lies outside of torch (modules, graphs' nodes) beside the context
-    used        what the driver says, with what torch's allocator keeps for later
+                the graphs, and what lies outside of torch (modules, graphs' nodes) beside the context:
+                without it the run ends
+    used        what the driver says beside the context, with what torch's allocator keeps for later and
+                gives back when it is short
 
-A mark is a moment of a phase, with the peak since the one before. Every case runs in a process of
+The weights are random and made on the device, so the phase in which a folder is read is planned and
+not measured. A mark is a moment of a phase, with the peak since the one before. Every case runs in a process of
 its own. `memory.json` has the rows, `memory_marks.json` every mark.
 
     python -m bench.memory [--cases NAME ...] [--device cuda] [--out FOLDER]
@@ -46,7 +49,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.runs.build import trainer
 from lowroll.runs.build.compute import Compute
-from lowroll.runs.memory.plan import KERNELS, Plan, Planner
+from lowroll.runs.memory.plan import Plan, Planner
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.trainer import recompute, step
 from lowroll.trainer.loop import Trainer
@@ -275,26 +278,27 @@ def batch(case: Case, cfg: RunConfig, vocab_size: int, number: int) -> Batch:
     return Batch(number, samples, temperature=1.0)
 
 
-def plan(case: Case, cfg: RunConfig, compute: Compute) -> Plan:
-    """What the run's dry run would say."""
+def planner(case: Case, cfg: RunConfig, compute: Compute) -> Planner:
+    """What the run's dry run would ask."""
     model = Transformer(spec_from_config(dict(case.config)), "meta", compute.dtype)
     response = cfg.rollout.max_tokens
     work = Workload(
         cfg.num_groups, cfg.rollouts_per_example, case.prompt, response, case.length + 1
     )
-    return Planner.now(compute, model, [work], {}).plan(cfg)
+    return Planner.now(compute, model, [work], {})
 
 
 class Run:
     """The parts of a case, made one after the other."""
 
-    def __init__(self, case: Case, cfg: RunConfig, meter: Meter, cache_tokens: int) -> None:
+    def __init__(self, case: Case, cfg: RunConfig, meter: Meter, plans: Planner) -> None:
         self.case, self.cfg, self.meter = case, cfg, meter
         compute = Compute.of(cfg)
         self.model = random_learner(cfg, compute, case.config)
         meter.mark("learner")
+        meter.phase = "make"
         chat: Any = SimpleNamespace(tokenizer=None)
-        self.rollouts = RolloutEngine(cfg, compute, self.model, chat, lambda: [], cache_tokens)
+        self.rollouts = RolloutEngine(cfg, compute, self.model, chat, plans)
         meter.virtual = self._virtual
         meter.mark("engine, cache, watch")
         self.channel = MemoryRolloutChannel()
@@ -304,7 +308,7 @@ class Run:
         self.trainer = Trainer(
             self.model, optimizer, trainer.learn(cfg), self.channel, self._publish
         )
-        meter.mark("optimiser's masters")
+        meter.mark("made")
 
     def _virtual(self) -> int:
         cache = self.rollouts.engine.runner.cache  # type: ignore[attr-defined]
@@ -350,58 +354,67 @@ def measure(name: str, device: torch.device) -> tuple[list[Row], dict[str, Any]]
     """The rows of a case, and its marks and plan."""
     case = CASES[name]
     cfg = case.cfg(device.type)
-    compute = Compute.of(cfg)
     meter = Meter(device)
-    planned = plan(case, cfg, compute)
-    run = Run(case, cfg, meter, planned.cache_tokens)
+    plans = planner(case, cfg, Compute.of(cfg))
+    planned = plans.plan(cfg)
+    run = Run(case, cfg, meter, plans)
     for number in range(1, STEPS + 1):
         run.step(number)
-    pools = max(
-        (m.reserved - m.allocated for m in meter.marks if m.name == "graphs' pools"), default=0
-    )
-    outside = max(m.outside for m in meter.marks)
-    measured = {
-        phase: max(m.peak + m.virtual for m in meter.marks if m.phase == phase) + outside + pools
-        for phase in planned.phases
-    }
-    peak = max(measured.values())
-    rows = [
-        Row(
-            f"{name}: {phase}, planned / measured",
-            "GB",
-            planned.total(phase) / 1e9,
-            measured[phase] / 1e9,
-            planned.total(phase) / max(1, measured[phase]),
-        )
-        for phase in planned.phases
-    ]
-    if device.type == "cuda":
-        rows.append(
-            Row(
-                f"{name}: error of the planned peak",
-                "%",
-                100 * abs(planned.peak / peak - 1),
-                must=CLOSE,
-                goal="ours at most",
-                note=f"planned {planned.peak / 1e9:.1f} GB, measured {peak / 1e9:.1f} GB; the driver "
-                f"says {max(m.used for m in meter.marks) / 1e9:.1f} GB with what torch keeps",
-            )
-        )
     about = {
         "plan": {phase: dict(parts) for phase, parts in planned.phases.items()},
         "cache_tokens": planned.cache_tokens,
         "free": planned.free,
-        "kernels": KERNELS,
         "context and others": meter.before,
-        "pools": pools,
-        "outside": outside,
-        "measured": measured,
         "marks": [asdict(mark) | {"outside": mark.outside} for mark in meter.marks],
     }
     if device.type == "cuda":
         about |= {"torch": _torch_says(), "parts": _parts(run)}
     print("\n".join(planned.lines()))
-    return rows, about
+    return compare(name, planned, meter.marks), about
+
+
+def compare(name: str, planned: Plan, marks: Sequence[Mark]) -> list[Row]:
+    """The rows of a plan beside the marks of its run."""
+    more = _pools(marks) + max(mark.outside for mark in marks)
+    measured = {
+        phase: max(mark.peak + mark.virtual for mark in marks if mark.phase == phase) + more
+        for phase in ("generate", "learn", "publish")
+    }
+    rows = [
+        Row(
+            f"{name}: {phase}, planned / measured",
+            "GB",
+            planned.total(phase) / 1e9,
+            size / 1e9,
+            planned.total(phase) / max(1, size),
+        )
+        for phase, size in measured.items()
+    ]
+    if used := max(mark.used for mark in marks):
+        rows += [
+            _error(name, "measured", planned.peak, max(measured.values())),
+            _error(name, "used", planned.peak, used),
+        ]
+    return rows
+
+
+def _pools(marks: Sequence[Mark]) -> int:
+    """Bytes that the first graphs made torch reserve. Later marks have what learning left in
+    pieces."""
+    first = [next(m for m in marks if m.name == name) for name in ("made", "graphs' pools")]
+    before, after = (mark.reserved - mark.allocated for mark in first)
+    return max(0, after - before)
+
+
+def _error(name: str, against: str, planned: int, peak: int) -> Row:
+    return Row(
+        f"{name}: planned peak, off by so much of what is {against}",
+        "%",
+        100 * abs(planned / peak - 1),
+        must=CLOSE,
+        goal="ours at most",
+        note=f"planned {planned / 1e9:.1f} GB, {against} {peak / 1e9:.1f} GB",
+    )
 
 
 def _torch_says() -> dict[str, int]:

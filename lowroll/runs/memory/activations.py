@@ -69,7 +69,7 @@ class Learning:
     def kept(self, tokens: int) -> int:
         """Bytes that the backward pass of a micro-batch begins with."""
         spec = self.spec
-        ends = (2 * spec.hidden_size) * self.item + self._norm_extra(1) + 2 * FLOAT * spec.head_dim
+        ends = (2 * spec.hidden_size) * self.item + self._norm_extra(1) + FLOAT * spec.head_dim
         if self.checkpointing is True:
             block = spec.hidden_size * self.item + self._places(tokens)
             return tokens * (ends + spec.num_layers * block)
@@ -100,11 +100,10 @@ class Learning:
             peak = tokens * item * self._experts_backward() + self.dense
         else:
             wide = spec.intermediate_size
-            gates = (3 if self.fused else 6) * wide + spec.hidden_size
-            if not self.lora:
-                gates += wide
+            gates = (3 if self.fused and self.lora else 4) * wide + spec.hidden_size
             product = 2 * wide + 2 * spec.hidden_size
-            peak = max(tokens * item * gates, tokens * item * product + self.dense)
+            done = 2 * spec.hidden_size  # what `kept` has of the last norm, and is read by then
+            peak = max(tokens * item * (gates - done), tokens * item * product + self.dense)
             if self.fused and self.checkpointing == 1 and self.checkpointing is not True:
                 peak += tokens * item * 2 * wide
         if self.checkpointing is True:
@@ -147,9 +146,9 @@ class Learning:
         kept = slots * (2 * wide + hidden) * item + 2 * FLOAT * slots + self._places(tokens)
         if not self.fused:  # silu(gate); probabilities, and the order of all experts
             kept += slots * wide * item + 3 * FLOAT * spec.num_experts
-            kept += FLOAT * hidden if item < FLOAT else 0
         if not self.lora:
             kept += slots * (hidden + wide) * item
+            kept += FLOAT * hidden if item < FLOAT and not self.fused else 0
         return kept
 
     def _places(self, tokens: int) -> int:
@@ -162,7 +161,8 @@ class Learning:
         """Numbers of a token: gradients of the slots' inputs, gates and outputs."""
         spec = self.spec
         slots, wide, hidden = spec.experts_per_token, spec.moe_intermediate_size, spec.hidden_size
-        return slots * max(hidden + 2 * wide, 2 * hidden + (0 if self.lora else wide))
+        ends = (2 if self.fused else 4) * hidden  # of the slots' sum
+        return slots * max(hidden + 2 * wide, ends + (0 if self.lora else wide))
 
 
 def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learns: bool) -> int:
@@ -174,7 +174,7 @@ def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learn
     rows = chunk * spec.vocab_size
     once = rows * (wide * (2 if tokens > chunk else 1) + item)
     if compute.device.type != "cuda":  # log-probs, probabilities and a product of them
-        once += 3 * FLOAT * rows
+        once = 5 * FLOAT * rows
     hidden = tokens * spec.hidden_size * item
     if not learns:
         return once + hidden
@@ -200,12 +200,12 @@ def generating(
     return block + _dequantized(cfg, compute, model) + 2 * FLOAT * samples * spec.vocab_size
 
 
-def graphs(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
+def graphs(compute: Compute, model: Transformer, samples: int) -> int:
     """What the graphs of decoding keep between two steps: the largest batch's logits and rows, once
     in the graphs' pool and once in that of the stream that warms them up."""
     if compute.device.type != "cuda":
         return 0
-    spec, rows = model.spec, bucket(cfg.rollout.max_batch)
+    spec, rows = model.spec, bucket(samples)
     wide = spec.experts_per_token * spec.hidden_size or spec.intermediate_size
     item = compute.dtype.itemsize
     each = FLOAT * spec.vocab_size + item * (4 * spec.hidden_size + 3 * wide)

@@ -13,24 +13,29 @@ from pydantic import ValidationError
 
 from lowroll.config import RunConfig
 from lowroll.config.document import dotted
-from lowroll.runs.memory.plan import PHASES, Plan, Planner, shown
+from lowroll.runs.build import engines
+from lowroll.runs.memory.plan import Plan, Planner, shown
 
 NAMED = 4  # settings that are offered at most, each enough by itself
 Change = Mapping[tuple[str, str], Any]  # values by section and key
 
 
-def problem(planner: Planner, cfg: RunConfig, plan: Plan) -> str:
-    """Why the run cannot fit, and which settings would; "" when it can."""
-    if not plan.missing or plan.free is None:
-        return ""
-    return (
-        f"memory: the run needs {shown(plan.peak)} while it {PHASES[plan.largest]}, "
-        f"{shown(plan.missing)} more than the {shown(plan.free)} that are free on {plan.device}; "
-        + _advice(planner, cfg)
-    )
+def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> Plan:
+    """The plan of a run. ValueError when it does not fit: by how much, and which settings would.
+    cached: tokens of the cache that a run which goes on began with, and keeps."""
+    if cached is None:
+        plan = planner.plan(cfg)
+        if plan.missing:
+            raise ValueError(f"{plan.problem}; {advice(planner, cfg)}")
+        return plan
+    plan = planner.plan(engines.with_cache(cfg, cached))
+    if plan.missing:
+        raise ValueError(f"resume: a run keeps the KV cache that it began with: {plan.problem}")
+    return plan
 
 
-def _advice(planner: Planner, cfg: RunConfig) -> str:
+def advice(planner: Planner, cfg: RunConfig) -> str:
+    """Which settings would fit, for people."""
     alone = list(fitting_alone(planner, cfg))
     if alone:
         return "it would fit with " + ", or with ".join(map(_said, alone[:NAMED]))
@@ -46,7 +51,7 @@ def fitting_alone(planner: Planner, cfg: RunConfig) -> Iterator[Change]:
     """Of every setting the mildest value with which the run fits."""
     for values in KNOBS:
         for change in values(planner, cfg):
-            planned = _plan(planner, cfg, change)
+            planned = changed(planner, cfg, change)
             if planned is not None and not planned.missing:
                 yield change
                 break
@@ -58,7 +63,9 @@ def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, Plan]:
     chosen: list[Change] = []
     best = planner.plan(cfg)
     for values in KNOBS:
-        found = [(change, _plan(planner, cfg, *chosen, change)) for change in values(planner, cfg)]
+        found = [
+            (change, changed(planner, cfg, *chosen, change)) for change in values(planner, cfg)
+        ]
         saving = [(change, plan) for change, plan in found if plan and plan.peak < best.peak]
         if not saving:
             continue
@@ -69,13 +76,13 @@ def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, Plan]:
             break
     for change in list(chosen):
         fewer = [one for one in chosen if one is not change]
-        planned = _plan(planner, cfg, *fewer)
+        planned = changed(planner, cfg, *fewer)
         if planned is not None and planned.missing <= best.missing and not best.missing:
             chosen, best = fewer, planned
     return {key: value for change in chosen for key, value in change.items()}, best
 
 
-def _plan(planner: Planner, cfg: RunConfig, *changes: Change) -> Plan | None:
+def changed(planner: Planner, cfg: RunConfig, *changes: Change) -> Plan | None:
     """The plan of the changed run; None when there is no such run."""
     tree = cfg.model_dump()
     for change in changes:

@@ -25,6 +25,7 @@ from lowroll.config import RunConfig
 from lowroll.engine.native import free_memory, policy_bytes
 from lowroll.kv.capacity import SHARE, UNKNOWN_FREE, Workload
 from lowroll.kv.storage import storage
+from lowroll.model.shards import AHEAD
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.runs.build import caches
@@ -33,8 +34,9 @@ from lowroll.runs.memory import weights
 from lowroll.runs.memory.activations import FLOAT, Learning, generating, graphs, logits
 
 MARGIN = 0.1  # of the free memory, which a cache of no given size leaves: a plan may be as far off
-# bytes on CUDA of the kernels' code, the libraries' workspaces and the graphs' nodes
-KERNELS = 1_000_000_000
+# bytes on CUDA of the kernels' code and the graphs' nodes (0.23 GB on an H200), and of workspaces and
+# small state (0.17 GB): docs/log/runs.md
+KERNELS = 400_000_000
 CACHE = "KV cache"
 PHASES = {"load": "loads", "generate": "generates", "learn": "learns", "publish": "publishes"}
 
@@ -68,6 +70,16 @@ class Plan:
     def missing(self) -> int:
         """Bytes that the run needs and the device has not; 0 when it fits, or nobody knows."""
         return 0 if self.free is None else max(0, self.peak - self.free)
+
+    @property
+    def problem(self) -> str:
+        """By how much the run does not fit; "" when it does."""
+        if not self.missing or self.free is None:
+            return ""
+        return (
+            f"memory: the run needs {shown(self.peak)} while it {PHASES[self.largest]}, "
+            f"{shown(self.missing)} more than the {shown(self.free)} that are free on {self.device}"
+        )
 
     def lines(self) -> list[str]:
         """The table for people: a row a part, a column a phase."""
@@ -117,19 +129,14 @@ class Planner:
 
     def plan(self, cfg: RunConfig) -> Plan:
         """The memory of a run with these settings."""
-        released = cfg.rollout.release_cache
-        stays = self._stays(cfg)
-        prompts = max((w.groups * w.prompt for w in self.workloads), default=0)
-        samples = max((w.groups * w.n for w in self.workloads), default=cfg.rollout.max_batch)
-        samples = min(cfg.rollout.max_batch, samples)
-        step = generating(cfg, self.compute, self.model, prompts, samples)
+        stays = self._learner(cfg) | self._engine(cfg)
+        step = generating(cfg, self.compute, self.model, self._prompts, self._samples(cfg))
+        cache = {} if cfg.rollout.release_cache else {CACHE: 0}
         phases = {
             "load": _loading(cfg, self.compute, self.model),
             "generate": stays | {CACHE: 0, "prompts and logits": step},
-            "learn": stays | ({} if released else {CACHE: 0}) | self._learning(cfg),
-            "publish": stays
-            | ({} if released else {CACHE: 0})
-            | {"measuring weights/*": weights.watching(cfg, self.model)},
+            "learn": stays | cache | self._learning(cfg),
+            "publish": stays | cache | {"measuring weights/*": weights.watching(cfg, self.model)},
         }
         usable, tokens, each = self._cache(cfg, phases)
         held = {
@@ -138,30 +145,46 @@ class Planner:
         }
         return Plan(held, self.free, str(self.compute.device), tokens, usable)
 
-    def _stays(self, cfg: RunConfig) -> dict[str, int]:
+    def _learner(self, cfg: RunConfig) -> dict[str, int]:
+        """What stays of the learner's side."""
         compute, model = self.compute, self.model
-        state = policy_bytes(
-            caches.policy(cfg),
-            model.spec,
-            cfg.rollout.max_batch,
-            _dtype(cfg, compute),
-            cfg.train.replay_kv,
-        )
         parts = {
             "learner's weights": weights.learner(cfg, compute, model),
             "optimiser": weights.optimizer(cfg, compute, model),
-            "rollouts' weights": weights.engine(cfg, compute, model),
-            "second format": weights.large_batch(cfg, model),
-            "dense copies": weights.dense_copies(cfg, compute, model),
-            "before, for weights/*": weights.watch(cfg, compute, model),
         }
         for name, other in self.beside.items():
             count = weights.critic if name == "critic" else weights.frozen
             parts[name] = count(compute, other)
-        parts["policy's state"] = state
-        on_cuda = compute.device.type == "cuda"
-        parts["graphs, kernels"] = graphs(cfg, compute, model) + (KERNELS if on_cuda else 0)
         return parts
+
+    def _engine(self, cfg: RunConfig) -> dict[str, int]:
+        """What stays of the engine's side, but for the cache."""
+        compute, model, rollout = self.compute, self.model, cfg.rollout
+        kernels = KERNELS if compute.device.type == "cuda" else 0
+        state = policy_bytes(
+            caches.policy(cfg),
+            model.spec,
+            rollout.max_batch,
+            _dtype(cfg, compute),
+            cfg.train.replay_kv,
+        )
+        return {
+            "rollouts' weights": weights.engine(cfg, compute, model),
+            "second format": weights.large_batch(cfg, model),
+            "dense copies": weights.dense_copies(cfg, compute, model),
+            "before, for weights/*": weights.watch(cfg, compute, model),
+            "policy's state": state,
+            "graphs, kernels": graphs(compute, model, self._samples(cfg)) + kernels,
+        }
+
+    @property
+    def _prompts(self) -> int:
+        return max((work.groups * work.prompt for work in self.workloads), default=0)
+
+    def _samples(self, cfg: RunConfig) -> int:
+        """That decode together at most."""
+        most = max((work.groups * work.n for work in self.workloads), default=1 << 62)
+        return min(cfg.rollout.max_batch, most)
 
     def _learning(self, cfg: RunConfig) -> dict[str, int]:
         """Of the policy, or of the critic if that is more: each learns after the other."""
@@ -250,7 +273,8 @@ def learning(
 
 
 def _loading(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
-    """Dense weights that are quantized when they arrive, or after all have."""
+    """Dense weights that are quantized when they arrive, or after all have. Those that learn stay as
+    they arrive."""
     item, lora = compute.dtype.itemsize, cfg.train.lora
     learner = weights.learner(cfg, compute, model)
     format = compute.format(cfg.rollout.weights)
@@ -258,9 +282,8 @@ def _loading(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, 
     if lora and cfg.train.uaq_scale is not None and not get_format(format).dense:
         before = weights.linear_size(model) * item - codes
         return {"learner's weights": learner, "before quantizing": max(0, before)}
-    embedding = model.spec.vocab_size * model.spec.hidden_size
-    one = max(weights.largest(model), embedding) * item
-    return {"learner's weights": learner, "arriving": 2 * one}
+    ahead = min(AHEAD + weights.largest(model) * item, weights.linear_size(model) * item)
+    return {"learner's weights": learner, "arriving": ahead if lora else 0}
 
 
 def _batch_tokens(cfg: RunConfig, workloads: Sequence[Workload]) -> int:

@@ -183,17 +183,23 @@ def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def watching(cfg: RunConfig, model: Transformer) -> int:
-    """What a measurement of `weights/*` takes for a moment: float32 copies of the largest matrix."""
+    """What a measurement of `weights/*` takes for a moment: float32 matrices of one layer and, until
+    they are replaced, of the layer before."""
     if not cfg.train.weight_metrics:
         return 0
     if not cfg.train.lora:
         return 3 * MASTER * largest(model)
-    parts = [
-        rows * linear.in_features
-        for _, linear in model.linears()
-        for rows in adapted(cfg, linear).values()
-    ]
-    return MASTER * (2 * largest(model) + 3 * max(parts, default=0))
+    most = before = 0
+    for _, linear in model.linears():
+        size = _size(linear)
+        rows = max(adapted(cfg, linear).values(), default=0)
+        moments = (
+            2 * before + size,
+            before + 2 * size,
+            2 * size + 3 * rows * linear.in_features,
+        )
+        most, before = max(most, *moments), size
+    return MASTER * most
 
 
 def frozen(compute: Compute, model: Transformer) -> int:
