@@ -141,17 +141,14 @@ def test_what_stays_is_planned_to_the_byte(
                 linear.adapter.matrices(linear.parts, compute.dtype)
         mine = tensors(learner)
         assert parts["learner's weights"] == size(mine)
-        others = tensors(engine.model)
-        own = size({key: t for key, t in others.items() if t not in set(mine.values())})
-        second = engine.large_batch_model
-        if second is not None:
-            beside = tensors(second)
-            held = {*mine.values(), *others.values()}
-            own_second = size({key: t for key, t in beside.items() if t not in held})
-            assert parts["second format"] == own_second
-        held_addresses = {t.data_ptr() for t in mine.values()}
-        fresh = {key: t for key, t in others.items() if t.data_ptr() not in held_addresses}
-        assert parts["rollouts' weights"] == size(fresh), own
+        held = {t.data_ptr() for t in mine.values()}
+        own = {key: t for key, t in tensors(engine.model).items() if t.data_ptr() not in held}
+        assert parts["rollouts' weights"] == size(own)
+        if engine.large_batch_model is not None:
+            held |= {t.data_ptr() for t in own.values()}
+            second = tensors(engine.large_batch_model)
+            more = {key: t for key, t in second.items() if t.data_ptr() not in held}
+            assert parts["second format"] == size(more)
         watch = session.rollouts.watch
         before = [] if watch is None else flat(watch._before)
         assert parts["before, for weights/*"] == sum(t.nbytes for t in before)
@@ -240,7 +237,7 @@ def test_what_a_backward_pass_keeps(
     config: dict[str, Any], dtype: torch.dtype, kind: str, checkpointing: bool | float
 ) -> None:
     """The tensors that are alive between forward and backward, and the peak of both with logits and
-    gradients: within 5 %. Where whole blocks are made again little is kept and one block decides,
+    gradients: within 6 %. Where whole blocks are made again little is kept and one block decides,
     of which the plan takes all of its parts at once."""
     train = {
         "lora": kind == "lora",
@@ -276,7 +273,7 @@ def test_what_a_backward_pass_keeps(
         found.sum().backward()
     shapes = Transformer(model.spec, "meta", dtype)
     planned = Learning.of(cfg, compute, shapes).kept(len(ids))
-    low, high = (0.8, 1.25) if checkpointing else (0.95, 1.05)
+    low, high = (0.8, 1.25) if checkpointing else (0.95, 1.06)
     assert low < planned / kept < high
     peak = sum(plan.learning(cfg, compute, shapes, len(ids), 1).values())
     assert low < peak / live.peak < high
@@ -306,26 +303,26 @@ def test_a_run_that_fits_needs_no_advice() -> None:
 
 
 def test_every_setting_that_is_named_fits_by_the_plan_itself() -> None:
-    """60 GB for a run of 72: what is named fits, the value before it does not."""
-    planner, cfg = on("cuda", 60 * 10**9)
+    """45 GB for a run of 59 and its cache: what is named fits, the value before it does not."""
+    planner, cfg = on("cuda", 45 * 10**9)
     full = planner.plan(cfg)
     assert full.missing > 0
     with pytest.raises(
-        ValueError, match=r"needs .* while it learns, .* more than the 60 GB that"
+        ValueError, match=r"needs .* while it learns, .* more than the 45 GB that"
     ) as e:
         fit.check(planner, cfg)
-    assert "it would fit with train.activation_checkpointing: 0.75, or with" in str(e.value)
+    assert "it would fit with train.activation_checkpointing: 0.5, or with" in str(e.value)
     assert "train.tokens_per_microbatch: 8192" in str(e.value)
     found = [dict(change) for change in fit.fitting_alone(planner, cfg)]
     assert found
     for change in found:
         assert fit.changed(planner, cfg, change).missing == 0
-    assert fit.changed(planner, cfg, {("train", "activation_checkpointing"): 0.5}).missing > 0
-    assert {"train": "lora"} not in found  # it learns an adapter already
+    assert fit.changed(planner, cfg, {("train", "activation_checkpointing"): 0.25}).missing > 0
+    assert not any(("train", "lora") in change for change in found)  # it has an adapter already
 
 
 def test_settings_are_put_together_where_none_is_enough() -> None:
-    planner, cfg = on("cuda", 24 * 10**9)
+    planner, cfg = on("cuda", 12 * 10**9)
     assert not list(fit.fitting_alone(planner, cfg))
     together, found = fit.fitting_together(planner, cfg)
     assert len(together) > 1 and found.missing == 0
@@ -409,7 +406,7 @@ def test_a_run_begins_with_its_plan(
     values = tree(model, tmp_path / "out", train={"max_steps": 1}, eval={"interval": None})
     run(values)
     logged = (tmp_path / "out" / "logs" / "attempt_1.log").read_text()
-    for said in (logged, capfd.readouterr().err):
+    for said in (logged, "".join(capfd.readouterr())):
         assert "memory on cpu: " in said and "generate     learn   publish" in said
 
 
@@ -457,10 +454,11 @@ def test_less_is_kept_the_more_is_made_again() -> None:
 
 
 def test_supervised_learning_has_a_plan_too() -> None:
-    planner, cfg = on("cuda", None)
-    found = plan_sft(cfg, planner.compute, planner.model, 1 << 20)
+    planner, cfg = on("cpu", None)
+    compute = Compute(torch.device("cpu"), torch.float32)
+    found = plan_sft(cfg, compute, planner.model, 1 << 20)
     assert list(found.phases) == ["load", "learn"] and found.cache_tokens == 0
-    assert found.peak < planner.plan(cfg).peak
+    assert found.peak < replace(planner, compute=compute).plan(cfg).peak
 
 
 def test_logits_shrink_with_their_chunk() -> None:

@@ -25,6 +25,7 @@ from lowroll.trainer.muon import hidden_matrices
 from lowroll.weights.noise import noisy_norms
 
 MASTER = 4  # bytes of a float32
+META = torch.device("meta")
 
 
 def linear_size(model: Transformer) -> int:
@@ -45,9 +46,7 @@ def linear_bytes(model: Transformer, format: str) -> int:
         shape = tuple(linear.weight.shape)
         if shape not in sizes:
             try:
-                sizes[shape] = (
-                    get_format(format).empty((shape[0], shape[1]), torch.device("meta")).nbytes
-                )
+                sizes[shape] = get_format(format).empty((shape[0], shape[1]), META).nbytes
             except ValueError as error:
                 raise ValueError(f"rollout.weights: {name}: {error}") from None
     return sum(sizes[tuple(linear.weight.shape)] for _, linear in model.linears())
@@ -178,8 +177,12 @@ def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
         return 0
     if cfg.train.lora:
         return MASTER * sum(adapter_sizes(cfg, model))
-    before = linear_size(model) * compute.dtype.itemsize
-    return before + linear_bytes(model, compute.format(cfg.rollout.weights))
+    format = get_format(compute.format(cfg.rollout.weights))
+    codes = sum(
+        max(t.nbytes for t in format.empty((rows, columns), META).tensors.values())
+        for rows, columns in (linear.weight.shape for _, linear in model.linears())
+    )
+    return linear_size(model) * compute.dtype.itemsize + codes
 
 
 def watching(cfg: RunConfig, model: Transformer) -> int:
