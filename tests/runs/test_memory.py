@@ -474,3 +474,14 @@ def test_logits_shrink_with_their_chunk() -> None:
     assert of(1024) - hidden == 1024 * spec.vocab_size * (4 + 4 + 2)
     assert of(512) - hidden == (of(1024) - hidden) // 2
     assert of(1 << 20) - hidden == 16384 * spec.vocab_size * (4 + 2)  # one chunk, and none before
+
+
+def test_a_learner_that_replays_caches_takes_more() -> None:
+    planner, cfg = on("cuda", None)
+    kv = KvConfig(policy="rkv", budget=512, buffer=128)
+    bounded = cfg.model_copy(update={"rollout": cfg.rollout.with_kv(kv)})
+    train = bounded.train.model_copy(update={"replay_kv": True})
+    replayed = bounded.model_copy(update={"train": train})
+    assert planner.plan(bounded).phases["learn"]["replayed caches"] == 0
+    more = planner.plan(replayed).phases["learn"]["replayed caches"]
+    assert more > 28 * 4 * 16384  # a byte a layer, KV head and key

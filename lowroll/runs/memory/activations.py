@@ -23,10 +23,11 @@ from dataclasses import dataclass
 import torch
 
 from lowroll.config import RunConfig
-from lowroll.engine.decoder import bucket
+from lowroll.model.replay import MOST_MARKED
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
+from lowroll.runs.build import caches
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.memory.weights import adapted, largest
 
@@ -182,6 +183,25 @@ def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learn
     return max(once + FLOAT * head, rows * (wide + item) + (FLOAT + item) * head) + hidden
 
 
+def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> int:
+    """Bytes of replayed caches (`model.replay`): which compaction dropped each key, copies of what
+    comes before the first one, and one portion's gathered keys and values."""
+    cache = cfg.rollout.cache
+    if not (cfg.train.replay_kv and cache.evicts):
+        return 0
+    policy, item = caches.policy(cfg), compute.dtype.itemsize
+    held = policy.room(0)
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    longest = min(spec.max_position, cfg.train.tokens_per_microbatch)
+    stretches = max(1, MOST_MARKED // (spec.num_kv_heads * longest))
+    first = min(tokens, round(tokens * held / longest))
+    return (
+        spec.num_layers * (tokens * spec.num_kv_heads + first * (2 * q + 2 * kv) * item)
+        + stretches * held * 2 * kv * item
+        + 3 * 8 * MOST_MARKED
+    )
+
+
 def generating(
     cfg: RunConfig, compute: Compute, model: Transformer, prompts: int, samples: int
 ) -> int:
@@ -205,11 +225,11 @@ def graphs(compute: Compute, model: Transformer, samples: int) -> int:
     in the graphs' pool and once in that of the stream that warms them up."""
     if compute.device.type != "cuda":
         return 0
-    spec, rows = model.spec, bucket(samples)
+    spec = model.spec
     wide = spec.experts_per_token * spec.hidden_size or spec.intermediate_size
     item = compute.dtype.itemsize
     each = FLOAT * spec.vocab_size + item * (4 * spec.hidden_size + 3 * wide)
-    return 2 * rows * each
+    return 2 * samples * each
 
 
 def _dequantized(cfg: RunConfig, compute: Compute, model: Transformer) -> int:

@@ -31,7 +31,7 @@ from lowroll.quant.formats import get_format
 from lowroll.runs.build import caches
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.memory import weights
-from lowroll.runs.memory.activations import FLOAT, Learning, generating, graphs, logits
+from lowroll.runs.memory.activations import FLOAT, Learning, generating, graphs, logits, replay
 
 MARGIN = 0.1  # of the free memory, which a cache of no given size leaves: a plan may be as far off
 # bytes on CUDA of the kernels' code and the graphs' nodes (0.23 GB on an H200), and of workspaces and
@@ -260,6 +260,8 @@ def learning(
     size = weights.learning_size(cfg, model)
     first, last = (each * size for each in weights.gradient(cfg, compute, passes))
     kept = {"activations": form.kept(together)}
+    if has_head:
+        kept["replayed caches"] = replay(cfg, compute, spec, together)
     head = item * spec.vocab_size * spec.hidden_size if has_head and not cfg.train.lora else 0
     update = 4 * FLOAT * weights.largest_learning(cfg, model)
     moments = [
