@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 from bench.record import BASELINES, Row, interleave, show, speed_row, write
 from lowroll import Engine, Request
-from lowroll.engine.runner import Drawn
+from lowroll.engine.runner import Run
 from lowroll.engine.sequence import Plan
 from lowroll.model import hf, initialize
 from lowroll.model.spec import spec_from_config
@@ -128,7 +128,7 @@ def ours(engine: Engine, work: Workload, share: bool = True) -> Callable[[], lis
             )
     draw = engine.runner.run
 
-    def scripted(plan: Plan) -> list[Drawn]:
+    def scripted(plan: Plan) -> list[Run]:
         """What the runner drew, with each sample's last token replaced by the stop id, and no stop
         before it."""
         drawn = []

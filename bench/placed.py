@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.roofline import synchronize
 from lowroll import Engine, Request
-from lowroll.engine.runner import Drawn
+from lowroll.engine.runner import Run
 from lowroll.engine.sequence import Compaction, PrefillChunk
 from lowroll.kv.cache import Chunk
 
@@ -138,7 +138,7 @@ class Placed:
 
     # -- in the place of the runner's prefill ------------------------------------------------------
 
-    def _prefill(self, prefills: list[PrefillChunk]) -> list[Drawn]:
+    def _prefill(self, prefills: list[PrefillChunk]) -> list[Run]:
         runner = self.engine.runner
         page_size, spec = runner.cache.page_size, self.engine.spec
         slots_T = torch.cat([_slots(chunk, page_size) for chunk in prefills]).to(self.device)
@@ -150,7 +150,7 @@ class Placed:
         self._show_queries(prefills)
         tokens = torch.randint(spec.vocab_size, (len(prefills),), generator=self.dice).tolist()
         return [
-            Drawn(sequence, [token], [-1.0], False)
+            Run(sequence, [token], [-1.0], False)
             for chunk, token in zip(prefills, tokens, strict=True)
             for sequence in chunk.samples
         ]

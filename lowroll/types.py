@@ -15,6 +15,7 @@ FinishReason = Literal["stop", "length", "abort"]
 MAX_SAMPLES = 1024  # of one prompt
 TEMPERATURES = (1e-4, 1e4)  # beyond these, logits / temperature can leave float32
 PENALTIES = (1e-2, 1e2)
+MAX_TOP_LOGPROBS = 20  # likeliest tokens that are reported at one place
 
 
 class RunFailed(RuntimeError):
@@ -80,6 +81,7 @@ class Request:
     ignore_eos: bool = False
     seed: int = 0
     id: str = ""
+    top_logprobs: int = 0  # likeliest tokens to report at each place, of what is drawn from
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,9 @@ OMITTED: dict[str, Any] = {"omitted": True}
 @dataclass
 class Rollout:
     """One sampled response. `logprobs[t]` is of `token_ids[t]`; the end-of-sequence id, when drawn,
-    is included. `evictions` is None where the engine did not record them."""
+    is included. `evictions` is None where the engine did not record them. `top_logprobs`, where the
+    request asked for them: at each place the likeliest tokens that could be drawn, with their
+    log-probs, likeliest first and the lower id before an equal one."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -148,6 +152,7 @@ class Rollout:
     behavior: BehaviorTag
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
     evictions: Evictions | None = field(default=None, metadata=OMITTED)
+    top_logprobs: list[list[tuple[int, float]]] | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass

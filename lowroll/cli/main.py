@@ -24,6 +24,7 @@ COMMANDS = {
     "sft": "warm-start a model on demonstrations",
     "eval": "measure pass@1 and avg@k, dense and low-precision side by side",
     "generate": "try a model at the terminal",
+    "serve": "serve a low-bit model to OpenAI clients",
     "quantize": "write a dense model as a low-bit folder",
     "export": "write a run's checkpoint as a model folder: merged, adapter or the rollouts' exact "
     "policy",
@@ -48,6 +49,8 @@ MEANT = {
     "infer": "generate",
     "inference": "generate",
     "chat": "generate",
+    "server": "serve",
+    "api": "serve",
     "merge": "export RUN OUT --as merged",
     "convert": "quantize",
     "plot": "report",

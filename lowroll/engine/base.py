@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
-from lowroll.types import BehaviorTag, Group, Request
+from lowroll.types import BehaviorTag, FinishReason, Group, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +59,29 @@ class EngineStats:
     running: int  # samples that hold pages
     waiting: int  # samples that wait for pages
     tokens: int  # drawn since the engine was made
+    cache_used: int = 0  # tokens of the cache in pages that requests hold
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What one sample of a request has drawn so far. The lists are the engine's own and grow: read
+    them before the next `step`."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason | None  # None while it goes on
+    top_logprobs: Sequence[list[tuple[int, float]]] | None = None  # where the request asks for them
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Log-probs of a response of T tokens, and the K likeliest tokens at each of its places, likeliest
+    first and the lower id before an equal one. On the CPU, in float32 and int64."""
+
+    logprobs_T: Tensor
+    top_ids_TK: Tensor
+    top_logprobs_TK: Tensor
 
 
 class Engine(Protocol):
@@ -80,6 +103,11 @@ class Engine(Protocol):
 
     def step(self) -> list[tuple[int, Group]]:
         """One step for everything in flight. Returns the requests that ended, by handle."""
+        ...
+
+    def so_far(self, handle: int) -> list[Drawn]:
+        """What each sample of a request has drawn, in sample order; [] once `step` has returned its
+        group. ValueError for a handle that `add` never returned."""
         ...
 
     def abort(self, handle: int) -> bool:
@@ -105,6 +133,17 @@ class Engine(Protocol):
         in float32 on the CPU. ValueError names a sequence that does not fit."""
         ...
 
+    def score_top(
+        self,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        top: int,
+        temperature: float = 1.0,
+    ) -> list[Ranked]:
+        """What `score` gives, and the `top` likeliest tokens at each place. ValueError names a
+        sequence that does not fit, or `top`."""
+        ...
+
     def update_weights(self, update: WeightUpdate) -> BehaviorTag:
         """Take new weights between two steps; what is in flight goes on under them. Returns the new
         `behavior`. ValueError, before anything is written, names what does not fit."""
@@ -122,4 +161,9 @@ class Engine(Protocol):
     def release(self) -> None:
         """Give the memory of the KV cache away until the next step. RuntimeError while requests are
         in flight."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds outside of this object: processes, connections, files. Nothing
+        else may be called then. Idempotent."""
         ...

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lowroll import machine
-from lowroll.engine.base import Capabilities, EngineStats
+from lowroll.engine.base import Capabilities, Drawn, EngineStats, Ranked
+from lowroll.engine.decoder import MOST_STEPS
 from lowroll.engine.request import validate
 from lowroll.engine.runner import Runner
 from lowroll.engine.scheduler import Scheduler
@@ -39,7 +40,14 @@ from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.table import DEFAULT
-from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
+from lowroll.types import (
+    MAX_TOP_LOGPROBS,
+    BehaviorTag,
+    Group,
+    PolicySpan,
+    Request,
+    Rollout,
+)
 from lowroll.weights.publish import beside, digest, rollout_copy, rollout_load
 from lowroll.weights.receive import Receiver
 from lowroll.weights.update import WeightUpdate
@@ -83,6 +91,10 @@ class NativeEngine:
     keep_dense: hold the dequantized matrices of a 4-bit format beside its codes (2 bytes a weight
     in bfloat16) for prompts and many rows; the weights are the same, and only time is saved (CUDA).
     record_evictions: rollouts say which keys a bounded cache dropped (`types.Evictions`).
+    lookahead: decode steps between two looks of the host, at which tokens are seen and requests get
+    in, for requests that come one by one: prompts also run together, once in so many steps. None is
+    the device's best for requests that are there from the beginning (16 on CUDA). Tokens do not
+    depend on it.
     ValueError names the argument that is wrong.
     """
 
@@ -106,7 +118,10 @@ class NativeEngine:
         keep_dense: bool = False,
         kv_dtype: str | None = None,
         record_evictions: bool = False,
+        lookahead: int | None = None,
     ) -> None:
+        if lookahead is not None and not 1 <= lookahead <= MOST_STEPS:
+            raise ValueError(f"lookahead: expected 1..{MOST_STEPS} steps, got {lookahead}")
         self.kv = _policy_or_dense(kv)
         self.storage = storage(kv_dtype)
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
@@ -136,13 +151,7 @@ class NativeEngine:
         if keep_dense:
             self.keep_dense()
         self._recording = record_evictions
-        num_tokens = self._cache_tokens(cache_tokens, workloads, page_size)
-        num_pages = num_tokens // page_size
-        if num_pages < 1:
-            why = ", which is all that the free memory allows" if cache_tokens is None else ""
-            raise ValueError(
-                f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{why}"
-            )
+        num_pages = self._num_pages(cache_tokens, workloads, page_size)
         self.runner = Runner(
             self.model,
             self.large_batch_model,
@@ -173,7 +182,8 @@ class NativeEngine:
             max_batch=max_batch,
             max_prefill_tokens=max_prefill_tokens,
             prefill_chunk=prefill_chunk,
-            lookahead=self.runner.lookahead,
+            lookahead=lookahead or self.runner.lookahead,
+            gather=(lookahead or 1) - 1,
             eos_ids=self._eos_ids(),
             decode=decode,
             evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
@@ -285,7 +295,7 @@ class NativeEngine:
             raise
         for row in drawn:
             self.scheduler.policy = self.behavior.policy[-1 if row.large_batch else 0]
-            self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs)
+            self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs, row.tops)
             self._tokens += len(row.token_ids)
 
     def score(
@@ -301,6 +311,19 @@ class NativeEngine:
         drops them, no cache rounds them. Rollouts in flight are not disturbed. ValueError names a
         sequence that does not fit.
         """
+        return [one.logprobs_T for one in self.score_top(sequences, prompt_lens, 0, temperature)]
+
+    def score_top(
+        self,
+        sequences: Sequence[list[int]],
+        prompt_lens: Sequence[int],
+        top: int,
+        temperature: float = 1.0,
+    ) -> list[Ranked]:
+        """What `score` gives, and the `top` likeliest tokens at each place, at most 20. ValueError
+        names a sequence that does not fit, or `top`."""
+        if type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"top: expected an integer in 0..{MAX_TOP_LOGPROBS}, got {top!r}")
         scores = []
         for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
             if not 1 <= prompt_len < len(ids) or len(ids) > self.spec.max_position:
@@ -312,7 +335,8 @@ class NativeEngine:
                 raise ValueError(
                     f"sequences[{i}]: an id is outside the vocabulary of {self.spec.vocab_size}"
                 )
-            scores.append(self.runner.score(ids, prompt_len, temperature).cpu())
+            found = self.runner.score(ids, prompt_len, temperature, top)
+            scores.append(Ranked(*(tensor.cpu() for tensor in found)))
         return scores
 
     def keep_dense(self) -> None:
@@ -329,6 +353,11 @@ class NativeEngine:
         not on the way."""
         self.runner.cache.restore()
         self.runner.decoder.warm_up()
+
+    def so_far(self, handle: int) -> list[Drawn]:
+        """What each sample of a request has drawn, in sample order; [] once `step` has returned its
+        group. ValueError for a handle that `add` never returned."""
+        return self.scheduler.so_far(handle)
 
     def abort(self, handle: int) -> bool:
         """End a request now; its group comes back with finish reason "abort". False if it had
@@ -366,6 +395,7 @@ class NativeEngine:
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             tokens=self._tokens,
+            cache_used=self.pool.num_used * self.pool.page_size,
         )
 
     @property
@@ -389,6 +419,9 @@ class NativeEngine:
         """Forget the pages of shared prompts. A prompt behind such pages runs in other pieces,
         which round otherwise: what comes next has the same bits as in a fresh engine."""
         self.pool.clear_prefixes()
+
+    def close(self) -> None:
+        """Nothing: its memory goes with it."""
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -502,6 +535,17 @@ class NativeEngine:
         if dtype is not None:
             return dtype
         return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def _num_pages(
+        self, cache_tokens: int | None, workloads: Sequence[Workload], page_size: int
+    ) -> int:
+        num_tokens = self._cache_tokens(cache_tokens, workloads, page_size)
+        if num_tokens < page_size:
+            why = ", which is all that the free memory allows" if cache_tokens is None else ""
+            raise ValueError(
+                f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{why}"
+            )
+        return num_tokens // page_size
 
     def _cache_tokens(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 
 from lowroll.kv.policy.base import CachePolicy, footprint
 from lowroll.kv.policy.dense import DENSE
-from lowroll.types import MAX_SAMPLES, PENALTIES, TEMPERATURES, Request
+from lowroll.types import MAX_SAMPLES, MAX_TOP_LOGPROBS, PENALTIES, TEMPERATURES, Request
 
 MAX_SEED = 2**63 - 1
 
@@ -65,6 +65,7 @@ def validate(
     _check_int("seed", request.seed, 0, MAX_SEED)
     if type(request.id) is not str:
         raise ValueError(f"id: expected a string, got {_show(request.id)}")
+    _check_int("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
 
 
 def noise_key(request: Request, sample: int) -> int:

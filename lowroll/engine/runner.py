@@ -4,7 +4,7 @@ step in one packed pass.
 `score` runs a sequence for its log-probs alone, without the cache.
 
 Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that are through, B rows that
-draw a token, C rows of a piece, G key-value heads, K keys that stay.
+draw a token, C rows of a piece, G key-value heads, K keys that stay or likeliest tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from lowroll.engine.decoder import MOST_STEPS, Decoder, plain
-from lowroll.engine.sampler import SamplingBatch, require_finite, sample, signed
+from lowroll.engine.sampler import (
+    Ranks,
+    SamplingBatch,
+    likeliest,
+    require_finite,
+    sample,
+    signed,
+)
 from lowroll.engine.sequence import Compaction, Plan, PrefillChunk, Sequence
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention, Rows
@@ -31,13 +38,15 @@ MOST_COMPACTED = 64  # samples whose keys are scored and moved at a time
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What a step drew for one sequence, in order, and whether the second model did."""
+class Run:
+    """What a step drew for one sequence, in order, whether the second model did, and the likeliest
+    tokens at each place where the request asks for them."""
 
     sequence: Sequence
     token_ids: list[int]
     logprobs: list[float]
     large_batch: bool
+    tops: list[list[tuple[int, float]]] | None = None
 
 
 class Runner:
@@ -86,7 +95,7 @@ class Runner:
         self.cache.release()
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> list[Drawn]:
+    def run(self, plan: Plan) -> list[Run]:
         """The tokens of every decode row, then of every sample of a prompt that is through.
 
         ValueError when the model gives a row no distribution (NaN or infinite logits).
@@ -97,14 +106,14 @@ class Runner:
             for state in self.states:
                 state.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
-        drawn: list[Drawn] = []
+        drawn: list[Run] = []
         if plan.decodes:
-            tokens_BS, logprobs_BS = self.decoder.run(plan.decodes, plan.steps)
+            tokens_BS, logprobs_BS, told = self.decoder.run(plan.decodes, plan.steps)
             large_batch = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
             drawn = [
-                Drawn(sequence, tokens[:most], logprobs[:most], large_batch)
-                for sequence, tokens, logprobs, most in zip(
-                    plan.decodes, tokens_BS, logprobs_BS, plan.limits, strict=True
+                Run(sequence, tokens[:most], logprobs[:most], large_batch, tops and tops[:most])
+                for sequence, tokens, logprobs, most, tops in zip(
+                    plan.decodes, tokens_BS, logprobs_BS, plan.limits, told, strict=True
                 )
             ]
         if plan.begun:
@@ -144,7 +153,7 @@ class Runner:
             dropped = [Dropped(c.slot, c.cached, c.kept, c.position) for c in compactions]
             self.recorder.compacted(dropped, kept_LBGK)
 
-    def _prefill(self, prefills: list[PrefillChunk]) -> list[Drawn]:
+    def _prefill(self, prefills: list[PrefillChunk]) -> list[Run]:
         """Run chunks of prompts; the first token of each sample whose prompt is through."""
         hidden_TD, last_rows = self._forward(prefills)
         through = [
@@ -165,9 +174,15 @@ class Runner:
         tokens_B, logprobs_B = self._draw(logits_BV, sequences)
         logprobs = logprobs_B.tolist()
         require_finite(logprobs)
+        ranks = Ranks(sequences)
+        ranks.see(logits_BV)
+        tokens_B1, logprobs_B1 = [[i] for i in tokens_B.tolist()], [[logp] for logp in logprobs]
+        told = ranks.told(tokens_B1, logprobs_B1)
         return [
-            Drawn(sequence, [token], [logprob], self.large_batch_model is not None)
-            for sequence, token, logprob in zip(sequences, tokens_B.tolist(), logprobs, strict=True)
+            Run(sequence, ids, logps, self.large_batch_model is not None, tops)
+            for sequence, ids, logps, tops in zip(
+                sequences, tokens_B1, logprobs_B1, told, strict=True
+            )
         ]
 
     def _draw(self, logits_BV: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
@@ -187,21 +202,26 @@ class Runner:
         return draw(logits_BV, keys_B, lengths_B, temperature_B, greedy_B)
 
     @torch.inference_mode()
-    def score(self, ids: list[int], prompt_len: int, temperature: float) -> Tensor:
-        """Log-probs [response tokens], float32, of a sequence that runs in one piece: its tokens
-        attend to keys and values that were never in a cache."""
+    def score(
+        self, ids: list[int], prompt_len: int, temperature: float, top: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a sequence that runs in one piece, whose tokens attend to keys and values that were
+        never in a cache: log-probs [T], float32, of its response, and ids and log-probs [T, K] of
+        the `top` likeliest tokens at each of its places."""
         attend = varlen([len(ids)], self.model.device)
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)
-        rows = [
-            log_probs(self.model.logits(hidden_CD), temperature).gather(1, targets_C[:, None])[:, 0]
-            for hidden_CD, targets_C in zip(
-                hidden_TD[prompt_len - 1 : -1].split(SCORE_ROWS),
-                ids_T[prompt_len:].split(SCORE_ROWS),
-                strict=True,
-            )
-        ]
-        return torch.cat(rows)
+        pieces = []
+        for hidden_CD, targets_C in zip(
+            hidden_TD[prompt_len - 1 : -1].split(SCORE_ROWS),
+            ids_T[prompt_len:].split(SCORE_ROWS),
+            strict=True,
+        ):
+            logp_CV = log_probs(self.model.logits(hidden_CD), temperature)
+            logp_C = logp_CV.gather(1, targets_C[:, None])[:, 0]
+            pieces.append((logp_C, *likeliest(logp_CV, top)))
+        logp_T, ids_TK, top_TK = (torch.cat(piece) for piece in zip(*pieces, strict=True))
+        return logp_T, ids_TK, top_TK
 
     def _forward(self, prefills: list[PrefillChunk]) -> tuple[Tensor, list[int]]:
         """Hidden states of the chunks' tokens, and for each chunk the row of its last token."""

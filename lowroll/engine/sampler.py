@@ -20,11 +20,12 @@ temperature 1 after 1 and 2: the draw itself has log-prob 0, which says nothing.
 Noise is that of `kernels.sampling.draw`: a row's uniform is u(key, position), key =
 `request.noise_key`, and does not depend on the batch, the device or the past.
 
-Nothing here waits for the device. A row without a distribution (NaN or +inf logits, or nothing but
+Nothing here but `Ranks.told` waits for the device. A row without a distribution (NaN or +inf logits, or nothing but
 -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an error once the numbers are
 on the host.
 
-Shapes: B rows, V vocabulary, R filtered rows.
+Shapes: B rows, V vocabulary, R filtered rows, A rows that ask, K likeliest tokens,
+C rows of a piece.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from torch import Tensor
 from lowroll.engine.sequence import Sequence
 from lowroll.kernels.sampling.draw import inverse_cdf, uniform
 from lowroll.model.logprobs import log_probs
+
+RANKED_ROWS = 64  # rows whose tokens are put in order at a time
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,83 @@ def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
     """The log-probs, float32 [B, V], that `sample` draws from (of a greedy row: those that it
     records)."""
     return _normalise(_penalise(logits_BV.float(), params), params)
+
+
+def likeliest(logp_BV: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs of the `most` likeliest tokens, [B, K], likeliest first; equal ones by id,
+    the lower first, on every device and in any batch."""
+    most = min(most, logp_BV.shape[-1])
+    if most == 0:
+        nothing_B0 = logp_BV[:, :0]
+        return nothing_B0.long(), nothing_B0
+    ids_BK = torch.cat([_order(logp_CV, most) for logp_CV in logp_BV.split(RANKED_ROWS)])
+    return ids_BK, logp_BV.gather(-1, ids_BK)
+
+
+def _order(logp_CV: Tensor, most: int) -> Tensor:
+    """Ids by the bits of the log-prob, which as an integer are in its order, and then by id: no two
+    are equal, so the order is one."""
+    bits_CV = (logp_CV + 0.0).view(torch.int32)  # -0.0 is 0.0
+    rising_CV = torch.where(bits_CV < 0, bits_CV ^ 0x7FFFFFFF, bits_CV)
+    last_V = torch.arange(logp_CV.shape[-1], device=logp_CV.device).flip(0)
+    return (rising_CV.long() << 32 | last_V).topk(most, dim=-1).indices
+
+
+class Ranks:
+    """The likeliest tokens at the next places of the rows that ask (`Request.top_logprobs`): of the
+    distribution that each draws from, and without what a filter or a ban forbids.
+
+    `see` is called with the logits of each step and waits for nothing, as long as the rows' batch is
+    `steady`; `told` waits for the device.
+    """
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.asking = [i for i, s in enumerate(sequences) if s.top_logprobs is not None]
+        self._sequences = sequences
+        self._batch: tuple[Tensor, SamplingBatch] | None = None  # rows [A], and how they draw
+        self._steps: list[tuple[Tensor, Tensor]] = []  # ids and log-probs [A, K]
+
+    def see(self, logits_BV: Tensor) -> None:
+        """Rank the tokens of one step."""
+        if not self.asking:
+            return
+        if self._batch is None:
+            device = logits_BV.device
+            rows = [self._sequences[i] for i in self.asking]
+            params = SamplingBatch.of(rows, logits_BV.shape[-1], device)
+            self._batch = torch.tensor(self.asking, device=device), params
+        rows_A, params = self._batch
+        logp_AV = distribution(logits_BV[rows_A], params)
+        most = max(self._sequences[i].request.top_logprobs for i in self.asking)
+        self._steps.append(likeliest(logp_AV, most))
+
+    def told(
+        self, tokens_BS: list[list[int]], logprobs_BS: list[list[float]]
+    ) -> list[list[list[tuple[int, float]]] | None]:
+        """For each row its pairs of id and log-prob at each step, None for a row that does not ask.
+
+        Of the token that was drawn there it is the log-prob that was recorded, which on a GPU another
+        kernel has summed: they are one number.
+        """
+        found: list[list[list[tuple[int, float]]] | None] = [None] * len(tokens_BS)
+        if not self.asking:
+            return found
+        ids_ASK, logp_ASK = (torch.stack(one, 1).tolist() for one in zip(*self._steps, strict=True))
+        for i, ids_SK, logp_SK in zip(self.asking, ids_ASK, logp_ASK, strict=True):
+            most = self._sequences[i].request.top_logprobs
+            drawn = zip(ids_SK, logp_SK, tokens_BS[i], logprobs_BS[i], strict=True)
+            found[i] = [_pairs(*place, most=most) for place in drawn]
+        return found
+
+
+def _pairs(
+    ids: list[int], logps: list[float], token: int, logprob: float, most: int
+) -> list[tuple[int, float]]:
+    return [
+        (i, logprob if i == token else logp)
+        for i, logp in zip(ids[:most], logps[:most], strict=True)
+        if logp > -math.inf
+    ]
 
 
 def require_finite(logprobs: Collection[float]) -> None:

@@ -23,6 +23,7 @@ class Sequence:
     noise_key: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] | None = None  # where the request asks for them
     spans: list[PolicySpan] = field(default_factory=list)
     slot: int = -1
     pages: list[int] = field(default_factory=list)  # its page table: of its cached keys, in order

@@ -8,7 +8,7 @@ hints, so a new field needs no code here.
    1990; David Gay). JSON has no infinities: a float field holds the string "inf", "-inf" or "nan"
    for those, and no other string.
 2. A union of dataclasses carries the class name under `type`.
-3. Bytes travel as base64.
+3. Bytes travel as base64, a tuple of fixed length as a list of that length.
 4. A field that says so (`types.OMITTED`) is left out where it is None, and never null.
 5. Decoding is strict: an unknown, missing, duplicated or ill-typed field, a wrong count, a torn line or an oversized
    message is a CodecError that names the line and the field. Nothing is ever unpickled.
@@ -150,6 +150,9 @@ def _encode(value: Any, hint: Any, where: str) -> Any:
         }
     if origin in (list, tuple):
         _expect(value, origin, where)
+        if _is_fixed(hint):
+            _expect_length(value, args, where)
+            return [_encode(one, inner, where) for one, inner in zip(value, args, strict=True)]
         return _encode_items(value, args[0], where)
     if origin is dict:
         _expect(value, dict, where)
@@ -174,6 +177,8 @@ def _encode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
     if dataclasses.is_dataclass(value) and type(value) in options:
         return {_TAG: type(value).__name__, **_encode(value, type(value), where)}
     for hint in options:
+        if typing.get_origin(hint) is type(value):
+            return _encode(value, hint, where)
         if hint is type(value) or (hint is float and type(value) is int and int not in options):
             return _encode(value, hint, where)
     raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
@@ -221,6 +226,9 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
         return _decode_dataclass(value, typing.cast(type, hint), where)
     if origin in (list, tuple):
         _expect(value, list, where)
+        if _is_fixed(hint):
+            _expect_length(value, args, where)
+            return tuple(_decode(one, inner, where) for one, inner in zip(value, args, strict=True))
         return origin(_decode_items(value, args[0], where))
     if origin is dict:
         _expect(value, dict, where)
@@ -269,6 +277,10 @@ def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
         return _decode_dataclass(
             {key: item for key, item in value.items() if key != _TAG}, kind, where
         )
+    if type(value) is list:
+        for hint in options:
+            if typing.get_origin(hint) in (list, tuple):
+                return _decode(value, hint, where)
     if type(value) in options:
         return value
     if float in options:
@@ -301,6 +313,16 @@ def _decode_bytes(value: Any, where: str) -> bytes:
     if base64.b64encode(data).decode() != value:  # bits behind the last byte
         raise CodecError(f"{where}: not base64 as it is written here")
     return data
+
+
+def _is_fixed(hint: Any) -> bool:
+    """Whether a type is a tuple of so many items, each of a type of its own."""
+    return typing.get_origin(hint) is tuple and typing.get_args(hint)[-1] is not ...
+
+
+def _expect_length(value: Any, items: tuple[Any, ...], where: str) -> None:
+    if len(value) != len(items):
+        raise CodecError(f"{where}: expected {len(items)} items, got {len(value)}")
 
 
 def _expect(value: Any, kind: Any, where: str) -> None:

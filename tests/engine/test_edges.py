@@ -192,6 +192,7 @@ LIMITS = {"vocab_size": 100, "context_length": 16, "cache_tokens": 16}
         ("prompt_ids", ([0, 99], (5,)), ([100], [-1], [])),
         ("seed", (0, 2**63 - 1), (-1, 2**63)),
         ("id", ("", "a"), (None,)),
+        ("top_logprobs", (0, 20), (-1, 21, True, 1.0, None)),
         ("stop_strings", ((), ["a"]), (("",), "a", (b"a",))),
     ],
 )

@@ -485,3 +485,19 @@ def test_a_learner_that_replays_caches_takes_more() -> None:
     assert planner.plan(bounded).phases["learn"]["replayed caches"] == 0
     more = planner.plan(replayed).phases["learn"]["replayed caches"]
     assert more > 28 * 4 * 16384  # a byte a layer, KV head and key
+
+
+def test_a_vllm_on_the_learners_gpu_has_its_share() -> None:
+    planner, cfg = on("cuda", 80 * 10**9)
+    vllm = cfg.rollout.vllm.model_copy(update={"gpu_memory_utilization": 0.5})
+    rollout = cfg.rollout.model_copy(update={"engine": "vllm", "vllm": vllm, "weights": "dense"})
+    cfg = cfg.model_copy(update={"rollout": rollout})
+    beside = replace(planner, total=85 * 10**9)
+    found = beside.plan(cfg)
+    assert found.phases["learn"]["vLLM"] == 42.5e9 and found.missing > 0
+    assert found.cache_tokens == 0 and CACHE not in found.phases["generate"]
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization|activation_checkpointing"):
+        fit.check(beside, cfg)
+    vllm = vllm.model_copy(update={"devices": "1"})
+    elsewhere = rollout.model_copy(update={"vllm": vllm})
+    assert "vLLM" not in beside.plan(cfg.model_copy(update={"rollout": elsewhere})).phases["learn"]

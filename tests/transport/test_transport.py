@@ -98,6 +98,8 @@ rollouts = st.builds(
         after=st.lists(st.integers(0, 9999), max_size=3).map(tuple),
         numbers=st.binary(max_size=9),
     ),
+    top_logprobs=st.none()
+    | st.lists(st.lists(st.tuples(st.integers(0, 200000), any_float), max_size=3), max_size=3),
 )
 scores = st.builds(Score, any_float, st.dictionaries(text, any_float, max_size=2)) | st.builds(
     ScoreError, st.sampled_from(["exception", "timeout", "memory", "crash", "invalid"]), text
@@ -364,7 +366,7 @@ def test_what_json_would_change_is_refused_when_encoding(sample: Sample, message
 def test_the_codec_knows_every_field_of_the_nouns() -> None:
     """A field added to a noun is carried at once, and its absence is noticed."""
     evictions = Evictions(1, 2, (3,), b"\xff\0")
-    rollout = dataclasses.replace(sample_of().rollout, evictions=evictions)
+    rollout = dataclasses.replace(sample_of().rollout, evictions=evictions, top_logprobs=[])
     value = json.loads(encode_sample(sample_of(rollout=rollout)))
     tagged = {name: x for name, x in value["rollout"]["evictions"].items() if name != "type"}
     for kind, part in (
@@ -381,8 +383,26 @@ def test_what_was_not_recorded_leaves_no_trace_in_a_message() -> None:
     """A file from before the field was there reads as it did, and has the same bytes."""
     line = encode_sample(sample_of())
     assert b"evictions" not in line and decode_sample(line).rollout.evictions is None
+    assert b"top_logprobs" not in line and decode_sample(line).rollout.top_logprobs is None
     with pytest.raises(CodecError, match=r"sample\.rollout: field 'evictions' is null"):
         decode_sample(changed(lambda v: v["rollout"].update(evictions=None)))
+
+
+def test_likeliest_tokens_travel_as_pairs() -> None:
+    told = [[(7, -0.25), (3, -1.5)], [], [(0, 0.0)]]
+    rollout = dataclasses.replace(sample_of().rollout, top_logprobs=told)
+    line = encode_sample(sample_of(rollout=rollout))
+    assert b'"top_logprobs":[[[7,-0.25],[3,-1.5]],[],[[0,0.0]]]' in line
+    assert decode_sample(line).rollout.top_logprobs == told
+    value = json.loads(line)
+    for pair in ([7], [7, -0.25, 1], ["7", -0.25], [7, None], 7):
+        value["rollout"]["top_logprobs"] = [[pair]]
+        with pytest.raises(CodecError, match=r"rollout\.top_logprobs\[0\]\[0\]"):
+            decode_sample(json.dumps(value).encode())
+    for wrong in ([[(7,)]], [[[7, -0.25]]], [[(7, -0.25, 1)]]):
+        rollout = dataclasses.replace(rollout, top_logprobs=wrong)
+        with pytest.raises(CodecError, match=r"rollout\.top_logprobs\[0\]\[0\]"):
+            encode_sample(sample_of(rollout=rollout))
 
 
 @pytest.mark.parametrize("numbers", ["!", "YQ", "YR==", "YQ==\n", 5, None, "é"])

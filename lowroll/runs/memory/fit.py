@@ -17,7 +17,7 @@ from lowroll.runs.build import engines
 from lowroll.runs.memory.plan import Plan, Planner, shown
 
 NAMED = 4  # settings that are offered at most, each enough by itself
-Change = Mapping[tuple[str, str], Any]  # values by section and key
+Change = Mapping[tuple[str, ...], Any]  # values by sections and key
 
 
 def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> Plan:
@@ -86,8 +86,11 @@ def changed(planner: Planner, cfg: RunConfig, *changes: Change) -> Plan | None:
     """The plan of the changed run; None when there is no such run."""
     tree = cfg.model_dump()
     for change in changes:
-        for (section, key), value in change.items():
-            tree[section][key] = value
+        for (*sections, key), value in change.items():
+            section = tree
+            for name in sections:
+                section = section[name]
+            section[key] = value
     try:
         return planner.plan(RunConfig.model_validate(tree))
     except (ValidationError, ValueError):
@@ -118,6 +121,13 @@ def _cache(planner: Planner, cfg: RunConfig) -> list[Change]:
     if cfg.rollout.cache_tokens is None:
         return []
     return [{("rollout", "cache_tokens"): None}]
+
+
+def _vllm(planner: Planner, cfg: RunConfig) -> list[Change]:
+    if cfg.rollout.engine == "native":
+        return []
+    key, now = ("rollout", "vllm", "gpu_memory_utilization"), cfg.rollout.vllm
+    return [{key: x} for x in (0.4, 0.3, 0.2) if x < now.gpu_memory_utilization]
 
 
 def _release(planner: Planner, cfg: RunConfig) -> list[Change]:
@@ -159,7 +169,7 @@ def _optimizer(planner: Planner, cfg: RunConfig) -> list[Change]:
 def _lora(planner: Planner, cfg: RunConfig) -> list[Change]:
     if cfg.train.lora:
         return []
-    change: dict[tuple[str, str], Any] = {("train", "lora"): True}
+    change: dict[tuple[str, ...], Any] = {("train", "lora"): True}
     if planner.model.spec.num_experts:  # whose matrices take no adapter
         change["train", "lora_target_modules"] = ("q_proj", "k_proj", "v_proj", "o_proj")
     return [change]
@@ -168,6 +178,7 @@ def _lora(planner: Planner, cfg: RunConfig) -> list[Change]:
 # the cheapest first
 KNOBS: tuple[Callable[[Planner, RunConfig], list[Change]], ...] = (
     _cache,
+    _vllm,
     _release,
     _metrics,
     _keep_dense,

@@ -25,6 +25,7 @@ from lowroll.config import RunConfig
 from lowroll.engine.native import free_memory, policy_bytes
 from lowroll.kv.capacity import SHARE, UNKNOWN_FREE, Workload
 from lowroll.kv.storage import storage
+from lowroll.model.claims import total_memory
 from lowroll.model.shards import AHEAD
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
@@ -108,13 +109,14 @@ class Plan:
 class Planner:
     """Plans runs of `lowroll grpo` with one model on one device. model: its shapes, on the meta
     device. workloads: what will be in the engine together. beside: the shapes of the frozen models
-    and the critic, by name. free: bytes, before anything is loaded."""
+    and the critic, by name. free: bytes, before anything is loaded; total: bytes of the device."""
 
     compute: Compute
     model: Transformer
     workloads: Sequence[Workload]
     beside: Mapping[str, Transformer]
     free: int | None
+    total: int | None = None
 
     @classmethod
     def now(
@@ -125,20 +127,26 @@ class Planner:
         beside: Mapping[str, Transformer],
     ) -> Planner:
         """With the memory that is free now."""
-        return cls(compute, model, workloads, beside, free_memory(compute.device))
+        device = compute.device
+        free, total = free_memory(device), total_memory(device)
+        return cls(compute, model, workloads, beside, free, total)
 
     def plan(self, cfg: RunConfig) -> Plan:
         """The memory of a run with these settings."""
-        stays = self._learner(cfg) | self._engine(cfg)
-        step = generating(cfg, self.compute, self.model, self._prompts, self._samples(cfg))
-        cache = {} if cfg.rollout.release_cache else {CACHE: 0}
+        own = cfg.rollout.engine == "native"
+        stays = self._learner(cfg) | (self._engine(cfg) if own else self._vllm(cfg))
+        step, cache = {}, {}
+        if own:
+            size = generating(cfg, self.compute, self.model, self._prompts, self._samples(cfg))
+            step = {CACHE: 0, "prompts and logits": size}
+            cache = {} if cfg.rollout.release_cache else {CACHE: 0}
         phases = {
             "load": _loading(cfg, self.compute, self.model),
-            "generate": stays | {CACHE: 0, "prompts and logits": step},
+            "generate": stays | step,
             "learn": stays | cache | self._learning(cfg),
             "publish": stays | cache | {"measuring weights/*": weights.watching(cfg, self.model)},
         }
-        usable, tokens, each = self._cache(cfg, phases)
+        usable, tokens, each = self._cache(cfg, phases) if own else (0, 0, 0)
         held = {
             name: {part: tokens * each if part == CACHE else size for part, size in parts.items()}
             for name, parts in phases.items()
@@ -155,6 +163,7 @@ class Planner:
         for name, other in self.beside.items():
             count = weights.critic if name == "critic" else weights.frozen
             parts[name] = count(compute, other)
+        parts["before, for weights/*"] = weights.watch(cfg, compute, model)
         return parts
 
     def _engine(self, cfg: RunConfig) -> dict[str, int]:
@@ -172,10 +181,17 @@ class Planner:
             "rollouts' weights": weights.engine(cfg, compute, model),
             "second format": weights.large_batch(cfg, model),
             "dense copies": weights.dense_copies(cfg, compute, model),
-            "before, for weights/*": weights.watch(cfg, compute, model),
             "policy's state": state,
             "graphs, kernels": graphs(compute, model, self._samples(cfg)) + kernels,
         }
+
+    def _vllm(self, cfg: RunConfig) -> dict[str, int]:
+        """What a vLLM that the run starts on its own GPU takes for itself."""
+        vllm, on_cuda = cfg.rollout.vllm, self.compute.device.type == "cuda"
+        parts = {"kernels": KERNELS if on_cuda else 0}
+        if on_cuda and vllm.url is None and vllm.devices is None:
+            parts["vLLM"] = round(vllm.gpu_memory_utilization * (self.total or 0))
+        return parts
 
     @property
     def _prompts(self) -> int:

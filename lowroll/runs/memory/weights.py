@@ -173,7 +173,7 @@ def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     """What `weights/*` is measured against (`weights.watch`)."""
-    if not cfg.train.weight_metrics:
+    if not _watches(cfg):
         return 0
     if cfg.train.lora:
         return MASTER * sum(adapter_sizes(cfg, model))
@@ -188,7 +188,7 @@ def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 def watching(cfg: RunConfig, model: Transformer) -> int:
     """What a measurement of `weights/*` takes for a moment: float32 matrices of one layer and, until
     they are replaced, of the layer before."""
-    if not cfg.train.weight_metrics:
+    if not _watches(cfg):
         return 0
     if not cfg.train.lora:
         return 3 * MASTER * largest(model)
@@ -215,6 +215,11 @@ def critic(compute: Compute, model: Transformer) -> int:
     head = 0 if model.lm_head is None else model.lm_head.numel()
     size = sum(p.numel() for p in model.parameters()) - head
     return size * (compute.dtype.itemsize + _masters(compute) + 2 * MASTER)
+
+
+def _watches(cfg: RunConfig) -> bool:
+    """An engine elsewhere shows no codes to compare; an adapter needs none."""
+    return cfg.train.weight_metrics and (cfg.train.lora or cfg.rollout.engine == "native")
 
 
 def _size(linear: Linear) -> int:

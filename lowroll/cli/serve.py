@@ -1,0 +1,270 @@
+"""`lowroll serve MODEL`: an OpenAI-compatible server of one model."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowroll.quant.table import DEFAULT, FORMATS
+
+if TYPE_CHECKING:
+    import torch
+    from aiohttp import web
+
+    from lowroll.engine.native import NativeEngine
+    from lowroll.model.transformer import Transformer
+    from lowroll.server.guard import Tokens
+    from lowroll.server.serving import Limits, Serving
+
+GRACE_S = 20.0  # batch systems kill 30 s or more after they ask
+LOOKAHEAD = 4  # decode steps on a GPU between two looks at new requests
+SHORTEST_TOKEN = 16  # characters
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="lowroll serve",
+        description=(
+            "Serve a model to OpenAI clients: /v1/completions, /v1/chat/completions, token ids in "
+            "and out, scoring. On this machine alone, unless --host says otherwise and there is a "
+            "token."
+        ),
+    )
+    p.add_argument("model", metavar="MODEL", help="a model or adapter folder, or a hub id")
+    p.add_argument(
+        "--weights",
+        help=f"format of the linear weights: {', '.join(FORMATS)} (default: what the folder holds "
+        f"if it is low-bit, else {DEFAULT})",
+    )
+    p.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
+    p.add_argument(
+        "--port", type=int, default=8000, help="0: one that is free (default: %(default)s)"
+    )
+    p.add_argument("--name", help="what clients call the model (default: its folder's name)")
+    p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    _add_engine(p.add_argument_group("the engine"))
+    _add_access(p.add_argument_group("who may ask, and for how much"))
+    return p
+
+
+def _add_engine(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--kv",
+        default="dense",
+        metavar="CACHE",
+        help="the KV cache: dense, a policy with its own defaults, fp8, or <policy>+fp8",
+    )
+    p.add_argument(
+        "--cache-tokens", type=int, help="tokens that the KV cache holds (default: what is free)"
+    )
+    p.add_argument("--max-batch", type=int, default=256, help="samples decoded together")
+    p.add_argument(
+        "--lora-rank",
+        type=int,
+        metavar="R",
+        help="put an adapter of this rank on the model, which is the model itself until POST "
+        "/weights fills it",
+    )
+    p.add_argument("--lora-alpha", type=float, metavar="A", help="of that adapter (default: 2 R)")
+    p.add_argument(
+        "--weights-dir",
+        metavar="DIR",
+        help="a folder of published weights, a folder a version, for POST /weights",
+    )
+
+
+def _add_access(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help="environment variable that holds the token of clients",
+    )
+    p.add_argument(
+        "--admin-token-env",
+        metavar="NAME",
+        help="environment variable that holds the token of control routes; without it there are none",
+    )
+    p.add_argument("--max-n", type=int, default=64, help="samples of one prompt")
+    p.add_argument("--max-prompts", type=int, default=256, help="prompts of one request")
+    p.add_argument("--max-requests", type=int, default=1024, help="requests open at a time")
+    p.add_argument("--max-body-mb", type=int, default=8, help="largest body of a request")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from lowroll.server.run import bind, run
+
+    _check(arguments)
+    tokens = credentials(arguments)
+    listening = bind(arguments.host, arguments.port)
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    host, port = listening.getsockname()[:2]
+    with listening:
+        app = application(arguments, tokens)
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        number = asyncio.run(run(app, listening, lambda: tell(app, address), GRACE_S))
+    return 128 + number
+
+
+def credentials(arguments: argparse.Namespace) -> Tokens:
+    """The tokens of the environment. ValueError when one is missing or short, or when others can
+    reach the address and there is none."""
+    from lowroll.server.guard import Tokens
+
+    tokens = Tokens(
+        _token("--token-env", arguments.token_env),
+        _token("--admin-token-env", arguments.admin_token_env),
+    )
+    if not is_loopback(arguments.host) and tokens.token is None:
+        raise ValueError(
+            f"--host: {arguments.host} can be reached by others, which takes a token: put one into "
+            "an environment variable and name it by --token-env"
+        )
+    return tokens
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; a name that is not `localhost` may lead
+    anywhere."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def application(arguments: argparse.Namespace, tokens: Tokens) -> web.Application:
+    """The engine behind its routes."""
+    from lowroll.model import hf
+    from lowroll.server.app import make_app
+    from lowroll.server.shelf import WeightShelf
+
+    folder = hf.resolve(arguments.model)
+    shelf = None
+    if arguments.weights_dir is not None:
+        if tokens.admin is None:
+            raise ValueError("--weights-dir: POST /weights is a control route: --admin-token-env")
+        shelf = WeightShelf(arguments.weights_dir, folder)
+    return make_app(serving(arguments, folder), tokens, shelf, loopback=is_loopback(arguments.host))
+
+
+def serving(arguments: argparse.Namespace, folder: Path) -> Serving:
+    """The engine's loop, not started yet, and what the routes know of the model."""
+    from lowroll import __version__
+    from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
+    from lowroll.server.loop import EngineLoop
+    from lowroll.server.serving import Serving
+    from lowroll.server.text import Vocabulary
+
+    tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    engine = make_engine(arguments, folder, tokenizer)
+    engine.warm_up()
+    return Serving(
+        EngineLoop(engine),
+        ChatTokenizer(tokenizer) if getattr(tokenizer, "chat_template", None) else None,
+        arguments.name or folder.resolve().name,
+        engine.capabilities,
+        None if tokenizer is None else Vocabulary(tokenizer),
+        limits(arguments),
+        __version__,
+    )
+
+
+def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> NativeEngine:
+    """The engine over a folder, or over its model with a fresh adapter. ValueError names the
+    option that is wrong."""
+    from lowroll.config.kv import KvConfig
+    from lowroll.engine.native import NativeEngine, pick_device
+    from lowroll.kv.policy.table import make
+
+    kv = KvConfig().another(arguments.kv)
+    device = pick_device(arguments.device)
+    model: Path | Transformer = folder
+    if arguments.lora_rank is not None:
+        model = adapted(folder, device, arguments)
+    return NativeEngine(
+        model,
+        arguments.weights,
+        make(kv.policy, **kv.options),
+        device,
+        tokenizer=tokenizer,
+        cache_tokens=arguments.cache_tokens,
+        max_batch=arguments.max_batch,
+        kv_dtype=kv.kv_dtype,
+        lookahead=LOOKAHEAD if device.type == "cuda" else None,
+    )
+
+
+def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
+    """The model in its format, with an adapter that changes nothing yet."""
+    from lowroll.model import hf, lora
+    from lowroll.quant.formats import get_format
+
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(f"--lora-rank: {folder} is an adapter folder, and brings its own")
+    rank = arguments.lora_rank
+    alpha = 2.0 * rank if arguments.lora_alpha is None else arguments.lora_alpha
+    format = arguments.weights or hf.low_bit_format(folder) or DEFAULT
+    model = hf.load(folder, device, get_format(format).dtype, format)
+    targets = lora.TARGETS[:4] if model.spec.num_experts else lora.TARGETS  # experts take none
+    return lora.attach(model, rank, alpha, targets)
+
+
+def limits(arguments: argparse.Namespace) -> Limits:
+    """Those of the command, and the defaults of the others."""
+    from lowroll.server.serving import Limits
+
+    return Limits(
+        body=arguments.max_body_mb << 20,
+        n=arguments.max_n,
+        prompts=arguments.max_prompts,
+        requests=arguments.max_requests,
+    )
+
+
+def tell(app: web.Application, address: str) -> None:
+    """The line that says that requests are taken, for people and for programs that wait for it."""
+    from lowroll.server.serving import SERVING
+
+    print(f"serving {app[SERVING].name} at {address}/v1", flush=True)
+
+
+def _token(option: str, variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if not token:
+        raise ValueError(f"{option}: the environment has no {variable}, or it is empty")
+    if (
+        len(token) < SHORTEST_TOKEN
+        or not token.isascii()
+        or not token.isprintable()
+        or " " in token
+    ):
+        raise ValueError(
+            f"{option}: {variable}: a token has at least {SHORTEST_TOKEN} printable ASCII "
+            "characters, and no space"
+        )
+    return token
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if not 0 <= arguments.port < 1 << 16:
+        raise ValueError(f"--port: expected a number in 0..65535, got {arguments.port}")
+    for name in (
+        "cache_tokens",
+        "max_batch",
+        "max_n",
+        "max_prompts",
+        "max_requests",
+        "max_body_mb",
+    ):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    if arguments.lora_alpha is not None and arguments.lora_rank is None:
+        raise ValueError("--lora-alpha: it is of --lora-rank's adapter")

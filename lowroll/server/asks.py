@@ -1,0 +1,167 @@
+"""From what a client says to what the engine is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from lowroll.server.body import Answered, Message, Sampling, stops
+from lowroll.server.errors import Refused
+from lowroll.server.serving import Serving
+from lowroll.server.text import Vocabulary
+from lowroll.types import Request
+
+# fields of a Request by the names that clients use
+NAMES = {
+    "prompt_ids": "prompt",
+    "stop_ids": "stop_token_ids",
+    "stop_strings": "stop",
+    "id": "request_id",
+    "top_logprobs": "logprobs",
+}
+_SEED_BITS = 53  # what every reader of JSON keeps
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the client gave it, and its token ids."""
+
+    token_ids: list[int]
+    text: str | None = None  # None where ids were given
+
+
+def check_model(serving: Serving, model: str | None) -> None:
+    """Refused when another model is asked for than the one that is served."""
+    if model is not None and model != serving.name:
+        raise Refused(
+            f"model: {model!r} is not served here, {serving.name!r} is",
+            "model",
+            404,
+            "model_not_found",
+        )
+
+
+def vocabulary(serving: Serving, param: str) -> Vocabulary:
+    """The model's. Refused names the field that wants text, where the model has no tokenizer."""
+    if serving.vocabulary is None:
+        raise Refused(f"{param}: the model has no tokenizer; use token ids", param)
+    return serving.vocabulary
+
+
+async def prompts(
+    serving: Serving, given: str | list[int] | list[str] | list[list[int]], special: bool
+) -> list[Prompt]:
+    """The prompts of a completion; special: texts begin as the tokenizer lets one begin."""
+    many = _several(given)
+    if len(many) > serving.limits.prompts:
+        raise Refused(f"prompt: {len(many)} prompts; {serving.limits.prompts} at most", "prompt")
+    found = []
+    for i, one in enumerate(many):
+        if isinstance(one, str):
+            known = vocabulary(serving, "prompt" if one is given else f"prompt[{i}]")
+            found.append(Prompt(await asyncio.to_thread(known.encode, one, special), one))
+        else:
+            found.append(Prompt(one))
+    return found
+
+
+def _several(given: str | list[int] | list[str] | list[list[int]]) -> Sequence[Any]:
+    """One prompt or many as many. An empty list is a prompt without tokens."""
+    if isinstance(given, str) or not given or isinstance(given[0], int):
+        return [given]
+    return given
+
+
+async def conversation(serving: Serving, messages: list[Message], open_turn: bool) -> Prompt:
+    """A conversation in the model's template; open_turn: with the header of the answer."""
+    known = vocabulary(serving, "messages")
+    if serving.chat is None:
+        raise Refused(
+            "messages: the model has no chat template; use /v1/completions with a prompt",
+            "messages",
+        )
+    turns = [_turn(message) for message in messages]
+    try:
+        ids = await asyncio.to_thread(known.encode_chat, serving.chat, turns, open_turn)
+    except ValueError as error:
+        raise Refused(f"messages: {error}", "messages") from None
+    return Prompt(ids)
+
+
+def _turn(message: Message) -> dict[str, str | None]:
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    return {
+        "role": message.role,
+        "content": content,
+        "name": message.name,
+        "reasoning_content": message.reasoning_content,
+    }
+
+
+def engine_request(
+    serving: Serving,
+    prompt: Prompt,
+    body: Sampling,
+    *,
+    max_tokens: int,
+    top_logprobs: int = 0,
+    request_id: str = "",
+) -> Request:
+    """What the engine is asked for one prompt. Without a seed the noise is another each time."""
+    if body.n > serving.limits.n:
+        raise Refused(f"n: {body.n} answers; {serving.limits.n} at most", "n")
+    return Request(
+        prompt_ids=prompt.token_ids,
+        n=body.n,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_k=0 if body.top_k == -1 else body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        stop_ids=tuple(body.stop_token_ids),
+        stop_strings=stops(body),
+        ignore_eos=body.ignore_eos,
+        seed=secrets.randbits(_SEED_BITS) if body.seed is None else body.seed,
+        id=request_id,
+        top_logprobs=top_logprobs,
+    )
+
+
+def room(serving: Serving, prompt: Prompt) -> int:
+    """Tokens that the context leaves for an answer; 1 at least, which the engine then refuses."""
+    return max(1, serving.capabilities.context_length - len(prompt.token_ids))
+
+
+def check_id(body: Answered, count: int) -> None:
+    """Refused when several prompts would draw with the noise of one request."""
+    if body.request_id and count > 1:
+        raise Refused(
+            f"request_id: it names one request, and there are {count} prompts", "request_id"
+        )
+
+
+def check_stream(body: Answered) -> None:
+    """Refused for options of a stream that is not asked for."""
+    if body.stream_options is not None and not body.stream:
+        raise Refused("stream_options: stream is not asked for", "stream_options")
+
+
+def refuse(error: ValueError, names: Mapping[str, str]) -> NoReturn:
+    """The engine's own refusal, "field: reason", in the client's words.
+
+    names: the client's, of fields that are not called as the engine calls them."""
+    text = str(error)
+    match = re.match(r"(\w+)((?:\[\d+\])*): ", text)
+    if match is None:
+        raise Refused(text) from None
+    param = names.get(match[1], match[1]) + match[2]
+    code = "context_length_exceeded" if "over the model's context" in text else None
+    raise Refused(f"{param}: {text[match.end() :]}", param, code=code) from None

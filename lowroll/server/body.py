@@ -1,0 +1,260 @@
+"""What a client may say: the bodies of requests, checked before anything is done.
+
+Three kinds of fields. Those of the classes below do what they say. Those of `IDLE` are known, and
+are refused unless they ask for what happens anyway. Those of `HEEDLESS` change no answer of this
+server and are accepted. Any other is refused, with the nearest known name.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from lowroll.server.errors import Refused
+from lowroll.types import MAX_TOP_LOGPROBS, TEMPERATURES
+
+MOST_STOPS = 64
+DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
+
+Text = Annotated[str, StringConstraints(max_length=1 << 24)]
+Name = Annotated[str, StringConstraints(max_length=256)]
+Ids = Annotated[list[int], Field(fail_fast=True)]  # of many that are wrong one is told
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+HEEDLESS = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key prediction "
+    "parallel_tool_calls cache_salt priority routed_experts_prompt_start".split()
+)
+_OFF: tuple[Any, ...] = (None, False, [], {}, "")
+# by name: the values that ask for nothing that is not there
+IDLE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        "tools functions tool_calls tool_call_id refusal logit_bias suffix audio documents echo "
+        "chat_template chat_template_kwargs truncate_prompt_tokens allowed_token_ids bad_words "
+        "logits_processors structured_outputs guided_json guided_regex guided_choice "
+        "guided_grammar kv_transfer_params vllm_xargs mm_processor_kwargs web_search_options "
+        "reasoning_effort verbosity use_beam_search include_stop_str_in_output "
+        "continue_final_message continuous_usage_stats prompt_embeds features content_parts add_special_tokens "
+        "thinking_token_budget moderation".split(),
+        _OFF,
+    ),
+    "tool_choice": (None, "none", "auto"),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "length_penalty": (None, 1),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "detokenize": (None, True),
+}
+
+
+class Body(BaseModel):
+    """A JSON object, by the letter: "1" is no number."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _said(cls, tree: Any) -> Any:
+        """null stands for a field that is not said."""
+        if not isinstance(tree, dict):
+            return tree
+        return {k: v for k, v in tree.items() if v is not None or k not in cls.model_fields}
+
+
+class Sampling(Body):
+    """How tokens are drawn. Ranges are the engine's to check."""
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and vLLM's -1 are off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: str | Annotated[list[str], Field(fail_fast=True)] = []
+    stop_token_ids: Ids = []
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # padding that hides lengths from who listens: none is sent
+
+
+class Answered(Body):
+    """What any request that draws text may say beside its prompt."""
+
+    model: Name | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    request_id: Name = ""
+
+
+class Completion(Sampling, Answered):
+    """POST /v1/completions"""
+
+    prompt: (
+        Text
+        | Ids
+        | Annotated[list[Text], Field(fail_fast=True)]
+        | Annotated[list[Ids], Field(fail_fast=True)]
+    )
+    echo: bool = False
+    logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    score_temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])] = 1.0
+    add_special_tokens: bool = True
+    best_of: int | None = None
+
+
+class Part(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    """One turn of a conversation. What else it says goes to the chat template."""
+
+    role: Name
+    content: Text | list[Part] | None = None
+    name: Name | None = None
+    reasoning_content: Text | None = None
+
+
+class Chat(Sampling, Answered):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    score_temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])] = 1.0
+    add_generation_prompt: bool = True
+
+
+class SamplingParams(Sampling):
+    skip_special_tokens: bool = True  # no text is made
+    logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
+
+
+class Generate(Answered):
+    """POST /inference/v1/generate"""
+
+    token_ids: Ids
+    sampling_params: SamplingParams = SamplingParams()
+
+
+class Tokenize(Body):
+    """POST /tokenize"""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class Detokenize(Body):
+    """POST /detokenize"""
+
+    model: Name | None = None
+    tokens: Ids
+
+
+B = TypeVar("B", bound=Body)
+
+
+def check(tree: dict[str, Any], kind: type[B]) -> B:
+    """A body of this kind from its JSON. Refused names the field."""
+    try:
+        body = kind.model_validate(tree)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    _check_extra(body, "")
+    return body
+
+
+def stops(body: Sampling) -> tuple[str, ...]:
+    """The stop strings."""
+    given = [body.stop] if isinstance(body.stop, str) else body.stop
+    if len(given) > MOST_STOPS:
+        raise Refused(f"stop: {len(given)} strings; {MOST_STOPS} at most", "stop")
+    return tuple(given)
+
+
+def _check_extra(body: Body, where: str) -> None:
+    """Refuse what the body asks for and does not get, in what lies within it too."""
+    for name, value in (body.model_extra or {}).items():
+        path = f"{where}{_show(name)}"
+        if name in HEEDLESS:
+            continue
+        if name not in IDLE:
+            near = get_close_matches(name, [*type(body).model_fields, *IDLE, *HEEDLESS], 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise Refused(f"{path}: there is no such field{hint}", path, code="unknown_field")
+        if not _idle(name, value):
+            raise Refused(f"{path}: not supported by this server", path, code="unsupported")
+    for name, value in body:
+        if isinstance(value, Body):
+            _check_extra(value, f"{where}{name}.")
+        elif isinstance(value, list):
+            for i, one in enumerate(value):
+                if not isinstance(one, Body):
+                    break
+                _check_extra(one, f"{where}{name}[{i}].")
+
+
+def _refusal(error: ValidationError) -> Refused:
+    """One thing that is wrong: where a field may be several things, of the one that came furthest."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    mine = [
+        (_path(one["loc"]), one["msg"]) for one in errors if one["loc"][0] == errors[0]["loc"][0]
+    ]
+    path = max((where for where, _ in mine), key=lambda where: (len(where), where))
+    reasons = dict.fromkeys(reason for where, reason in mine if where == path)
+    return Refused(
+        f"{path}: {', or '.join(reason[:1].lower() + reason[1:] for reason in reasons)}", path
+    )
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """A place in the body. Pydantic puts names of types between the fields: those are left out."""
+    path = str(loc[0])
+    for part in loc[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int"):
+            path += f".{part}"
+    return path
+
+
+def _idle(name: str, value: Any) -> bool:
+    """Whether a value of a known field asks for nothing."""
+    if type(value) is float and value.is_integer():
+        value = int(value)
+    return any(type(value) is type(idle) and value == idle for idle in IDLE[name])
+
+
+def _show(name: str) -> str:
+    """A field's name of a client, in an answer to it."""
+    return name if len(name) <= 64 and name.isprintable() else ascii(name[:12])[1:-1] + "..."

@@ -1,0 +1,161 @@
+"""POST /v1/chat/completions: the assistant's next turn, in the model's chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from lowroll.server.answer import ends, groups, stream, to_json, wants_usage
+from lowroll.server.asks import (
+    NAMES,
+    Prompt,
+    check_model,
+    check_stream,
+    conversation,
+    engine_request,
+    room,
+)
+from lowroll.server.body import Chat, check, stops
+from lowroll.server.errors import Refused
+from lowroll.server.guard import read_json
+from lowroll.server.loop import Delta
+from lowroll.server.parts import (
+    ChatChoice,
+    Names,
+    drawn,
+    now,
+    origin,
+    prompt_logprobs,
+    usage,
+    whole,
+)
+from lowroll.server.scoring import Scores, score
+from lowroll.server.serving import REQUEST_ID, SERVING, Serving
+from lowroll.types import Group, Request
+
+_NAMES = NAMES | {"prompt_ids": "messages", "top_logprobs": "top_logprobs"}
+
+
+async def handle(request: web.Request) -> web.StreamResponse:
+    """n answers to one conversation."""
+    serving = request.app[SERVING]
+    body = check(await read_json(request), Chat)
+    check_model(serving, body.model)
+    check_stream(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Refused("top_logprobs: it goes with logprobs: true", "top_logprobs")
+    prompt = await conversation(serving, body.messages, body.add_generation_prompt)
+    asked, names = _request(serving, prompt, body)
+    scores = None
+    if body.prompt_logprobs is not None:
+        scores = await score(
+            serving, prompt.token_ids, body.prompt_logprobs, body.score_temperature
+        )
+    answer = _Answer(request, body, prompt, scores)
+    if body.stream:
+        first = answer.first()
+        return await stream(request, [asked], names, answer.chunk, first=first, last=answer.last)
+    (group,) = await groups(serving, [asked], names)
+    return to_json(answer.whole(group))
+
+
+def _request(serving: Serving, prompt: Prompt, body: Chat) -> tuple[Request, dict[str, str]]:
+    """What the engine is asked, and the client's names of its fields."""
+    most, names = body.max_tokens, _NAMES
+    if body.max_completion_tokens is not None:
+        if most not in (None, body.max_completion_tokens):
+            raise Refused(
+                f"max_tokens: {most}, and max_completion_tokens is {body.max_completion_tokens}",
+                "max_tokens",
+            )
+        most, names = body.max_completion_tokens, names | {"max_tokens": "max_completion_tokens"}
+    asked = engine_request(
+        serving,
+        prompt,
+        body,
+        max_tokens=room(serving, prompt) if most is None else most,
+        top_logprobs=body.top_logprobs or 0,
+        request_id=body.request_id,
+    )
+    return asked, names
+
+
+class _Answer:
+    """The answer to one conversation as JSON."""
+
+    def __init__(
+        self, request: web.Request, body: Chat, prompt: Prompt, scores: Scores | None
+    ) -> None:
+        serving = request.app[SERVING]
+        self.body = body
+        self.prompt = prompt
+        self.scores = scores
+        self.names = Names(serving.vocabulary, body.return_tokens_as_token_ids)
+        self.choices = [
+            ChatChoice(
+                sample,
+                prompt,
+                self.names,
+                stops(body),
+                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+                token_ids=body.return_token_ids,
+            )
+            for sample in range(body.n)
+        ]
+        self.head: dict[str, Any] = {
+            "id": f"chatcmpl-{request[REQUEST_ID]}",
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": now(),
+            "model": serving.name,
+        }
+
+    def whole(self, group: Group) -> dict[str, Any]:
+        """All of it."""
+        choices = []
+        for sample, rollout in enumerate(group.rollouts):
+            choice = self.choices[sample].part(whole(sample, rollout))
+            choice["message"] = {"role": "assistant", "content": choice.pop("content")}
+            if self.body.return_token_ids:
+                choice["lowroll"] = origin(rollout)
+            choices.append(choice)
+        used = usage([self.prompt], drawn([group]))
+        return self.head | {"choices": choices, "usage": used} | self._prompt()
+
+    def first(self) -> list[dict[str, Any]]:
+        """What begins the stream: who speaks."""
+        turn = {"role": "assistant", "content": ""}
+        events = [
+            self._event({"index": i, "delta": turn, "logprobs": None, "finish_reason": None})
+            for i in range(self.body.n)
+        ]
+        events[0] |= self._prompt()
+        return events
+
+    def chunk(self, _: int, delta: Delta) -> dict[str, Any] | None:
+        """A part of the stream; None when it would say nothing."""
+        choice = self.choices[delta.sample].part(delta)
+        content = choice.pop("content")
+        if not content and delta.finish_reason is None:
+            if not self.body.logprobs and not self.body.return_token_ids:
+                return None
+        return self._event(choice | {"delta": {"content": content} if content else {}})
+
+    def last(self, ended: list[Group]) -> list[dict[str, Any]]:
+        """What ends the stream."""
+        return ends(self.head, self.body, ended, usage([self.prompt], drawn(ended)))
+
+    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
+        used = {"usage": None} if wants_usage(self.body) else {}
+        return self.head | {"choices": [choice]} | used
+
+    def _prompt(self) -> dict[str, Any]:
+        """What is told of the prompt."""
+        told: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            told["prompt_token_ids"] = self.prompt.token_ids
+        if self.scores is not None:
+            told["prompt_logprobs"] = prompt_logprobs(
+                self.names, self.prompt.token_ids, self.scores
+            )
+        return told

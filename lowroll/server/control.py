@@ -1,0 +1,126 @@
+"""Control routes, for whoever has the admin's token: pausing, aborting, weights by version id."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, get_args
+
+from aiohttp import web
+
+from lowroll.server.errors import Refused
+from lowroll.server.guard import read_json
+from lowroll.server.loop import PauseMode, Stalled
+from lowroll.server.serving import SERVING
+from lowroll.server.shelf import WeightShelf
+from lowroll.types import BehaviorTag
+
+SHELF: web.AppKey[WeightShelf] = web.AppKey("shelf", WeightShelf)
+UPDATING: web.AppKey[asyncio.Lock] = web.AppKey("updating", asyncio.Lock)
+
+
+async def pause(request: web.Request) -> web.Response:
+    """`POST /pause?mode=keep`: stop drawing (`EngineLoop.pause`). 409 beside another pause
+    that waits, or when a resume comes first."""
+    mode = _mode(request)
+    try:
+        await request.app[SERVING].loop.pause(mode)
+    except ValueError as error:
+        raise Refused(str(error), "mode", 409) from None
+    return web.json_response({"status": "paused", "mode": mode})
+
+
+async def resume(request: web.Request) -> web.Response:
+    """`POST /resume`: go on."""
+    await request.app[SERVING].loop.resume()
+    return web.json_response({"status": "resumed"})
+
+
+async def is_paused(request: web.Request) -> web.Response:
+    """`GET /is_paused`."""
+    return web.json_response({"is_paused": request.app[SERVING].loop.paused})
+
+
+async def abort(request: web.Request) -> web.Response:
+    """`POST /abort`: end every request; each is answered with what it has drawn."""
+    return web.json_response({"aborted": await request.app[SERVING].loop.abort_all()})
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """`POST /reset_prefix_cache`: forget the pages of prompts."""
+    loop = request.app[SERVING].loop
+    await loop.call(lambda engine: engine.reset_prefix_cache(), "reset_prefix_cache")
+    return web.json_response({"success": True})
+
+
+async def weights(request: web.Request) -> web.Response:
+    """`GET /weights`: which weights are drawn from, and which may be asked for."""
+    serving, shelf = request.app[SERVING], request.app[SHELF]
+    found = await serving.loop.health()
+    held = _policy(found.behavior)
+    return web.json_response(
+        {"version": shelf.current, **held, "available": await asyncio.to_thread(shelf.versions)}
+    )
+
+
+async def update_weights(request: web.Request) -> web.Response:
+    """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on. Requests
+    in flight go on under them, and their spans say so.
+
+    Refused before anything has changed: 404 for a version that is not there, 409 for one that does
+    not fit or while another one is taken."""
+    body = await read_json(request)
+    version = _version(body)
+    if request.app[UPDATING].locked():
+        raise Refused("version: another update is being taken", "version", 409)
+    async with request.app[UPDATING]:
+        return web.json_response(await _update(request.app, version))
+
+
+async def _update(app: web.Application, version: str) -> dict[str, Any]:
+    serving, shelf = app[SERVING], app[SHELF]
+    began = time.monotonic()
+    behavior = (await serving.loop.health()).behavior
+    number = shelf.number(version, behavior.policy[-1].version)
+    limit = serving.limits.update_s
+    try:
+        async with asyncio.timeout(limit):
+            update = await asyncio.to_thread(
+                shelf.read, version, number, serving.capabilities, behavior.weights
+            )
+    except TimeoutError:
+        raise Stalled(f"weights: {version} was not read in {limit:g} s") from None
+    try:
+        behavior = await serving.loop.call(
+            lambda engine: engine.update_weights(update), f"weights {version}", limit
+        )
+    except ValueError as error:
+        raise Refused(f"version: {error}", "version", 409) from error
+    shelf.current = version
+    return {"version": version, **_policy(behavior), "seconds": time.monotonic() - began}
+
+
+def _policy(behavior: BehaviorTag) -> dict[str, Any]:
+    spans = [{"version": span.version, "digest": span.digest} for span in behavior.policy]
+    return {"weights": behavior.weights, "policy": spans}
+
+
+def _version(body: dict[str, Any]) -> str:
+    for name in body:
+        if name != "version":
+            raise Refused(f"{name}: /weights has no such field; it has version", name)
+    version = body.get("version")
+    if not isinstance(version, str):
+        raise Refused("version: expected the id of a version, a string", "version")
+    return version
+
+
+def _mode(request: web.Request) -> PauseMode:
+    for name in request.query:
+        if name != "mode":
+            raise Refused(f"{name}: /pause has no such parameter; it has mode", name)
+    mode = request.query.get("mode", "keep")
+    for known in get_args(PauseMode):
+        if mode == known:
+            return known
+    raise Refused(f"mode: expected keep, wait or abort, got {mode[:40]!r}", "mode")

@@ -1,0 +1,261 @@
+"""The one door in front of every handler: who may ask, how much, and what goes out when it fails.
+
+401  no token, or a wrong one; compared in constant time
+403  a name of the server, or a page in a browser, that is not of this machine (DNS rebinding)
+404  no such route; said only to those who may ask
+408  the body came too slowly
+413, 415, 431  too large, no plain JSON, too many headers
+500  the reason is in the log, under the X-Request-Id of the response
+503  as many requests are open as may be, or the engine does not answer: try again later
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from lowroll.server.errors import Refused, error_body
+from lowroll.server.loop import Busy, Stalled
+from lowroll.server.serving import REQUEST_ID, SERVING, Limits
+
+log = logging.getLogger(__name__)
+
+Access = Literal["open", "token", "admin"]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Routes = Mapping[tuple[str, str], tuple[Access, Handler]]  # by method and path
+
+# connections that have not asked for anything yet, and when they are dropped
+SILENT: web.AppKey[dict[web.RequestHandler, asyncio.TimerHandle]] = web.AppKey("silent", dict)
+_BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)  # its response has
+LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+LARGE = 1 << 16  # bytes of a body from which on it is read in a thread of its own
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# strings as a whole, so that brackets in them do not count
+_NESTING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What clients must say: `token` for everything (None: nothing), `admin` for control."""
+
+    token: str | None = field(default=None, repr=False)
+    admin: str | None = field(default=None, repr=False)
+
+
+def guard(routes: Routes, tokens: Tokens, hosts: frozenset[str] | None) -> Middleware:
+    """The middleware. hosts: names by which clients may call the server; None is any."""
+    open_requests = 0
+
+    @web.middleware
+    async def door(request: web.Request, handler: Handler) -> web.StreamResponse:
+        nonlocal open_requests
+        serving = request.app[SERVING]
+        request[REQUEST_ID] = _request_id(request)
+        _heard(request)
+        resource = request.match_info.route.resource
+        path = "" if resource is None else resource.canonical
+        # what has no route is hidden behind the token too
+        access = routes[request.method, path][0] if (request.method, path) in routes else "token"
+        counted = access == "token"
+        open_requests += counted
+        try:
+            _check_headers(request, serving.limits)
+            _check_host(request, hosts)
+            _check_token(request, access, tokens)
+            if counted and open_requests > serving.limits.requests:
+                raise Busy(f"{open_requests - 1} requests are open, as many as may be")
+            response = await handler(request)
+        except Exception as error:  # whatever it is, the client gets an answer and the log the rest
+            response = _answer(request, error)
+        finally:
+            open_requests -= counted
+        serving.loop.metrics.answered(path or "none", response.status)
+        return response
+
+    return door
+
+
+async def mark(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Before a response begins: what every one carries. A signal of the application."""
+    response.headers["Server"] = "lowroll"
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    request[_BEGUN] = True
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """The body, a JSON object. Refused when it is none, too large, too deep or too slow; or has a
+    number that is none, or half of a surrogate pair."""
+    limits = request.app[SERVING].limits
+    if request.content_type != "application/json":
+        raise Refused("Content-Type: expected application/json", "Content-Type", 415)
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise Refused("Content-Encoding: a body comes as it is", "Content-Encoding", 415)
+    too_large = Refused(f"body: more than {limits.body:,} bytes", None, 413)
+    if (request.content_length or 0) > limits.body:
+        raise too_large
+    try:
+        async with asyncio.timeout(limits.body_s):
+            body = await request.read()
+    except TimeoutError:
+        raise Refused(f"body: it has not come in {limits.body_s:g} s", None, 408) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large from None
+    if len(body) > LARGE:
+        return await asyncio.to_thread(parse, body, limits.depth)
+    return parse(body, limits.depth)
+
+
+def parse(body: bytes, depth: int) -> dict[str, Any]:
+    """The object that a body holds. Refused as `read_json` says."""
+    try:
+        text = body.decode()
+        if _nesting(text, depth) > depth:
+            raise Refused(f"body: more than {depth} lists and objects inside each other")
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Refused("body: a string has half of a surrogate pair") from None
+    except UnicodeDecodeError as error:
+        raise Refused(f"body: not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise Refused(f"body: no JSON at character {error.pos}: {error.msg}") from None
+    except Refused:
+        raise
+    except ValueError:  # an integer of thousands of digits
+        raise Refused("body: a number is too long") from None
+    if not isinstance(value, dict):
+        raise Refused("body: expected a JSON object")
+    return value
+
+
+def _nesting(text: str, enough: int) -> int:
+    """How deep lists and objects lie in each other; it stops counting beyond `enough`."""
+    if text.count("[") + text.count("{") <= enough:
+        return 0
+    depth = deepest = 0
+    for found in _NESTING.finditer(text):
+        mark = found[0]
+        if mark in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif mark in "]}":
+            depth -= 1
+        if deepest > enough:
+            break
+    return deepest
+
+
+def _no_number(name: str) -> NoReturn:
+    raise Refused(f"body: {name} is no number in JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise Refused(f"body: {text[:40]} is too large for a number")
+    return number
+
+
+def _heard(request: web.Request) -> None:
+    """Its connection is not silent any more."""
+    timer = request.app[SILENT].pop(request.protocol, None)
+    if timer is not None:
+        timer.cancel()
+
+
+def _request_id(request: web.Request) -> str:
+    """The client's own, if it is short and plain, else a new one."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if _ID.fullmatch(given) else secrets.token_hex(12)
+
+
+def _check_headers(request: web.Request, limits: Limits) -> None:
+    size = sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
+    if size > limits.headers:
+        raise Refused(f"headers: {size:,} bytes, {limits.headers:,} at most", None, 431)
+
+
+def _check_host(request: web.Request, hosts: frozenset[str] | None) -> None:
+    """A page on the web may have its own name point at this machine; a browser says both."""
+    if hosts is None:
+        return
+    named = request.headers.getall("Host", [])
+    if len(named) != 1 or _name(named[0]) not in hosts:
+        raise Refused("Host: it is none of this server's names", "Host", 403)
+    for origin in request.headers.getall("Origin", []):
+        if _origin(origin) not in hosts:
+            raise Refused("Origin: pages of other machines may not ask", "Origin", 403)
+
+
+def _name(host: str) -> str:
+    """Of a Host header, without its port."""
+    return (host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0]).lower()
+
+
+def _origin(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).hostname
+    except ValueError:
+        return None
+
+
+def _check_token(request: web.Request, access: Access, tokens: Tokens) -> None:
+    if access == "open":
+        return
+    sent = request.headers.getall("Authorization", [])
+    said = sent[0] if len(sent) == 1 else ""
+    given = said.removeprefix("Bearer ") if said.startswith("Bearer ") else ""
+    is_admin = _same(given, tokens.admin)
+    is_client = _same(given, tokens.token)
+    if not is_admin and (access == "admin" or (tokens.token is not None and not is_client)):
+        raise Refused("Authorization: expected this server's token", "Authorization", 401)
+
+
+def _same(given: str, token: str | None) -> bool:
+    """In a time that says nothing about the token."""
+    expected = (token or "").encode()
+    same = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected)
+    return same and token is not None
+
+
+def _answer(request: web.Request, error: Exception) -> web.StreamResponse:
+    """What a client gets for an error. ConnectionResetError when a response has begun already: its
+    end would look like a whole one."""
+    if isinstance(error, ConnectionResetError):
+        raise error
+    if request.get(_BEGUN):
+        log.error("request %s: failed in its response", request[REQUEST_ID], exc_info=error)
+        raise ConnectionResetError("the response cannot be finished") from error
+    if isinstance(error, Refused):
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+        return _response(error.body(), error.status, headers)
+    if isinstance(error, web.HTTPException):
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return _response(error_body(error.reason, error.status), error.status, allow)
+    if isinstance(error, Busy):
+        return _response(error_body(str(error), 503, code="busy"), 503, {"Retry-After": "1"})
+    if isinstance(error, Stalled):
+        log.error("request %s: %s", request[REQUEST_ID], error)
+        body = error_body(str(error), 503, code="stalled")
+        return _response(body, 503, {"Retry-After": "10"})
+    log.error("request %s: failed", request[REQUEST_ID], exc_info=error)
+    told = f"the server failed; its log says why, at request {request[REQUEST_ID]}"
+    return _response(error_body(told, 500), 500, {})
+
+
+def _response(body: dict[str, Any], status: int, headers: dict[str, str]) -> web.Response:
+    return web.json_response(body, status=status, headers=headers)

@@ -1,0 +1,130 @@
+"""What Prometheus reads at `/metrics`, in a registry of the server's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+
+from lowroll.types import Group
+
+if TYPE_CHECKING:
+    from lowroll.server.loop import Health
+    from lowroll.server.ticket import Delta, Flight
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """Counted where it happens, on the engine's thread and in the event loop; what the engine knows
+    is read when somebody asks."""
+
+    def __init__(self) -> None:
+        own = self.registry = CollectorRegistry()
+        self._up = Gauge("lowroll_engine_up", "1 when the engine's thread answers", registry=own)
+        self._open = Gauge("lowroll_requests_open", "requests in the server", registry=own)
+        self._paused = Gauge("lowroll_paused", "1 while nothing is drawn", registry=own)
+        self._running = Gauge("lowroll_samples_running", "samples that decode", registry=own)
+        self._waiting = Gauge("lowroll_samples_waiting", "samples without a place", registry=own)
+        self._cache = Gauge("lowroll_cache_tokens", "tokens that the KV cache holds", registry=own)
+        self._used = Gauge(
+            "lowroll_cache_used_tokens", "tokens of it in pages that requests hold", registry=own
+        )
+        self._hits = Gauge(
+            "lowroll_prefix_hit_pages", "pages of prompts found in the cache so far", registry=own
+        )
+        self._drawn = Gauge("lowroll_drawn_tokens", "tokens drawn so far", registry=own)
+        self._weights = Info("lowroll_weights", "the policy that is drawn from", registry=own)
+        self._requests = Counter(
+            "lowroll_requests", "requests that ended, by how", ["outcome"], registry=own
+        )
+        self._prompt = Counter("lowroll_prompt_tokens", "tokens of prompts", registry=own)
+        self._response = Counter("lowroll_response_tokens", "tokens of responses", registry=own)
+        self._answers = Counter(
+            "lowroll_http_responses",
+            "answers, by route and status",
+            ["route", "status"],
+            registry=own,
+        )
+        self._first = Histogram(
+            "lowroll_first_token_seconds",
+            "from a request to its first token",
+            buckets=SECONDS,
+            registry=own,
+        )
+        self._gap = Histogram(
+            "lowroll_inter_token_seconds",
+            "between two tokens of a stream",
+            buckets=GAPS,
+            registry=own,
+        )
+        self._whole = Histogram(
+            "lowroll_request_seconds", "from a request to its end", buckets=SECONDS, registry=own
+        )
+
+    # -- from the engine's thread -------------------------------------------------------------------
+
+    def first(self, flight: Flight) -> None:
+        """A request has its first token."""
+        flight.first_at = flight.moved_at = time.monotonic()
+        self._first.observe(flight.first_at - flight.began_at)
+
+    def moved(self, flight: Flight, deltas: Sequence[Delta]) -> None:
+        """A stream has moved; a gap is of a token of the part that came."""
+        if not deltas:
+            return
+        if flight.first_at is None:
+            self.first(flight)
+            return
+        now = time.monotonic()
+        tokens = max(len(delta.token_ids) for delta in deltas)
+        self._gap.observe((now - flight.moved_at) / max(1, tokens))
+        flight.moved_at = now
+
+    def ended(self, flight: Flight, group: Group) -> None:
+        """A request has its group."""
+        if flight.first_at is None and any(rollout.token_ids for rollout in group.rollouts):
+            self.first(flight)
+        self._whole.observe(time.monotonic() - flight.began_at)
+        reasons = {rollout.finish_reason for rollout in group.rollouts}
+        outcome = next(one for one in ("abort", "length", "stop") if one in reasons)
+        self._requests.labels(outcome).inc()
+        self._prompt.inc(len(group.request.prompt_ids))
+        self._response.inc(sum(len(rollout.token_ids) for rollout in group.rollouts))
+
+    def failed(self, flight: Flight) -> None:
+        """The engine failed while it worked on a request."""
+        self._requests.labels("failed").inc()
+
+    # -- from the event loop ------------------------------------------------------------------------
+
+    def answered(self, route: str, status: int) -> None:
+        """A response was begun."""
+        self._answers.labels(route, str(status)).inc()
+
+    def text(self, health: Health | None) -> bytes:
+        """All of it in Prometheus' words. health: None when the engine's thread does not answer."""
+        self._up.set(health is not None and health.well)
+        if health is not None:
+            stats = health.stats
+            self._open.set(health.open)
+            self._paused.set(health.state == "paused")
+            self._running.set(stats.running)
+            self._waiting.set(stats.waiting)
+            self._cache.set(stats.cache_tokens)
+            self._used.set(stats.cache_used)
+            self._hits.set(stats.prefix_hits)
+            self._drawn.set(stats.tokens)
+            policy = health.behavior.policy[-1]
+            self._weights.info(
+                {
+                    "version": str(policy.version),
+                    "digest": policy.digest,
+                    "format": health.behavior.weights,
+                    "kv_policy": health.behavior.kv_policy,
+                }
+            )
+        return generate_latest(self.registry)

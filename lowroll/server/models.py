@@ -1,0 +1,49 @@
+"""GET /v1/models: the model that is served, and what its engine can do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+from lowroll.engine.base import Capabilities
+from lowroll.server.answer import to_json
+from lowroll.server.serving import SERVING
+
+
+async def handle(request: web.Request) -> web.StreamResponse:
+    """One model. `lowroll` has the engine's capabilities, and the policy that it draws from."""
+    serving = request.app[SERVING]
+    health = await serving.loop.health(serving.limits.health_s)
+    model = {
+        "id": serving.name,
+        "object": "model",
+        "created": serving.created,
+        "owned_by": "lowroll",
+        "root": serving.name,
+        "parent": None,
+        "permission": [],
+        "max_model_len": serving.capabilities.context_length,
+        "lowroll": {
+            "capabilities": capabilities(serving.capabilities),
+            "behavior": asdict(health.behavior),
+        },
+    }
+    return to_json({"object": "list", "data": [model]})
+
+
+def capabilities(can: Capabilities) -> dict[str, Any]:
+    """What an engine can do, as JSON."""
+    return {
+        "context_length": can.context_length,
+        "updates": sorted(can.updates),
+        "updates_in_flight": can.updates_in_flight,
+        "noise": can.noise,
+        "scores": can.scores,
+        "exact_logprobs": can.exact_logprobs,
+        "sampler": sorted(can.sampler),
+        "kv": {"policy": can.kv.name, "budget": can.kv.budget},
+        "kv_dtype": can.kv_dtype,
+        "records_evictions": can.records_evictions,
+    }

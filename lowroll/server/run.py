@@ -1,0 +1,148 @@
+"""A server from its first connection to its last: sockets, signals, and an end that is in order.
+
+first signal     no new connections and no new requests; those in flight have `grace_s`, then they
+                 end with what they have drawn
+second signal    they end now (one that comes within a second is taken for the first one: terminals
+                 and wrappers often send two)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from lowroll.server.guard import SILENT
+from lowroll.server.serving import SERVING
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ECHO_S = 1.0
+LAST_S = 2.0  # for the answers of what was aborted
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of an address, which does not listen yet: whoever connects before the model is there
+    is refused, and does not wait. ValueError says why it cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ValueError(f"--host: {host}: {error.strerror}") from None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise ValueError(f"--port: {host}:{port}: {error}") from None
+    listening.setblocking(False)
+    return listening
+
+
+async def run(
+    app: web.Application,
+    listening: socket.socket,
+    ready: Callable[[], None],
+    grace_s: float = 20.0,
+) -> int:
+    """Serve until a signal comes; its number. ready: called when requests are taken."""
+    loop = app[SERVING].loop
+    runner = runner_of(app)
+    await runner.setup()
+    loop.start()
+    with _signals() as (first, second):
+        try:
+            connections = await listen(app, runner, listening)
+            ready()
+            number = await first
+            connections.close()
+            log.warning("%s: ending", signal.Signals(number).name)
+            settled = asyncio.ensure_future(loop.settle(grace_s))
+            await asyncio.wait({settled, second}, return_when=asyncio.FIRST_COMPLETED)
+            settled.cancel()
+        finally:
+            await asyncio.to_thread(loop.stop)
+            await runner.cleanup()
+    return number
+
+
+def runner_of(app: web.Application) -> web.AppRunner:
+    """aiohttp's server of the application, as strangers need it."""
+    quiet = logging.getLogger(f"{__name__}.http")
+    quiet.setLevel(logging.CRITICAL)  # else whoever sends no HTTP fills the log with tracebacks
+    return web.AppRunner(
+        app,
+        access_log=None,
+        logger=quiet,
+        handler_cancellation=True,  # a dropped connection ends its request
+        auto_decompress=False,  # nothing grows when it is unpacked
+        keepalive_timeout=75.0,
+        lingering_time=1.0,  # for the rest of a body that nobody reads
+        shutdown_timeout=LAST_S,
+    )
+
+
+async def listen(
+    app: web.Application, runner: web.AppRunner, listening: socket.socket
+) -> asyncio.Server:
+    """Take connections, as many as may be; one that asks for nothing is dropped after `head_s`."""
+    limits, silent, server = app[SERVING].limits, app[SILENT], runner.server
+    assert server is not None
+    events = asyncio.get_running_loop()
+
+    def connection() -> asyncio.Protocol:
+        if len(server.connections) >= limits.connections:
+            return _Full()
+        protocol = server()
+        silent[protocol] = events.call_later(limits.head_s, drop, protocol)
+        return protocol
+
+    def drop(protocol: web.RequestHandler) -> None:
+        del silent[protocol]
+        if protocol.transport is not None:
+            protocol.transport.abort()
+
+    return await events.create_server(connection, sock=listening, backlog=512)
+
+
+class _Full(asyncio.Protocol):
+    """One connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+@contextmanager
+def _signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
+    """The numbers of the first and the second signal, as they come. One that is ignored (nohup)
+    stays so."""
+    events = asyncio.get_running_loop()
+    first, second = events.create_future(), events.create_future()
+    asked_at = 0.0
+
+    def ask(number: int) -> None:
+        nonlocal asked_at
+        if not first.done():
+            asked_at = time.monotonic()
+            first.set_result(number)
+        elif time.monotonic() - asked_at > ECHO_S and not second.done():
+            second.set_result(number)
+
+    caught = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    for number in caught:
+        events.add_signal_handler(number, ask, number)
+    try:
+        yield first, second
+    finally:
+        for number in caught:
+            events.remove_signal_handler(number)

@@ -1,0 +1,56 @@
+"""Log-probs of a prompt's own tokens, under the engine's weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowroll.engine.base import Engine
+from lowroll.server.errors import Refused
+from lowroll.server.serving import Serving
+
+Top = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of each token but the first, before which nothing stands: its log-prob in nats, and the
+    likeliest tokens of its place, likeliest first."""
+
+    logprobs: list[float]
+    tops: list[Top]
+
+    def cut(self, top: int) -> Scores:
+        """With fewer of the likeliest."""
+        return Scores(self.logprobs, [likeliest[:top] for likeliest in self.tops])
+
+
+async def score(
+    serving: Serving, token_ids: list[int], top: int, temperature: float = 1.0
+) -> Scores:
+    """Scores of a prompt, with `top` tokens a place. Refused for ids that cannot be scored."""
+    if not serving.capabilities.scores:
+        raise Refused("prompt_logprobs: this engine does not score", "prompt_logprobs")
+    if not token_ids:
+        raise Refused("prompt: the prompt is empty", "prompt")
+    context = serving.capabilities.context_length
+    if len(token_ids) > context:
+        raise Refused(
+            f"prompt: {len(token_ids)} tokens are over the model's context of {context} tokens",
+            "prompt",
+            code="context_length_exceeded",
+        )
+    if len(token_ids) == 1:
+        return Scores([], [])
+    try:
+        return await serving.loop.call(
+            lambda engine: _score(engine, token_ids, top, temperature), "score"
+        )
+    except ValueError as error:  # "sequences[0]: ..."
+        raise Refused(f"prompt: {str(error).partition(': ')[2]}", "prompt") from None
+
+
+def _score(engine: Engine, token_ids: list[int], top: int, temperature: float) -> Scores:
+    (ranked,) = engine.score_top([token_ids], [1], top, temperature)
+    ids, logprobs = ranked.top_ids_TK.tolist(), ranked.top_logprobs_TK.tolist()
+    tops = [list(zip(*place, strict=True)) for place in zip(ids, logprobs, strict=True)]
+    return Scores(ranked.logprobs_T.tolist(), tops)

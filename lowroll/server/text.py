@@ -1,0 +1,229 @@
+"""From token ids to text as it is shown: piece by piece, and the same in one piece.
+
+A character may be spread over several tokens, and a stop string over several tokens and several
+parts of a stream. What could still change is held back: an unfinished character, and the longest
+end that may become a stop string. What was given out is never taken back, so that a stream says
+what the whole response says, whatever its parts.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from lowroll.model.tokenizer import ChatTokenizer
+
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_BEFORE = 8  # tokens of the prompt that are decoded with the first one
+_WINDOW = 32  # tokens that are decoded again with the next one, at least
+
+
+class Decoder(Protocol):
+    """Text of tokens that come one after the other. What is shown never depends on how many come
+    together."""
+
+    def feed(self, token_ids: Iterable[int]) -> str: ...
+
+    def end(self) -> str:
+        """What was held back. Nothing may be fed after it."""
+        ...
+
+
+class Vocabulary:
+    """What token ids say and texts consist of, by a transformers tokenizer. For several threads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.backend = tokenizer.backend_tokenizer
+        added = self.backend.get_added_tokens_decoder()
+        self.special = frozenset(i for i, token in added.items() if token.special)
+        self._bytes = type(self.backend.decoder).__name__ == "ByteLevel"
+        self._pieces: dict[int, bytes] = {}
+        self._lock = Lock()  # of encoding: a tokenizer changes its own settings on the way
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. ValueError for half of a surrogate pair."""
+        if not is_unicode(text):
+            raise ValueError("not a text in Unicode: it has half of a surrogate pair")
+        with self._lock:
+            ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return [int(token) for token in ids]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids in one piece."""
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def piece(self, token_id: int) -> bytes:
+        """What one token adds to a text, in UTF-8 or a part of it; a special token by its name,
+        an id that the tokenizer does not know as nothing."""
+        known = self._pieces.get(token_id)
+        if known is None:
+            known = self._pieces[token_id] = self._piece(token_id)
+        return known
+
+    def name(self, token_id: int) -> str:
+        """One token's text for people: what is no character is shown as one that says so."""
+        return self.piece(token_id).decode("utf-8", "replace")
+
+    def decoder(self, prompt_ids: Sequence[int] = ()) -> Decoder:
+        """For one response to a prompt, without special tokens."""
+        return _ByteDecoder(self) if self._bytes else _WindowDecoder(self, prompt_ids)
+
+    def encode_chat(
+        self, chat: ChatTokenizer, messages: list[dict[str, Any]], open_turn: bool
+    ) -> list[int]:
+        """Ids of a conversation in the model's template. ValueError says what it objects to."""
+        with self._lock:
+            return chat.encode_chat(messages, open_turn)
+
+    def _piece(self, token_id: int) -> bytes:
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if not self._bytes or token_id in self.special:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        try:
+            return bytes(_BYTES[char] for char in token)
+        except KeyError:  # an added token: its text as it stands
+            return str(token).encode()
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written: JSON lets half of a surrogate pair through."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in the tokens of GPT-2 and its many heirs: printable
+    Latin-1 for itself, the others from 256 on (openai/gpt-2, encoder.py)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(shown)]
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
+_BYTES = _byte_alphabet()
+
+
+class _ByteDecoder:
+    """Tokens that are bytes: they follow one another, whatever is beside them."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        piece, special = self.vocabulary.piece, self.vocabulary.special
+        return self.utf8.decode(b"".join(piece(i) for i in token_ids if i not in special))
+
+    def end(self) -> str:
+        return self.utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """Tokens whose text depends on what is before them (a space that the first one loses, bytes
+    that make a character together): the last ones are decoded again with each new one."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
+        self.decode = vocabulary.decode
+        self.window = list(prompt_ids[-_BEFORE:])
+        self.text = self.decode(self.window)
+        self.shown = len(self.text)  # characters of it that are not given out any more
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return "".join(self._next(token_id) for token_id in token_ids)
+
+    def end(self) -> str:
+        return self._show(len(self.text))
+
+    def _next(self, token_id: int) -> str:
+        self.window.append(token_id)
+        self.text = self.decode(self.window)
+        settled = not self.text.endswith(_UNKNOWN)
+        if len(self.window) >= 4 * _WINDOW and not settled:
+            return self._give_up()
+        new = self._show(len(self.text.rstrip(_UNKNOWN)))
+        if len(self.window) >= 2 * _WINDOW and settled:
+            self._slide()
+        return new
+
+    def _show(self, until: int) -> str:
+        new = self.text[self.shown : until]
+        self.shown = max(self.shown, until)
+        return new
+
+    def _slide(self) -> None:
+        """Forget the first half, up to where a character begins."""
+        for length in range(_WINDOW, _WINDOW - 4, -1):
+            text = self.decode(self.window[-length:])
+            if self.text.endswith(text) and not text.startswith(_UNKNOWN):
+                self.window, self.text, self.shown = self.window[-length:], text, len(text)
+                return
+
+    def _give_up(self) -> str:
+        """Bytes without end that are no characters: they will not become any."""
+        new = self._show(len(self.text))
+        self.window, self.text, self.shown = [], "", 0
+        return new
+
+
+class Shown:
+    """The text of one response as it comes, cut at the stop that ended it.
+
+    stop: the request's stop strings; the engine says which of them it found, and after which token
+    it ended the response.
+    """
+
+    def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
+        self.decoder = decoder
+        self.stop = tuple(stop)
+        self.decoded = 0  # characters so far, those that are held back among them
+        self._held = ""  # perhaps the beginning of a stop string
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """What the next tokens settle."""
+        if not self.stop:
+            return self._decode(token_ids)
+        return "".join(self._release(self._decode([token])) for token in token_ids)
+
+    def end(self, token_ids: Sequence[int], stop_reason: int | str | None) -> str:
+        """What is left, with the last tokens; stop_reason as the engine gives it."""
+        if stop_reason is None:
+            return self.feed(token_ids) + self._rest()
+        begun = self.feed(token_ids[:-1])
+        if isinstance(stop_reason, int):  # the last token is the stop
+            return begun + self._rest()
+        left = self._held + self._decode(token_ids[-1:]) + self.decoder.end()
+        cut = left.find(stop_reason)  # not there when special tokens are a part of it
+        return begun + (left if cut < 0 else left[:cut])
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        new = self.decoder.feed(token_ids)
+        self.decoded += len(new)
+        return new
+
+    def _rest(self) -> str:
+        rest, self._held = self._held + self.decoder.end(), ""
+        return rest
+
+    def _release(self, new: str) -> str:
+        text = self._held + new
+        keep = max(_overlap(text, stop) for stop in self.stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins, and is longer."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

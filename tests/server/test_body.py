@@ -1,0 +1,175 @@
+"""What a client may say: each wrong field is named, and nothing is ignored that changes an
+answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lowroll.server.body import (
+    HEEDLESS,
+    IDLE,
+    Body,
+    Chat,
+    Completion,
+    Generate,
+    Tokenize,
+    check,
+    stops,
+)
+from lowroll.server.errors import Refused
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def refused(kind: type[Body], tree: dict[str, Any]) -> Refused:
+    with pytest.raises(Refused) as caught:
+        check(tree, kind)
+    assert caught.value.status == 400
+    assert caught.value.param is None or str(caught.value).startswith(f"{caught.value.param}: ")
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", "a", [1, 2], [[1], [2, 3]], ["a", "b"], [], [2**70]], ids=str
+)
+def test_prompts_of_every_kind(prompt: object) -> None:
+    assert check({"prompt": prompt}, Completion).prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("said", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt[1]"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": [[1, 2], [True]]}, "prompt[1][0]"),
+        ({"prompt": [[1, [2]]]}, "prompt[0][1]"),
+        ({"prompt": "a", "temperature": "1"}, "temperature"),
+        ({"prompt": "a", "temperature": float("inf")}, "temperature"),
+        ({"prompt": "a", "max_tokens": 1.0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+        ({"prompt": "a", "stream": 1}, "stream"),
+        ({"prompt": "a", "stop": ["a", 3]}, "stop[1]"),
+        ({"prompt": "a", "stop": 3}, "stop"),
+        ({"prompt": "a", "stop_token_ids": [1, "2"]}, "stop_token_ids[1]"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt": "a", "score_temperature": 0}, "score_temperature"),
+        ({"prompt": "a", "request_id": "x" * 257}, "request_id"),
+        ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"prompt": "a", "stream_options": {"usage": True}}, "stream_options.usage"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_of_a_completion_is_named(said: dict[str, Any], param: str) -> None:
+    assert refused(Completion, said).param == param
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        ([3], "messages[0]"),
+        ([{"content": "hi"}], "messages[0].role"),
+        ([{"role": "user", "content": 3}], "messages[0].content"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": 3}]}],
+            "messages[0].content[0].text",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}],
+                }
+            ],
+            "messages[0].content[0].type",
+        ),
+        ([*HI, {"role": "assistant", "tool_calls": [{"id": "a"}]}], "messages[1].tool_calls"),
+        ([{"role": "user", "content": "hi", "colour": 1}], "messages[0].colour"),
+    ],
+    ids=str,
+)
+def test_a_wrong_message_is_named(messages: object, param: str) -> None:
+    assert refused(Chat, {"messages": messages}).param == param
+    assert refused(Tokenize, {"messages": messages}).param == param
+
+
+@pytest.mark.parametrize("name", sorted(IDLE))
+def test_what_would_change_an_answer_is_refused(name: str) -> None:
+    if name in Completion.model_fields:
+        return
+    asked = {"prompt": "a", name: {"type": "json_object"}}
+    assert refused(Completion, asked).code == "unsupported"
+    assert refused(Completion, {"prompt": "a", name: 0.25}).param == name
+    for idle in IDLE[name]:
+        assert check({"prompt": "a", name: idle}, Completion).prompt == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ok"),
+    [
+        ("presence_penalty", 0.0, True),
+        ("presence_penalty", False, False),
+        ("presence_penalty", 1, False),
+        ("tools", [], True),
+        ("tools", [{}], False),
+        ("tool_choice", "required", False),
+        ("response_format", {"type": "text"}, True),
+        ("response_format", {"type": "json_schema"}, False),
+        ("logit_bias", {}, True),
+        ("logit_bias", {"5": 1}, False),
+        ("chat_template", "{{ 1 }}", False),
+        ("continue_final_message", True, False),
+        ("skip_special_tokens", False, False),
+    ],
+)
+def test_fields_that_ask_for_nothing_are_taken(name: str, value: object, ok: bool) -> None:
+    if ok:
+        check({"messages": HI, name: value}, Chat)
+    else:
+        assert refused(Chat, {"messages": HI, name: value}).param == name
+
+
+@pytest.mark.parametrize("name", sorted(HEEDLESS))
+def test_fields_that_change_nothing_are_taken(name: str) -> None:
+    check({"messages": HI, name: {"any": ["thing"]}}, Chat)
+    check({"prompt": "a", name: 3}, Completion)
+
+
+def test_an_unknown_field_is_told_its_nearest_name() -> None:
+    assert "did you mean temperature?" in str(refused(Completion, {"prompt": "", "temprature": 1}))
+    assert "did you mean" not in str(refused(Completion, {"prompt": "", "zzzz": None}))
+    name = refused(Completion, {"prompt": "", "\x1b[31m" * 100: 1}).param
+    assert name is not None and name.isprintable() and len(name) < 70
+    params = {"token_ids": [1], "sampling_params": {"top": 1}}
+    assert refused(Generate, params).param == "sampling_params.top"
+
+
+def test_null_is_not_said() -> None:
+    body = check({"prompt": "a", "temperature": None, "stop": None, "n": None}, Completion)
+    assert body == check({"prompt": "a"}, Completion)
+    asked = {"token_ids": [1], "sampling_params": {"top_p": None, "skip_special_tokens": False}}
+    assert check(asked, Generate).sampling_params.top_p == 1
+
+
+def test_stop_is_a_string_or_several() -> None:
+    assert stops(check({"prompt": "", "stop": "a"}, Completion)) == ("a",)
+    assert stops(check({"prompt": "", "stop": ["a", "b"]}, Completion)) == ("a", "b")
+    assert stops(check({"prompt": ""}, Completion)) == ()
+    with pytest.raises(Refused, match="stop: 65 strings; 64 at most"):
+        stops(check({"prompt": "", "stop": ["a"] * 65}, Completion))
+
+
+def test_many_wrong_ids_are_refused_at_once() -> None:
+    assert refused(Completion, {"prompt": [0.5] * 200_000}).param == "prompt[0]"
