@@ -28,10 +28,12 @@ import torch
 from lowroll.checkpoint.store import check_pieces
 from lowroll.config import RunConfig
 from lowroll.engine.base import EngineStats
+from lowroll.envs import Environment
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, read
 from lowroll.model import hf
 from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs import identity
@@ -133,12 +135,7 @@ class Run:
         eval_envs = envs
         if given.eval.env:
             eval_envs = environments.make(given.eval.env, given.seed)
-        works = engines.workloads(engines.with_cache(given, None), spec, chat, envs, eval_envs)
-        beside = {
-            name: models.outline(key, source, self.compute)
-            for name, (key, source) in models.beside(given).items()
-        }
-        planner = Planner.now(self.compute, outline, works, beside)
+        planner = self._planner(given, outline, chat, envs, eval_envs)
         cached = self.checkpoints.cache_tokens
         self.memory = fit.check(planner, given, cached)
         self.model = models.learner(given, self.compute)
@@ -172,6 +169,23 @@ class Run:
         self.stop = Stop()
         self.made = 0  # the last step
         self._before: State = {}  # the orchestrator's, before the step that is being made
+
+    def _planner(
+        self,
+        cfg: RunConfig,
+        outline: Transformer,
+        chat: ChatTokenizer,
+        envs: Mapping[str, Environment],
+        eval_envs: Mapping[str, Environment],
+    ) -> Planner:
+        """What plans the memory of the run, before there is anything of it."""
+        uncached = engines.with_cache(cfg, None)
+        works = engines.workloads(uncached, outline.spec, chat, envs, eval_envs)
+        beside = {
+            name: models.outline(key, source, self.compute)
+            for name, (key, source) in models.beside(cfg).items()
+        }
+        return Planner.now(self.compute, outline, works, beside)
 
     def _trainer(self, chat: ChatTokenizer, channel: RolloutChannel) -> Trainer:
         cfg, model = self.cfg, self.model
