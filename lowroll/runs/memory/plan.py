@@ -96,7 +96,8 @@ class Plan:
         rows.append(["all", *(shown(self.total(phase)) for phase in self.phases)])
         first = max(len(row[0]) for row in rows)
         told += [
-            f"  {row[0]:<{first}}" + "".join(f"{cell:>10}" for cell in row[1:]) for row in rows
+            (f"  {row[0]:<{first}}" + "".join(f"{cell:>10}" for cell in row[1:])).rstrip()
+            for row in rows
         ]
         if self.cache_tokens:
             less = self.usable_tokens > self.cache_tokens
