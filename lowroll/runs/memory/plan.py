@@ -231,7 +231,8 @@ class Planner:
         if cfg.rollout.cache_tokens is not None:
             return usable, cfg.rollout.cache_tokens, each
         least = max(
-            (replace(w, groups=1, n=1).tokens(size, 1, kv) for w in self.workloads), default=0
+            (replace(w, groups=1, n=1, longest=0).tokens(size, 1, kv) for w in self.workloads),
+            default=0,
         )
         if self.free is None:
             room = UNKNOWN_FREE // SHARE
