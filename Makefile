@@ -3,7 +3,7 @@ STAMP := .venv/.lowroll-installed
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 
-.PHONY: setup demo test quick goldens test-vllm test-clients fuzz torture lint mutants bench bench-gpu
+.PHONY: setup demo test quick goldens vllm test-clients fuzz torture lint mutants bench bench-gpu
 setup: $(STAMP)
 
 # The versions that the tests ran with; `make setup VERSIONS=` takes the newest. torch first and alone: everything after
@@ -46,7 +46,7 @@ torture: $(STAMP)
 # A foreign engine reads what lowroll writes. vLLM lives in an environment of its own (about 2.5 GB): it pins its own
 # torch, and lowroll must not depend on it. torchvision from PyPI is not built for this torch and breaks the import of
 # transformers; triton is a gigabyte that the CPU does not use.
-test-vllm: $(STAMP) $(VLLM)/.installed
+vllm: $(STAMP) $(VLLM)/.installed
 	LOWROLL_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest tests/parity/foreign -s -rs
 
 $(VLLM)/.installed:
@@ -79,6 +79,7 @@ mutants: $(STAMP)
 bench: $(STAMP)
 	$(PY) -m bench.engine
 	$(PY) -m bench.learner
+	$(PY) -m bench.server --model demo --device cpu --peer none --parts rollout update
 	$(PY) docs/tables.py
 
 # A command ends with 1 when a row misses what it must reach; the others run all the same.
@@ -91,4 +92,5 @@ bench-gpu: $(STAMP)
 	-$(PY) -m bench.train
 	-$(PY) -m bench.step
 	-$(PY) -m bench.memory
+	-$(PY) -m bench.server
 	$(PY) docs/tables.py

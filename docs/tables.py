@@ -169,7 +169,7 @@ def commands() -> str:
     )
 
 
-ON_GPU = ("decode", "kv", "train", "step", "memory")
+ON_GPU = ("decode", "kv", "train", "step", "memory", "server")
 
 
 def measured() -> str:

@@ -2,8 +2,8 @@
 
 Runs, evaluation and diagnosis know `Engine` and nothing behind it: what it can do is said by
 `capabilities`, what it holds and has done by `stats()`, and which policy it draws from by
-`behavior`. Implementations: `engine.native`. The orchestrator, which may not import this room, asks
-for less (`orchestrator.client.EngineClient`), and every `Engine` is one.
+`behavior`. Implementations: `engine.native`, `engine.remote`. The orchestrator, which may not
+import this room, asks for less (`orchestrator.client.EngineClient`), and every `Engine` is one.
 """
 
 from __future__ import annotations

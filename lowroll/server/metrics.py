@@ -72,17 +72,22 @@ class Metrics:
         flight.first_at = flight.moved_at = time.monotonic()
         self._first.observe(flight.first_at - flight.began_at)
 
-    def moved(self, flight: Flight, deltas: Sequence[Delta]) -> None:
-        """A stream has moved; a gap is of a token of the part that came."""
-        if not deltas:
-            return
-        if flight.first_at is None:
-            self.first(flight)
-            return
+    def moved(self, streams: Sequence[tuple[Flight, Sequence[Delta]]]) -> None:
+        """Streams have moved, all by as many steps: one of them counts, so that many cost no more.
+        A gap is of a token of the part that came."""
         now = time.monotonic()
-        tokens = max(len(delta.token_ids) for delta in deltas)
-        self._gap.observe((now - flight.moved_at) / max(1, tokens))
-        flight.moved_at = now
+        counted = False
+        for flight, deltas in streams:
+            if not deltas:
+                continue
+            if flight.first_at is None:
+                self.first(flight)
+                continue
+            if not counted:
+                tokens = max(len(delta.token_ids) for delta in deltas)
+                self._gap.observe((now - flight.moved_at) / max(1, tokens))
+                counted = True
+            flight.moved_at = now
 
     def ended(self, flight: Flight, group: Group) -> None:
         """A request has its group."""

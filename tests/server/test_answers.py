@@ -110,6 +110,7 @@ def test_tokens_and_logprobs_are_those_of_the_engine(model: Path, weights: str) 
             for sample, (rollout, choice) in enumerate(zip(group.rollouts, choices, strict=True)):
                 assert told(choice) == (rollout.token_ids, rollout.logprobs)
                 assert choice["lowroll"]["behavior"] == as_json(rollout)
+                assert choice["lowroll"]["logprobs"] == rollout.logprobs
                 assert choice["index"] == sample and choice["prompt_token_ids"] == ids
                 assert choice["text"] == reference.text(rollout)
 
@@ -121,6 +122,7 @@ def test_tokens_and_logprobs_are_those_of_the_engine(model: Path, weights: str) 
                 assert (told_ids, told_logprobs) == (rollout.token_ids, rollout.logprobs)
                 assert said == reference.text(rollout)
                 assert parts[-1]["lowroll"][sample]["behavior"] == as_json(rollout)
+                assert parts[-1]["lowroll"][sample]["logprobs"] == rollout.logprobs
 
             ids = prompt(n + 200)
             group = drawn(ids, "x")
@@ -214,6 +216,10 @@ def test_a_prompt_alone_is_scored(url: str, reference: Engine) -> None:
         assert place[str(ids[i + 1])]["rank"] is None or ids[i + 1] in top
     assert tree["usage"] == {"prompt_tokens": 12, "completion_tokens": 0, "total_tokens": 12}
     assert choice["finish_reason"] == "length"
+    (fewer,) = answer(url, COMPLETIONS, asked | {"logprobs": 3, "prompt_logprobs": 1})["choices"]
+    for one, place in zip(fewer["prompt_logprobs"][1:], places[1:], strict=True):
+        assert len(one) in (1, 2)
+        assert all(told["logprob"] == place[token]["logprob"] for token, told in one.items())
 
 
 def test_scores_have_a_temperature_of_their_own(url: str, reference: Engine) -> None:

@@ -261,6 +261,11 @@ def test_brackets_in_texts_are_no_nesting() -> None:
     assert guard.parse(text.encode(), 4)["c"] == [[[1]]]
     with pytest.raises(Refused, match="more than 3 lists"):
         guard.parse(text.encode(), 3)
+    for inside in (b"[" * 4, b'{"a":' * 4 + b"1" + b"}" * 4, b"[[[[]]]]", b"[{}, [[{}]], 1"):
+        with pytest.raises(Refused):
+            guard.parse(b'{"a": ' + inside + b"}", 4)
+    for inside in (b"[[[]]]", b'{"a": [{}, {}, [], []]}', b"[[], [[]], [[], []]]"):
+        guard.parse(b'{"a": ' + inside + b"}", 4)
     flat = b'{"a": [' + b",".join([b"[1]"] * 50_000) + b"]}"
     assert len(guard.parse(flat, 3)["a"]) == 50_000
 

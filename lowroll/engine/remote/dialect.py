@@ -10,6 +10,7 @@ What vLLM does otherwise than lowroll's engine is settled here, or refused by na
     vocabulary     both engines and the learner normalise over all `vocab_size` logits, rows that
                    pad the tokenizer's included: such an id may be drawn, and its log-prob is right
     min-p          vLLM cuts by min-p before top-p, lowroll after it: both together are refused
+    greedy         vLLM takes n = 1 alone at temperature 0: more are refused
     temperature    vLLM raises what lies between 0 and 0.01 to 0.01, and takes none above 2: refused
 """
 
@@ -64,6 +65,10 @@ class VllmDialect:
         """ValueError names a field that vLLM would not heed as lowroll does."""
         if request.stop_strings:
             raise ValueError("stop_strings: vLLM runs without a tokenizer here; use stop_ids")
+        if request.temperature == 0 and request.n > 1:
+            raise ValueError(
+                f"n: vLLM draws one greedy sample, and {request.n} were asked for; all are equal"
+            )
         if 0 < request.temperature < COLDEST:
             raise ValueError(
                 f"temperature: vLLM draws at {COLDEST} what is asked for at "

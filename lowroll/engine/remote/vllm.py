@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lowroll.engine.base import Capabilities
-from lowroll.engine.remote.client import Call, Client, ServerError
+from lowroll.engine.remote.client import Call, Client, EngineLost, ServerError
 from lowroll.engine.remote.dialect import HEEDED, VllmDialect
 from lowroll.engine.remote.engine import Named, RemoteEngine
 from lowroll.engine.remote.probe import ADAPTERS, RELOAD, TRANSFER, Vllm, probe
 from lowroll.engine.remote.process import VllmProcess
-from lowroll.engine.remote.verify import Learner, Verifier
+from lowroll.engine.remote.verify import Learner, NotArrived, Verifier
 from lowroll.types import BehaviorTag, PolicySpan, printable
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class VllmEngine(RemoteEngine):
         lora_rank: int | None = None,
         way: Way | None = "folder",
         process: VllmProcess | None = None,
+        dtype: str | None = None,
         verify: Learner | None = None,
         bound: float = BOUND,
         request_s: float = 1200.0,
@@ -76,13 +77,17 @@ class VllmEngine(RemoteEngine):
         self.folder = folder
         self.found = probe(client)
         self.process = process
-        self.facts = served(folder)
+        self.facts = served(folder, dtype)
         self._way = way
         self._verify = verify
+        kind = _kind(self.found, self.facts, lora_rank, way)
         self._transfer: Transfer | None = None
+        if kind == "full" and way == "nccl":
+            from lowroll.engine.remote.transfer import Transfer
+
+            self._transfer = Transfer(client, self.found, request_s, process is not None)
         self._loaded: dict[str, Path] = {}  # adapters that vLLM holds, with their folders
         self._versions: Counter[int] = Counter()
-        kind = _kind(self.found, self.facts, lora_rank, way)
         self.dialect: VllmDialect = _dialect(self.found, self.facts, kind)
         named = Named(self.found.model, self.found.root)
         super().__init__(client, self.dialect, named, request_s=request_s, stream=stream)
@@ -149,6 +154,7 @@ class VllmEngine(RemoteEngine):
                 lora_rank=lora_rank,
                 way=way,
                 process=process,
+                dtype=dtype,
                 verify=verify,
                 bound=bound,
                 request_s=request_s,
@@ -235,7 +241,8 @@ class VllmEngine(RemoteEngine):
 
         Requests in flight keep the adapter that they were sent with; a full update waits for their
         end. Returns the tag of the next request. ValueError, before anything is sent, names what
-        does not fit. NotArrived when vLLM does not draw from these weights; no request may follow.
+        does not fit. NotArrived when vLLM does not draw from these weights. After a
+        failed update no request may follow; one of all weights leaves vLLM paused.
         """
         self._check_update(update)
         digest = update.digest or update.content_digest()
@@ -299,12 +306,10 @@ class VllmEngine(RemoteEngine):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _transfer_all(self, update: WeightUpdate) -> None:
-        from lowroll.engine.remote.transfer import Transfer
-
+        assert self._transfer is not None
+        tensors = self._transfer.check(update)
         self.pause("wait")
-        if self._transfer is None:
-            self._transfer = Transfer(self.client, self.found, self.request_s)
-        self._transfer.send(update, self.facts.dtype)
+        self._transfer.send(tensors, self.facts.dtype)
         self._order("/reset_prefix_cache", None, "reset_prefix_cache")
         self.resume()
 
@@ -318,7 +323,13 @@ class VllmEngine(RemoteEngine):
             learner = score(update.master, [ids], [1])[0].tolist()
         else:
             return
-        self._verifier.check(learner, self.score([ids], [1])[0].tolist(), update.version)
+        try:
+            held = self.score([ids], [1])[0].tolist()
+        except EngineLost:
+            raise
+        except ServerError as error:  # of log-probs that are no numbers, for one
+            raise NotArrived(f"update to version {update.version}: {error}") from None
+        self._verifier.check(learner, held, update.version)
 
     def _order(self, path: str, body: object, what: str) -> None:
         """A control route that says nothing when it has done its work."""

@@ -39,7 +39,7 @@ def make(
     elif cfg.rollout.vllm.url is None:
         made = vllm.start(cfg, compute, model, name)
     else:
-        made = vllm.attach(cfg, model)
+        made = vllm.attach(cfg, model, name)
     try:
         check_capabilities(cfg, made.capabilities)
         if cfg.rollout.engine != "native":

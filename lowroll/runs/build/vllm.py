@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,11 @@ def _key(vllm: VllmConfig) -> str:
 
 def token(vllm: VllmConfig) -> str | None:
     """The token of the server at `url`. ValueError when the variable that holds it is not set."""
-    if vllm.token_variable is None:
+    if vllm.token_env is None:
         return None
-    held = os.environ.get(vllm.token_variable)
+    held = os.environ.get(vllm.token_env)
     if not held:
-        raise ValueError(f"rollout.vllm.token_variable: {vllm.token_variable} is not set")
+        raise ValueError(f"rollout.vllm.token_env: {vllm.token_env} is not set")
     return held
 
 
@@ -97,10 +98,12 @@ def start(cfg: RunConfig, compute: Compute, model: Transformer, weights: str) ->
 
     vllm = cfg.rollout.vllm
     written = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
+    base = _base(cfg, compute, model, weights, Path(written.name))
     on_gpu = compute.device.type == "cuda"
     logs = Path(cfg.output_dir) / LOGS
-    made = VllmEngine.start(
-        _base(cfg, compute, model, weights, Path(written.name)),
+    made = _named(
+        VllmEngine.start,
+        base,
         log=logs / "vllm.log" if logs.is_dir() else None,
         python=interpreter(vllm),
         devices=vllm.devices,
@@ -117,12 +120,23 @@ def start(cfg: RunConfig, compute: Compute, model: Transformer, weights: str) ->
     return made
 
 
-def attach(cfg: RunConfig, model: Transformer) -> Engine:
-    """The vLLM at rollout.vllm.url, which goes on after `close`."""
+def attach(cfg: RunConfig, model: Transformer, weights: str) -> Engine:
+    """The vLLM at rollout.vllm.url, which goes on after `close`. It serves the run's model, or one
+    in the rollouts' format whose folder it names."""
     from lowroll.engine.remote.vllm import VllmEngine
 
     vllm = cfg.rollout.vllm
-    return VllmEngine.attach(vllm.url, token=token(vllm), **_shared(cfg, model))
+    source = hf.resolve(cfg.model)
+    folder = source if _holds(source, weights) else None
+    return _named(VllmEngine.attach, vllm.url, folder, token=token(vllm), **_shared(cfg, model))
+
+
+def _named(make: Callable[..., Engine], *args: Any, **options: Any) -> Engine:
+    """ValueError in the words of the settings."""
+    try:
+        return make(*args, **options)
+    except ValueError as error:
+        raise ValueError(f"rollout.vllm: {error}") from None
 
 
 def _shared(cfg: RunConfig, model: Transformer) -> dict[str, Any]:
@@ -142,10 +156,15 @@ def _base(cfg: RunConfig, compute: Compute, model: Transformer, weights: str, ro
     """The folder that a server loads: the run's model where it holds what the rollouts multiply
     with, else one that is written for this into `room`."""
     source = hf.resolve(cfg.model)
-    wanted = None if get_format(weights).dense else stored_format(weights)
-    if hf.low_bit_format(source) == wanted:
+    if _holds(source, weights):
         return source
     rollout = rollout_copy(model, weights, get_format(weights).dtype or compute.dtype)
     for _, linear in rollout.linears():
         linear.adapter = None
     return hf.save(rollout, room / "base", tokenizer_from=source)
+
+
+def _holds(folder: Path, weights: str) -> bool:
+    """Whether the linear weights of a folder are what the rollouts multiply with."""
+    wanted = None if get_format(weights).dense else stored_format(weights)
+    return hf.low_bit_format(folder) == wanted

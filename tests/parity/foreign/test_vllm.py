@@ -1,5 +1,5 @@
 """A real vLLM on the CPU gives the tokens of our folders the log-probs that our engine gives them:
-`make test-vllm`.
+`make vllm`.
 
 vLLM runs in a process and an environment of its own (LOWROLL_VLLM_PYTHON). Bounds are in nats. In
 float32 the two engines agree to rounding, but where a rounded activation falls to the other side:
