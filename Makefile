@@ -91,5 +91,6 @@ bench-gpu: $(STAMP)
 	-$(PY) -m bench.kv
 	-$(PY) -m bench.train
 	-$(PY) -m bench.step
+	-$(PY) -m bench.memory
 	-$(PY) -m bench.server
 	$(PY) docs/tables.py

@@ -169,7 +169,7 @@ def commands() -> str:
     )
 
 
-ON_GPU = ("decode", "kv", "train", "step", "server")
+ON_GPU = ("decode", "kv", "train", "step", "memory", "server")
 
 
 def measured() -> str:
@@ -208,7 +208,7 @@ def targets() -> str:
     named = {name for target in TARGETS for name in target.rows}
     lines += [
         _target(f"{row.name}, {row.unit}", [row], (row.must,), (row.aim,))
-        for name in ("train", "step")
+        for name in ("train", "step", "memory")
         for row in found[name].values()
         if row.must is not None and row.name not in named
     ]

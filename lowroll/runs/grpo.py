@@ -28,10 +28,12 @@ import torch
 from lowroll.checkpoint.store import check_pieces
 from lowroll.config import RunConfig
 from lowroll.engine.base import EngineStats
+from lowroll.envs import Environment
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, read
 from lowroll.model import hf
 from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs import identity
@@ -51,6 +53,8 @@ from lowroll.runs.checkpointing import Checkpointing, State, Tensors
 from lowroll.runs.evaluate import Evaluations, around
 from lowroll.runs.export import newest_batch, publish_adapter
 from lowroll.runs.folder import RunFolder
+from lowroll.runs.memory import fit
+from lowroll.runs.memory.plan import Planner
 from lowroll.runs.monitor import Monitor
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.runs.stages import Stages
@@ -123,23 +127,20 @@ class Run:
         self.checkpoints = Checkpointing(home, resume)
         self.compute = Compute.of(given)
         engines.check(given)
-        self.model = models.learner(given, self.compute)
-        base = digest(self.model)
-        spec = self.model.spec
+        outline = models.outline("model", given.model, self.compute)
+        spec = outline.spec
         prompts.check_stages(given, spec)
         chat = models.tokenizer(given.model)
         envs = environments.make(given.env, given.seed)
         eval_envs = envs
         if given.eval.env:
             eval_envs = environments.make(given.eval.env, given.seed)
-        self.rollouts = RolloutEngine(
-            given,
-            self.compute,
-            self.model,
-            chat,
-            partial(engines.workloads, given, spec, chat, envs, eval_envs),
-            self.checkpoints.cache_tokens,
-        )
+        planner = self._planner(given, outline, chat, envs, eval_envs)
+        cached = self.checkpoints.cache_tokens
+        self.memory = fit.check(planner, given, cached)
+        self.model = models.learner(given, self.compute)
+        base = digest(self.model)
+        self.rollouts = RolloutEngine(given, self.compute, self.model, chat, planner, cached)
         stack.callback(self.rollouts.close)
         self.cfg = cfg = self.rollouts.cfg
         prompts.check_stages(cfg, spec)
@@ -163,11 +164,28 @@ class Run:
         )
         self.trainer = self._trainer(chat, channel)
         teacher = self.trainer.teacher
-        beside = {} if teacher is None else {identity.TEACHER: digest(teacher)}
-        self.checkpoints.identify(base, beside)
+        others = {} if teacher is None else {identity.TEACHER: digest(teacher)}
+        self.checkpoints.identify(base, others)
         self.stop = Stop()
         self.made = 0  # the last step
         self._before: State = {}  # the orchestrator's, before the step that is being made
+
+    def _planner(
+        self,
+        cfg: RunConfig,
+        outline: Transformer,
+        chat: ChatTokenizer,
+        envs: Mapping[str, Environment],
+        eval_envs: Mapping[str, Environment],
+    ) -> Planner:
+        """What plans the memory of the run, before there is anything of it."""
+        uncached = engines.with_cache(cfg, None)
+        works = engines.workloads(uncached, outline.spec, chat, envs, eval_envs)
+        beside = {
+            name: models.outline(key, source, self.compute)
+            for name, (key, source) in models.beside(cfg).items()
+        }
+        return Planner.now(self.compute, outline, works, beside)
 
     def _trainer(self, chat: ChatTokenizer, channel: RolloutChannel) -> Trainer:
         cfg, model = self.cfg, self.model
@@ -200,6 +218,8 @@ class Run:
         self.orchestrator.on_phase = self.trainer.on_phase = self.evaluations.on_phase = phase
         self.monitor.on_note = self.evaluations.on_note = note
         self.stop, view.asked_to_stop = stop, stop
+        for line in self.memory.lines():
+            note(line)
 
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""

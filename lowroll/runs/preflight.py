@@ -22,10 +22,12 @@ from lowroll.model import claims, hf, lora
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.runs import budget, sft
+from lowroll.runs import sft
 from lowroll.runs.build import engines, environments, models, prompts, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
+from lowroll.runs.memory import fit
+from lowroll.runs.memory.plan import Plan, Planner, plan_sft
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.sft import encode_all
 from lowroll.types import Prompt, Score, ScoreError
@@ -81,7 +83,8 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     if cfg.rollout.engine != "native":
         found.lines.append(_vllm_memory(cfg, compute))
     if beside is not None and works is not None:
-        _budget(found, found.attempt(lambda: budget.plan(cfg, compute, model, works, beside)))
+        planner = Planner.now(compute, model, works, beside)
+        _memory(found, found.attempt(lambda: planner.plan(cfg)), lambda _: fit.advice(planner, cfg))
     return found
 
 
@@ -107,7 +110,7 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
             f"average, {max(lengths):,} at most; {cfg.sft.steps} steps of {cfg.sft.batch_size} at "
             f"learning rate {cfg.sft.learning_rate:g}"
         )
-        _budget(found, budget.plan_sft(cfg, compute, model, max(lengths) * cfg.sft.batch_size))
+        _memory(found, plan_sft(cfg, compute, model, max(lengths) * cfg.sft.batch_size))
     return found
 
 
@@ -253,23 +256,16 @@ def _beside(
     cfg: RunConfig, compute: Compute, model: Transformer, chat: ChatTokenizer
 ) -> dict[str, Transformer]:
     """The shapes of the models that a run holds beside the learner."""
-    beside = {}
-    scratch = Findings()
-    if models.asks_reference(cfg):
-        beside["reference"] = model
-    if models.asks_teacher(cfg):
-        assert cfg.train.teacher is not None
-        models.refuse_other_vocabulary("train.teacher", cfg.train.teacher, cfg, chat)
-        beside["teacher"] = _outline("train.teacher", cfg.train.teacher, compute, scratch)
-    if cfg.has_critic:
-        source = cfg.critic.model
-        if source is not None:
-            models.refuse_adapter("critic.model", source)
-            models.refuse_other_vocabulary("critic.model", source, cfg, chat)
-        beside["critic"] = (
-            model if source is None else _outline("critic.model", source, compute, scratch)
-        )
-    return beside
+    shapes, scratch = {}, Findings()
+    for name, (key, source) in models.beside(cfg).items():
+        if key == "model":
+            shapes[name] = model
+            continue
+        if name == "critic":
+            models.refuse_adapter(key, source)
+        models.refuse_other_vocabulary(key, source, cfg, chat)
+        shapes[name] = _outline(key, source, compute, scratch)
+    return shapes
 
 
 def _workloads(
@@ -285,8 +281,11 @@ def _workloads(
     return engines.workloads(engines.with_cache(cfg, None), model.spec, chat, envs, held_out)
 
 
-def _budget(found: Findings, planned: budget.Budget | None) -> None:
-    if planned is not None:
-        found.lines += planned.lines()
-        if problem := planned.problem():
-            found.problems.append(problem)
+def _memory(
+    found: Findings, plan: Plan | None, advice: Callable[[Plan], str] = lambda plan: ""
+) -> None:
+    """The plan's table, and why it does not fit if it does not. advice: what would."""
+    if plan is not None:
+        found.lines += plan.lines()
+        if plan.missing:
+            found.problems.append("; ".join(filter(None, (plan.problem, advice(plan)))))

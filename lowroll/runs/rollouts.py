@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from lowroll.config import RunConfig
 from lowroll.engine.base import Engine
-from lowroll.kv.capacity import NoRoom, Workload
+from lowroll.kv.capacity import NoRoom
 from lowroll.kv.saving import saving
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.client import Progress
 from lowroll.runs.build import engines, trainer
 from lowroll.runs.build.compute import Compute
+from lowroll.runs.memory.plan import Planner
 from lowroll.types import Batch, Group, Request
 from lowroll.weights.aligned import realign
 from lowroll.weights.noise import Noise, share
@@ -28,9 +29,9 @@ log = logging.getLogger(__name__)
 class RolloutEngine:
     """The engine over a learner's weights, and the orchestrator's client.
 
-    workloads: what will be in it together, asked when its cache is sized. cache_tokens: of a run
-    that goes on, which keeps the cache that it began with; ValueError when there is no room for it.
-    `cfg` are the settings with the size of the cache filled in.
+    planner: says how large its cache is. cache_tokens: of a run that goes on, which keeps the cache
+    that it began with; ValueError when there is no room for it. `cfg` are the settings with the
+    size of the cache filled in.
     """
 
     def __init__(
@@ -39,18 +40,19 @@ class RolloutEngine:
         compute: Compute,
         model: Transformer,
         chat: ChatTokenizer,
-        workloads: Callable[[], list[Workload]],
+        planner: Planner,
         cache_tokens: int | None = None,
     ) -> None:
         self.compute = compute
         self.model = model
         self.chat = chat
-        self.workloads = workloads
+        self.planner = planner
         self.weights: str = cfg.rollout.weights
-        if cache_tokens is None:
-            self.engine = engines.make(cfg, compute, model, chat, workloads=workloads())
-        else:
+        if cache_tokens is not None:
             self.engine = self._with_cache(cfg, cache_tokens)
+        else:
+            sized = engines.with_cache(cfg, planner.plan(cfg).cache_tokens or None)
+            self.engine = engines.make(sized, compute, model, chat)
         self.cfg = cfg
         self.cfg = engines.with_cache(cfg, self.cache_tokens)
         self.noise = trainer.noise(cfg)
@@ -131,7 +133,7 @@ class RolloutEngine:
         except NoRoom as error:
             smaller = engines.with_cache(cfg, None)
             self.engine = engines.make(
-                smaller, self.compute, self.model, self.chat, weights, self.workloads()
+                smaller, self.compute, self.model, self.chat, weights, self.planner.workloads
             )
             log.warning(
                 "beside %s weights the KV cache is smaller than before, of %d tokens: %s",

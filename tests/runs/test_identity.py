@@ -23,6 +23,8 @@ from lowroll.metrics.record import read, reproducible
 from lowroll.model import hf
 from lowroll.runs import identity
 from lowroll.runs.grpo import RunResult
+from lowroll.runs.memory import fit
+from lowroll.runs.memory import plan as memory_plan
 from tests.fixtures.runs import copy_stopped_after, settings, train
 
 STEPS = 4
@@ -194,15 +196,26 @@ def test_a_resumed_run_has_the_cache_that_it_began_with(
         build(engine, *args, **options)
         made.append(engine.stats().cache_tokens)
 
+    planned: list[memory_plan.Plan] = []
+    check = fit.check
+
+    def checked(*args: Any) -> memory_plan.Plan:
+        planned.append(check(*args))
+        return planned[-1]
+
+    monkeypatch.setattr(fit, "check", checked)
     build = NativeEngine.__init__
     monkeypatch.setattr(NativeEngine, "__init__", watched)
     monkeypatch.setattr(engine_module, "free_memory", lambda device: free[0])
-    each = 2 * 2 * 1 * 16 * 4
-    for memory, expected in (
-        (10**9, None),
-        (4 * 96 * each, 96),
-    ):  # what the run can use, and what there is of it
-        free[0], name = memory, f"run{memory}"
+    each, plans = 2 * 2 * 1 * 16 * 4, []
+    monkeypatch.setattr(memory_plan, "free_memory", lambda device: plans[-1])
+    for expected in (None, 96):  # what the run can use, and what the plan leaves of the memory
+        free[0] = memory = 10**9
+        if expected is not None:
+            held = planned[-1].peak - planned[-1].cache_tokens * each
+            memory = -int(-(held + expected * each) // (1 - memory_plan.MARGIN))
+        plans.append(memory)
+        name = f"run{memory}"
         run = tree(model, tmp_path / name, rollout={"cache_tokens": None})
         folder = train(run).folder
         assert expected in (None, made[-1]) and (expected == 96 or 96 < made[-1] < 1024)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lowroll.config import RunConfig
 from lowroll.model import hf, lora, scaling
+from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.runs.build import trainer
@@ -50,6 +51,29 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
     if train.forward == "aligned":
         aligned.align(model, format)
     return recompute.apply(model, train.activation_checkpointing)
+
+
+def outline(key: str, source: str, compute: Compute) -> Transformer:
+    """The shapes of the model that a setting names, on the meta device. Nothing of its weights is
+    read."""
+    refuse_adapter(key, source)
+    spec = read_spec(hf.resolve(source, weights=False, key=key))
+    return Transformer(spec, "meta", compute.dtype)
+
+
+def beside(cfg: RunConfig) -> dict[str, tuple[str, str]]:
+    """The models that a run holds beside the learner, by name: the setting that says which, and
+    where it is."""
+    found = {}
+    if asks_reference(cfg):
+        found["reference"] = "model", cfg.model
+    if asks_teacher(cfg):
+        assert cfg.train.teacher is not None
+        found["teacher"] = "train.teacher", cfg.train.teacher
+    if cfg.has_critic:
+        own = cfg.critic.model
+        found["critic"] = ("model", cfg.model) if own is None else ("critic.model", own)
+    return found
 
 
 def tokenizer(source: str | Path) -> ChatTokenizer:

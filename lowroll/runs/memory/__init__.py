@@ -1,0 +1,2 @@
+"""What a run will hold in memory, by arithmetic on its settings and the shapes of its models, before
+anything is loaded (`plan`), and which settings would fit where it does not (`fit`)."""

@@ -1,0 +1,242 @@
+"""What a learner's pass holds for its backward pass, and what a pass needs for a moment: bytes, by
+arithmetic on the shapes of a block.
+
+Counted is what autograd keeps, tensor by tensor, as `model.transformer`'s block computes it. On CUDA
+its kernels keep less than plain torch does elsewhere (`fused`); norms and SwiGLU's output are made
+again (`model.recompute`). A test counts the real tensors of both.
+
+    stream      x after each addition of the block, twice D; two statistics of the norms
+    attention   q, k, v as rotated, the output and its log-sum-exp; qkv too where heads are normed,
+                or where a view of it is kept
+    dense MLP   gate and up, 2F; plain torch keeps silu(gate) too
+    experts     gate and up of every slot, what down gives, weights and places of the slots
+    low rank    l of every adapter
+
+Legend: T tokens, D hidden size, q = H d, kv = G d, F intermediate size, S choices a token, V
+vocabulary, C rows of logits at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lowroll.config import RunConfig
+from lowroll.model.replay import MOST_MARKED
+from lowroll.model.spec import ModelSpec
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import get_format
+from lowroll.runs.build import caches
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.memory.weights import adapted, largest
+
+FLOAT = 4
+MOST_PREFILL = 8192  # prompt tokens of a step (`engine.native`)
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What decides how much of a token a block keeps. `low`: columns of l, by layer; without
+    `lora` all weights learn."""
+
+    spec: ModelSpec
+    item: int
+    fused: bool
+    lora: bool
+    low: dict[str, int]
+    checkpointing: bool | float
+    dense: int  # bytes of the largest matrix that is dequantized for a product; 0: none is
+
+    @classmethod
+    def of(cls, cfg: RunConfig, compute: Compute, model: Transformer) -> Learning:
+        """Of a run's learner. model: its shapes, on the meta device."""
+        train, low = cfg.train, dict.fromkeys(("qkv", "o", "gate_up", "down"), 0)
+        for name, linear in model.linears():
+            kind = name.rpartition(".")[2]
+            low[kind] = train.lora_rank * len(adapted(cfg, linear))
+        format = get_format(compute.format(cfg.rollout.weights))
+        codes = (train.lora or train.forward == "aligned") and not format.dense
+        return cls(
+            model.spec,
+            compute.dtype.itemsize,
+            compute.device.type == "cuda",
+            train.lora,
+            low,
+            train.activation_checkpointing,
+            largest(model) * compute.dtype.itemsize if codes else 0,
+        )
+
+    def kept(self, tokens: int) -> int:
+        """Bytes that the backward pass of a micro-batch begins with."""
+        spec = self.spec
+        ends = (2 * spec.hidden_size) * self.item + self._norm_extra(1) + FLOAT * spec.head_dim
+        if self.checkpointing is True:
+            block = spec.hidden_size * self.item + self._places(tokens)
+            return tokens * (ends + spec.num_layers * block)
+        whole = self.block(tokens)
+        made_again = 0
+        if self.fused and not spec.num_experts:
+            layers = spec.num_layers
+            below = sum(i < self.checkpointing * layers for i in range(layers))
+            made_again = below * 2 * spec.intermediate_size * self.item
+        return tokens * (ends + spec.num_layers * whole - made_again)
+
+    def block(self, tokens: int) -> int:
+        """Bytes of a token that a block keeps whose norms and SwiGLU are made again."""
+        mlp = self._experts(tokens) if self.spec.num_experts else self._mlp()
+        return (
+            2 * self.spec.hidden_size * self.item
+            + self._norm_extra(2)
+            + self._attention()
+            + mlp
+            + self.item * sum(self.low.values())
+        )
+
+    def backward(self, tokens: int) -> int:
+        """Bytes beside `kept` while a block runs backward: gradients of its widest part, and what
+        it makes again."""
+        spec, item = self.spec, self.item
+        if spec.num_experts:
+            peak = tokens * item * self._experts_backward() + self.dense
+        else:
+            wide = spec.intermediate_size
+            gates = (3 if self.fused and self.lora else 4) * wide + spec.hidden_size
+            product = 2 * wide + 2 * spec.hidden_size
+            done = 2 * spec.hidden_size  # what `kept` has of the last norm, and is read by then
+            peak = max(tokens * item * (gates - done), tokens * item * product + self.dense)
+            if self.fused and self.checkpointing == 1 and self.checkpointing is not True:
+                peak += tokens * item * 2 * wide
+        if self.checkpointing is True:
+            peak += tokens * (self.block(tokens) + item * self._not_made_again())
+        return peak
+
+    def _not_made_again(self) -> int:
+        """Numbers of a token that a block keeps where nothing announces what can be made again."""
+        spec = self.spec
+        wide = 0 if spec.num_experts or (self.fused and not self.lora) else spec.intermediate_size
+        return 2 * spec.hidden_size + wide
+
+    def _norm_extra(self, norms: int) -> int:
+        """Beside x itself: 1 / rms; in plain torch the float32 x of half precision, and x / rms where
+        the norm's weight learns."""
+        each = FLOAT
+        if not self.fused:
+            copies = (self.item < FLOAT) + (not self.lora)
+            each += copies * FLOAT * self.spec.hidden_size
+        return norms * each
+
+    def _attention(self) -> int:
+        spec, item = self.spec, self.item
+        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        kept = (2 * q + 2 * kv) * item + FLOAT * spec.num_heads
+        if self.fused:
+            return kept + ((q + 2 * kv) * item if spec.qk_norm else 0)
+        kept += (q + kv) * item  # qkv for the sake of v, which is a view of it
+        if spec.qk_norm:
+            copies = (item < FLOAT) + (not self.lora)
+            kept += copies * FLOAT * (q + kv) + FLOAT * (spec.num_heads + spec.num_kv_heads)
+        return kept
+
+    def _mlp(self) -> int:
+        return (2 if self.fused else 3) * self.spec.intermediate_size * self.item
+
+    def _experts(self, tokens: int) -> int:
+        spec, item = self.spec, self.item
+        slots, wide, hidden = spec.experts_per_token, spec.moe_intermediate_size, spec.hidden_size
+        kept = slots * (2 * wide + hidden) * item + 2 * FLOAT * slots + self._places(tokens)
+        if not self.fused:  # silu(gate); probabilities, and the order of all experts
+            kept += slots * wide * item + 3 * FLOAT * spec.num_experts
+        if not self.lora:
+            kept += slots * (hidden + wide) * item
+            kept += FLOAT * hidden if item < FLOAT and not self.fused else 0
+        return kept
+
+    def _places(self, tokens: int) -> int:
+        """Where the slots of a token lie, by place and by slot."""
+        slots = self.spec.experts_per_token
+        small = self.fused and tokens * slots <= 1 << 14
+        return 2 * slots * (4 if small else 8)
+
+    def _experts_backward(self) -> int:
+        """Numbers of a token: gradients of the slots' inputs, gates and outputs."""
+        spec = self.spec
+        slots, wide, hidden = spec.experts_per_token, spec.moe_intermediate_size, spec.hidden_size
+        ends = (2 if self.fused else 4) * hidden  # of the slots' sum
+        return slots * max(hidden + 2 * wide, ends + (0 if self.lora else wide))
+
+
+def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learns: bool) -> int:
+    """Bytes while log-probs and their gradients are made, chunk by chunk (`model.logprobs`).
+    learns: whether the lm_head does."""
+    chunk, item = min(cfg.train.logprob_chunk, tokens), compute.dtype.itemsize
+    wide = FLOAT if compute.device.type == "cuda" else item
+    # the next chunk's logits are made before the name of the last ones is given another meaning
+    rows = chunk * spec.vocab_size
+    once = rows * (wide * (2 if tokens > chunk else 1) + item)
+    if compute.device.type != "cuda":  # log-probs, probabilities and a product of them
+        once = 5 * FLOAT * rows
+    hidden = tokens * spec.hidden_size * item
+    if not learns:
+        return once + hidden
+    head = spec.vocab_size * spec.hidden_size
+    return max(once + FLOAT * head, rows * (wide + item) + (FLOAT + item) * head) + hidden
+
+
+def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> int:
+    """Bytes of replayed caches (`model.replay`): which compaction dropped each key, copies of what
+    comes before the first one, and one portion's gathered keys and values."""
+    cache = cfg.rollout.cache
+    if not (cfg.train.replay_kv and cache.evicts):
+        return 0
+    policy, item = caches.policy(cfg), compute.dtype.itemsize
+    held = policy.room(0)
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    longest = min(spec.max_position, cfg.train.tokens_per_microbatch)
+    stretches = max(1, MOST_MARKED // (spec.num_kv_heads * longest))
+    first = min(tokens, round(tokens * held / longest))
+    return (
+        spec.num_layers * (tokens * spec.num_kv_heads + first * (2 * q + 2 * kv) * item)
+        + stretches * held * 2 * kv * item
+        + 3 * 8 * MOST_MARKED
+    )
+
+
+def generating(
+    cfg: RunConfig, compute: Compute, model: Transformer, prompts: int, samples: int
+) -> int:
+    """Bytes of a step of the engine: its prompts in one pass, and the logits of the samples that
+    begin. prompts: tokens; samples: in flight at most."""
+    spec = model.spec
+    item = (get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype).itemsize
+    tokens = max(samples, min(MOST_PREFILL, prompts))
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    if spec.num_experts:
+        slots, wide = spec.experts_per_token, spec.moe_intermediate_size
+        mlp = slots * (spec.hidden_size * 2 + wide)
+    else:
+        mlp = 3 * spec.intermediate_size
+    block = tokens * item * (3 * spec.hidden_size + max(2 * heads, mlp))
+    return block + _dequantized(cfg, compute, model) + 2 * FLOAT * samples * spec.vocab_size
+
+
+def graphs(compute: Compute, model: Transformer, samples: int) -> int:
+    """What the graphs of decoding keep between two steps: the largest batch's logits and rows, once
+    in the graphs' pool and once in that of the stream that warms them up."""
+    if compute.device.type != "cuda":
+        return 0
+    spec = model.spec
+    wide = spec.experts_per_token * spec.hidden_size or spec.intermediate_size
+    item = compute.dtype.itemsize
+    each = FLOAT * spec.vocab_size + item * (4 * spec.hidden_size + 3 * wide)
+    return 2 * samples * each
+
+
+def _dequantized(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
+    """The matrix that a product of many rows dequantizes in the engine, on CUDA."""
+    format = get_format(compute.format(cfg.rollout.weights))
+    if compute.device.type != "cuda" or format.bits >= 8 or cfg.rollout.keep_dense:
+        return 0
+    if model.spec.num_experts:  # kernels read experts' codes
+        return 0
+    return largest(model) * torch.bfloat16.itemsize

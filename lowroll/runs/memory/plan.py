@@ -1,0 +1,333 @@
+"""The memory of a run, phase by phase, before anything is loaded.
+
+    load        the learner's weights, and what a matrix is before it is quantized
+    generate    all that stays, the KV cache, a step's prompts and logits
+    learn       all that stays, the cache unless it is released, gradients, activations, and the
+                larger of logits, a block's gradients, and what the update takes
+    publish     all that stays, the cache unless it is released, and what measuring `weights/*` takes
+
+A checkpoint is written from where the tensors are and takes no more. The peak is the largest phase.
+The KV cache has what the run can use, or what the phases in which it is there leave of the free
+memory (MARGIN apart), whichever is less.
+
+Bytes are those that torch allocates; what its allocator keeps for later comes back when it is
+short. On CUDA `free` is what is left beside the process' context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lowroll.config import RunConfig
+from lowroll.engine.native import free_memory, policy_bytes
+from lowroll.kv.capacity import SHARE, UNKNOWN_FREE, Workload
+from lowroll.kv.storage import storage
+from lowroll.model.claims import total_memory
+from lowroll.model.shards import AHEAD
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import get_format
+from lowroll.runs.build import caches
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.memory import weights
+from lowroll.runs.memory.activations import FLOAT, Learning, generating, graphs, logits, replay
+
+MARGIN = 0.1  # of the free memory, which a cache of no given size leaves: a plan may be as far off
+# bytes on CUDA of the kernels' code and the graphs' nodes (0.23 GB on an H200), and of workspaces and
+# small state (0.17 GB): docs/log/runs.md
+KERNELS = 400_000_000
+CACHE = "KV cache"
+PHASES = {"load": "loads", "generate": "generates", "learn": "learns", "publish": "publishes"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by phase and part, and those that are free, if the device says. cache_tokens: of the KV
+    cache; usable_tokens: with which no sample waits for a page."""
+
+    phases: Mapping[str, Mapping[str, int]]
+    free: int | None
+    device: str
+    cache_tokens: int = 0
+    usable_tokens: int = 0
+
+    def total(self, phase: str) -> int:
+        """Bytes of a phase."""
+        return sum(self.phases[phase].values())
+
+    @property
+    def largest(self) -> str:
+        """The phase of the peak."""
+        return max(self.phases, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the largest phase."""
+        return self.total(self.largest)
+
+    @property
+    def missing(self) -> int:
+        """Bytes that the run needs and the device has not; 0 when it fits, or nobody knows."""
+        return 0 if self.free is None else max(0, self.peak - self.free)
+
+    @property
+    def problem(self) -> str:
+        """By how much the run does not fit; "" when it does."""
+        if not self.missing or self.free is None:
+            return ""
+        return (
+            f"memory: the run needs {shown(self.peak)} while it {PHASES[self.largest]}, "
+            f"{shown(self.missing)} more than the {shown(self.free)} that are free on {self.device}"
+        )
+
+    def lines(self) -> list[str]:
+        """The table for people: a row a part, a column a phase."""
+        free = "" if self.free is None else f" of {shown(self.free)} that are free"
+        told = [
+            f"memory on {self.device}: {shown(self.peak)}{free}, while it {PHASES[self.largest]}"
+        ]
+        names = dict.fromkeys(
+            name for parts in self.phases.values() for name, size in parts.items() if size
+        )
+        rows = [["", *self.phases]]
+        rows += [[name, *(_cell(parts, name) for parts in self.phases.values())] for name in names]
+        rows.append(["all", *(shown(self.total(phase)) for phase in self.phases)])
+        first = max(len(row[0]) for row in rows)
+        told += [
+            (f"  {row[0]:<{first}}" + "".join(f"{cell:>10}" for cell in row[1:])).rstrip()
+            for row in rows
+        ]
+        if self.cache_tokens:
+            less = self.usable_tokens > self.cache_tokens
+            wanted = f" of {self.usable_tokens:,} that the run could use" if less else ""
+            told.append(f"the KV cache holds {self.cache_tokens:,} tokens{wanted}")
+        return told
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans runs of `lowroll grpo` with one model on one device. model: its shapes, on the meta
+    device. workloads: what will be in the engine together. beside: the shapes of the frozen models
+    and the critic, by name. free: bytes, before anything is loaded; total: bytes of the device."""
+
+    compute: Compute
+    model: Transformer
+    workloads: Sequence[Workload]
+    beside: Mapping[str, Transformer]
+    free: int | None
+    total: int | None = None
+
+    @classmethod
+    def now(
+        cls,
+        compute: Compute,
+        model: Transformer,
+        workloads: Sequence[Workload],
+        beside: Mapping[str, Transformer],
+    ) -> Planner:
+        """With the memory that is free now."""
+        device = compute.device
+        free, total = free_memory(device), total_memory(device)
+        return cls(compute, model, workloads, beside, free, total)
+
+    def plan(self, cfg: RunConfig) -> Plan:
+        """The memory of a run with these settings."""
+        own = cfg.rollout.engine == "native"
+        stays = self._learner(cfg) | (self._engine(cfg) if own else self._vllm(cfg))
+        step, cache = {}, {}
+        if own:
+            size = generating(cfg, self.compute, self.model, self._prompts, self._samples(cfg))
+            step = {CACHE: 0, "prompts and logits": size}
+            cache = {} if cfg.rollout.release_cache else {CACHE: 0}
+        phases = {
+            "load": _loading(cfg, self.compute, self.model),
+            "generate": stays | step,
+            "learn": stays | cache | self._learning(cfg),
+            "publish": stays | cache | {"measuring weights/*": weights.watching(cfg, self.model)},
+        }
+        usable, tokens, each = self._cache(cfg, phases) if own else (0, 0, 0)
+        held = {
+            name: {part: tokens * each if part == CACHE else size for part, size in parts.items()}
+            for name, parts in phases.items()
+        }
+        return Plan(held, self.free, str(self.compute.device), tokens, usable)
+
+    def _learner(self, cfg: RunConfig) -> dict[str, int]:
+        """What stays of the learner's side."""
+        compute, model = self.compute, self.model
+        parts = {
+            "learner's weights": weights.learner(cfg, compute, model),
+            "optimiser": weights.optimizer(cfg, compute, model),
+        }
+        for name, other in self.beside.items():
+            count = weights.critic if name == "critic" else weights.frozen
+            parts[name] = count(compute, other)
+        parts["before, for weights/*"] = weights.watch(cfg, compute, model)
+        return parts
+
+    def _engine(self, cfg: RunConfig) -> dict[str, int]:
+        """What stays of the engine's side, but for the cache."""
+        compute, model, rollout = self.compute, self.model, cfg.rollout
+        kernels = KERNELS if compute.device.type == "cuda" else 0
+        state = policy_bytes(
+            caches.policy(cfg),
+            model.spec,
+            rollout.max_batch,
+            _dtype(cfg, compute),
+            cfg.train.replay_kv,
+        )
+        return {
+            "rollouts' weights": weights.engine(cfg, compute, model),
+            "second format": weights.large_batch(cfg, model),
+            "dense copies": weights.dense_copies(cfg, compute, model),
+            "policy's state": state,
+            "graphs, kernels": graphs(compute, model, self._samples(cfg)) + kernels,
+        }
+
+    def _vllm(self, cfg: RunConfig) -> dict[str, int]:
+        """What a vLLM that the run starts on its own GPU takes for itself."""
+        vllm, on_cuda = cfg.rollout.vllm, self.compute.device.type == "cuda"
+        parts = {"kernels": KERNELS if on_cuda else 0}
+        if on_cuda and vllm.url is None and vllm.devices is None:
+            parts["vLLM"] = round(vllm.gpu_memory_utilization * (self.total or 0))
+        return parts
+
+    @property
+    def _prompts(self) -> int:
+        return max((work.groups * work.prompt for work in self.workloads), default=0)
+
+    def _samples(self, cfg: RunConfig) -> int:
+        """That decode together at most."""
+        most = max((work.groups * work.n for work in self.workloads), default=1 << 62)
+        return min(cfg.rollout.max_batch, most)
+
+    def _learning(self, cfg: RunConfig) -> dict[str, int]:
+        """Of the policy, or of the critic if that is more: each learns after the other."""
+        tokens = max(
+            (_batch_tokens(now, self.workloads) for now in cfg.each_stage()), default=1 << 62
+        )
+        found = [learning(cfg, self.compute, self.model, tokens, cfg.train.minibatches)]
+        if "critic" in self.beside:
+            full = cfg.train.model_copy(update={"lora": False, "forward": "dense"})
+            alone = cfg.model_copy(update={"train": full})
+            found.append(
+                learning(
+                    alone, self.compute, self.beside["critic"], tokens, cfg.train.minibatches, False
+                )
+            )
+        return max(found, key=lambda parts: sum(parts.values()))
+
+    def _cache(
+        self, cfg: RunConfig, phases: Mapping[str, Mapping[str, int]]
+    ) -> tuple[int, int, int]:
+        """(tokens that the run can use, tokens of the cache, bytes of each)."""
+        size, kv = cfg.rollout.page_size, caches.policy(cfg)
+        each = storage(cfg.rollout.cache.kv_dtype).bytes_per_token(
+            self.model.spec, _dtype(cfg, self.compute)
+        )
+        usable = max((w.tokens(size, cfg.rollout.max_batch, kv) for w in self.workloads), default=0)
+        if cfg.rollout.cache_tokens is not None:
+            return usable, cfg.rollout.cache_tokens, each
+        least = max(
+            (replace(w, groups=1, n=1, longest=0).tokens(size, 1, kv) for w in self.workloads),
+            default=0,
+        )
+        if self.free is None:
+            room = UNKNOWN_FREE // SHARE
+        else:
+            held = max(sum(parts.values()) for parts in phases.values() if CACHE in parts)
+            room = round((1 - MARGIN) * self.free) - held
+        tokens = min(usable, max(least, room // each))
+        return usable, tokens // size * size, each
+
+
+def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int) -> Plan:
+    """The memory of `lowroll sft`. longest: tokens of a whole batch."""
+    stays = {
+        "learner's weights": weights.learner(cfg, compute, model),
+        "optimiser": weights.optimizer(cfg, compute, model),
+        "graphs, kernels": KERNELS if compute.device.type == "cuda" else 0,
+    }
+    phases = {
+        "load": _loading(cfg, compute, model),
+        "learn": stays | learning(cfg, compute, model, longest, 1),
+    }
+    return Plan(phases, free_memory(compute.device), str(compute.device))
+
+
+def learning(
+    cfg: RunConfig,
+    compute: Compute,
+    model: Transformer,
+    tokens: int,
+    minibatches: int,
+    has_head: bool = True,
+) -> dict[str, int]:
+    """What a model takes while it learns, at the fullest of three moments of a minibatch's last
+    backward pass: its beginning, at the logits; the last block's gradients; its end, at the update.
+
+    tokens: of a whole batch. has_head: whether log-probs are made; a critic has none.
+    """
+    share = -(-tokens // minibatches)
+    together = min(cfg.train.tokens_per_microbatch, share)
+    passes = -(-share // cfg.train.tokens_per_microbatch)
+    spec, item = model.spec, compute.dtype.itemsize
+    form = Learning.of(cfg, compute, model)
+    size = weights.learning_size(cfg, model)
+    first, last = (each * size for each in weights.gradient(cfg, compute, passes))
+    kept = {"activations": form.kept(together)}
+    if has_head:
+        kept["replayed caches"] = replay(cfg, compute, spec, together)
+    head = item * spec.vocab_size * spec.hidden_size if has_head and not cfg.train.lora else 0
+    update = 4 * FLOAT * weights.largest_learning(cfg, model)
+    moments = [
+        {"gradients": first + head} | kept | {"a block's gradients": form.backward(together)},
+        {"gradients": last} | {"update": head if compute.device.type == "cuda" else update},
+    ]
+    if has_head:
+        chunk = logits(cfg, compute, spec, together, not cfg.train.lora)
+        moments.append({"gradients": first} | kept | {"logits": chunk})
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def _loading(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
+    """Dense weights that are quantized when they arrive, or after all have. Those that learn stay as
+    they arrive."""
+    item, lora = compute.dtype.itemsize, cfg.train.lora
+    learner = weights.learner(cfg, compute, model)
+    format = compute.format(cfg.rollout.weights)
+    codes = weights.linear_bytes(model, format) if lora else 0
+    if lora and cfg.train.uaq_scale is not None and not get_format(format).dense:
+        before = weights.linear_size(model) * item - codes
+        return {"learner's weights": learner, "before quantizing": max(0, before)}
+    ahead = min(AHEAD + weights.largest(model) * item, weights.linear_size(model) * item)
+    return {"learner's weights": learner, "arriving": ahead if lora else 0}
+
+
+def _batch_tokens(cfg: RunConfig, workloads: Sequence[Workload]) -> int:
+    """Tokens that a batch feeds to the learner at most. The workload of training is the one of its
+    size; evaluations teach nothing."""
+    mine = [
+        work.prompt + work.response
+        for work in workloads
+        if (work.groups, work.n) == (cfg.num_groups, cfg.rollouts_per_example)
+    ]
+    return cfg.batch_size * max(mine, default=cfg.train.tokens_per_microbatch)
+
+
+def _dtype(cfg: RunConfig, compute: Compute) -> torch.dtype:
+    return get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype
+
+
+def _cell(parts: Mapping[str, int], name: str) -> str:
+    return shown(parts[name]) if parts.get(name) else ""
+
+
+def shown(size: int) -> str:
+    """Bytes for people, to three digits."""
+    unit, scale = next(
+        ((unit, scale) for unit, scale in (("GB", 1e9), ("MB", 1e6)) if size >= scale), ("kB", 1e3)
+    )
+    return f"{size / scale:,.0f} {unit}" if size >= 100 * scale else f"{size / scale:.3g} {unit}"

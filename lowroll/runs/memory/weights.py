@@ -1,0 +1,238 @@
+"""Bytes of what stays in a run: weights, adapters, masters and moments, the engine's own weights and
+copies, what `weights/*` compares with. All of it is exact: tensors have these sizes.
+
+A model is its shapes, on the meta device.
+
+Legend: N out features, K in features, R adapter rank, L = R times the parts that have an adapter.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from lowroll.config import RunConfig
+from lowroll.kernels.matmul import onednn
+from lowroll.model.experts import StackedLinear
+from lowroll.model.linear import Linear
+from lowroll.model.transformer import Transformer
+from lowroll.quant.dense import PACK_FROM
+from lowroll.quant.formats import get_format
+from lowroll.runs.build.compute import Compute
+from lowroll.trainer import adamw8bit
+from lowroll.trainer.muon import hidden_matrices
+from lowroll.weights.noise import noisy_norms
+
+MASTER = 4  # bytes of a float32
+META = torch.device("meta")
+
+
+def linear_size(model: Transformer) -> int:
+    """Weights of the linear layers."""
+    return sum(_size(linear) for _, linear in model.linears())
+
+
+def other_size(model: Transformer) -> int:
+    """All other weights: embeddings, norms, biases, routers, lm_head."""
+    return sum(p.numel() for p in model.parameters()) - linear_size(model)
+
+
+def linear_bytes(model: Transformer, format: str) -> int:
+    """Bytes of the linear layers in a format, with scales. ValueError as the format says of a shape
+    that it has not."""
+    sizes: dict[tuple[int, ...], int] = {}
+    for name, linear in model.linears():
+        shape = tuple(linear.weight.shape)
+        if shape not in sizes:
+            try:
+                sizes[shape] = get_format(format).empty((shape[0], shape[1]), META).nbytes
+            except ValueError as error:
+                raise ValueError(f"rollout.weights: {name}: {error}") from None
+    return sum(sizes[tuple(linear.weight.shape)] for _, linear in model.linears())
+
+
+def largest(model: Transformer) -> int:
+    """Weights of the largest linear layer; of a mixture all experts' matrices are one."""
+    return max(_size(linear) for _, linear in model.linears())
+
+
+def adapted(cfg: RunConfig, linear: Linear) -> dict[str, int]:
+    """The parts of a layer that will have an adapter, and their rows."""
+    targets = cfg.train.lora_target_modules if cfg.train.lora else ()
+    return {part: rows for part, rows in linear.parts.items() if part in targets}
+
+
+def adapter_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
+    """Parameters of every A [R, K] and B [rows, R]."""
+    rank = cfg.train.lora_rank
+    return [
+        rank * side
+        for _, linear in model.linears()
+        for rows in adapted(cfg, linear).values()
+        for side in (linear.in_features, rows)
+    ]
+
+
+def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
+    """Bytes of what the products read in the place of A and B: [L, K] and the block-diagonal [N, L]
+    in the dtype of the activations (`model.adapter`)."""
+    rank, total = cfg.train.lora_rank, 0
+    for _, linear in model.linears():
+        columns = rank * len(adapted(cfg, linear))
+        total += columns * (linear.in_features + sum(linear.parts.values()))
+    return item * total
+
+
+def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
+    """The weights that learn; under LoRA the frozen base, and the adapter with its copies."""
+    item, format = compute.dtype.itemsize, compute.format(cfg.rollout.weights)
+    if cfg.train.lora:
+        adapter = MASTER * sum(adapter_sizes(cfg, model)) + adapter_copies(cfg, model, item)
+        return other_size(model) * item + linear_bytes(model, format) + adapter
+    weights = (linear_size(model) + other_size(model)) * item
+    if cfg.train.forward == "aligned":
+        weights += linear_bytes(model, format)
+    return weights
+
+
+def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
+    """Float32 masters of what is not float32, and moments."""
+    kind = cfg.train.optimizer
+    if cfg.train.lora:
+        return sum(_moments(kind, size, kind == "muon") for size in adapter_sizes(cfg, model))
+    hidden = hidden_matrices(model) if kind == "muon" else {}
+    return _masters(compute) * sum(p.numel() for p in model.parameters()) + sum(
+        _moments(kind, p.numel(), name in hidden) for name, p in model.named_parameters()
+    )
+
+
+def learning_size(cfg: RunConfig, model: Transformer) -> int:
+    """Parameters that learn."""
+    if cfg.train.lora:
+        return sum(adapter_sizes(cfg, model))
+    return sum(p.numel() for p in model.parameters())
+
+
+def largest_learning(cfg: RunConfig, model: Transformer) -> int:
+    """The largest parameter that learns."""
+    if cfg.train.lora:
+        return max(adapter_sizes(cfg, model), default=0)
+    return max(p.numel() for p in model.parameters())
+
+
+def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int, int]:
+    """Bytes of a parameter's gradient when the last micro-batch begins its backward pass, and when it
+    has ended it (`trainer.optim`): on CUDA a first gradient stays as it came, a second one makes both
+    float32."""
+    waits = not cfg.train.lora and compute.dtype.itemsize < MASTER and compute.device.type == "cuda"
+    if not waits:
+        return (0 if micro_batches == 1 else MASTER), MASTER
+    item = compute.dtype.itemsize
+    return ((0, item), (item, MASTER), (MASTER, MASTER))[min(micro_batches, 3) - 1]
+
+
+def engine(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
+    """The engine's own weights: under LoRA those of the adapters alone, as it shares the base."""
+    format = get_format(compute.format(cfg.rollout.weights))
+    item = (format.dtype or compute.dtype).itemsize
+    noisy = sum(norm.weight.numel() for _, norm in noisy_norms(model)) if cfg.noise else 0
+    if cfg.train.lora:
+        adapter = MASTER * sum(adapter_sizes(cfg, model)) + adapter_copies(cfg, model, item)
+        return adapter + MASTER * noisy
+    weights = other_size(model) * item + linear_bytes(model, format.name)
+    return weights + (MASTER - item) * noisy
+
+
+def large_batch(cfg: RunConfig, model: Transformer) -> int:
+    """The second format of the engine's linear layers."""
+    second = cfg.rollout.large_batch_weights
+    return 0 if second is None else linear_bytes(model, second)
+
+
+def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
+    """What the engine multiplies with beside the codes: on CUDA what `keep_dense` asks for, on a CPU
+    what its products want (`quant`)."""
+    format = get_format(compute.format(cfg.rollout.weights))
+    item = (format.dtype or compute.dtype).itemsize
+    if compute.device.type == "cuda":
+        if not cfg.rollout.keep_dense or format.bits >= 8:
+            return 0
+        return item * sum(
+            _size(linear) for _, linear in model.linears() if not isinstance(linear, StackedLinear)
+        )
+    if format.bits < 8:
+        return item * linear_size(model)
+    if format.dense:
+        sizes = [_size(linear) for _, linear in model.linears()]
+        return item * sum(size for size in sizes if size >= PACK_FROM)
+    if format.name == "int8":
+        return linear_size(model) if onednn.supports_device(compute.device) else 0
+    return MASTER * linear_size(model)
+
+
+def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
+    """What `weights/*` is measured against (`weights.watch`)."""
+    if not _watches(cfg):
+        return 0
+    if cfg.train.lora:
+        return MASTER * sum(adapter_sizes(cfg, model))
+    format = get_format(compute.format(cfg.rollout.weights))
+    codes = sum(
+        max(t.nbytes for t in format.empty((rows, columns), META).tensors.values())
+        for rows, columns in (linear.weight.shape for _, linear in model.linears())
+    )
+    return linear_size(model) * compute.dtype.itemsize + codes
+
+
+def watching(cfg: RunConfig, model: Transformer) -> int:
+    """What a measurement of `weights/*` takes for a moment: float32 matrices of one layer and, until
+    they are replaced, of the layer before."""
+    if not _watches(cfg):
+        return 0
+    if not cfg.train.lora:
+        return 3 * MASTER * largest(model)
+    most = before = 0
+    for _, linear in model.linears():
+        size = _size(linear)
+        rows = max(adapted(cfg, linear).values(), default=0)
+        moments = (
+            2 * before + size,
+            before + 2 * size,
+            2 * size + 3 * rows * linear.in_features,
+        )
+        most, before = max(most, *moments), size
+    return MASTER * most
+
+
+def frozen(compute: Compute, model: Transformer) -> int:
+    """A reference or a teacher."""
+    return compute.dtype.itemsize * sum(p.numel() for p in model.parameters())
+
+
+def critic(compute: Compute, model: Transformer) -> int:
+    """PPO's critic with its optimiser, without gradients: all of a model but its lm_head learns."""
+    head = 0 if model.lm_head is None else model.lm_head.numel()
+    size = sum(p.numel() for p in model.parameters()) - head
+    return size * (compute.dtype.itemsize + _masters(compute) + 2 * MASTER)
+
+
+def _watches(cfg: RunConfig) -> bool:
+    """An engine elsewhere shows no codes to compare; an adapter needs none."""
+    return cfg.train.weight_metrics and (cfg.train.lora or cfg.rollout.engine == "native")
+
+
+def _size(linear: Linear) -> int:
+    return prod(linear.weight.shape)
+
+
+def _masters(compute: Compute) -> int:
+    return 0 if compute.dtype == torch.float32 else MASTER
+
+
+def _moments(kind: str, size: int, hidden: bool) -> int:
+    """Bytes that an optimiser keeps of a parameter. hidden: muon's, which has one momentum."""
+    if kind == "adamw8bit":
+        kept = adamw8bit.moments(torch.empty(size, device="meta")).values()
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
+    return MASTER * size * (1 if kind == "muon" and hidden else 2)

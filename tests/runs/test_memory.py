@@ -1,0 +1,503 @@
+"""The memory plan against real bytes: what stays is exact, what a backward pass keeps is counted
+tensor by tensor, and the peaks that an H200 held are those of the plan. What does not fit is refused
+before anything is loaded, with settings that the plan says would fit."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.memory import CASES, MEASURED, planner
+from lowroll import Engine
+from lowroll.config import RunConfig, from_mapping
+from lowroll.config.kv import KvConfig
+from lowroll.kv.capacity import Workload
+from lowroll.kv.policy.table import make
+from lowroll.model import lora
+from lowroll.model.attention import varlen
+from lowroll.model.logprobs import token_log_probs
+from lowroll.model.spec import read_spec, spec_from_config
+from lowroll.model.transformer import Transformer, initialize
+from lowroll.quant.formats import QTensor
+from lowroll.runs import demo
+from lowroll.runs.build import trainer
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.folder import RunFolder
+from lowroll.runs.grpo import Run
+from lowroll.runs.memory import activations, fit, plan, weights
+from lowroll.runs.memory.activations import Learning
+from lowroll.runs.memory.plan import CACHE, MARGIN, Planner, plan_sft
+from lowroll.runs.preflight import look_at_run
+from lowroll.trainer import recompute
+from lowroll.trainer.muon import hidden_matrices
+from lowroll.trainer.optim import Optimizer
+from lowroll.weights.aligned import align
+from lowroll.weights.publish import quantize_base
+from tests.fixtures.live import Live
+
+BASELINE = Path(__file__).parents[2] / "bench" / "baselines" / "memory.json"
+TINY = {
+    **demo.CONFIG,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+WORDS = {"template": "{text}", "max_words": 1, "min_len": 3, "max_len": 5}
+WIDE = {
+    **CASES["tiny"].config,
+    "num_hidden_layers": 4,
+    "vocab_size": 1000,
+}
+MIXTURE = {
+    **WIDE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "head_dim": 32,
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo.build_model(tmp_path_factory.mktemp("memory") / "model", 0, TINY)
+
+
+def tree(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "output_dir": str(out),
+        "device": "cpu",
+        "score": {"workers": 1},
+        "env": [{"id": "reverse-text", "args": WORDS}],
+        "batch_size": 8,
+        "rollouts_per_example": 4,
+        **changes,
+        "rollout": {"max_tokens": 6, **changes.get("rollout", {})},
+    }
+
+
+def on(device: str, free: int | None, case: str = MEASURED[1], **changes: Any) -> Any:
+    """(a planner of a bench's case on some device with so much memory, its settings changed)."""
+    given = CASES[case]
+    settings = {key: {**given.settings[key], **changes.get(key, {})} for key in given.settings}
+    cfg = replace(given, settings={**changes, **settings}).cfg("cpu")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    made = planner(given, cfg, Compute(torch.device("cpu"), dtype))
+    return replace(made, compute=Compute(torch.device(device), dtype), free=free), cfg
+
+
+# -- against real bytes ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train": {"lora": True, "lora_rank": 4}, "rollout": {"weights": "nf4"}},
+        {
+            "train": {"optimizer": "muon", "forward": "aligned"},
+            "dtype": "bfloat16",
+            "rollout": {"weights": "int8"},
+        },
+        {"noise": {}, "rollout": {"weights": "mxfp4", "large_batch_weights": "int8"}},
+        {"train": {"optimizer": "adamw8bit", "weight_metrics": False}},
+    ],
+    ids=["full", "lora", "aligned", "two formats and noise", "8 bits"],
+)
+def test_what_stays_is_planned_to_the_byte(
+    changes: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    cfg = from_mapping(tree(model, tmp_path / "out", **changes)).resolved()
+    compute = Compute.of(cfg)
+    with ExitStack() as stack:
+        session = Run(RunFolder(cfg, "grpo"), stack)
+        assert look_at_run(cfg).problems == []
+        planned = session.memory
+        parts = planned.phases["generate"]
+        learner, engine = session.model, session.rollouts.engine
+        assert planned.cache_tokens == engine.stats().cache_tokens == planned.usable_tokens
+        assert parts[CACHE] == engine.stats().cache_bytes
+        for _, linear in learner.linears():
+            if linear.adapter is not None:  # the copies that its products read
+                linear.adapter.matrices(linear.parts, compute.dtype)
+        for _, linear in engine.model.linears():
+            if linear.adapter is not None:
+                linear.adapter.matrices(linear.parts, compute.dtype)
+        mine = tensors(learner)
+        assert parts["learner's weights"] == size(mine)
+        held = {t.data_ptr() for t in mine.values()}
+        own = {key: t for key, t in tensors(engine.model).items() if t.data_ptr() not in held}
+        assert parts["rollouts' weights"] == size(own)
+        if engine.large_batch_model is not None:
+            held |= {t.data_ptr() for t in own.values()}
+            second = tensors(engine.large_batch_model)
+            more = {key: t for key, t in second.items() if t.data_ptr() not in held}
+            assert parts["second format"] == size(more)
+        watch = session.rollouts.watch
+        before = [] if watch is None else flat(watch._before)
+        assert parts["before, for weights/*"] == sum(t.nbytes for t in before)
+        optimizer = Optimizer(
+            learner.trainable_parameters(), trainer.optim(cfg), hidden_matrices(learner)
+        )
+        for master in optimizer.masters.values():
+            master.grad = torch.ones_like(master)
+        optimizer.begin_step()
+        optimizer.update()
+        assert parts["optimiser"] == sum(t.nbytes for t in optimizer.state()[0].values())
+        names = sum(p.numel() for p in learner.trainable_parameters().values())
+        assert weights.learning_size(cfg, outline(cfg, model)) == names
+
+
+def outline(cfg: RunConfig, model: Path) -> Transformer:
+    return Transformer(read_spec(model), "meta", Compute.of(cfg).dtype)
+
+
+def tensors(model: Transformer) -> dict[str, torch.Tensor]:
+    """Every tensor of a model's weights: codes and scales, and an adapter's copies."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for name, linear in model.linears():
+        for kind, made in (("codes", linear.weight), ("aligned", linear.aligned)):
+            if isinstance(made, QTensor):
+                found |= {f"{name}.{kind}.{key}": tensor for key, tensor in made.tensors.items()}
+        if linear.adapter is not None and linear.adapter._made is not None:
+            found |= {f"{name}.made.{i}": x for i, x in enumerate(linear.adapter._made)}
+    return found
+
+
+def size(named: dict[str, torch.Tensor]) -> int:
+    """Bytes, each storage once."""
+    return sum({t.data_ptr(): t.nbytes for t in named.values()}.values())
+
+
+def flat(kept: Any) -> list[torch.Tensor]:
+    """The tensors of lists, tuples and dicts."""
+    if isinstance(kept, torch.Tensor):
+        return [kept]
+    items = kept.values() if isinstance(kept, dict) else kept
+    return [tensor for item in items for tensor in flat(item)]
+
+
+def test_the_state_of_a_cache_policy_is_in_the_plan(model: Path, tmp_path: Path) -> None:
+    """The same bytes as the engine's."""
+    cfg = from_mapping(tree(model, tmp_path, rollout={"max_batch": 8})).resolved()
+    load = [Workload(2, 4, 20, 6)]
+    shapes = outline(cfg, model)
+    planner = Planner.now(Compute.of(cfg), shapes, load, {})
+    for name in ("dense", "snapkv", "h2o"):
+        options = {} if name == "dense" else {"budget": 12, "buffer": 4}
+        kv = make(name, **options)
+        rollout = cfg.rollout.with_kv(KvConfig(policy=name, **options))
+        bounded = cfg.model_copy(update={"rollout": rollout})
+        planned = planner.plan(bounded)
+        engine = Engine(
+            model, weights="int8", kv=kv, device="cpu", max_batch=8, workloads=load
+        ).stats()
+        state = planned.phases["generate"]["policy's state"]
+        assert state == engine.policy_bytes
+        assert planned.cache_tokens == engine.cache_tokens
+        assert any("policy's state" in line for line in planned.lines()) == (name != "dense")
+        train = bounded.train.model_copy(update={"replay_kv": True})
+        replayed = planner.plan(bounded.model_copy(update={"train": train}))
+        recording = Engine(
+            model, weights="int8", kv=kv, device="cpu", max_batch=8, record_evictions=True
+        ).stats()
+        assert replayed.phases["generate"]["policy's state"] == recording.policy_bytes
+        assert (recording.policy_bytes > engine.policy_bytes) == (name != "dense")
+
+
+PASSES = [
+    pytest.param(config, dtype, kind, checkpointing, id=f"{name}-{dtype}-{kind}-{checkpointing}")
+    for name, config in (("dense", WIDE), ("mixture", MIXTURE))
+    for dtype in (torch.float32, torch.bfloat16)
+    for kind in ("full", "lora", "aligned")
+    for checkpointing in (False, True)
+    if kind != "aligned" or dtype == torch.float32
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "dtype", "kind", "checkpointing"), PASSES)
+def test_what_a_backward_pass_keeps(
+    config: dict[str, Any], dtype: torch.dtype, kind: str, checkpointing: bool | float
+) -> None:
+    """The tensors that are alive between forward and backward, and the peak of both with logits and
+    gradients: within 6 %. Where whole blocks are made again little is kept and one block decides,
+    of which the plan takes all of its parts at once."""
+    train = {
+        "lora": kind == "lora",
+        "lora_rank": 8,
+        "activation_checkpointing": checkpointing,
+        "logprob_chunk": 64,
+        "forward": "aligned" if kind == "aligned" else "dense",
+    }
+    if config is MIXTURE:
+        train["lora_target_modules"] = list(lora.TARGETS[:4])
+    settings = {"model": ".", "device": "cpu", "rollout": {"weights": "int8"}, "train": train}
+    cfg = from_mapping(settings).resolved()
+    compute = Compute(torch.device("cpu"), dtype)
+    model = initialize(Transformer(spec_from_config(config), "cpu", dtype), 0)
+    if kind == "lora":
+        quantize_base(model, "int8")
+        lora.attach(model, 8, 16.0, cfg.train.lora_target_modules)
+    else:
+        model.requires_grad_(True)
+    if kind == "aligned":
+        align(model, "int8")
+    recompute.apply(model, checkpointing)
+    lengths = [128] * 3
+    ids = torch.arange(sum(lengths)) % 1000
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with torch.no_grad():
+        model(ids, positions, varlen(lengths))  # adapters' copies and packed codes are made
+    with Live() as live:
+        hidden = model(ids, positions, varlen(lengths))
+        kept = live.live
+        found = token_log_probs(hidden, model.lm_head_weight, ids, 1.0, 64)[0]
+        del hidden
+        found.sum().backward()
+    shapes = Transformer(model.spec, "meta", dtype)
+    planned = Learning.of(cfg, compute, shapes).kept(len(ids))
+    low, high = (0.8, 1.25) if checkpointing else (0.95, 1.06)
+    assert low < planned / kept < high
+    peak = sum(plan.learning(cfg, compute, shapes, len(ids), 1).values())
+    assert low < peak / live.peak < high
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_plan_is_what_an_h200_held(name: str) -> None:
+    """Every phase of the four runs, of which the peaks must be within 10 %; they are within 2."""
+    rows = {row["name"]: row for row in json.loads(BASELINE.read_text())["rows"]}
+    planner, cfg = on("cuda", 149 * 10**9, name)
+    planned = planner.plan(cfg)
+    for phase in ("generate", "learn", "publish"):
+        measured = rows[f"{name}: {phase}, planned / measured"]["peer"] * 1e9
+        assert planned.total(phase) == pytest.approx(measured, rel=0.02), phase
+    assert planned.largest == "learn"
+
+
+# -- which settings would fit ----------------------------------------------------------------------
+
+
+def test_a_run_that_fits_needs_no_advice() -> None:
+    planner, cfg = on("cuda", 149 * 10**9)
+    found = fit.check(planner, cfg)
+    assert found.missing == 0 and found.problem == ""
+    assert found.lines()[0] == ("memory on cuda: 72.4 GB of 149 GB that are free, while it learns")
+    assert all(len(line) <= 100 for line in found.lines())
+
+
+def test_every_setting_that_is_named_fits_by_the_plan_itself() -> None:
+    """45 GB for a run of 59 and its cache: what is named fits, the value before it does not."""
+    planner, cfg = on("cuda", 45 * 10**9)
+    full = planner.plan(cfg)
+    assert full.missing > 0
+    with pytest.raises(
+        ValueError, match=r"needs .* while it learns, .* more than the 45 GB that"
+    ) as e:
+        fit.check(planner, cfg)
+    assert "it would fit with train.activation_checkpointing: 0.5, or with" in str(e.value)
+    assert "train.tokens_per_microbatch: 8192" in str(e.value)
+    found = [dict(change) for change in fit.fitting_alone(planner, cfg)]
+    assert found
+    for change in found:
+        assert fit.changed(planner, cfg, change).missing == 0
+    assert fit.changed(planner, cfg, {("train", "activation_checkpointing"): 0.25}).missing > 0
+    assert not any(("train", "lora") in change for change in found)  # it has an adapter already
+
+
+def test_settings_are_put_together_where_none_is_enough() -> None:
+    planner, cfg = on("cuda", 12 * 10**9)
+    assert not list(fit.fitting_alone(planner, cfg))
+    together, found = fit.fitting_together(planner, cfg)
+    assert len(together) > 1 and found.missing == 0
+    assert fit.changed(planner, cfg, together).peak == found.peak
+    for left in together:
+        fewer = {key: value for key, value in together.items() if key != left}
+        assert fit.changed(planner, cfg, fewer).missing > 0, f"{left} is not needed"
+    with pytest.raises(ValueError, match="together$"):
+        fit.check(planner, cfg)
+
+
+def test_nothing_is_promised_where_nothing_fits() -> None:
+    planner, cfg = on("cuda", 5 * 10**9)
+    with pytest.raises(ValueError, match="no setting of the run is enough: with .* it needs"):
+        fit.check(planner, cfg)
+
+
+def test_full_fine_tuning_is_told_of_an_adapter_and_8_bits() -> None:
+    planner, cfg = on("cuda", 45 * 10**9, MEASURED[0])
+    named = {key for change in fit.fitting_alone(planner, cfg) for key in change}
+    assert ("train", "lora") in named
+    planner, cfg = on("cuda", 62 * 10**9, MEASURED[0])
+    named = {key for change in fit.fitting_alone(planner, cfg) for key in change}
+    assert {("train", "optimizer"), ("train", "weight_metrics"), ("train", "lora")} <= named
+
+
+def test_a_change_that_makes_no_run_is_not_named() -> None:
+    planner, cfg = on("cuda", 60 * 10**9)
+    assert fit.changed(planner, cfg, {("train", "tokens_per_microbatch"): 8}) is None
+
+
+def test_a_run_is_refused_before_anything_is_loaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "free_memory", lambda device: 10**6)
+    monkeypatch.setattr("lowroll.runs.build.models.learner", pytest.fail)
+    cfg = from_mapping(tree(model, tmp_path / "out")).resolved()
+    with ExitStack() as stack, pytest.raises(ValueError, match="more than the 1 MB that are free"):
+        Run(RunFolder(cfg, "grpo"), stack)
+    told = look_at_run(cfg).problems
+    assert len(told) == 1 and told[0].startswith("memory: the run needs ")
+
+
+# -- the cache takes what is left ------------------------------------------------------------------
+
+
+def test_the_cache_has_what_the_run_uses_or_what_is_left() -> None:
+    planner, cfg = on("cuda", 149 * 10**9)
+    ample = planner.plan(cfg)
+    assert ample.cache_tokens == ample.usable_tokens
+    held = ample.peak - ample.phases["learn"][CACHE]
+    each = ample.phases["learn"][CACHE] // ample.cache_tokens
+    free = round((held + 4 * 10**9) / (1 - MARGIN))
+    bounded = replace(planner, free=free).plan(cfg)
+    assert 3.99e9 < bounded.cache_tokens * each <= 4e9 and bounded.missing == 0
+    assert bounded.cache_tokens % cfg.rollout.page_size == 0
+    assert f"{bounded.cache_tokens:,} tokens of {ample.usable_tokens:,}" in bounded.lines()[-1]
+    rollout = cfg.rollout.model_copy(update={"release_cache": True})
+    released = replace(planner, free=free).plan(cfg.model_copy(update={"rollout": rollout}))
+    assert released.cache_tokens == ample.usable_tokens  # the learner has gone by then
+    assert CACHE not in released.phases["learn"]
+    least = replace(planner, free=10**9).plan(cfg)  # one sample fits, whatever is missing
+    assert least.missing > 0 and least.cache_tokens >= 2049
+    told = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"cache_tokens": 64})})
+    assert replace(planner, free=10**9).plan(told).cache_tokens == 64
+
+
+def test_nobody_knows_what_is_free() -> None:
+    planner, cfg = on("cuda", None)
+    found = planner.plan(cfg)
+    assert found.missing == 0 and "that are free" not in found.lines()[0]
+    assert 0 < found.cache_tokens < found.usable_tokens
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_its_plan(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from lowroll.runs.grpo import run
+
+    values = tree(model, tmp_path / "out", train={"max_steps": 1}, eval={"interval": None})
+    run(values)
+    logged = (tmp_path / "out" / "logs" / "attempt_1.log").read_text()
+    for said in (logged, "".join(capfd.readouterr())):
+        assert "memory on cpu: " in said and "generate     learn   publish" in said
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+def test_micro_batches_say_how_long_gradients_stay() -> None:
+    planner, cfg = on("cuda", None, MEASURED[0])
+    compute, size = planner.compute, weights.learning_size(cfg, planner.model)
+    assert [weights.gradient(cfg, compute, n) for n in (1, 2, 3, 9)] == [
+        (0, 2),
+        (2, 4),
+        (4, 4),
+        (4, 4),
+    ]
+    on_cpu = Compute(torch.device("cpu"), torch.float32)
+    assert [weights.gradient(cfg, on_cpu, n) for n in (1, 2)] == [(0, 4), (4, 4)]
+    one = plan.learning(cfg, compute, planner.model, 16384, 1)
+    two = plan.learning(cfg, compute, planner.model, 2 * 16384, 1)
+    split = plan.learning(cfg, compute, planner.model, 2 * 16384, 2)
+    assert two["gradients"] - one["gradients"] == 2 * size and split == one
+
+
+def test_a_critic_learns_after_the_policy() -> None:
+    planner, cfg = on("cuda", None)
+    beside = {"critic": planner.model, "reference": planner.model}
+    alone, more = planner.plan(cfg), replace(planner, beside=beside).plan(cfg)
+    count = sum(p.numel() for p in planner.model.parameters())
+    head = planner.model.spec.vocab_size * planner.model.spec.hidden_size
+    assert more.phases["learn"]["reference"] == 2 * count
+    assert more.phases["learn"]["critic"] == (count - head) * (2 + 4 + 8)
+    assert more.phases["learn"]["gradients"] > alone.phases["learn"]["gradients"]
+
+
+def test_less_is_kept_the_more_is_made_again() -> None:
+    planner, cfg = on("cuda", None)
+    kept = []
+    for share in (False, 0.25, 0.5, 1.0, True):
+        train = cfg.train.model_copy(update={"activation_checkpointing": share})
+        now = cfg.model_copy(update={"train": train})
+        kept.append(Learning.of(now, planner.compute, planner.model).kept(16384))
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
+    wide = 2 * 18944 * 2 * 16384
+    assert kept[0] - kept[1] == 7 * wide and kept[0] - kept[3] == 28 * wide
+
+
+def test_supervised_learning_has_a_plan_too() -> None:
+    planner, cfg = on("cpu", None)
+    compute = Compute(torch.device("cpu"), torch.float32)
+    found = plan_sft(cfg, compute, planner.model, 1 << 20)
+    assert list(found.phases) == ["load", "learn"] and found.cache_tokens == 0
+    assert found.peak < replace(planner, compute=compute).plan(cfg).peak
+
+
+def test_logits_shrink_with_their_chunk() -> None:
+    planner, cfg = on("cuda", None)
+    spec = planner.model.spec
+
+    def of(chunk: int, tokens: int = 16384) -> int:
+        train = cfg.train.model_copy(update={"logprob_chunk": chunk})
+        now = cfg.model_copy(update={"train": train})
+        return activations.logits(now, planner.compute, spec, tokens, False)
+
+    hidden = 16384 * spec.hidden_size * 2
+    assert of(1024) - hidden == 1024 * spec.vocab_size * (4 + 4 + 2)
+    assert of(512) - hidden == (of(1024) - hidden) // 2
+    assert of(1 << 20) - hidden == 16384 * spec.vocab_size * (4 + 2)  # one chunk, and none before
+
+
+def test_a_learner_that_replays_caches_takes_more() -> None:
+    planner, cfg = on("cuda", None)
+    kv = KvConfig(policy="rkv", budget=512, buffer=128)
+    bounded = cfg.model_copy(update={"rollout": cfg.rollout.with_kv(kv)})
+    train = bounded.train.model_copy(update={"replay_kv": True})
+    replayed = bounded.model_copy(update={"train": train})
+    assert planner.plan(bounded).phases["learn"]["replayed caches"] == 0
+    more = planner.plan(replayed).phases["learn"]["replayed caches"]
+    assert more > 28 * 4 * 16384  # a byte a layer, KV head and key
+
+
+def test_a_vllm_on_the_learners_gpu_has_its_share() -> None:
+    planner, cfg = on("cuda", 80 * 10**9)
+    vllm = cfg.rollout.vllm.model_copy(update={"gpu_memory_utilization": 0.5})
+    rollout = cfg.rollout.model_copy(update={"engine": "vllm", "vllm": vllm, "weights": "dense"})
+    cfg = cfg.model_copy(update={"rollout": rollout})
+    beside = replace(planner, total=85 * 10**9)
+    found = beside.plan(cfg)
+    assert found.phases["learn"]["vLLM"] == 42.5e9 and found.missing > 0
+    assert found.cache_tokens == 0 and CACHE not in found.phases["generate"]
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization|activation_checkpointing"):
+        fit.check(beside, cfg)
+    vllm = vllm.model_copy(update={"devices": "1"})
+    elsewhere = rollout.model_copy(update={"vllm": vllm})
+    assert "vLLM" not in beside.plan(cfg.model_copy(update={"rollout": elsewhere})).phases["learn"]
