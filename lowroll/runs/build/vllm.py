@@ -27,6 +27,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format, stored_format
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import LOGS
+from lowroll.runs.terminal import tell
 from lowroll.weights.publish import rollout_copy
 
 PYTHON = "LOWROLL_VLLM_PYTHON"
@@ -114,6 +115,7 @@ def start(cfg: RunConfig, compute: Compute, model: Transformer, weights: str) ->
         max_batch=cfg.rollout.max_batch,
         arguments=vllm.serve_args,
         start_s=vllm.start_deadline,
+        tell=tell,
         **_shared(cfg, model),
     )
     weakref.finalize(made, written.cleanup)
