@@ -362,6 +362,14 @@ def test_an_abort_closes_the_connection_and_keeps_what_was_read(
         assert rollout.token_ids == choice["token_ids"][:count]
 
 
+@pytest.mark.parametrize("tail", ["/", "/v1", "/v1/"])
+def test_an_address_may_be_written_as_for_openais_clients(
+    fake: FakeVllm, folder: Path, tail: str
+) -> None:
+    with VllmEngine.attach(fake.url + tail, folder, request_s=5.0) as engine:
+        assert engine.generate([ASKED])[0].rollouts
+
+
 def test_a_stream_gives_the_same_group(fake: FakeVllm) -> None:
     with attached(fake) as engine, attached(fake, stream=True) as streamed:
         assert engine.generate([ASKED]) == streamed.generate([ASKED])
