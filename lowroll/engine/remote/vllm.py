@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from lowroll.engine.remote.transfer import Transfer
     from lowroll.weights.update import Kind, WeightUpdate
 
+_log = logging.getLogger(__name__).info
+
 Way = Literal["folder", "nccl"]
 BASE = "policy"  # the name of the model that vLLM is started with
 BOUND = 0.5  # nats a token that a format may be away from the learner
@@ -119,7 +121,7 @@ class VllmEngine(RemoteEngine):
         bound: float = BOUND,
         request_s: float = 1200.0,
         stream: bool = False,
-        tell: Callable[[str], object] = logging.getLogger(__name__).info,
+        tell: Callable[[str], object] = _log,
     ) -> VllmEngine:
         """A vLLM of our own for a model folder; it ends with this engine, or with this process.
 

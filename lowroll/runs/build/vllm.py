@@ -20,6 +20,7 @@ from typing import Any
 from lowroll.config import RunConfig
 from lowroll.config.vllm import VllmConfig
 from lowroll.engine.base import Engine
+from lowroll.engine.native import pick_device
 from lowroll.model import hf
 from lowroll.model.scoring import score
 from lowroll.model.spec import ModelSpec
@@ -81,6 +82,10 @@ def check(cfg: RunConfig) -> None:
     vllm = cfg.rollout.vllm
     if vllm.folder is not None and not Path(vllm.folder).is_dir():
         raise ValueError(f"rollout.vllm.folder: {vllm.folder} is no folder")
+    if vllm.transfer == "nccl" and pick_device(cfg.device).type != "cuda":
+        raise ValueError(
+            "rollout.vllm.transfer: nccl moves weights between GPUs, and device is cpu"
+        )
     if vllm.url is None:
         interpreter(vllm)
     else:
