@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lowroll.kernels import checksum
@@ -227,6 +227,20 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layout | None, dict[str, Path
     claims.check_files(folder / "config.json", spec, len(files), stored)
     _check_headers(folder, spec, files, layout)
     return spec, layout, files
+
+
+def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]:
+    """The spec of a dense folder, the file of each of its weights, and the weights on the CPU as the
+    files hold them, under their Hugging Face names. ValueError as `read_headers` says, and for a
+    low-bit folder."""
+    spec, layout, files = read_headers(folder)
+    if layout is not None:
+        raise ValueError(
+            f"{folder / 'config.json'}: quantization_config: its weights are no dense ones"
+        )
+    names = [part for _, parts, _ in hf_names(spec) for part in parts]
+    held = {path: load_file(path) for path in sorted({files[name] for name in names})}
+    return spec, {name: files[name] for name in names}, {n: held[files[n]][n] for n in names}
 
 
 def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:

@@ -15,7 +15,7 @@ from lowroll.server.body import Answered
 from lowroll.server.errors import Refused, error_body
 from lowroll.server.loop import Delta, EngineFailed, Stalled, Ticket
 from lowroll.server.parts import origin
-from lowroll.server.serving import SERVING, Serving
+from lowroll.server.serving import REQUEST_ID, SERVING, Serving
 from lowroll.types import Group, Request
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ async def stream(
         except Refused as error:
             await events.send(error.body())
         except (EngineFailed, Stalled):
-            told = f"the engine could not finish request {request['id']}"
+            told = f"the engine could not finish request {request[REQUEST_ID]}"
             await events.send(error_body(told, 500))
         await events.end()
         return events.response

@@ -31,7 +31,7 @@ from lowroll.server.parts import (
     whole,
 )
 from lowroll.server.scoring import Scores, score
-from lowroll.server.serving import SERVING, Serving
+from lowroll.server.serving import REQUEST_ID, SERVING, Serving
 from lowroll.types import Group, Request
 
 _NAMES = NAMES | {"prompt_ids": "messages", "top_logprobs": "top_logprobs"}
@@ -104,7 +104,7 @@ class _Answer:
             for sample in range(body.n)
         ]
         self.head: dict[str, Any] = {
-            "id": f"chatcmpl-{request['id']}",
+            "id": f"chatcmpl-{request[REQUEST_ID]}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": now(),
             "model": serving.name,

@@ -33,7 +33,7 @@ from lowroll.server.parts import (
     whole,
 )
 from lowroll.server.scoring import Scores, score
-from lowroll.server.serving import SERVING, Serving
+from lowroll.server.serving import REQUEST_ID, SERVING, Serving
 from lowroll.types import Group, Request
 
 
@@ -116,7 +116,7 @@ class _Answers:
             self._choice(i, sample) for i in range(len(given)) for sample in range(body.n)
         ]
         self.head: dict[str, Any] = {
-            "id": f"cmpl-{request['id']}",
+            "id": f"cmpl-{request[REQUEST_ID]}",
             "object": "text_completion",
             "created": now(),
             "model": serving.name,

@@ -20,9 +20,13 @@ UPDATING: web.AppKey[asyncio.Lock] = web.AppKey("updating", asyncio.Lock)
 
 
 async def pause(request: web.Request) -> web.Response:
-    """`POST /pause?mode=keep`: stop drawing (`EngineLoop.pause`)."""
+    """`POST /pause?mode=keep`: stop drawing (`EngineLoop.pause`). 409 beside another pause
+    that waits, or when a resume comes first."""
     mode = _mode(request)
-    await request.app[SERVING].loop.pause(mode)
+    try:
+        await request.app[SERVING].loop.pause(mode)
+    except ValueError as error:
+        raise Refused(str(error), "mode", 409) from None
     return web.json_response({"status": "paused", "mode": mode})
 
 

@@ -13,7 +13,7 @@ from lowroll.server.guard import read_json
 from lowroll.server.loop import Delta
 from lowroll.server.parts import Names, contents, drawn, origin, prompt_logprobs, usage, whole
 from lowroll.server.scoring import Scores, score
-from lowroll.server.serving import SERVING
+from lowroll.server.serving import REQUEST_ID, SERVING
 from lowroll.types import Group, Rollout
 
 _SAMPLING = "n max_tokens min_tokens temperature top_p top_k min_p repetition_penalty ignore_eos seed".split()
@@ -59,7 +59,7 @@ class _Answer:
         self.prompt = prompt
         self.names = Names(serving.vocabulary, as_ids=True)
         self.head: dict[str, Any] = {
-            "request_id": body.request_id or request["id"],
+            "request_id": body.request_id or request[REQUEST_ID],
             "model": serving.name,
             "prompt_token_ids": prompt.token_ids,
             "prompt_logprobs": None

@@ -28,7 +28,7 @@ from aiohttp.typedefs import Middleware
 
 from lowroll.server.errors import Refused, error_body
 from lowroll.server.loop import Busy, Stalled
-from lowroll.server.serving import SERVING, Limits
+from lowroll.server.serving import REQUEST_ID, SERVING, Limits
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ Routes = Mapping[tuple[str, str], tuple[Access, Handler]]  # by method and path
 
 # connections that have not asked for anything yet, and when they are dropped
 SILENT: web.AppKey[dict[web.RequestHandler, asyncio.TimerHandle]] = web.AppKey("silent", dict)
+_BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)  # its response has
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGE = 1 << 16  # bytes of a body from which on it is read in a thread of its own
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -61,7 +62,7 @@ def guard(routes: Routes, tokens: Tokens, hosts: frozenset[str] | None) -> Middl
     async def door(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal open_requests
         serving = request.app[SERVING]
-        request["id"] = _request_id(request)
+        request[REQUEST_ID] = _request_id(request)
         _heard(request)
         resource = request.match_info.route.resource
         path = "" if resource is None else resource.canonical
@@ -89,9 +90,9 @@ def guard(routes: Routes, tokens: Tokens, hosts: frozenset[str] | None) -> Middl
 async def mark(request: web.BaseRequest, response: web.StreamResponse) -> None:
     """Before a response begins: what every one carries. A signal of the application."""
     response.headers["Server"] = "lowroll"
-    response.headers["X-Request-Id"] = request.get("id", "")
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     response.headers["X-Content-Type-Options"] = "nosniff"
-    request["begun"] = True
+    request[_BEGUN] = True
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
@@ -236,8 +237,8 @@ def _answer(request: web.Request, error: Exception) -> web.StreamResponse:
     end would look like a whole one."""
     if isinstance(error, ConnectionResetError):
         raise error
-    if request.get("begun"):
-        log.error("request %s: failed in its response", request["id"], exc_info=error)
+    if request.get(_BEGUN):
+        log.error("request %s: failed in its response", request[REQUEST_ID], exc_info=error)
         raise ConnectionResetError("the response cannot be finished") from error
     if isinstance(error, Refused):
         headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
@@ -248,11 +249,11 @@ def _answer(request: web.Request, error: Exception) -> web.StreamResponse:
     if isinstance(error, Busy):
         return _response(error_body(str(error), 503, code="busy"), 503, {"Retry-After": "1"})
     if isinstance(error, Stalled):
-        log.error("request %s: %s", request["id"], error)
+        log.error("request %s: %s", request[REQUEST_ID], error)
         body = error_body(str(error), 503, code="stalled")
         return _response(body, 503, {"Retry-After": "10"})
-    log.error("request %s: failed", request["id"], exc_info=error)
-    told = f"the server failed; its log says why, at request {request['id']}"
+    log.error("request %s: failed", request[REQUEST_ID], exc_info=error)
+    told = f"the server failed; its log says why, at request {request[REQUEST_ID]}"
     return _response(error_body(told, 500), 500, {})
 
 

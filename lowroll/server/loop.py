@@ -97,7 +97,7 @@ class EngineLoop:
         self._allowed_s = deadline_s
         # of the event loop alone
         self._open: set[Ticket] = set()
-        self._probe: asyncio.Task[Health] | None = None
+        self._probe: asyncio.Task[Health | Stalled] | None = None
         # of the thread alone
         self._flights: dict[int, Flight] = {}  # by handle
         self._held: deque[Flight] = deque()  # that came while others are waited for
@@ -184,12 +184,15 @@ class EngineLoop:
         """The thread's own answer; Stalled when there is none in time (default: a turn's). Who asks
         meanwhile gets the same."""
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(self.call(self._health, "health"))
+            self._probe = asyncio.ensure_future(self._ask_health())
         allowed = self.deadline_s if deadline_s is None else deadline_s
         done, _ = await asyncio.wait([self._probe], timeout=allowed)
         if not done:
             raise Stalled(f"health: no answer in {allowed:g} s: {self._busy()}")
-        return await self._probe
+        found = await self._probe
+        if isinstance(found, Stalled):
+            raise Stalled(str(found))
+        return found
 
     async def settle(self, grace_s: float) -> int:
         """Take no new requests, and wait so long for the open ones. Returns how many are left."""
@@ -340,6 +343,12 @@ class EngineLoop:
         for events, calls in loops.items():
             if not events.is_closed():
                 events.call_soon_threadsafe(_each, calls)
+
+    async def _ask_health(self) -> Health | Stalled:
+        try:
+            return await self.call(self._health, "health")
+        except Stalled as error:  # nobody may be left who asks
+            return error
 
     def _health(self, engine: Engine) -> Health:
         return Health(engine.behavior, engine.stats(), len(self._open), self._state, self._failures)

@@ -53,14 +53,7 @@ async def run(
 ) -> int:
     """Serve until a signal comes; its number. ready: called when requests are taken."""
     loop = app[SERVING].loop
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        handler_cancellation=True,  # a dropped connection ends its request
-        auto_decompress=False,  # nothing grows when it is unpacked
-        keepalive_timeout=75.0,
-        shutdown_timeout=LAST_S,
-    )
+    runner = runner_of(app)
     await runner.setup()
     loop.start()
     with _signals() as (first, second):
@@ -77,6 +70,22 @@ async def run(
             await asyncio.to_thread(loop.stop)
             await runner.cleanup()
     return number
+
+
+def runner_of(app: web.Application) -> web.AppRunner:
+    """aiohttp's server of the application, as strangers need it."""
+    quiet = logging.getLogger(f"{__name__}.http")
+    quiet.setLevel(logging.CRITICAL)  # else whoever sends no HTTP fills the log with tracebacks
+    return web.AppRunner(
+        app,
+        access_log=None,
+        logger=quiet,
+        handler_cancellation=True,  # a dropped connection ends its request
+        auto_decompress=False,  # nothing grows when it is unpacked
+        keepalive_timeout=75.0,
+        lingering_time=1.0,  # for the rest of a body that nobody reads
+        shutdown_timeout=LAST_S,
+    )
 
 
 async def listen(

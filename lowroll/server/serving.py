@@ -53,3 +53,4 @@ class Serving:
 
 
 SERVING: web.AppKey[Serving] = web.AppKey("serving", Serving)
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)  # of every request

@@ -10,7 +10,6 @@ what is read of it may be a link; and every byte has the digest that it was publ
 from __future__ import annotations
 
 import re
-import stat
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +43,7 @@ class WeightShelf:
         return sorted(
             path.name
             for path in self.folder.iterdir()
-            if _VERSION.fullmatch(path.name) and (path / MANIFEST).is_file()
+            if _VERSION.fullmatch(path.name) and _is_published(path)
         )
 
     def number(self, version: str, newest: int) -> int:
@@ -80,18 +79,18 @@ class WeightShelf:
                 "version",
             )
         folder = self.folder / version
-        missing = Refused(f"version: there is no {version}", "version", 404)
-        try:
-            status = folder.lstat()
-        except OSError:
-            raise missing from None
-        if not stat.S_ISDIR(status.st_mode) or not (folder / MANIFEST).is_file():
-            raise missing
+        if not _is_published(folder):
+            raise Refused(f"version: there is no {version}", "version", 404)
         return folder
 
     def _told(self, error: Exception) -> str:
         """What is wrong, by names below the shelf."""
         return printable(str(error).replace(f"{self.folder}/", ""), 1000)
+
+
+def _is_published(folder: Path) -> bool:
+    """Whether it is a folder with a manifest, and no link to one."""
+    return not folder.is_symlink() and (folder / MANIFEST).is_file()
 
 
 def _adapter(folder: Path, number: int, listed: set[str], weights: str) -> WeightUpdate:
@@ -110,23 +109,15 @@ def _adapter(folder: Path, number: int, listed: set[str], weights: str) -> Weigh
 
 
 def _full(folder: Path, number: int, listed: set[str], model: Path) -> WeightUpdate:
-    from safetensors.torch import load_file
-
     from lowroll.model import hf
     from lowroll.weights.update import WeightUpdate
 
-    spec, layout, files = hf.read_headers(folder)
-    paths = sorted(set(files.values()))
-    _check_published(listed, ["config.json", *(path.name for path in paths)])
-    if layout is not None:
-        raise ValueError("config.json: quantization_config: an update is dense")
+    spec, files, tensors = hf.stored(folder)
+    _check_published(listed, ["config.json", *(path.name for path in files.values())])
     served = replace(hf.read_headers(model)[0], eos_ids=spec.eos_ids)  # a server's own
     odd = [f.name for f in fields(spec) if f.compare and vars(spec)[f.name] != vars(served)[f.name]]
     if odd:
         raise ValueError(f"config.json: {', '.join(odd)}: not as the served model's")
-    loaded = {path: load_file(path) for path in paths}
-    names = [part for _, parts, _ in hf.hf_names(spec) for part in parts]
-    tensors = {name: loaded[files[name]][name] for name in names}
     return WeightUpdate(number, "full", tensors.items)
 
 

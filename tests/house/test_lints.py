@@ -87,6 +87,10 @@ BROAD = {  # handlers of every error that do not end in a raise
     ("envs/worker.py", "score_item"): "a scorer's own code: it becomes a ScoreError",
     ("envs/worker.py", "serve"): "reported to the pool, which raises it",
     ("model/template_child.py", "main"): "reported to the parent, which raises it",
+    ("server/guard.py", "door"): "the client gets a plain 500 and the log the reason",
+    ("server/loop.py", "_do"): "raised where the call was made",
+    ("server/loop.py", "_give_up"): "after a failure: it is logged, and the thread goes on",
+    ("server/loop.py", "_turn"): "answered to the requests in flight, and logged",
     ("runs/preflight.py", "_ask"): "an environment's own code: it becomes a line of the dry run",
 }
 ENDLESS = {  # waits without a time, and what looks like one

@@ -18,7 +18,7 @@ from lowroll.server.ticket import Delta, EngineFailed, Ticket
 from lowroll.types import Group, Request
 from lowroll.weights.update import WeightUpdate
 from tests.fixtures.engines import prompt
-from tests.fixtures.serving import Moody, ask, idle, looped, run, tiny, until
+from tests.fixtures.serving import Moody, ask, hung, idle, looped, run, tiny, until
 from tests.fixtures.tiny import hf_folder
 
 LONG = 100  # tokens: a while, for what must happen meanwhile
@@ -76,13 +76,6 @@ async def first_tokens(loop: EngineLoop, ticket: Ticket, count: int = 1) -> None
         so_far = await loop.call(lambda engine: len(engine.so_far(handle)[0].token_ids), "a look")
         if so_far >= count:
             return
-
-
-async def hung(moody: Moody) -> None:
-    """Have the engine hang in a step."""
-    moody.hang.set()
-    begun = moody.steps
-    await until(lambda: moody.steps > begun, "a step")
 
 
 # -- what goes in comes out --------------------------------------------------------------------------
@@ -328,7 +321,7 @@ def test_a_cancelled_submission_is_dropped(engine: NativeEngine) -> None:
         moody = Moody(engine)
         async with looped(moody) as loop:
             good = await loop.submit(ask(3, 4, max_tokens=LONG))
-            await hung(moody)
+            await hung(moody, loop)
             submitting = asyncio.ensure_future(loop.submit(ask(5, 6, max_tokens=LONG)))
             await asyncio.sleep(0.01)
             submitting.cancel()
@@ -354,7 +347,8 @@ def test_weights_that_change_in_flight_are_in_the_spans(
             ticket = await loop.submit(ask(3, 4, n=2, max_tokens=LONG), stream=True)
             digests = [(await loop.health()).behavior.policy[-1].digest]
             for version in (1, 2):
-                await first_tokens(loop, ticket, 3 * version)
+                drawn = (await loop.health()).stats.tokens  # of two samples
+                await first_tokens(loop, ticket, drawn // 2 + 2)
                 update = WeightUpdate.local(masters[version], version).as_stream()
                 tag = await loop.call(lambda engine, u=update: engine.update_weights(u), "weights")
                 digests.append(tag.policy[-1].digest)
@@ -422,7 +416,7 @@ def test_an_engine_that_hangs_is_named_within_the_deadline(engine: NativeEngine)
         moody = Moody(engine)
         async with looped(moody, deadline_s=0.4) as loop:
             ticket = await loop.submit(ask(3, 4, max_tokens=LONG), stream=True)
-            await hung(moody)
+            await hung(moody, loop)
             began = time.monotonic()
             with pytest.raises(Stalled, match="health: no answer in 0.2 s: .* busy with a step"):
                 await loop.health(0.2)
@@ -465,7 +459,7 @@ def test_what_nobody_waits_for_any_more_is_not_begun(engine: NativeEngine) -> No
         moody, done = Moody(engine), threading.Event()
         async with looped(moody, deadline_s=0.1) as loop:
             ticket = await loop.submit(ask(3, 4, max_tokens=LONG))
-            await hung(moody)
+            await hung(moody, loop)
             with pytest.raises(Stalled):
                 await loop.call(lambda engine: done.set(), "a call")
             moody.hang.clear()

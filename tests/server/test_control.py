@@ -1,0 +1,365 @@
+"""Control routes over HTTP: pausing, and weights by version id while requests are in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp.test_utils import TestClient
+
+from lowroll import Engine
+from lowroll.checkpoint.publish import publish_folder
+from lowroll.model import hf, lora
+from lowroll.server.errors import Refused
+from lowroll.server.serving import SERVING
+from lowroll.server.shelf import WeightShelf
+from tests.fixtures.serving import ADMIN, TOKENS, Moody, hung, run, served, tiny, until
+from tests.fixtures.tiny import hf_folder
+
+LONG = {"prompt": [3, 4, 5], "max_tokens": 100, "ignore_eos": True, "return_token_ids": True}
+_opened: list[str] | None = None  # what is opened while somebody watches
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in ("open", "os.listdir", "os.scandir") and _opened is not None:
+        _opened.append(os.fspath(arguments[0]) if not isinstance(arguments[0], int) else "")
+
+
+sys.addaudithook(_watch)
+
+
+@contextmanager
+def opened() -> Iterator[list[str]]:
+    """The names of what is opened in the block."""
+    global _opened
+    _opened = []
+    try:
+        yield _opened
+    finally:
+        _opened = None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_folder(tmp_path_factory.mktemp("control") / "model")
+
+
+@pytest.fixture(scope="module")
+def folder(model: Path) -> Path:
+    """A shelf with three versions of the model, and what is none."""
+    shelf = model.parent / "shelf"
+    for number in (1, 2, 3):
+        source = hf_folder(model.parent / f"source_{number}", seed=number)
+        hf.save(hf.load(source), shelf / f"step_{number}")
+    hf.save(hf.load(hf_folder(model.parent / "small", intermediate_size=32)), shelf / "small")
+    hf_folder(shelf / "unpublished", seed=5)
+    hf.save(hf.load(model), shelf / "damaged_9")
+    with (shelf / "damaged_9/model.safetensors").open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"x")
+    (shelf / "linked").symlink_to(shelf / "step_1")
+    (shelf / "file").write_text("no folder")
+    hf.save(lowbit(model), shelf / "int8_4")
+    return shelf
+
+
+def lowbit(model: Path) -> Any:
+    return hf.load(model, weights="int8")
+
+
+async def post(client: TestClient, path: str, body: Any = None, wanted: int = 200) -> Any:
+    headers = ADMIN | {"Content-Type": "application/json"}
+    async with client.post(path, data=json.dumps(body), headers=headers) as response:
+        found = await response.json()
+        assert response.status == wanted, found
+        return found
+
+
+async def get(client: TestClient, path: str) -> Any:
+    async with client.get(path, headers=ADMIN) as response:
+        assert response.status == 200
+        return await response.json()
+
+
+def versions_of(answer: Any, i: int = 0) -> list[int]:
+    return [span["version"] for span in answer["choices"][i]["lowroll"]["behavior"]["policy"]]
+
+
+# -- weights -----------------------------------------------------------------------------------------
+
+
+def test_three_versions_while_requests_are_in_flight(model: Path, folder: Path) -> None:
+    engine = Moody(tiny(model))
+    cold = [tiny(folder / f"step_{number}") for number in (1, 2, 3)]
+
+    async def body() -> None:
+        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+            engine.slow_s = 0.02
+            asked = asyncio.ensure_future(post(client, "/v1/completions", LONG | {"n": 2}))
+            await until(lambda: engine.stats().tokens > 4, "tokens")
+            digests = []
+            for number in (1, 2, 3):
+                before = engine.stats().tokens
+                answer = await post(client, "/weights", {"version": f"step_{number}"})
+                assert answer["version"] == f"step_{number}" and answer["seconds"] > 0
+                assert [span["version"] for span in answer["policy"]] == [number]
+                digests.append(answer["policy"][0]["digest"])
+                held = await get(client, "/weights")
+                assert held["version"] == f"step_{number}" and held["policy"] == answer["policy"]
+                await until(lambda b=before: engine.stats().tokens > b + 8, "tokens")
+            engine.slow_s = 0
+            found = await asked
+            assert versions_of(found) == versions_of(found, 1) == [0, 1, 2, 3]
+            assert digests == [one.behavior.policy[0].digest for one in cold]
+            after = await post(client, "/v1/completions", LONG | {"seed": 9})
+            await post(client, "/reset_prefix_cache")
+            again = await post(client, "/v1/completions", LONG | {"seed": 9})
+            assert versions_of(after) == [3]
+            for name in ("token_ids", "logprobs"):
+                assert after["choices"][0][name] == again["choices"][0][name]
+            from lowroll.types import Request
+
+            wanted = cold[2].generate(
+                [Request([3, 4, 5], max_tokens=100, ignore_eos=True, seed=9)]
+            )[0]
+            assert after["choices"][0]["token_ids"] == wanted.rollouts[0].token_ids
+            assert held["available"] == [
+                "damaged_9",
+                "int8_4",
+                "small",
+                "step_1",
+                "step_2",
+                "step_3",
+            ]
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted", "says"),
+    [
+        ({"version": "step_9"}, 404, "there is no step_9"),
+        ({"version": "unpublished"}, 404, "there is no unpublished"),
+        ({"version": "linked"}, 404, "there is no linked"),
+        ({"version": "file"}, 404, "there is no file"),
+        ({"version": "damaged_9"}, 409, "damaged_9/model.safetensors: SHA-256 differs"),
+        ({"version": "small"}, 409, "intermediate_size: not as the served model's"),
+        ({"version": "int8_4"}, 409, "int8_4/config.json: quantization_config"),
+        ({"version": ""}, 400, "expected up to 64 letters"),
+        ({"version": 3}, 400, "expected the id of a version"),
+        ({}, 400, "expected the id of a version"),
+        ({"version": "step_1", "path": "/etc"}, 400, "path: /weights has no such field"),
+    ],
+)
+def test_a_version_that_does_not_fit_changes_nothing(
+    model: Path, folder: Path, body: Any, wanted: int, says: str
+) -> None:
+    engine = tiny(model)
+
+    async def ask() -> None:
+        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+            before = await get(client, "/weights")
+            error = (await post(client, "/weights", body, wanted))["error"]
+            assert says in error["message"] and str(folder) not in error["message"]
+            assert error["param"] == ("path" if "path" in body else "version")
+            assert await get(client, "/weights") == before
+            await post(client, "/weights", {"version": "step_1"})
+
+    run(ask)
+
+
+def test_files_that_came_later_are_not_read(model: Path, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "shelf").mkdir()
+
+    def write(target: Path) -> None:
+        (target / "config.json").write_bytes((model / "config.json").read_bytes())
+
+    published = publish_folder(tmp_path / "shelf/step_1", write, {})
+    (published / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    shelf = WeightShelf(tmp_path / "shelf", model)
+    with pytest.raises(Refused, match="model.safetensors: the folder was not published with it"):
+        shelf.read("step_1", 1, tiny(model).capabilities, "fp32")
+
+
+def hostile_ids() -> list[str]:
+    """Names that lead, or might be taken to lead, out of a folder."""
+    made = [
+        "..", ".", "/", "", "...", "step_1/", "/step_1", "./step_1", "step_1/.", "step_1/..",
+        "~", "~root", "$HOME", "%2e%2e", "%2e%2e%2fetc", "..%2f..", "..%c0%af..", "..\\..",
+        "step_1\x00", "step_1\n", "\x00", "step_1\x00/../..", "C:\\x", "\\\\host\\share",
+        "file:///etc/passwd", "http://127.0.0.1/", ".tmp-lowroll-x", "ｓｔｅｐ＿１", "step_1\u202e",
+        "\u2025/\u2025", "．．", "step_\u0661", "a" * 65, "step_1 ", " step_1", "step_1;ls", "-" * 65,
+        "\ud7ff", "/proc/self/environ", "/dev/stdin", "step_1|x", "`x`", "step_1?x=1", "step_1#",
+    ]  # fmt: skip
+    parts = ["..", "../", "/", "step_1", "%2e", "\\", "\x00", "etc", "passwd", ".", "//", "\u2215"]
+    draw = random.Random(0)
+    while len(made) < 300:
+        text = "".join(draw.choices(parts, k=draw.randint(2, 8)))
+        if not all(c.isalnum() and c.isascii() or c in "._-" for c in text) or text[0] == ".":
+            made.append(text)
+    return made
+
+
+def test_no_id_leads_out_of_the_shelf(model: Path, folder: Path) -> None:
+    engine = tiny(model)
+    ids = hostile_ids()
+    assert len(ids) == 300
+
+    async def ask() -> None:
+        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+            await post(client, "/weights", {"version": "step_1"})
+            before = await get(client, "/weights")
+            with opened() as names:
+                for version in ids:
+                    answer = await post(client, "/weights", {"version": version}, 400)
+                    assert answer["error"]["param"] == "version"
+            assert names == []
+            assert await get(client, "/weights") == before
+            with opened() as names:
+                await post(client, "/weights", {"version": "step_2"})
+            inside = (str(folder), str(model))
+            odd = [n for n in names if not str(n).startswith(inside) and n.startswith("/")]
+            assert names and not [n for n in odd if not n.endswith((".py", ".pyc", ".so"))]
+
+    run(ask)
+
+
+def test_one_update_at_a_time_and_one_that_hangs_is_named(model: Path, folder: Path) -> None:
+    engine = Moody(tiny(model))
+
+    async def ask() -> None:
+        shelf = WeightShelf(folder, model)
+        async with served(engine, TOKENS, shelf, deadline_s=0.4) as client:
+            loop = client.server.app[SERVING].loop
+            await hung(engine, loop)
+            first = asyncio.ensure_future(post(client, "/weights", {"version": "step_1"}, 503))
+            await asyncio.sleep(0.05)
+            second = await post(client, "/weights", {"version": "step_2"}, 409)
+            assert "another update" in second["error"]["message"]
+            assert "busy with a step" in (await first)["error"]["message"]
+            engine.hang.clear()
+            await until(lambda: not loop._open, "the hung request")
+            assert (await get(client, "/weights"))["version"] is None
+            await post(client, "/weights", {"version": "step_2"})
+
+    run(ask)
+
+
+def test_without_a_shelf_there_is_no_such_route(model: Path) -> None:
+    async def ask() -> None:
+        async with served(tiny(model), TOKENS) as client:
+            await post(client, "/weights", {"version": "step_1"}, 404)
+
+    run(ask)
+
+
+# -- adapters ----------------------------------------------------------------------------------------
+
+
+def adapted(model: Path, seed: int | None, rank: int = 4, weights: str | None = None) -> Any:
+    """The model with an adapter; seed None: one that changes nothing."""
+    made = lora.attach(hf.load(model, weights=weights), rank, 2.0 * rank)
+    if seed is not None:
+        draw = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _, p in lora._named(made):
+                p.copy_(0.2 * torch.randn(p.shape, generator=draw))
+    return made
+
+
+def test_adapters_come_by_version_too(model: Path, tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        lora.save(adapted(model, seed), tmp_path / f"pol-v{seed}", base=str(model))
+    lora.save(adapted(model, 4, rank=2), tmp_path / "rank-2", base=str(model))
+    lora.save(adapted(model, 5, weights="int8"), tmp_path / "int8", base=str(model))
+    hf.save(hf.load(model), tmp_path / "full_4")
+    engine = Engine(adapted(model, None), weights="fp32", device="cpu", cache_tokens=2048)
+
+    async def ask() -> None:
+        async with served(engine, TOKENS, WeightShelf(tmp_path, model)) as client:
+            for seed in (1, 2, 3):
+                answer = await post(client, "/weights", {"version": f"pol-v{seed}"})
+                assert [span["version"] for span in answer["policy"]] == [seed]
+                found = await post(client, "/v1/completions", LONG | {"temperature": 0})
+                alone = Engine(tmp_path / f"pol-v{seed}", "fp32", device="cpu", cache_tokens=2048)
+                assert answer["policy"][0]["digest"] == alone.behavior.policy[0].digest
+                from lowroll.types import Request
+
+                greedy = Request([3, 4, 5], max_tokens=100, ignore_eos=True, temperature=0)
+                wanted = alone.generate([greedy])[0].rollouts[0]
+                assert found["choices"][0]["token_ids"] == wanted.token_ids
+            before = await get(client, "/weights")
+            for version, says in (
+                ("rank-2", "lora_alpha"),
+                ("int8", "it learned on int8, and this engine's are fp32"),
+                ("full_4", "kind 'full': this engine takes updates of kind adapter"),
+            ):
+                error = (await post(client, "/weights", {"version": version}, 409))["error"]
+                assert says in error["message"]
+            assert await get(client, "/weights") == before
+
+    run(ask)
+
+
+# -- pausing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_client_sees_a_pause_in_its_answer(model: Path, folder: Path, mode: str) -> None:
+    engine = Moody(tiny(model))
+
+    async def ask() -> None:
+        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+            engine.slow_s = 0.005
+            asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
+            await until(lambda: engine.stats().tokens > 4, "tokens")
+            assert await post(client, f"/pause?mode={mode}") == {"status": "paused", "mode": mode}
+            assert await get(client, "/is_paused") == {"is_paused": True}
+            assert await get(client, "/health") == {"status": "paused"}
+            await post(client, "/weights", {"version": "step_1"})
+            late = asyncio.ensure_future(post(client, "/v1/completions", LONG))
+            await asyncio.sleep(0.05)
+            assert asked.done() == (mode != "keep") and not late.done()
+            await post(client, "/resume")
+            assert await get(client, "/is_paused") == {"is_paused": False}
+            found, after = await asked, await late
+            assert versions_of(after) == [1]
+            drawn = len(found["choices"][0]["token_ids"])
+            if mode == "abort":
+                assert found["choices"][0]["finish_reason"] == "abort" and 4 < drawn < 100
+            else:
+                assert found["choices"][0]["finish_reason"] == "length" and drawn == 100
+            assert versions_of(found) == ([0, 1] if mode == "keep" else [0])
+
+    run(ask)
+
+
+def test_pauses_that_are_wrong_are_named(model: Path) -> None:
+    engine = Moody(tiny(model))
+
+    async def ask() -> None:
+        async with served(engine, TOKENS) as client:
+            for query, param in (("mode=stop", "mode"), ("mod=keep", "mod"), ("mode=", "mode")):
+                error = (await post(client, f"/pause?{query}", wanted=400))["error"]
+                assert error["param"] == param
+            engine.slow_s = 0.01
+            asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
+            await until(lambda: engine.stats().tokens > 4, "tokens")
+            waits = asyncio.ensure_future(post(client, "/pause?mode=wait", wanted=409))
+            await asyncio.sleep(0.05)
+            assert "another pause" in str(await post(client, "/pause?mode=wait", wanted=409))
+            await post(client, "/resume")
+            assert "resumed before" in str(await waits)
+            assert await post(client, "/abort") == {"aborted": 1}
+            assert (await asked)["choices"][0]["finish_reason"] == "abort"
+
+    run(ask)
