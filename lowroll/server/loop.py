@@ -156,16 +156,22 @@ class EngineLoop:
         """Stop drawing. keep: requests in flight stay as they are and go on after `resume`. wait:
         they run to their end first, and new ones are held back; Stalled when that takes more than
         `drain_s`, and nothing is paused then. abort: they end now, with what they have drawn.
+        ValueError for one that waits, when a resume or a pause that keeps comes first.
         """
         drained: Future[None] = Future()
         await self.call(lambda engine: self._pause(mode, drained), "pause")
+        answer = asyncio.wrap_future(drained)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(drained), self.drain_s)
+            async with asyncio.timeout(self.drain_s):
+                await self.patiently(lambda: asyncio.wait([answer]), "pause")
+                await answer
         except TimeoutError:
-            await self.resume()
-            raise Stalled(
-                f"pause: {len(self._open)} requests still run after {self.drain_s:g} s"
-            ) from None
+            if await self.call(lambda engine: self._stop_drain(drained), "pause"):
+                raise Stalled(
+                    f"pause: {len(self._open)} requests still run after {self.drain_s:g} s"
+                ) from None
+        finally:
+            answer.cancel()  # nobody waits any more
 
     async def resume(self) -> None:
         """Go on drawing."""
@@ -251,6 +257,7 @@ class EngineLoop:
             self._turn()  # what was aborted comes back from a step
         finally:
             self._fail(EngineFailed("the server has ended"))
+            self._answer_drain(Stalled("pause: the server is ending"))
 
     def _turn(self) -> None:
         try:
@@ -261,7 +268,7 @@ class EngineLoop:
                 self._failures = 0
                 self._deliver(ended)
             if self._state == "draining" and not self._flights:
-                self._end_drain()
+                self._end_drain(None)
         except Exception:  # of a step or of an abort: the engine goes on with other requests
             log.exception("the engine failed: %s", self._doing)
             self._failures += 1
@@ -300,6 +307,8 @@ class EngineLoop:
         self._since = time.monotonic()
 
     def _begin(self, flight: Flight) -> None:
+        if self._stopping:
+            raise Busy("the server is ending")
         if self._state == "draining":
             self._held.append(flight)
         else:
@@ -357,20 +366,29 @@ class EngineLoop:
 
     def _pause(self, mode: PauseMode, drained: Future[None]) -> None:
         if mode == "wait" and self._flights:
-            if self._drained is not None:
+            if self._drained is not None and not self._drained.cancelled():
                 raise ValueError("mode: another pause waits already")
             self._state = "draining"
             self._drained = drained
             return
         if mode == "abort":
             self._abort_all()
-        self._state = "paused"
+        unfinished = mode == "keep" and self._flights
+        self._end_drain(ValueError("mode: another pause came first") if unfinished else None)
         drained.set_result(None)
 
-    def _end_drain(self) -> None:
+    def _end_drain(self, error: Exception | None) -> None:
         self._state = "paused"
         self._release_held()
-        self._answer_drain(None)
+        self._answer_drain(error)
+
+    def _stop_drain(self, drained: Future[None]) -> bool:
+        """Wait no longer, if this is what still waits."""
+        waits = self._drained is drained
+        if waits:
+            self._drained = None
+            self._resume()
+        return waits
 
     def _resume(self) -> None:
         self._state = "running"

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
+from lowroll.server.errors import error_body
 from lowroll.server.guard import SILENT
 from lowroll.server.serving import SERVING
 
@@ -100,6 +101,7 @@ async def listen(
         if len(server.connections) >= limits.connections:
             return _Full()
         protocol = server()
+        protocol.__class__ = _Connection
         silent[protocol] = events.call_later(limits.head_s, drop, protocol)
         return protocol
 
@@ -109,6 +111,27 @@ async def listen(
             protocol.transport.abort()
 
     return await events.create_server(connection, sock=listening)
+
+
+class _Connection(web.RequestHandler):
+    """A connection that answers what is no HTTP as it answers other errors, and no more."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # its own names aiohttp and Python
+        reason = (message or "").partition("\n")[0] if status < 500 else "the server failed"
+        headers = {"Server": "lowroll", "X-Content-Type-Options": "nosniff"}
+        body = error_body(f"HTTP: {reason.rstrip(':')}", status)
+        response = web.json_response(body, status=status, headers=headers)
+        response.force_close()
+        return response
 
 
 class _Full(asyncio.Protocol):

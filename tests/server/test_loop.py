@@ -13,7 +13,7 @@ import pytest
 
 from lowroll.engine.native import NativeEngine
 from lowroll.model import hf
-from lowroll.server.loop import FAILURES, Busy, EngineLoop, Stalled
+from lowroll.server.loop import FAILURES, Busy, EngineLoop, PauseMode, Stalled
 from lowroll.server.ticket import Delta, EngineFailed, Ticket
 from lowroll.types import Group, Request
 from lowroll.weights.update import WeightUpdate
@@ -251,6 +251,46 @@ def test_resume_ends_a_pause_that_still_waits(engine: NativeEngine) -> None:
     run(body)
 
 
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_another_pause_ends_one_that_waits(engine: NativeEngine, mode: PauseMode) -> None:
+    async def body() -> None:
+        async with looped(engine, drain_s=0.5) as loop:
+            ticket = await loop.submit(ask(3, 4, max_tokens=LONG))
+            waiting = asyncio.ensure_future(loop.pause("wait"))
+            await loop.call(lambda engine: None, "a turn")
+            held = await loop.submit(ask(5, 6))
+            await loop.pause(mode)
+            if mode == "keep":
+                with pytest.raises(ValueError, match="another pause came first"):
+                    await waiting
+            await asyncio.wait_for(waiting, 5) if mode == "abort" else None
+            await asyncio.sleep(0.6)
+            assert loop.paused  # also when the first one would have given up
+            assert loop._engine.so_far(held.flight.handle) if mode == "keep" else idle(engine)
+            await loop.resume()
+            await ticket.group()
+            await held.group()
+
+    run(body)
+
+
+def test_a_pause_that_was_given_up_may_be_asked_for_again(engine: NativeEngine) -> None:
+    async def body() -> None:
+        moody = Moody(engine)
+        moody.slow_s = 0.005
+        async with looped(moody) as loop:
+            ticket = await loop.submit(ask(3, 4, max_tokens=LONG))
+            given_up = asyncio.ensure_future(loop.pause("wait"))
+            await loop.call(lambda engine: None, "a turn")
+            given_up.cancel()
+            await asyncio.sleep(0)
+            await loop.pause("wait")
+            assert loop.paused
+            assert (await ticket.group()).rollouts[0].finish_reason == "length"
+
+    run(body)
+
+
 def test_abort_answers_with_what_was_drawn(engine: NativeEngine, folders: list[Path]) -> None:
     request = ask(3, 4, n=2, max_tokens=LONG)
     whole = tiny(folders[0]).generate([request])[0]
@@ -458,12 +498,12 @@ def test_what_nobody_waits_for_any_more_is_not_begun(engine: NativeEngine) -> No
     async def body() -> None:
         moody, done = Moody(engine), threading.Event()
         async with looped(moody, deadline_s=0.1) as loop:
-            ticket = await loop.submit(ask(3, 4, max_tokens=LONG))
+            await loop.submit(ask(3, 4, max_tokens=LONG))
             await hung(moody, loop)
             with pytest.raises(Stalled):
                 await loop.call(lambda engine: done.set(), "a call")
             moody.hang.clear()
-            await ticket.group()
+            await until(lambda: not loop._open, "the request in flight")
             assert not done.is_set()
 
     run(body)
@@ -481,6 +521,25 @@ def test_the_end_aborts_what_is_in_flight(engine: NativeEngine) -> None:
                 await loop.submit(ask(3))
             with pytest.raises(Stalled, match="does not run"):
                 await loop.health()
+
+    run(body)
+
+
+def test_the_end_answers_a_pause_and_begins_nothing(engine: NativeEngine) -> None:
+    async def body() -> None:
+        moody = Moody(engine)
+        async with looped(moody) as loop:
+            await hung(moody, loop)
+            waits = [asyncio.ensure_future(loop.pause("wait"))]
+            waits += [asyncio.ensure_future(loop.submit(ask(3, i))) for i in (4, 5)]
+            await asyncio.sleep(0.01)
+            stopping = asyncio.ensure_future(asyncio.to_thread(loop.stop))
+            await asyncio.sleep(0.01)
+            moody.hang.clear()
+            await stopping
+            ends = await asyncio.gather(*waits, return_exceptions=True)
+            assert [type(end) for end in ends[1:]] == [Busy, Busy]
+            assert idle(engine) and not loop._open
 
     run(body)
 
