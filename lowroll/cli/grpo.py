@@ -60,8 +60,9 @@ def plan(cfg: RunConfig) -> list[str]:
     low, high = cfg.loss.eps_low, cfg.loss.eps_high
     clip = "no clip" if low is None or high is None else f"clip {low:g}/{high:g}"
     cache = "" if rollout.kv is None else f" and a cache of {rollout.kv.name}"
+    by = "" if rollout.engine == "native" else f" by {rollout.vllm.words}"
     return [
-        f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights{cache}",
+        f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights{cache}{by}",
         f"{train.max_steps} steps of {cfg.num_groups} prompts x {cfg.rollouts_per_example} "
         f"rollouts of up to {rollout.max_tokens} tokens: at most {tokens:,} tokens generated",
         *(

@@ -42,6 +42,33 @@ def add_folder_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Add `--server URL` and `--tokenizer`."""
+    parser.add_argument(
+        "--server",
+        metavar="URL",
+        help="ask a server that runs already, lowroll's or a vLLM, such as "
+        "http://127.0.0.1:8000; the variable LOWROLL_SERVER_TOKEN holds its token, if it wants one",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="with --server: a folder or a hub id (default: that of the model that is served)",
+    )
+
+
+def refuse_beside_server(arguments: argparse.Namespace, *names: str) -> None:
+    """ValueError for options that say how a model is loaded here, beside --server; and for
+    --tokenizer without."""
+    if arguments.server is None:
+        if arguments.tokenizer is not None:
+            raise ValueError("--tokenizer: is for --server; a model folder has its own")
+        return
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name}: the model at --server is loaded already; leave it out")
+
+
 def split(words: list[str]) -> tuple[list[str], list[str]]:
     """Files and overrides among the positional arguments."""
     overrides = [word for word in words if _OVERRIDE.fullmatch(word)]

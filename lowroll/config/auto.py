@@ -15,6 +15,11 @@ A sampler is truncated by whatever keeps it from the learner's distribution: a p
 and `min_tokens` bans the ids that stop until then. A second format (`rollout.large_batch_weights`)
 is low-bit rollouts that no learner shares.
 
+Another engine has the learner's weights and not its kernels. In bfloat16 its log-probs differ from
+the learner's by a few hundredths of a nat, and more for single tokens, which Yao et al. (2025, "Your
+Efficient RL Framework Secretly Brings You Off-Policy RL Training") saw ruin runs on vLLM's
+rollouts; truncated weights mended them, and are what verl offers for it.
+
 A cache that only rounds its keys makes a gap of the same kind as low-bit weights, and a smaller one:
 beside low-bit weights it changes nothing, and without them a capped weight pays for it.
 
@@ -46,6 +51,7 @@ class Rollouts:
     kv_policy: str = "dense"
     kv_dtype: str | None = None  # of the cache; None is the engine's own
     replayed: bool = False  # the learner attends to what the rollouts' cache held
+    engine: str = "native"
 
     @property
     def low_bit(self) -> bool:
@@ -61,9 +67,15 @@ class Rollouts:
         return self.kv_dtype is not None
 
     @property
+    def foreign(self) -> bool:
+        """Whether another implementation than the learner's own draws them."""
+        return self.engine != "native"
+
+    @property
     def words(self) -> str:
         """ "use int8 weights, are cut by top_p 0.9 and carry noise"."""
         parts = [f"use {self.weights} weights"]
+        parts += [f"come from {self.engine}"] if self.foreign else []
         parts += [f"are cut by {', '.join(self.truncated)}"] if self.truncated else []
         parts += ["carry noise"] if self.noisy else []
         bound = self.kv_policy != "dense"
@@ -123,6 +135,16 @@ AUTO: tuple[Row, ...] = (
         "QuRL Eq. 5",
         lambda r: r.low_bit_cache and not r.low_bit and not r.noisy,
         {"rollout": {"weights": "dense", "kv": {"dtype": "fp8"}}},
+    ),
+    Row(
+        "dense, of another engine (rollout.engine: vllm)",
+        "any",
+        "tis",
+        "tis",
+        "whose kernels round otherwise than the learner's: a capped weight pays for it",
+        "Yao et al. 2025; verl; QuRL Eq. 5",
+        lambda r: r.foreign and not r.low_bit,
+        {"rollout": {"engine": "vllm", "weights": "dense"}},
     ),
     Row(
         "dense",

@@ -68,9 +68,24 @@ RENAMED: dict[str, str] = {
     "quantize": "rollout.weights",
     "rollout_precision": "rollout.weights",
     "max_num_seqs": "rollout.max_batch",
-    "gpu_memory_utilization": "rollout.cache_tokens (tokens of the KV cache)",
     "free_cache_engine": "rollout.release_cache",
     "enable_sleep_mode": "rollout.release_cache",
+    # vLLM
+    **dict.fromkeys(("use_vllm", "vllm_mode"), "rollout.engine: vllm"),
+    **dict.fromkeys(
+        ("rollout.name", "backend", "inference_engine"), "rollout.engine (native, vllm)"
+    ),
+    **dict.fromkeys(
+        ("vllm_server_host", "vllm_server_base_url", "server", "base_url", "host", "port"),
+        "rollout.vllm.url (of rollout.engine: vllm)",
+    ),
+    "vllm_gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization (of rollout.engine: vllm)",
+    **dict.fromkeys(
+        ("tensor_model_parallel_size", "vllm_tensor_parallel_size"),
+        "rollout.vllm.tensor_parallel_size (of rollout.engine: vllm)",
+    ),
+    "enforce_eager": "rollout.vllm.serve_args: [--enforce-eager] (of rollout.engine: vllm)",
+    "engine_kwargs": "rollout.vllm.serve_args (of rollout.engine: vllm)",
     # batches and lengths
     "train_batch_size": BATCH,
     "global_batch_size": BATCH,
@@ -169,7 +184,7 @@ ONE_DEVICE = (
     "train.optimizer: adamw8bit make it hold larger models"
 )
 SYNCHRONOUS = "asynchronous rollouts; every batch is drawn from the weights that learn from it"
-OWN_ENGINE = "another engine; rollouts come from lowroll's own (rollout.weights, rollout.max_batch)"
+ENGINES = "another engine; rollouts come from lowroll's own or from vLLM (rollout.engine)"
 TRACKER = "trackers; metrics.jsonl has every number, and `lowroll report` draws them"
 ABSENT: dict[str, str] = {
     **dict.fromkeys(
@@ -192,10 +207,8 @@ ABSENT: dict[str, str] = {
             "tp",
             "dp",
             "pp",
-            "tensor_parallel_size",
             "data_parallel_size",
             "pipeline_parallel_size",
-            "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
             "context_parallel_size",
             "expert_model_parallel_size",
@@ -232,29 +245,7 @@ ABSENT: dict[str, str] = {
         ),
         SYNCHRONOUS,
     ),
-    **dict.fromkeys(
-        (
-            "use_vllm",
-            "vllm_mode",
-            "vllm_gpu_memory_utilization",
-            "vllm_server_host",
-            "vllm_server_base_url",
-            "engine",
-            "backend",
-            "rollout.name",
-            "inference_engine",
-            "vllm",
-            "sglang",
-            "sglang_server",
-            "enforce_eager",
-            "engine_kwargs",
-            "server",
-            "base_url",
-            "host",
-            "port",
-        ),
-        OWN_ENGINE,
-    ),
+    **dict.fromkeys(("sglang", "sglang_server"), ENGINES),
     **dict.fromkeys(
         (
             "report_to",

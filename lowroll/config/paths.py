@@ -15,7 +15,13 @@ from typing import Any
 
 from lowroll.config.document import Document, Path
 
-READ = (("model",), ("train", "teacher"), ("critic", "model"), ("sft", "data"))
+READ: tuple[Path, ...] = (
+    ("model",),
+    ("train", "teacher"),
+    ("critic", "model"),
+    ("sft", "data"),
+    ("rollout", "vllm", "python"),
+)
 ENVIRONMENTS = (("env",), ("eval", "env"))
 
 

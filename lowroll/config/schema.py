@@ -43,6 +43,7 @@ from lowroll.config.section import (
     Weights,
 )
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
+from lowroll.config.vllm import EngineName, VllmConfig, vllm_notes, vllm_problems
 from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
 from lowroll.quant.table import DEFAULT, is_dense
 
@@ -65,6 +66,8 @@ class RolloutConfig(Section):
     """How the engine samples. `weights` is the format of its linear weights; `dense` is the run's
     own dtype."""
 
+    engine: EngineName = "native"  # whose rollouts: lowroll's own engine's, or vLLM's
+    vllm: VllmConfig = VllmConfig()  # read by engine: vllm alone
     weights: Weights = DEFAULT
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens
@@ -357,6 +360,7 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
         kv_policy=rollout.cache.policy,
         kv_dtype=rollout.cache.kv_dtype,
         replayed=cfg.train.replay_kv,
+        engine=rollout.engine,
     )
 
 
@@ -388,6 +392,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from _batch_problems(cfg)
     yield from _stage_problems(cfg)
     yield from kv_problems(cfg.rollout.kv)
+    yield from vllm_problems(cfg)
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
         yield (
             (("rollout", "temp_scheduler"), ("rollout", "temperature")),
@@ -543,8 +548,13 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         )
     if cfg.train.forward == "aligned" and is_dense(rollout.weights):
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
-    cheap_cache = price.forgets or price.low_bit_cache
-    faithful = not (price.low_bit or price.truncated or price.noisy or cheap_cache)
+    if price.foreign and not price.low_bit and cfg.correction in ("none", "is"):
+        yield (
+            f"warning: rollouts of {price.engine} with correction {cfg.correction}: it rounds otherwise than the "
+            "learner, and that is not corrected; good for comparison only"
+        )
+    other = price.forgets or price.low_bit_cache or price.foreign
+    faithful = not (price.low_bit or price.truncated or price.noisy or other)
     if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
     if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
@@ -558,6 +568,7 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
     if cfg.train.replay_kv and not rollout.cache.evicts:
         yield "train.replay_kv: no effect without a rollout.kv.policy that drops keys"
+    yield from vllm_notes(rollout.engine, rollout.vllm)
     yield from eval_notes(cfg.eval)
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from stage_notes(cfg.stages, cfg.train.max_steps)

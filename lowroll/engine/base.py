@@ -59,6 +59,7 @@ class EngineStats:
     running: int  # samples that hold pages
     waiting: int  # samples that wait for pages
     tokens: int  # drawn since the engine was made
+    cache_used: int = 0  # tokens of the cache in pages that requests hold
 
 
 @dataclass(frozen=True)
@@ -160,4 +161,9 @@ class Engine(Protocol):
     def release(self) -> None:
         """Give the memory of the KV cache away until the next step. RuntimeError while requests are
         in flight."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds outside of this object: processes, connections, files. Nothing
+        else may be called then. Idempotent."""
         ...

@@ -22,9 +22,10 @@ the cheaper product for many (docs/benchmarks.md).
 Every tensor that a graph reads is allocated once: new weights are written in place, and the graphs
 stay valid.
 
-Requests with filters, penalties or bans, and those that ask for the likeliest tokens, need their
-logits on the way: they take one step at a time, through `engine.sampler`, and so do the rows beside
-them.
+Rows with filters, penalties or bans, and those that ask for the likeliest tokens, need their logits:
+the graph ends there, and the step goes on outside it, for them and the rows beside them, through
+`engine.sampler` where any needs that. Penalties and bans depend on the tokens before: rows beside
+such a row take one step at a time.
 
 Legend: B rows, P pages of a row, S steps, V vocabulary.
 """
@@ -37,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.engine.sampler import SamplingBatch, ranked, require_finite, sample, signed
+from lowroll.engine.sampler import Ranks, SamplingBatch, require_finite, sample, signed
 from lowroll.engine.sequence import Sequence
 from lowroll.kernels.launch import overlapping
 from lowroll.kernels.sampling.advance import advance
@@ -108,43 +109,35 @@ class Decoder:
 
     def run(
         self, sequences: list[Sequence], steps: int
-    ) -> tuple[list[list[int]], list[list[float]], list[list[tuple[int, float]] | None]]:
-        """Draw `steps` tokens of each sequence, one where rows are not `plain` or ask for the
-        likeliest tokens: (ids, log-probs), both [B, S], and what each row is told of those
-        (`sampler.ranked`).
+    ) -> tuple[list[list[int]], list[list[float]], list[list[list[tuple[int, float]]] | None]]:
+        """Draw `steps` tokens of each sequence, one where a row has penalties or bans: (ids,
+        log-probs), both [B, S], and what each row is told of the likeliest ones (`sampler.Ranks`).
 
         The pages of all steps are in place. ValueError when the model gives a row no distribution.
         """
         size = self.size(len(sequences))
         self._upload(sequences, size)
-        told: list[list[tuple[int, float]] | None] = [None] * len(sequences)
-        asked = any(s.request.top_logprobs for s in sequences)
-        if plain(sequences) and not asked:
+        rows = len(sequences)
+        ranks = Ranks(sequences)
+        if plain(sequences) and not ranks.asking:
             for _ in range(steps):
                 self._step(size, drawing=True)
-            tokens_SB, logprobs_SB = self.tokens_SB[:steps], self.logprobs_SB[:steps]
         else:
-            self._step(size, drawing=False)
-            tokens_B, logprobs_B = self._draw(sequences, self.logits[size][: len(sequences)])
-            tokens_SB, logprobs_SB = tokens_B[None], logprobs_B[None]
-            self._rows = []  # the device's rows do not have these tokens
-        tokens_SB = tokens_SB[:, : len(sequences)].cpu()
-        logprobs_SB = logprobs_SB[:, : len(sequences)].cpu()
+            params = None if plain(sequences) else self._params(sequences)
+            if params is not None and not params.steady:
+                steps = 1
+            for _ in range(steps):
+                self._step(size, drawing=False)
+                ranks.see(self.logits[size][:rows])
+                self._draw(rows, self.logits[size][:rows], params)
+        tokens_SB = self.tokens_SB[:steps, :rows].cpu()
+        logprobs_SB = self.logprobs_SB[:steps, :rows].cpu()
         if not all_finite(logprobs_SB):
             self._rows = []
             require_finite(logprobs_SB.t().amin(1).tolist())
         self._last = tokens_SB[-1].tolist()
-        if asked:
-            told = ranked(self.logits[size][: len(sequences)], sequences)
-        return tokens_SB.t().tolist(), logprobs_SB.t().tolist(), told
-
-    def _draw(self, sequences: list[Sequence], logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-        """A token of each sequence, with the bits that a step of them gives by itself."""
-        rows = len(sequences)
-        _, _, next_B, _, keys_B, _, _, _ = self.state[:, :rows].unbind()
-        if not plain(sequences):
-            return sample(logits_BV, self._params(sequences), next_B)
-        return draw(logits_BV, keys_B, next_B, self.temperature_B[:rows], self.greedy_B[:rows])
+        tokens_BS, logprobs_BS = tokens_SB.t().tolist(), logprobs_SB.t().tolist()
+        return tokens_BS, logprobs_BS, ranks.told(tokens_BS, logprobs_BS)
 
     def _params(self, sequences: list[Sequence]) -> SamplingBatch:
         if self._steady is None or self._steady[0] != sequences:
@@ -272,7 +265,7 @@ class Decoder:
 
     def _advance(self, size: int, drawing: bool) -> None:
         """One step of the first `size` rows, on the device alone."""
-        ids_B, pos_B, next_B, end_B, keys_B, _, slots_B, _ = self.state[:, :size].unbind()
+        ids_B, pos_B, _, _, _, _, slots_B, _ = self.state[:, :size].unbind()
         lengths_B = self.lengths_B[:size]
         if self.watcher is not None:
             slots_B = slots_B.masked_fill(lengths_B == 0, self.dead_slot)
@@ -288,21 +281,28 @@ class Decoder:
             if not drawing:
                 self.logits[size] = logits_BV
                 return
-            tokens_B, logprobs_B = draw(
-                logits_BV, keys_B, next_B, self.temperature_B[:size], self.greedy_B[:size]
-            )
-            advance(
-                tokens_B,
-                logprobs_B,
-                self.step_1,
-                self.tokens_SB,
-                self.logprobs_SB,
-                ids_B,
-                pos_B,
-                next_B,
-                end_B,
-                lengths_B,
-            )
+            self._draw(size, logits_BV, None)
+
+    def _draw(self, rows: int, logits_BV: Tensor, params: SamplingBatch | None) -> None:
+        """The end of a step of the first `rows` rows: draw, and move them on."""
+        ids_B, pos_B, next_B, end_B, keys_B, _, _, _ = self.state[:, :rows].unbind()
+        if params is None:
+            temperature_B, greedy_B = self.temperature_B[:rows], self.greedy_B[:rows]
+            tokens_B, logprobs_B = draw(logits_BV, keys_B, next_B, temperature_B, greedy_B)
+        else:
+            tokens_B, logprobs_B = sample(logits_BV, params, next_B)
+        advance(
+            tokens_B,
+            logprobs_B,
+            self.step_1,
+            self.tokens_SB,
+            self.logprobs_SB,
+            ids_B,
+            pos_B,
+            next_B,
+            end_B,
+            self.lengths_B[:rows],
+        )
 
 
 def plain(sequences: Collection[Sequence]) -> bool:

@@ -91,8 +91,10 @@ class NativeEngine:
     keep_dense: hold the dequantized matrices of a 4-bit format beside its codes (2 bytes a weight
     in bfloat16) for prompts and many rows; the weights are the same, and only time is saved (CUDA).
     record_evictions: rollouts say which keys a bounded cache dropped (`types.Evictions`).
-    lookahead: decode steps between two looks of the host, at which a token is seen and a request
-    gets in; None is the device's best for throughput (16 on CUDA). Tokens do not depend on it.
+    lookahead: decode steps between two looks of the host, at which tokens are seen and requests get
+    in, for requests that come one by one: prompts also run together, once in so many steps. None is
+    the device's best for requests that are there from the beginning (16 on CUDA). Tokens do not
+    depend on it.
     ValueError names the argument that is wrong.
     """
 
@@ -181,6 +183,7 @@ class NativeEngine:
             max_prefill_tokens=max_prefill_tokens,
             prefill_chunk=prefill_chunk,
             lookahead=lookahead or self.runner.lookahead,
+            gather=(lookahead or 1) - 1,
             eos_ids=self._eos_ids(),
             decode=decode,
             evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
@@ -292,7 +295,7 @@ class NativeEngine:
             raise
         for row in drawn:
             self.scheduler.policy = self.behavior.policy[-1 if row.large_batch else 0]
-            self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs, row.top)
+            self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs, row.tops)
             self._tokens += len(row.token_ids)
 
     def score(
@@ -392,6 +395,7 @@ class NativeEngine:
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             tokens=self._tokens,
+            cache_used=self.pool.num_used * self.pool.page_size,
         )
 
     @property
@@ -415,6 +419,9 @@ class NativeEngine:
         """Forget the pages of shared prompts. A prompt behind such pages runs in other pieces,
         which round otherwise: what comes next has the same bits as in a fresh engine."""
         self.pool.clear_prefixes()
+
+    def close(self) -> None:
+        """Nothing: its memory goes with it."""
 
     # -- weights -----------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lowroll.engine.decoder import MOST_STEPS, Decoder, plain
 from lowroll.engine.sampler import (
+    Ranks,
     SamplingBatch,
     likeliest,
-    ranked,
     require_finite,
     sample,
     signed,
@@ -40,13 +40,13 @@ MOST_COMPACTED = 64  # samples whose keys are scored and moved at a time
 @dataclass(frozen=True)
 class Run:
     """What a step drew for one sequence, in order, whether the second model did, and the likeliest
-    tokens of the one place of a request that asks for them."""
+    tokens at each place where the request asks for them."""
 
     sequence: Sequence
     token_ids: list[int]
     logprobs: list[float]
     large_batch: bool
-    top: list[tuple[int, float]] | None = None
+    tops: list[list[tuple[int, float]]] | None = None
 
 
 class Runner:
@@ -111,8 +111,8 @@ class Runner:
             tokens_BS, logprobs_BS, told = self.decoder.run(plan.decodes, plan.steps)
             large_batch = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
             drawn = [
-                Run(sequence, tokens[:most], logprobs[:most], large_batch, top)
-                for sequence, tokens, logprobs, most, top in zip(
+                Run(sequence, tokens[:most], logprobs[:most], large_batch, tops and tops[:most])
+                for sequence, tokens, logprobs, most, tops in zip(
                     plan.decodes, tokens_BS, logprobs_BS, plan.limits, told, strict=True
                 )
             ]
@@ -174,10 +174,14 @@ class Runner:
         tokens_B, logprobs_B = self._draw(logits_BV, sequences)
         logprobs = logprobs_B.tolist()
         require_finite(logprobs)
+        ranks = Ranks(sequences)
+        ranks.see(logits_BV)
+        tokens_B1, logprobs_B1 = [[i] for i in tokens_B.tolist()], [[logp] for logp in logprobs]
+        told = ranks.told(tokens_B1, logprobs_B1)
         return [
-            Run(sequence, [token], [logprob], self.large_batch_model is not None, top)
-            for sequence, token, logprob, top in zip(
-                sequences, tokens_B.tolist(), logprobs, ranked(logits_BV, sequences), strict=True
+            Run(sequence, ids, logps, self.large_batch_model is not None, tops)
+            for sequence, ids, logps, tops in zip(
+                sequences, tokens_B1, logprobs_B1, told, strict=True
             )
         ]
 

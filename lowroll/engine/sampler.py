@@ -20,11 +20,12 @@ temperature 1 after 1 and 2: the draw itself has log-prob 0, which says nothing.
 Noise is that of `kernels.sampling.draw`: a row's uniform is u(key, position), key =
 `request.noise_key`, and does not depend on the batch, the device or the past.
 
-Nothing here but `ranked` waits for the device. A row without a distribution (NaN or +inf logits, or nothing but
+Nothing here but `Ranks.told` waits for the device. A row without a distribution (NaN or +inf logits, or nothing but
 -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an error once the numbers are
 on the host.
 
-Shapes: B rows, V vocabulary, R filtered rows, K likeliest tokens, C rows of a piece.
+Shapes: B rows, V vocabulary, R filtered rows, A rows that ask, K likeliest tokens,
+C rows of a piece.
 """
 
 from __future__ import annotations
@@ -156,25 +157,61 @@ def _order(logp_CV: Tensor, most: int) -> Tensor:
     return (rising_CV.long() << 32 | last_V).topk(most, dim=-1).indices
 
 
-def ranked(logits_BV: Tensor, sequences: list[Sequence]) -> list[list[tuple[int, float]] | None]:
-    """For each row that asks (`Request.top_logprobs`) the likeliest tokens of the distribution that
-    its next token is drawn from; None for the others.
+class Ranks:
+    """The likeliest tokens at the next places of the rows that ask (`Request.top_logprobs`): of the
+    distribution that each draws from, and without what a filter or a ban forbids.
 
-    What a filter or a ban forbids is not among them. Waits for the device.
+    `see` is called with the logits of each step and waits for nothing, as long as the rows' batch is
+    `steady`; `told` waits for the device.
     """
-    found: list[list[tuple[int, float]] | None] = [None] * len(sequences)
-    asking = [i for i, s in enumerate(sequences) if s.request.top_logprobs]
-    for first in range(0, len(asking), RANKED_ROWS):
-        some = asking[first : first + RANKED_ROWS]
-        rows = [sequences[i] for i in some]
-        logits_CV = logits_BV[torch.tensor(some, device=logits_BV.device)]
-        params = SamplingBatch.of(rows, logits_BV.shape[-1], logits_BV.device)
-        most = max(s.request.top_logprobs for s in rows)
-        ids_CK, logp_CK = likeliest(distribution(logits_CV, params), most)
-        for i, ids, logp in zip(some, ids_CK.tolist(), logp_CK.tolist(), strict=True):
-            pairs = list(zip(ids, logp, strict=True))[: sequences[i].request.top_logprobs]
-            found[i] = [pair for pair in pairs if pair[1] > -math.inf]
-    return found
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.asking = [i for i, s in enumerate(sequences) if s.top_logprobs is not None]
+        self._sequences = sequences
+        self._batch: tuple[Tensor, SamplingBatch] | None = None  # rows [A], and how they draw
+        self._steps: list[tuple[Tensor, Tensor]] = []  # ids and log-probs [A, K]
+
+    def see(self, logits_BV: Tensor) -> None:
+        """Rank the tokens of one step."""
+        if not self.asking:
+            return
+        if self._batch is None:
+            device = logits_BV.device
+            rows = [self._sequences[i] for i in self.asking]
+            params = SamplingBatch.of(rows, logits_BV.shape[-1], device)
+            self._batch = torch.tensor(self.asking, device=device), params
+        rows_A, params = self._batch
+        logp_AV = distribution(logits_BV[rows_A], params)
+        most = max(self._sequences[i].request.top_logprobs for i in self.asking)
+        self._steps.append(likeliest(logp_AV, most))
+
+    def told(
+        self, tokens_BS: list[list[int]], logprobs_BS: list[list[float]]
+    ) -> list[list[list[tuple[int, float]]] | None]:
+        """For each row its pairs of id and log-prob at each step, None for a row that does not ask.
+
+        Of the token that was drawn there it is the log-prob that was recorded, which on a GPU another
+        kernel has summed: they are one number.
+        """
+        found: list[list[list[tuple[int, float]]] | None] = [None] * len(tokens_BS)
+        if not self.asking:
+            return found
+        ids_ASK, logp_ASK = (torch.stack(one, 1).tolist() for one in zip(*self._steps, strict=True))
+        for i, ids_SK, logp_SK in zip(self.asking, ids_ASK, logp_ASK, strict=True):
+            most = self._sequences[i].request.top_logprobs
+            drawn = zip(ids_SK, logp_SK, tokens_BS[i], logprobs_BS[i], strict=True)
+            found[i] = [_pairs(*place, most=most) for place in drawn]
+        return found
+
+
+def _pairs(
+    ids: list[int], logps: list[float], token: int, logprob: float, most: int
+) -> list[tuple[int, float]]:
+    return [
+        (i, logprob if i == token else logp)
+        for i, logp in zip(ids[:most], logps[:most], strict=True)
+        if logp > -math.inf
+    ]
 
 
 def require_finite(logprobs: Collection[float]) -> None:

@@ -28,6 +28,10 @@ reserve lapses when the sample ends. Only the oldest group can have samples that
 nothing but its prompt, which they need anyway. So when all others have ended, one more sample
 always fits: no deadlock. A group larger than the cache or than `max_batch` simply enters in waves.
 
+Rows that decode wait while a prompt runs, and one short prompt takes as long as several. Where
+requests come one by one (`gather`), prompts run together, once in so many steps of the rows; one
+that has begun goes on, and as many as fill a step are not held.
+
 Concurrency: one thread calls everything. `abort` may come when the plan has run and before its
 commits; those that follow for an ended sequence are ignored. Before the run it may not: it takes
 the pages that the plan's sequences list.
@@ -43,6 +47,7 @@ from dataclasses import replace
 from lowroll.engine.base import Drawn
 from lowroll.engine.request import noise_key, sampler_settings
 from lowroll.engine.sequence import Compaction, LiveGroup, Plan, PrefillChunk, Sequence
+from lowroll.engine.stops import stop_reason
 from lowroll.kv.pages import PagePool, page_keys
 from lowroll.kv.policy.base import CachePolicy, footprint, num_pages, prompt_slot
 from lowroll.kv.policy.dense import DENSE
@@ -55,7 +60,8 @@ class Scheduler:
     kv: the cache policy. max_batch: slots, i.e. samples admitted at once. max_prefill_tokens:
     prompt tokens of one step (a single chunk may exceed it, so that every prompt can run).
     prefill_chunk: longest chunk of a prompt in one step, None for whole prompts. lookahead: most
-    steps that decode rows take between two plans, when no prompt waits for its turn. behavior: how
+    steps that decode rows take between two plans, when no prompt waits for its turn. gather: steps
+    that decode rows take before other prompts run, 0 for none. behavior: how
     tokens are drawn now; its last policy span names the weights. decode: token ids to text, needed
     for stop strings only. evictions: what the cache of the sample in a slot has dropped (of slot
     None: nothing yet), for its rollout; None where that is not recorded.
@@ -71,6 +77,7 @@ class Scheduler:
         max_prefill_tokens: int,
         prefill_chunk: int | None = None,
         lookahead: int = 1,
+        gather: int = 0,
         eos_ids: Iterable[int] = (),
         decode: Callable[[list[int]], str] | None = None,
         evictions: Callable[[int | None], Evictions] | None = None,
@@ -89,6 +96,7 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens
         self.prefill_chunk = prefill_chunk
         self.lookahead = lookahead
+        self.gather = gather
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
         self.evictions = evictions
@@ -99,6 +107,7 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}  # admitted samples, in order of admission
         self._free_slots = list(reversed(range(max_batch)))
         self._begun: list[int] = []  # slots of the leaders that were admitted since the last plan
+        self._steps = 0  # of decode rows, since prompts ran
         self._through: list[LiveGroup] = []  # groups whose prompt has ended since the last plan
         self._finished: list[tuple[int, Group]] = []
         self._next_handle = 0
@@ -212,9 +221,9 @@ class Scheduler:
         tokens' K/V go to."""
         compactions = self._compact_all()
         self._admit()
-        prefills = self._plan_prefills()
         # of the others the prompt is running
         rows = [sequence for sequence in self._running if sequence.token_ids]
+        prefills = self._plan_prefills() if not rows or self._prompts_are_due() else []
         forks, copies = self._fork_all(rows)
         # half as many while others wait for rows that end
         most = max(1, self.lookahead // 2) if self._waiting else self.lookahead
@@ -227,6 +236,7 @@ class Scheduler:
             if missing > 0:
                 sequence.pages += self.pool.allocate(missing)
                 self._reserve(sequence, sequence.reserved_pages - missing)
+        self._steps = 0 if prefills else self._steps + steps
         begun, self._begun = self._begun, []
         return Plan(compactions, forks, copies, rows, steps, limits, begun, prefills)
 
@@ -261,7 +271,7 @@ class Scheduler:
             self._start(sequence)
         else:
             sequence.cached_len += 1  # the key of the token before, from which this one was drawn
-        stop = self._stop_reason(sequence)
+        stop = stop_reason(sequence, self.decode)
         if stop is not None:
             self._finish(sequence, "stop", stop)
         elif len(sequence.token_ids) == sequence.request.max_tokens:
@@ -272,10 +282,9 @@ class Scheduler:
         sequence: Sequence,
         token_ids: list[int],
         logprobs: list[float],
-        top: list[tuple[int, float]] | None = None,
+        tops: list[list[tuple[int, float]]] | None = None,
     ) -> None:
-        """`commit` of several tokens; those behind the end of the sample are dropped. A request
-        that asks for the likeliest tokens takes one step at a time: `top` is of one token."""
+        """`commit` of several tokens; those behind the end of the sample are dropped."""
         group = sequence.group
         may_end = (
             sequence.finish_reason is not None
@@ -283,13 +292,16 @@ class Scheduler:
             or len(token_ids) >= sequence.num_left
             or not set(token_ids).isdisjoint(group.stop_ids)
         )
-        self.commit(sequence, token_ids[0], logprobs[0], top)
+        self.commit(sequence, token_ids[0], logprobs[0], None if tops is None else tops[0])
         if may_end:
-            for token_id, logprob in zip(token_ids[1:], logprobs[1:], strict=True):
-                self.commit(sequence, token_id, logprob)
+            for i in range(1, len(token_ids)):
+                top = None if tops is None else tops[i]
+                self.commit(sequence, token_ids[i], logprobs[i], top)
             return
         sequence.token_ids += token_ids[1:]
         sequence.logprobs += logprobs[1:]
+        if tops is not None and sequence.top_logprobs is not None:
+            sequence.top_logprobs += tops[1:]
         sequence.cached_len += len(token_ids) - 1
 
     def _start(self, sequence: Sequence) -> None:
@@ -486,6 +498,13 @@ class Scheduler:
 
     # -- prefill -----------------------------------------------------------------------------------
 
+    def _prompts_are_due(self) -> bool:
+        """Whether prompts run in this step, though rows wait for them."""
+        if self._steps >= self.gather or any(group.num_prefilled for group in self._prefilling):
+            return True
+        tokens = sum(len(group.request.prompt_ids) for group in self._prefilling)
+        return tokens >= self.max_prefill_tokens
+
     def _plan_prefills(self) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
         budget = self.max_prefill_tokens
@@ -517,24 +536,6 @@ class Scheduler:
             self.pool.publish(group.leader.pages[: len(keys)], keys)
 
     # -- the end of a sample -----------------------------------------------------------------------
-
-    def _stop_reason(self, sequence: Sequence) -> int | str | None:
-        """The stop id or stop string that the last token completed, if it may stop here.
-
-        No stop lies within the first `min_tokens` tokens: ids are banned there, and text is matched
-        behind them.
-        """
-        request = sequence.request
-        if len(sequence.token_ids) <= request.min_tokens:
-            return None
-        if sequence.last_token in sequence.group.stop_ids:
-            return sequence.last_token
-        if request.stop_strings:
-            assert self.decode is not None
-            num_chars = max(len(text) for text in request.stop_strings)
-            tail = _decode_tail(self.decode, sequence.token_ids, request.min_tokens, num_chars)
-            return next((text for text in request.stop_strings if text in tail), None)
-        return None
 
     def _finish(
         self, sequence: Sequence, reason: FinishReason, stop: int | str | None = None
@@ -611,21 +612,3 @@ def behavior_salt(behavior: BehaviorTag) -> bytes:
             behavior.noise_sigma,
         )
     ).encode()
-
-
-def _decode_tail(
-    decode: Callable[[list[int]], str], token_ids: list[int], start: int, num_chars: int
-) -> str:
-    """The end of the text of token_ids[start:], its last `num_chars` characters as if all of it had
-    been decoded.
-
-    Decoding from the middle can spoil the first characters (a split UTF-8 sequence, a stripped
-    space): hence the 4.
-    """
-    window = num_chars + 4
-    while True:
-        first = max(start, len(token_ids) - window)
-        text = decode(token_ids[first:])
-        if len(text) >= num_chars + 4 or first == start:
-            return text
-        window *= 2

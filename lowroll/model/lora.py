@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -150,11 +150,15 @@ def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
 
     input_scale: the s of a base whose norms were scaled (`model.scaling`): the adapters behind a
     norm read s x there, so s goes into their A, and what comes out fits the base as it was."""
-    tensors: dict[str, Tensor] = {}
-    for name, p in _named(model):
-        scaled = input_scale != 1 and name.endswith(_BEHIND_A_NORM)
-        tensors[name] = p.detach() * input_scale if scaled else p.detach()
-    return tensors
+    return unscaled({name: p.detach() for name, p in _named(model)}, input_scale)
+
+
+def unscaled(tensors: Mapping[str, Tensor], input_scale: float) -> dict[str, Tensor]:
+    """An adapter's tensors for the base as it was, of those for a base that carries s."""
+    return {
+        name: tensor * input_scale if input_scale != 1 and name.endswith(_BEHIND_A_NORM) else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -228,27 +232,41 @@ def write(
     is `model.card`'s. revision: the commit of a base on the hub."""
     from lowroll.model import base as bases
 
-    adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
-    parts = {part for adapter in adapters for part in adapter.a}
+    alpha = next(linear.adapter.alpha for _, linear in model.linears() if linear.adapter)
+    write_tensors(state(model, input_scale), target, alpha, _absolute(base), revision)
+    bases.write(bases.of(model, input_scale), target)
+    copy_tokenizer(tokenizer_from, target)
+
+
+def write_tensors(
+    tensors: Mapping[str, Tensor],
+    target: Path,
+    alpha: float,
+    base: str,
+    revision: str | None = None,
+) -> None:
+    """Write an adapter's tensors under PEFT's names, and the config that goes with them, into an
+    existing folder. ValueError when they are no adapter's."""
+    ranks = {t.shape[0] for name, t in tensors.items() if name.endswith(".lora_A.weight")}
+    parts = {name.split(".")[-3] for name in tensors}
+    if len(ranks) != 1 or not parts <= set(TARGETS):
+        raise ValueError(f"{some(tensors)}: not the tensors of an adapter of one rank")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "r": adapters[0].rank,
-        "lora_alpha": adapters[0].alpha,
+        "r": ranks.pop(),
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": [part for part in TARGETS if part in parts],
-        "base_model_name_or_path": _absolute(base),
+        "base_model_name_or_path": base,
     }
     config |= {} if revision is None else {"revision": revision}
     (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(
-        state(model, input_scale), target / "adapter_model.safetensors", metadata={"format": "pt"}
-    )
-    bases.write(bases.of(model, input_scale), target)
-    copy_tokenizer(tokenizer_from, target)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, target / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _absolute(base: str) -> str:

@@ -87,15 +87,14 @@ def plan(
     """The memory of a run of `lowroll grpo`. model: its shapes, on the meta device. beside: those
     of the frozen models and the critic, by name."""
     train = cfg.train
-    kv = caches.policy(cfg)
     free = free_memory(compute.device)
     format = compute.format(cfg.rollout.weights)
-    dtype = get_format(format).dtype or compute.dtype
+    own = cfg.rollout.engine == "native"
     parts = learner(cfg, compute, model)
-    parts["rollouts' weights"] = _engine(cfg, compute, model, format)
+    parts["rollouts' weights"] = _engine(cfg, compute, model, format) if own else 0
     if train.weight_metrics and train.lora:
         parts["what weights/* compares with"] = MASTER * adapter_size(cfg, model)
-    elif train.weight_metrics:
+    elif train.weight_metrics and own:
         before = linear_size(model) * compute.dtype.itemsize
         parts["what weights/* compares with"] = before + linear_bytes(model, format)
     for name, other in beside.items():
@@ -103,6 +102,26 @@ def plan(
         parts[name] = size * compute.dtype.itemsize
         if name == "critic":
             parts[name] += _learning(size, compute, "adamw")
+    tokens = 0
+    if own:
+        tokens = _cache(cfg, compute, model, workloads, parts, free)
+    batches = [work.groups * work.n * (work.prompt + work.response) for work in workloads]
+    longest = max(batches, default=1 << 62)
+    working = activations(cfg, compute, model, longest)
+    return Budget(parts, working, free, str(compute.device), tokens)
+
+
+def _cache(
+    cfg: RunConfig,
+    compute: Compute,
+    model: Transformer,
+    workloads: Sequence[Workload],
+    parts: dict[str, int],
+    free: int | None,
+) -> int:
+    """Tokens of the KV cache; it and its policy's state join the parts."""
+    kv = caches.policy(cfg)
+    dtype = get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype
     each = storage(cfg.rollout.cache.kv_dtype).bytes_per_token(model.spec, dtype)
     left = UNKNOWN_FREE if free is None else free
     left -= parts["learner's weights"] + parts["rollouts' weights"]
@@ -118,10 +137,7 @@ def plan(
     )
     parts["KV cache"] = tokens * each
     parts["its policy's state"] = state
-    batches = [work.groups * work.n * (work.prompt + work.response) for work in workloads]
-    longest = max(batches, default=1 << 62)
-    working = activations(cfg, compute, model, longest)
-    return Budget(parts, working, free, str(compute.device), tokens)
+    return tokens
 
 
 def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int) -> Budget:

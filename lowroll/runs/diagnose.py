@@ -32,6 +32,7 @@ what is looked for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from torch import Tensor
 
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig
-from lowroll.engine.base import Capabilities
+from lowroll.engine.base import Capabilities, Engine
 from lowroll.kv.capacity import Workload
 from lowroll.kv.saving import saving
 from lowroll.model.scoring import score
@@ -55,7 +56,7 @@ from lowroll.runs.build import engines, environments, models, orchestrator, prom
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.monitor import fallen_to
 from lowroll.trainer.state import restore_weights
-from lowroll.types import Request
+from lowroll.types import Request, Rollout
 from lowroll.weights import aligned
 
 CAUSES = ("weights", "kernels", "kv", "staleness")
@@ -191,7 +192,41 @@ def diagnose(
     longest = max((len(request.prompt_ids) for request in requests), default=1)
     work = Workload(len(requests), n, longest, cfg.rollout.max_tokens)
     format = compute.format(weights)
-    engine = engines.make(cfg, compute, model, chat, weights, [work])
+    temperature = cfg.rollout.temperature
+    with closing(engines.make(cfg, compute, model, chat, weights, [work])) as engine:
+        able = engine.capabilities
+        rows, prefill = _drawn(engine, requests, temperature)
+    sequences = [ids + rollout.token_ids for ids, rollout in rows]
+    lengths = [len(ids) for ids, _ in rows]
+
+    def learner() -> Tensor:
+        return torch.cat(score(model, sequences, lengths, temperature)).cpu()
+
+    points = {
+        "decode": torch.tensor([p for _, rollout in rows for p in rollout.logprobs]),
+        "prefill": prefill,
+    }
+    _align(model, format)
+    points["aligned"] = learner()
+    with aligned.suspended(model):
+        points["dense"] = learner()
+    sizes = torch.tensor([len(rollout.token_ids) for _, rollout in rows])
+    responses = [(len(ids), len(rollout.token_ids)) for ids, rollout in rows]
+    evictions = saving(able.kv, responses)["evictions"]
+    parts, whole = attribute(
+        points,
+        torch.arange(len(rows)).repeat_interleave(sizes),
+        blames_kv=evictions > 0 or able.kv_dtype is not None,
+    )
+    notes += _cache_notes(able, evictions)
+    return Diagnosis(str(run or cfg.model), format, int(sizes.sum()), parts, whole, tuple(notes))
+
+
+def _drawn(
+    engine: Engine, requests: list[Request], temperature: float
+) -> tuple[list[tuple[list[int], Rollout]], Tensor]:
+    """The rollouts with their prompts, and the engine's own scores of all their tokens. ValueError
+    when there is none."""
     if not engine.capabilities.scores:
         raise ValueError("diagnose: this engine cannot score given tokens")
     rows = [
@@ -204,30 +239,7 @@ def diagnose(
         raise ValueError("diagnose: no token was drawn")
     sequences = [ids + rollout.token_ids for ids, rollout in rows]
     lengths = [len(ids) for ids, _ in rows]
-    temperature = cfg.rollout.temperature
-
-    def learner() -> Tensor:
-        return torch.cat(score(model, sequences, lengths, temperature)).cpu()
-
-    points = {
-        "decode": torch.tensor([p for _, rollout in rows for p in rollout.logprobs]),
-        "prefill": torch.cat(engine.score(sequences, lengths, temperature)),
-    }
-    _align(model, format)
-    points["aligned"] = learner()
-    with aligned.suspended(model):
-        points["dense"] = learner()
-    sizes = torch.tensor([len(rollout.token_ids) for _, rollout in rows])
-    able = engine.capabilities
-    responses = [(len(ids), len(rollout.token_ids)) for ids, rollout in rows]
-    evictions = saving(able.kv, responses)["evictions"]
-    parts, whole = attribute(
-        points,
-        torch.arange(len(rows)).repeat_interleave(sizes),
-        blames_kv=evictions > 0 or able.kv_dtype is not None,
-    )
-    notes += _cache_notes(able, evictions)
-    return Diagnosis(str(run or cfg.model), format, int(sizes.sum()), parts, whole, tuple(notes))
+    return rows, torch.cat(engine.score(sequences, lengths, temperature))
 
 
 def _align(model: Transformer, format: str) -> None:

@@ -23,7 +23,7 @@ from lowroll.orchestrator.evaluate import evaluate as evaluate_env
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.rollouts import RolloutEngine
-from lowroll.weights.update import WeightUpdate
+from lowroll.runs.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,11 @@ def evaluate(
     rollout.weights or, where that is not set, the low-bit format that the model holds. `kv` are
     caches; without any they are dense and rollout.kv. All see the same prompts and the same seeds,
     caches that keep every key first: the first one's tokens are the size of all. A run with stages
-    is evaluated at the lengths of its last one.
+    is evaluated at the lengths of its last one. lowroll's own engine answers, also for a run whose
+    rollouts are vLLM's; `evaluate_server` asks another.
     """
     weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
-    cfg = cfg.resolved().at(cfg.train.max_steps)
+    cfg = engines.with_engine(cfg.resolved().at(cfg.train.max_steps), "native")
     own = cfg.rollout.cache
     distinct = {cache.name: cache for cache in kv or (own.another("dense"), own)}
     caches = sorted(distinct.values(), key=lambda cache: cache.evicts)
@@ -54,7 +55,7 @@ def evaluate(
     chosen = cfg.eval.env or cfg.env
     envs = environments.make(chosen, cfg.seed)
     work = [engines.eval_workload(cfg, model.spec, chat, envs)]
-    rows = []
+    rows: list[dict[str, Any]] = []
     with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
         for cache, name in product(caches, weights):
             cfg = _under(cfg, cache)
@@ -62,30 +63,57 @@ def evaluate(
             cfg = engines.with_cache(cfg, engine.stats().cache_tokens)  # the same for all
             most = min(prompts.longest(_under(cfg, one), model.spec) for one in caches)
             prompts.check(cfg, model.spec, chat, envs, "test")
-            for env in envs.values():
-                began = time.monotonic()
-                metrics = evaluate_env(
-                    env,
-                    engine,
-                    scorer,
-                    chat,
-                    num_examples=cfg.eval.num_examples,
-                    rollouts_per_example=cfg.eval.rollouts_per_example,
-                    sampling=orchestrator.eval_sampling(cfg),
-                    seed=cfg.seed,
-                    max_prompt_tokens=most,
-                    on_phase=on_phase,
-                )
-                short = {key.rsplit("/", 1)[1]: value for key, value in metrics.items()}
-                rows.append(
-                    {
-                        "env": env.name,
-                        "weights": compute.format(name),
-                        "kv": cache.name,
-                        **short,
-                        "seconds": time.monotonic() - began,
-                    }
-                )
+            about = {"weights": compute.format(name), "kv": cache.name}
+            rows += _rows(cfg, envs, engine, scorer, chat, most, about, on_phase)
+    return rows
+
+
+def evaluate_server(cfg: RunConfig, server: Server) -> list[dict[str, Any]]:
+    """One row an environment of what a server serves, with its address and the model's name; drawn
+    as `evaluate` draws. ValueError when its context leaves no room for a response."""
+    cfg = cfg.resolved().at(cfg.train.max_steps)
+    context = server.engine.capabilities.context_length
+    most = context - cfg.rollout.max_tokens
+    if most < 1:
+        raise ValueError(
+            f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in the "
+            f"context of {server.url}, {context} tokens"
+        )
+    chosen = cfg.eval.env or cfg.env
+    envs = environments.make(chosen, cfg.seed)
+    about = {"server": server.url, "model": server.model}
+    with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
+        return _rows(cfg, envs, server.engine, scorer, server.chat, most, about, on_phase)
+
+
+def _rows(
+    cfg: RunConfig,
+    envs: Mapping[str, Environment],
+    engine: Engine,
+    scorer: ScorerPool,
+    chat: ChatTokenizer,
+    max_prompt_tokens: int,
+    about: Mapping[str, str],
+    on_phase: PhaseProgress | None,
+) -> list[dict[str, Any]]:
+    """A row an environment: its numbers, and `about` what answered."""
+    rows = []
+    for env in envs.values():
+        began = time.monotonic()
+        metrics = evaluate_env(
+            env,
+            engine,
+            scorer,
+            chat,
+            num_examples=cfg.eval.num_examples,
+            rollouts_per_example=cfg.eval.rollouts_per_example,
+            sampling=orchestrator.eval_sampling(cfg),
+            seed=cfg.seed,
+            max_prompt_tokens=max_prompt_tokens,
+            on_phase=on_phase,
+        )
+        short = {key.rsplit("/", 1)[1]: value for key, value in metrics.items()}
+        rows.append({"env": env.name, **about, **short, "seconds": time.monotonic() - began})
     return rows
 
 
@@ -133,7 +161,7 @@ class Evaluations:
         engine = self.rollouts.engine
         noisy = engine.behavior.noise_sigma > 0
         if noisy:
-            engine.update_weights(WeightUpdate.local(self.rollouts.model, version))
+            self.rollouts.clean(version)
         metrics = held_out(
             now,
             self.envs,
@@ -144,7 +172,7 @@ class Evaluations:
             max_prompt_tokens=prompts.longest(now, self.rollouts.model.spec),
             on_phase=self.on_phase,
         )
-        engine.reset_prefix_cache()  # a resumed run has none of their pages
+        self.rollouts.forget()  # a resumed run has none of their pages
         if noisy:
             self.rollouts.update(version)
         return metrics | {"time/eval": time.monotonic() - began}

@@ -8,7 +8,8 @@ async level 0.
 The run folder holds config.yaml, metrics.jsonl (a record a step), rollouts/ (every token, log-prob
 and reward), checkpoints/, logs/, report material, and final/ (the trained model or adapter). A
 checkpoint holds both halves, the learner's and the orchestrator's, in one commit, so a resumed run
-repeats the uninterrupted one bit for bit.
+repeats the uninterrupted one bit for bit; with rollouts of vLLM it goes on from the same state, and
+draws other tokens (docs/usage.md).
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class Run:
         self.home = home
         self.checkpoints = Checkpointing(home, resume)
         self.compute = Compute.of(given)
+        engines.check(given)
         self.model = models.learner(given, self.compute)
         base = digest(self.model)
         spec = self.model.spec
@@ -138,6 +140,7 @@ class Run:
             partial(engines.workloads, given, spec, chat, envs, eval_envs),
             self.checkpoints.cache_tokens,
         )
+        stack.callback(self.rollouts.close)
         self.cfg = cfg = self.rollouts.cfg
         prompts.check_stages(cfg, spec)
         prompts.check(cfg, spec, chat, envs)
@@ -252,8 +255,7 @@ class Run:
 
     def checkpoint(self, step: int) -> None:
         """Both halves of the run after `step`, in one atomic folder."""
-        cache_tokens = self.rollouts.engine.stats().cache_tokens
-        self.checkpoints.save(step, self._state, cache_tokens=cache_tokens)
+        self.checkpoints.save(step, self._state, cache_tokens=self.rollouts.cache_tokens)
 
     def _state(self) -> tuple[Tensors, State]:
         tensors, state = self.trainer.state()

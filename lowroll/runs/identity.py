@@ -40,6 +40,7 @@ MAY_CHANGE = (
     "guard",
     "force",
     "rollout.release_cache",
+    "rollout.vllm",
     "dapo.no_signal",
 )
 # may change too, after a run that ended because it found no signal

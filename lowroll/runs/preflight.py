@@ -61,6 +61,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
     chat = found.attempt(lambda: models.tokenizer(cfg.model)) if model else None
+    found.attempt(lambda: engines.check(cfg))
     found.attempt(lambda: child.check_count(cfg.score.workers))
     envs = _environments(cfg, cfg.env, found)
     held_out = _environments(cfg, cfg.eval.env, found) if cfg.eval.env else envs
@@ -77,6 +78,8 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         return found
     beside = found.attempt(lambda: _beside(cfg, compute, model, chat))
     works = found.attempt(lambda: _workloads(cfg, model, chat, envs, held_out))
+    if cfg.rollout.engine != "native":
+        found.lines.append(_vllm_memory(cfg, compute))
     if beside is not None and works is not None:
         _budget(found, found.attempt(lambda: budget.plan(cfg, compute, model, works, beside)))
     return found
@@ -227,6 +230,15 @@ def _has_tests(env: Environment) -> None:
             f"eval: environment {env.name!r} has no test split; set its test_path, or "
             f"eval.interval: null"
         )
+
+
+def _vllm_memory(cfg: RunConfig, compute: Compute) -> str:
+    """What is known of it before it is started."""
+    vllm = cfg.rollout.vllm
+    told = f"rollouts by {vllm.words}, whose memory is its own"
+    if vllm.url is None and compute.device.type == "cuda":
+        told += f": {vllm.gpu_memory_utilization:.0%} of each of its GPUs"
+    return told
 
 
 def _settings(cfg: RunConfig) -> None:

@@ -1,5 +1,5 @@
-"""The engine of a run in one process: made for what the run will ask of it, brought to the
-learner's version after every step, replaced when the guard falls back to another format."""
+"""The engine of a run: made for what the run will ask of it, brought to the learner's version after
+every step, replaced when the guard falls back to another format, closed at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowroll.runs.build import engines, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.types import Batch, Group, Request
 from lowroll.weights.aligned import realign
-from lowroll.weights.noise import share
+from lowroll.weights.noise import Noise, share
 from lowroll.weights.update import WeightUpdate
 from lowroll.weights.watch import AdapterWatch, WeightWatch
 
@@ -51,9 +51,20 @@ class RolloutEngine:
             self.engine = engines.make(cfg, compute, model, chat, workloads=workloads())
         else:
             self.engine = self._with_cache(cfg, cache_tokens)
-        self.cfg = engines.with_cache(cfg, self.engine.stats().cache_tokens)
+        self.cfg = cfg
+        self.cfg = engines.with_cache(cfg, self.cache_tokens)
         self.noise = trainer.noise(cfg)
         self.watch = self._watch()
+
+    def close(self) -> None:
+        """The end of the engine, wherever it runs."""
+        self.engine.close()
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """Of the KV cache; None of one that is not lowroll's own."""
+        own = self.cfg.rollout.engine == "native"
+        return self.engine.stats().cache_tokens if own else None
 
     def _with_cache(self, cfg: RunConfig, cache_tokens: int) -> Engine:
         cfg = engines.with_cache(cfg, cache_tokens)
@@ -77,9 +88,22 @@ class RolloutEngine:
         """Weights and noise of a version for the engine; the noise for the learner too, when they
         share it."""
         noise = None if self.noise is None else self.noise.at(version)
-        self.engine.update_weights(WeightUpdate.local(self.model, version, noise))
+        self.engine.update_weights(self._update(version, noise))
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, noise)
+
+    def clean(self, version: int) -> None:
+        """The weights of a version without its noise, for an evaluation."""
+        self.engine.update_weights(self._update(version))
+
+    def forget(self) -> None:
+        """Draw what comes next with the bits of a fresh engine, where the engine has such a
+        thing."""
+        if self.cfg.rollout.engine == "native":
+            self.engine.reset_prefix_cache()
+
+    def _update(self, version: int, noise: Noise | None = None) -> WeightUpdate:
+        return engines.update(self.cfg, self.model, version, noise)
 
     def metrics(self, version: int, batch: Batch) -> dict[str, float]:
         """How the rollouts of a version are drawn; where a policy bounds their caches, what that
@@ -99,6 +123,7 @@ class RolloutEngine:
         cfg = self.cfg
         if cfg.train.forward == "aligned":
             realign(self.model, self.compute.format(weights))
+        self.engine.close()
         del self.engine, self.watch
         gc.collect()  # the engine and its scheduler hold each other
         try:

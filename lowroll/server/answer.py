@@ -78,6 +78,8 @@ async def stream(
         except (EngineFailed, Stalled):
             told = f"the engine could not finish request {request[REQUEST_ID]}"
             await events.send(error_body(told, 500))
+        except ConnectionResetError:
+            return events.response  # nobody is there: leaving the block ends what is left
         await events.end()
         return events.response
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from lowroll.engine.request import MAX_SEED
 from lowroll.server.body import Answered, Message, Sampling, stops
 from lowroll.server.errors import Refused
 from lowroll.server.serving import Serving
@@ -24,6 +23,7 @@ NAMES = {
     "id": "request_id",
     "top_logprobs": "logprobs",
 }
+_SEED_BITS = 53  # what every reader of JSON keeps
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def engine_request(
         stop_ids=tuple(body.stop_token_ids),
         stop_strings=stops(body),
         ignore_eos=body.ignore_eos,
-        seed=secrets.randbelow(MAX_SEED) if body.seed is None else body.seed,
+        seed=secrets.randbits(_SEED_BITS) if body.seed is None else body.seed,
         id=request_id,
         top_logprobs=top_logprobs,
     )

@@ -21,7 +21,7 @@ UPDATING: web.AppKey[asyncio.Lock] = web.AppKey("updating", asyncio.Lock)
 
 async def pause(request: web.Request) -> web.Response:
     """`POST /pause?mode=keep`: stop drawing (`EngineLoop.pause`). 409 beside another pause
-    that waits, or when a resume or a pause that keeps comes first."""
+    that waits, or when a resume or another pause comes first."""
     mode = _mode(request)
     try:
         await request.app[SERVING].loop.pause(mode)

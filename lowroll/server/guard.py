@@ -42,8 +42,9 @@ _BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)  # its response has
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGE = 1 << 16  # bytes of a body from which on it is read in a thread of its own
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# strings as a whole, so that brackets in them do not count
-_NESTING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_ALIKE = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def guard(routes: Routes, tokens: Tokens, hosts: frozenset[str] | None) -> Middl
         path = "" if resource is None else resource.canonical
         # what has no route is hidden behind the token too
         access = routes[request.method, path][0] if (request.method, path) in routes else "token"
-        counted = access == "token"
+        counted = access == "token" and request.method == "POST"
         open_requests += counted
         try:
             _check_headers(request, serving.limits)
@@ -122,7 +123,7 @@ def parse(body: bytes, depth: int) -> dict[str, Any]:
     """The object that a body holds. Refused as `read_json` says."""
     try:
         text = body.decode()
-        if _nesting(text, depth) > depth:
+        if _too_deep(body, depth):
             raise Refused(f"body: more than {depth} lists and objects inside each other")
         value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
         if "\\u" in text:
@@ -142,21 +143,15 @@ def parse(body: bytes, depth: int) -> dict[str, Any]:
     return value
 
 
-def _nesting(text: str, enough: int) -> int:
-    """How deep lists and objects lie in each other; it stops counting beyond `enough`."""
-    if text.count("[") + text.count("{") <= enough:
-        return 0
-    depth = deepest = 0
-    for found in _NESTING.finditer(text):
-        mark = found[0]
-        if mark in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif mark in "]}":
-            depth -= 1
-        if deepest > enough:
-            break
-    return deepest
+def _too_deep(body: bytes, depth: int) -> bool:
+    """Whether lists and objects lie in each other deeper than that. What is no JSON may be either:
+    the parser then has few of them to go into."""
+    if body.count(b"[") + body.count(b"{") <= depth:
+        return False
+    left = _STRING.sub(b"", body).translate(_ALIKE, _NO_BRACKETS)
+    for _ in range(depth):  # each round takes the innermost ones
+        left = left.replace(b"[]", b"")
+    return b"[]" in left or len(left) > depth
 
 
 def _no_number(name: str) -> NoReturn:

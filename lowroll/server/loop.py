@@ -23,7 +23,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -97,9 +97,11 @@ class EngineLoop:
         self._allowed_s = deadline_s
         # of the event loop alone
         self._open: set[Ticket] = set()
+        self._samples = 0  # of them
         self._probe: asyncio.Task[Health | Stalled] | None = None
         # of the thread alone
         self._flights: dict[int, Flight] = {}  # by handle
+        self._unseen: deque[Flight] = deque()  # without a token, as far as is known
         self._held: deque[Flight] = deque()  # that came while others are waited for
         self._state: State = "running"
         self._drained: Future[None] | None = None
@@ -125,16 +127,16 @@ class EngineLoop:
         ValueError names the wrong field, as the engine does; Busy, Stalled."""
         if self.closing:
             raise Busy("the server is ending")
-        samples = sum(ticket.request.n for ticket in self._open)
-        if samples >= self.max_samples:
-            raise Busy(f"{samples} samples are open, of {self.max_samples} at most")
+        if self._samples >= self.max_samples:
+            raise Busy(f"{self._samples} samples are open, of {self.max_samples} at most")
         ticket = Ticket(self, request, stream)
         self._open.add(ticket)
+        self._samples += request.n
         try:
             await self.call(lambda engine: self._begin(ticket.flight), "a new request")
         except BaseException:
             ticket.abort()
-            self._open.discard(ticket)
+            self.forget(ticket)
             raise
         return ticket
 
@@ -156,7 +158,7 @@ class EngineLoop:
         """Stop drawing. keep: requests in flight stay as they are and go on after `resume`. wait:
         they run to their end first, and new ones are held back; Stalled when that takes more than
         `drain_s`, and nothing is paused then. abort: they end now, with what they have drawn.
-        ValueError for one that waits, when a resume or a pause that keeps comes first.
+        ValueError for one that waits, when a resume or another pause comes first.
         """
         drained: Future[None] = Future()
         await self.call(lambda engine: self._pause(mode, drained), "pause")
@@ -224,14 +226,17 @@ class EngineLoop:
             self._engine.abort(flight.handle)
 
     def forget(self, ticket: Ticket) -> None:
-        """A ticket has got its end."""
-        self._open.discard(ticket)
+        """A ticket has got its end, or was never in."""
+        if ticket in self._open:
+            self._open.remove(ticket)
+            self._samples -= ticket.request.n
 
     async def patiently(self, wait: Callable[[], Awaitable[Any]], what: str) -> None:
         """Wait as long as the thread takes its turns; else Stalled."""
         while True:
             try:
-                await asyncio.wait_for(wait(), self._turn_s)
+                async with asyncio.timeout(self._turn_s):
+                    await wait()
                 return
             except TimeoutError:
                 self._check(what)
@@ -256,7 +261,7 @@ class EngineLoop:
             self._abort_all()
             self._turn()  # what was aborted comes back from a step
         finally:
-            self._fail(EngineFailed("the server has ended"))
+            self._fail(EngineFailed("the server has ended"), self._held)
             self._answer_drain(Stalled("pause: the server is ending"))
 
     def _turn(self) -> None:
@@ -268,7 +273,7 @@ class EngineLoop:
                 self._failures = 0
                 self._deliver(ended)
             if self._state == "draining" and not self._flights:
-                self._end_drain(None)
+                self._end_drain()
         except Exception:  # of a step or of an abort: the engine goes on with other requests
             log.exception("the engine failed: %s", self._doing)
             self._failures += 1
@@ -278,7 +283,8 @@ class EngineLoop:
         """Do what was asked; without anything to step, wait for it a while."""
         self._now("waiting for requests")
         try:
-            wait_s = 0.0 if self._stopping or self._can_step() else self._turn_s
+            busy = self._stopping or self._can_step() or self._state == "draining"
+            wait_s = 0.0 if busy else self._turn_s
             job = self._inbox.get(timeout=wait_s)
             while True:
                 job()
@@ -312,14 +318,18 @@ class EngineLoop:
         if self._state == "draining":
             self._held.append(flight)
         else:
-            flight.handle = self._engine.add(flight.request)
-            self._flights[flight.handle] = flight
+            self._add(flight)
+
+    def _add(self, flight: Flight) -> None:
+        flight.handle = self._engine.add(flight.request)
+        self._flights[flight.handle] = flight
+        if not flight.stream:
+            self._unseen.append(flight)
 
     def _admit(self, flight: Flight) -> None:
         """Add a request that was held back; its ticket learns what is wrong with it."""
         try:
-            flight.handle = self._engine.add(flight.request)
-            self._flights[flight.handle] = flight
+            self._add(flight)
         except ValueError as error:
             self._send([(flight.ticket, [], error)])
 
@@ -331,17 +341,26 @@ class EngineLoop:
                 deltas = flight.last(group)
                 self.metrics.ended(flight, group)
                 news.append((flight.ticket, deltas, group))
-        for handle, flight in self._flights.items():
-            if flight.stream:
-                deltas = flight.moved(self._engine.so_far(handle))
-                self.metrics.moved(flight, deltas)
-                if deltas:
-                    news.append((flight.ticket, deltas, None))
-            elif flight.first_at is None and any(
-                drawn.token_ids for drawn in self._engine.so_far(handle)
-            ):
-                self.metrics.first(flight)
+        streams = [
+            (flight, flight.moved(self._engine.so_far(handle)))
+            for handle, flight in self._flights.items()
+            if flight.stream
+        ]
+        self.metrics.moved(streams)
+        news += [(flight.ticket, deltas, None) for flight, deltas in streams if deltas]
+        self._see_first_tokens()
         self._send(news)
+
+    def _see_first_tokens(self) -> None:
+        """Of whole answers, for the metrics. They begin in the order in which they came."""
+        while self._unseen:
+            flight = self._unseen[0]
+            assert flight.handle is not None
+            if flight.handle in self._flights:
+                if not any(drawn.token_ids for drawn in self._engine.so_far(flight.handle)):
+                    return
+                self.metrics.first(flight)
+            self._unseen.popleft()
 
     def _send(self, news: list[tuple[Ticket, list[Delta], Group | Exception | None]]) -> None:
         """Hand news to the tickets in their event loops, one wake-up for all."""
@@ -373,14 +392,15 @@ class EngineLoop:
             return
         if mode == "abort":
             self._abort_all()
-        unfinished = mode == "keep" and self._flights
-        self._end_drain(ValueError("mode: another pause came first") if unfinished else None)
-        drained.set_result(None)
-
-    def _end_drain(self, error: Exception | None) -> None:
         self._state = "paused"
         self._release_held()
-        self._answer_drain(error)
+        self._answer_drain(ValueError("mode: another pause came, which does not wait"))
+        drained.set_result(None)
+
+    def _end_drain(self) -> None:
+        self._state = "paused"
+        self._release_held()
+        self._answer_drain(None)
 
     def _stop_drain(self, drained: Future[None]) -> bool:
         """Wait no longer, if this is what still waits."""
@@ -422,7 +442,7 @@ class EngineLoop:
     def _give_up(self) -> None:
         """After a failure: nothing in flight goes on, and no page of a prompt may be trusted."""
         handles = list(self._flights)
-        self._fail(EngineFailed("the engine failed while it worked on this request"))
+        self._fail(EngineFailed("the engine failed while it worked on this request"), [])
         try:
             for handle in handles:
                 self._engine.abort(handle)
@@ -430,10 +450,10 @@ class EngineLoop:
         except Exception:
             log.exception("the engine could not give up what was in flight")
 
-    def _fail(self, error: Exception) -> None:
-        flights = [*self._flights.values(), *self._held]
+    def _fail(self, error: Exception, held: Iterable[Flight]) -> None:
+        """Answer everything in flight, and what was held back, with an error."""
+        flights = [*self._flights.values(), *held]
         self._flights.clear()
-        self._held.clear()
         for flight in flights:
             self.metrics.failed(flight)
         self._send([(flight.ticket, [], error) for flight in flights])

@@ -30,6 +30,9 @@ class Metrics:
         self._running = Gauge("lowroll_samples_running", "samples that decode", registry=own)
         self._waiting = Gauge("lowroll_samples_waiting", "samples without a place", registry=own)
         self._cache = Gauge("lowroll_cache_tokens", "tokens that the KV cache holds", registry=own)
+        self._used = Gauge(
+            "lowroll_cache_used_tokens", "tokens of it in pages that requests hold", registry=own
+        )
         self._hits = Gauge(
             "lowroll_prefix_hit_pages", "pages of prompts found in the cache so far", registry=own
         )
@@ -69,17 +72,22 @@ class Metrics:
         flight.first_at = flight.moved_at = time.monotonic()
         self._first.observe(flight.first_at - flight.began_at)
 
-    def moved(self, flight: Flight, deltas: Sequence[Delta]) -> None:
-        """A stream has moved; a gap is of a token of the part that came."""
-        if not deltas:
-            return
-        if flight.first_at is None:
-            self.first(flight)
-            return
+    def moved(self, streams: Sequence[tuple[Flight, Sequence[Delta]]]) -> None:
+        """Streams have moved, all by as many steps: one of them counts, so that many cost no more.
+        A gap is of a token of the part that came."""
         now = time.monotonic()
-        tokens = max(len(delta.token_ids) for delta in deltas)
-        self._gap.observe((now - flight.moved_at) / max(1, tokens))
-        flight.moved_at = now
+        counted = False
+        for flight, deltas in streams:
+            if not deltas:
+                continue
+            if flight.first_at is None:
+                self.first(flight)
+                continue
+            if not counted:
+                tokens = max(len(delta.token_ids) for delta in deltas)
+                self._gap.observe((now - flight.moved_at) / max(1, tokens))
+                counted = True
+            flight.moved_at = now
 
     def ended(self, flight: Flight, group: Group) -> None:
         """A request has its group."""
@@ -112,6 +120,7 @@ class Metrics:
             self._running.set(stats.running)
             self._waiting.set(stats.waiting)
             self._cache.set(stats.cache_tokens)
+            self._used.set(stats.cache_used)
             self._hits.set(stats.prefix_hits)
             self._drawn.set(stats.tokens)
             policy = health.behavior.policy[-1]

@@ -18,6 +18,7 @@ from lowroll.server.scoring import Scores, Top
 from lowroll.server.text import Shown, Vocabulary
 from lowroll.types import Group, Rollout
 
+Told = dict[str, list[Any]]  # log-probs as /v1/completions has them
 _LEAST = -9999.0  # JSON has no infinity; vLLM's number for it
 
 
@@ -97,19 +98,19 @@ class CompletionChoice:
 
     def part(self, delta: Delta) -> dict[str, Any]:
         """The next part as JSON."""
-        told = _Told([], [], [], []) if self.logprobs is not None else None
+        told = _nothing_told() if self.logprobs is not None else None
         text = ""
         if not self.begun and self.echo is not None:
             text = self.echo
             if told is not None:
                 self._tell_prompt(told)
-        text += self.text.take(delta, None if told is None else told.text_offset)
+        text += self.text.take(delta, None if told is None else told["text_offset"])
         if told is not None:
             self._tell(told, delta.token_ids, delta.logprobs, delta.top_logprobs)
         choice: dict[str, Any] = {
             "index": self.index,
             "text": text,
-            "logprobs": None if told is None else asdict(told),
+            "logprobs": told,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
@@ -121,39 +122,38 @@ class CompletionChoice:
         return choice
 
     def _tell(
-        self, told: _Told, ids: list[int], logprobs: list[float], tops: list[Top] | None
+        self, told: Told, ids: list[int], logprobs: list[float], tops: list[Top] | None
     ) -> None:
         name = self.names.name
-        for i, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+        tokens = [name(token) for token in ids]
+        values = [finite(logprob) for logprob in logprobs]
+        told["tokens"] += tokens
+        told["token_logprobs"] += values
+        if not tops:
+            told["top_logprobs"] += [{t: v} for t, v in zip(tokens, values, strict=True)]
+            return
+        for token, value, top in zip(tokens, values, tops, strict=True):
             likeliest: dict[str, float] = {}
-            for other, value in tops[i] if tops else ():
-                likeliest.setdefault(name(other), finite(value))  # two may look the same
-            likeliest.setdefault(name(token), finite(logprob))
-            told.tokens.append(name(token))
-            told.token_logprobs.append(finite(logprob))
-            told.top_logprobs.append(likeliest)
+            for other, logprob in top:
+                likeliest.setdefault(name(other), finite(logprob))  # two may look the same
+            likeliest.setdefault(token, value)
+            told["top_logprobs"].append(likeliest)
 
-    def _tell_prompt(self, told: _Told) -> None:
+    def _tell_prompt(self, told: Told) -> None:
         assert self.scores is not None
         ids = self.prompt.token_ids
-        told.tokens.append(self.names.name(ids[0]))
-        told.token_logprobs.append(None)
-        told.top_logprobs.append(None)
+        told["tokens"].append(self.names.name(ids[0]))
+        told["token_logprobs"].append(None)
+        told["top_logprobs"].append(None)
         scores = self.scores.cut(self.logprobs or 0)
         self._tell(told, ids[1:], scores.logprobs, scores.tops)
         if self.names.vocabulary is not None:
             prompt = Text(self.names.vocabulary, [], (), 0)
-            prompt.take(Delta(0, ids, [], None, None, None), told.text_offset)
+            prompt.take(Delta(0, ids, [], None, None, None), told["text_offset"])
 
 
-@dataclass
-class _Told:
-    """Log-probs as /v1/completions has them."""
-
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
+def _nothing_told() -> Told:
+    return {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
 
 
 class ChatChoice:
@@ -241,10 +241,11 @@ def _ranked(names: Names, token_id: int, logprob: float, rank: int | None) -> di
 
 
 def origin(rollout: Rollout) -> dict[str, Any]:
-    """What a learner must know of a rollout beside its tokens: who drew it, how it ended, and what
-    its cache dropped."""
+    """What a learner must know of a rollout beside its tokens: their log-probs as plain numbers, who
+    drew it, how it ended, and what its cache dropped."""
     dropped = rollout.evictions
     return {
+        "logprobs": [finite(logprob) for logprob in rollout.logprobs],
         "behavior": asdict(rollout.behavior),
         "finish_reason": rollout.finish_reason,
         "stop_reason": rollout.stop_reason,

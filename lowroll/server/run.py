@@ -2,7 +2,8 @@
 
 first signal     no new connections and no new requests; those in flight have `grace_s`, then they
                  end with what they have drawn
-second signal    they end now
+second signal    they end now (one that comes within a second is taken for the first one: terminals
+                 and wrappers often send two)
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,11 +25,13 @@ from lowroll.server.serving import SERVING
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ECHO_S = 1.0
 LAST_S = 2.0  # for the answers of what was aborted
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address. ValueError says why it cannot."""
+    """A socket of an address, which does not listen yet: whoever connects before the model is there
+    is refused, and does not wait. ValueError says why it cannot be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -38,7 +42,6 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(512)
     except (OSError, OverflowError) as error:
         listening.close()
         raise ValueError(f"--port: {host}:{port}: {error}") from None
@@ -110,7 +113,7 @@ async def listen(
         if protocol.transport is not None:
             protocol.transport.abort()
 
-    return await events.create_server(connection, sock=listening)
+    return await events.create_server(connection, sock=listening, backlog=512)
 
 
 class _Connection(web.RequestHandler):
@@ -148,12 +151,15 @@ def _signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
     stays so."""
     events = asyncio.get_running_loop()
     first, second = events.create_future(), events.create_future()
+    asked_at = 0.0
 
     def ask(number: int) -> None:
-        for wish in (first, second):
-            if not wish.done():
-                wish.set_result(number)
-                return
+        nonlocal asked_at
+        if not first.done():
+            asked_at = time.monotonic()
+            first.set_result(number)
+        elif time.monotonic() - asked_at > ECHO_S and not second.done():
+            second.set_result(number)
 
     caught = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
     for number in caught:

@@ -42,6 +42,7 @@ class Vocabulary:
         self.special = frozenset(i for i, token in added.items() if token.special)
         self._bytes = type(self.backend.decoder).__name__ == "ByteLevel"
         self._pieces: dict[int, bytes] = {}
+        self._names: dict[int, str] = {}
         self._lock = Lock()  # of encoding: a tokenizer changes its own settings on the way
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -66,7 +67,10 @@ class Vocabulary:
 
     def name(self, token_id: int) -> str:
         """One token's text for people: what is no character is shown as one that says so."""
-        return self.piece(token_id).decode("utf-8", "replace")
+        known = self._names.get(token_id)
+        if known is None:
+            known = self._names[token_id] = self.piece(token_id).decode("utf-8", "replace")
+        return known
 
     def decoder(self, prompt_ids: Sequence[int] = ()) -> Decoder:
         """For one response to a prompt, without special tokens."""

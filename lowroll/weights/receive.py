@@ -17,11 +17,13 @@ from torch import Tensor
 from lowroll.kernels import checksum
 from lowroll.model import hf, lora, scaling, shards
 from lowroll.model.folder import some
+from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.weights.noise import noisy_norms
 from lowroll.weights.publish import can_take_noise, drawn_noise, publish, set_parameter
 from lowroll.weights.update import Kind, WeightUpdate, dense
 
+Device = torch.device | str
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -51,7 +53,9 @@ class Receiver:
             return
         self._check_kind(update)
         if update.kind == "full":
-            publish(self._gather(update), self.rollout, update.noise, self.large_batch_model)
+            rollout = self.rollout
+            staging = gather(update, rollout.spec, rollout.dtype, rollout.device)
+            publish(staging, rollout, update.noise, self.large_batch_model)
         else:
             self._write_adapter(update)
 
@@ -73,35 +77,14 @@ class Receiver:
                 f"{alphas.pop()}"
             )
 
-    def _gather(self, update: WeightUpdate) -> Transformer:
-        """A dense model of what a full stream holds, on the engine's device."""
-        spec = self.rollout.spec
-        staging = Transformer(spec, "meta", self.rollout.dtype)
-        whole = {name: (parts, shape) for name, parts, shape in hf.hf_names(spec)}
-        owner = {part: name for name, (parts, _) in whole.items() for part in parts}
-        wanted = {
-            part: (hf.part_rows(spec, part, whole[name][1][0]), *whole[name][1][1:])
-            for part, name in owner.items()
-        }
-        arrived: dict[str, dict[str, Tensor]] = {name: {} for name in whole}
-        for part, tensor in self._arrivals(update, wanted):
-            mine = arrived[owner[part]]
-            mine[part] = tensor
-            parts = whole[owner[part]][0]
-            if len(mine) == len(parts):
-                set_parameter(staging, owner[part], _join({part: mine[part] for part in parts}))
-                mine.clear()
-        _check_content(update, dict(dense(staging)))
-        return staging
-
     @torch.no_grad()
     def _write_adapter(self, update: WeightUpdate) -> None:
         """Write what an adapter's stream holds, and the noise on the norms of its base."""
         rollout = self.rollout
         targets = lora.state(rollout)
         wanted = {name: tuple(target.shape) for name, target in targets.items()}
-        arrived = dict(self._arrivals(update, wanted))
-        _check_content(update, arrived)
+        arrived = dict(arrivals(update, wanted, rollout.device))
+        check_content(update, arrived)
         drawn = drawn_noise(update.noise, rollout)
         for name, target in targets.items():
             target.copy_(arrived[name])
@@ -112,18 +95,43 @@ class Receiver:
             if linear.adapter is not None:
                 linear.adapter.renew()
 
-    def _arrivals(
-        self, update: WeightUpdate, wanted: Mapping[str, tuple[int, ...]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a stream on the engine's device. ValueError unless they are exactly those
-        of `wanted`, name to shape."""
-        unseen = set(wanted)
-        for name, tensor in update.tensors():
-            _check(name, tensor, wanted, unseen)
-            unseen.remove(name)
-            yield name, tensor.detach().to(self.rollout.device).contiguous()
-        if unseen:
-            raise ValueError(f"update: missing tensors: {some(sorted(unseen))}")
+
+def gather(
+    update: WeightUpdate, spec: ModelSpec, dtype: torch.dtype, device: Device
+) -> Transformer:
+    """A dense model of what a full stream holds, on a device; a matrix keeps the dtype that it came
+    in. ValueError as `Receiver.take` says of a stream."""
+    staging = Transformer(spec, "meta", dtype)
+    whole = {name: (parts, shape) for name, parts, shape in hf.hf_names(spec)}
+    owner = {part: name for name, (parts, _) in whole.items() for part in parts}
+    wanted = {
+        part: (hf.part_rows(spec, part, whole[name][1][0]), *whole[name][1][1:])
+        for part, name in owner.items()
+    }
+    arrived: dict[str, dict[str, Tensor]] = {name: {} for name in whole}
+    for part, tensor in arrivals(update, wanted, device):
+        mine = arrived[owner[part]]
+        mine[part] = tensor
+        parts = whole[owner[part]][0]
+        if len(mine) == len(parts):
+            set_parameter(staging, owner[part], _join({part: mine[part] for part in parts}))
+            mine.clear()
+    check_content(update, dict(dense(staging)))
+    return staging
+
+
+def arrivals(
+    update: WeightUpdate, wanted: Mapping[str, tuple[int, ...]], device: Device
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a stream on a device. ValueError unless they are exactly those of `wanted`,
+    name to shape."""
+    unseen = set(wanted)
+    for name, tensor in update.tensors():
+        _check(name, tensor, wanted, unseen)
+        unseen.remove(name)
+        yield name, tensor.detach().to(device).contiguous()
+    if unseen:
+        raise ValueError(f"update: missing tensors: {some(sorted(unseen))}")
 
 
 def _check(
@@ -141,7 +149,7 @@ def _check(
         raise ValueError(f"{what}: {tensor.dtype} is no float32, bfloat16 or float16")
 
 
-def _check_content(update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
+def check_content(update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
     """ValueError for a value that is not finite, or bytes that are not those that were sent."""
     extents = checksum.amax(list(tensors.values()))
     for name, finite in zip(tensors, checksum.finite(extents), strict=True):

@@ -457,7 +457,8 @@ def test_the_plan_names_the_cache() -> None:
             ["--num_generations", "8"],
             "--num_generations: here it is rollouts_per_example (rollouts a prompt)",
         ),
-        (["--use-vllm"], "--use-vllm: not there yet: another engine"),
+        (["--use-vllm"], "--use-vllm: here it is rollout.engine: vllm"),
+        (["--sglang"], "--sglang: not there yet: another engine"),
         (["--dryrun"], "--dryrun: lowroll grpo has no such option (did you mean --dry-run?)"),
         (
             ["--zz"],

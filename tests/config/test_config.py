@@ -589,7 +589,9 @@ def foreign(tree: dict[str, object]) -> list[str]:
         ("gpus", "not there yet: several GPUs"),
         ("report_to", "not there yet: trackers; metrics.jsonl"),
         ("max_async_level", "not there yet: asynchronous rollouts"),
-        ("use_vllm", "not there yet: another engine"),
+        ("sglang", "not there yet: another engine"),
+        ("use_vllm", "here it is rollout.engine: vllm"),
+        ("vllm_server_base_url", "here it is rollout.vllm.url"),
         ("deepspeed", "not there yet: several GPUs"),
         ("num_generations", "here it is rollouts_per_example"),
         ("per_device_train_batch_size", "here it is batch_size"),
@@ -606,9 +608,12 @@ def test_what_other_tools_call_it(key: str, told: str) -> None:
 
 
 def test_foreign_keys_in_sections_and_near_ones_elsewhere() -> None:
-    assert foreign({"rollout": {"engine": "vllm"}})[0].startswith(
-        "rollout.engine: unknown key; not there yet: another"
+    assert foreign({"rollout": {"name": "vllm"}})[0].startswith(
+        "rollout.name: unknown key; here it is rollout.engine"
     )
+    assert foreign({"tensor_parallel_size": 2}) == [
+        "tensor_parallel_size: unknown key (did you mean rollout.vllm.tensor_parallel_size?)"
+    ]
     verl = foreign(
         {
             "trainer": {"n_gpus_per_node": 8},

@@ -536,7 +536,12 @@ REFUSED: list[tuple[str, str, str, list[str]]] = [
         "enable_lora: false",
         ["infer.yaml:2: enable_lora: false disagrees with train.yaml:17: lora: true"],
     ),
-    ("infer", "max_lora_rank: 32", "tp: 2", ["infer.yaml:3: tp: not available yet; only 1 works"]),
+    (
+        "infer",
+        "max_lora_rank: 32",
+        "tp: 2",
+        ["infer.yaml:3: tp: needs vLLM: the override rollout.engine=vllm"],
+    ),
     (
         "infer",
         "max_lora_rank: 32",
@@ -590,8 +595,7 @@ REFUSED: list[tuple[str, str, str, list[str]]] = [
         "seq_len: 2048",
         "client: {base_url: ['http://gpu:8000/v1']}",
         [
-            "orch.yaml:12: client.base_url: not available yet; only ['http://localhost:8000/v1'] "
-            "works"
+            "orch.yaml:12: client.base_url: needs vLLM: the override rollout.engine=vllm",
         ],
     ),
     (
@@ -635,6 +639,22 @@ def test_what_is_refused(
     with pytest.raises(ConfigError) as caught:
         three(**{file: text.replace(before, after)})
     assert str(caught.value).splitlines() == expected
+
+
+def test_an_override_gives_the_rollouts_to_vllm(three: Callable[..., RunConfig]) -> None:
+    ours = ["rollout.engine=vllm"]
+    infer = INFER + "tp: 2\ngpu_memory_utilization: 0.8\n"
+    vllm = three(infer=infer, overrides=ours).rollout.vllm
+    assert (vllm.tensor_parallel_size, vllm.gpu_memory_utilization, vllm.url) == (2, 0.8, None)
+    orch = ORCH + "client: {base_url: ['http://gpu:8000/v1']}\n"
+    cfg = three(orch=orch, overrides=ours)
+    assert cfg.rollout.vllm.url == "http://gpu:8000/v1"
+    assert not any("base_url" in note for note in cfg.notes)
+    with pytest.raises(ConfigError, match=r"infer.yaml:5: tp: is for a server that lowroll starts"):
+        three(infer=INFER + "\ntp: 2\n", orch=orch, overrides=ours)
+    assert any(
+        "client.base_url" in note for note in three(orch=orch.replace("gpu", "localhost")).notes
+    )
 
 
 def test_overrides_use_our_names_and_silence_their_note(three: Callable[..., RunConfig]) -> None:

@@ -158,6 +158,38 @@ def test_rows_take_one_step_while_a_prompt_runs_and_several_when_none_does():
     assert steps == [(1, 0, 1), (1, 1, 1), (0, 2, 4)]
 
 
+def test_prompts_that_come_one_by_one_run_together():
+    """The rows take three steps before other prompts run; one that fills a step, one that has
+    begun, and one that no row waits for are not held."""
+    long = Request(prompt_ids=[1, 2, 3], max_tokens=40, ignore_eos=True)
+    scheduler, runner = make(lookahead=2, gather=3, num_pages=64, prefill_chunk=5)
+    plans = []
+
+    def step(*prompts: list[int]) -> None:
+        for prompt_ids in prompts:
+            scheduler.add(Request(prompt_ids=prompt_ids, max_tokens=2, ignore_eos=True))
+        plan = scheduler.plan()
+        plans.append((len(plan.prefills), len(plan.decodes), plan.steps))
+        commit_all(scheduler, runner.run(plan))
+        check_invariants(scheduler)
+
+    scheduler.add(long)
+    step()
+    step([4])  # its prompt has just run
+    step([5])
+    step()
+    assert plans == [(1, 0, 1), (0, 1, 2), (0, 1, 2), (2, 1, 1)]
+    plans.clear()
+    step([6] * 7)
+    step()
+    step()
+    step()
+    assert plans == [(0, 3, 2), (0, 1, 2), (1, 1, 1), (1, 1, 1)]  # the second chunk follows at once
+    plans.clear()
+    step([7] * 40, [8] * 24)  # max_prefill_tokens is 64
+    assert plans == [(2, 2, 1)]
+
+
 def test_a_sibling_takes_over_the_tail_of_a_leader_that_ended_at_once():
     """Were it copied instead, the tail would be freed and given to the next group's copy within the
     same plan."""

@@ -96,5 +96,6 @@ def test_the_lookahead_is_a_number_of_steps_that_the_device_can_take(model: Tran
     for wrong in (0, 17):
         with pytest.raises(ValueError, match=f"^lookahead: expected 1..16 steps, got {wrong}"):
             engine_of(model, lookahead=wrong)
-    assert engine_of(model).scheduler.lookahead == 1
-    assert engine_of(model, lookahead=16).scheduler.lookahead == 16
+    for given, lookahead, gather in ((None, 1, 0), (1, 1, 0), (4, 4, 3), (16, 16, 15)):
+        scheduler = engine_of(model, lookahead=given).scheduler
+        assert (scheduler.lookahead, scheduler.gather) == (lookahead, gather)

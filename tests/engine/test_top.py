@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowroll import score
-from lowroll.engine.sampler import SamplingBatch, distribution, likeliest, ranked
+from lowroll.engine.sampler import Ranks, SamplingBatch, distribution, likeliest
 from lowroll.engine.sequence import LiveGroup, Sequence
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
@@ -85,17 +85,27 @@ def test_what_cannot_be_drawn_is_not_told(model: Transformer) -> None:
 
 def row(**fields: object) -> Sequence:
     request = Request([1, 2], **fields)  # type: ignore[arg-type]
-    return Sequence(LiveGroup(0, request, (), NEED), 0, 0, [5])
+    top_logprobs = [] if request.top_logprobs else None
+    return Sequence(LiveGroup(0, request, (), NEED), 0, 0, [5], top_logprobs=top_logprobs)
 
 
 def test_ranks_are_those_of_a_sort_and_equal_ones_go_by_id() -> None:
-    logits_BV = torch.randn(70, 300).mul(2).round().div(4)  # many are equal
+    steps = [torch.randn(70, 300).mul(2).round().div(4) for _ in range(2)]  # many are equal
     rows = [row(top_logprobs=i % 21, temperature=0.7, top_p=0.9) for i in range(70)]
-    logp_BV = distribution(logits_BV, SamplingBatch.of(rows, 300))
-    for told, s, logp_V in zip(ranked(logits_BV, rows), rows, logp_BV.tolist(), strict=True):
-        order = sorted(range(300), key=lambda i: (-logp_V[i], i))[: s.request.top_logprobs]
-        want = [(i, logp_V[i]) for i in order if logp_V[i] > -math.inf]
-        assert told == (want if s.request.top_logprobs else None)
+    ranks = Ranks(rows)
+    for logits_BV in steps:
+        ranks.see(logits_BV)
+    told = ranks.told([[0, 0]] * 70, [[-1.5, -2.5]] * 70)
+    for step, (logits_BV, logprob) in enumerate(zip(steps, (-1.5, -2.5), strict=True)):
+        logp_BV = distribution(logits_BV, SamplingBatch.of(rows, 300)).tolist()
+        for tops, logp_V, s in zip(told, logp_BV, rows, strict=True):
+            if not s.request.top_logprobs:
+                assert tops is None
+                continue
+            order = sorted(range(300), key=lambda i: (-logp_V[i], i))[: s.request.top_logprobs]
+            want = [(i, logp_V[i]) for i in order if logp_V[i] > -math.inf]
+            # what was recorded for the drawn id 0 is what is told of it
+            assert (tops or [])[step] == [(i, logp if i else logprob) for i, logp in want]
 
 
 def test_ranks_by_hand() -> None:

@@ -42,7 +42,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "kv": ({"kernels", "model", "types"}, {"torch"}),
     "weights": ({"model", "quant", "kernels"}, {"torch"}),
     # engine -> weights: the engine takes new weights through the one corridor
-    "engine": ({"model", "quant", "kv", "kernels", "types", "machine", "weights"}, {"torch"}),
+    # engine -> checkpoint: weights for an engine elsewhere are laid in folders that appear whole
+    "engine": (
+        {"model", "quant", "kv", "kernels", "types", "machine", "weights", "checkpoint"},
+        {"torch", "aiohttp"},
+    ),
     # server -> weights: new weights are read from a folder and handed on as updates
     "server": (
         {"engine", "model", "types", "weights", "checkpoint", "machine"},
@@ -99,6 +103,7 @@ LIGHT = (
     "orchestrator",
     "cli.main",
     "engine.base",
+    "engine.remote",
     "engine.scheduler",
     "engine.request",
     "kv.pages",

@@ -96,7 +96,13 @@ def lower(runner: Runner, plan: Plan) -> Any:
     return [replace(row, token_ids=[max(2, t - 1) for t in row.token_ids]) for row in drawn]
 
 
-@pytest.mark.parametrize("fault", [swapped, stale, repeated, lower])
+def reversed_ranks(runner: Runner, plan: Plan) -> Any:
+    """The likeliest tokens in the wrong order."""
+    drawn = SOUND(runner, plan)
+    return [replace(row, tops=row.tops and [told[::-1] for told in row.tops]) for row in drawn]
+
+
+@pytest.mark.parametrize("fault", [swapped, stale, repeated, lower, reversed_ranks])
 def test_the_fuzz_sees_a_fault(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "run", torch.inference_mode()(fault))
     for seed in range(20):

@@ -122,6 +122,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "force": [{"force": True}],
     "dapo.no_signal": [{"dapo": {"no_signal": "go_on"}}],
     "rollout.release_cache": [{"rollout": {"release_cache": True}}],
+    "rollout.vllm": [{"rollout": {"vllm": {"max_concurrent": 3}}}],
     "train.max_steps": [{"train": {"max_steps": STEPS + 2}}],
 }
 

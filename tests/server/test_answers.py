@@ -110,6 +110,7 @@ def test_tokens_and_logprobs_are_those_of_the_engine(model: Path, weights: str) 
             for sample, (rollout, choice) in enumerate(zip(group.rollouts, choices, strict=True)):
                 assert told(choice) == (rollout.token_ids, rollout.logprobs)
                 assert choice["lowroll"]["behavior"] == as_json(rollout)
+                assert choice["lowroll"]["logprobs"] == rollout.logprobs
                 assert choice["index"] == sample and choice["prompt_token_ids"] == ids
                 assert choice["text"] == reference.text(rollout)
 
@@ -121,6 +122,7 @@ def test_tokens_and_logprobs_are_those_of_the_engine(model: Path, weights: str) 
                 assert (told_ids, told_logprobs) == (rollout.token_ids, rollout.logprobs)
                 assert said == reference.text(rollout)
                 assert parts[-1]["lowroll"][sample]["behavior"] == as_json(rollout)
+                assert parts[-1]["lowroll"][sample]["logprobs"] == rollout.logprobs
 
             ids = prompt(n + 200)
             group = drawn(ids, "x")

@@ -97,6 +97,7 @@ def versions_of(answer: Any, i: int = 0) -> list[int]:
 # -- weights -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_versions_while_requests_are_in_flight(model: Path, folder: Path) -> None:
     engine = Moody(tiny(model))
     cold = [tiny(folder / f"step_{number}") for number in (1, 2, 3)]
@@ -276,6 +277,7 @@ def adapted(model: Path, seed: int | None, rank: int = 4, weights: str | None = 
     return made
 
 
+@pytest.mark.slow
 def test_adapters_come_by_version_too(model: Path, tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         lora.save(adapted(model, seed), tmp_path / f"pol-v{seed}", base=str(model))
@@ -314,6 +316,7 @@ def test_adapters_come_by_version_too(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+@pytest.mark.slow
 def test_a_client_sees_a_pause_in_its_answer(model: Path, folder: Path, mode: str) -> None:
     engine = Moody(tiny(model))
 

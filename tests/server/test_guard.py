@@ -261,6 +261,11 @@ def test_brackets_in_texts_are_no_nesting() -> None:
     assert guard.parse(text.encode(), 4)["c"] == [[[1]]]
     with pytest.raises(Refused, match="more than 3 lists"):
         guard.parse(text.encode(), 3)
+    for inside in (b"[" * 4, b'{"a":' * 4 + b"1" + b"}" * 4, b"[[[[]]]]", b"[{}, [[{}]], 1"):
+        with pytest.raises(Refused):
+            guard.parse(b'{"a": ' + inside + b"}", 4)
+    for inside in (b"[[[]]]", b'{"a": [{}, {}, [], []]}', b"[[], [[]], [[], []]]"):
+        guard.parse(b'{"a": ' + inside + b"}", 4)
     flat = b'{"a": [' + b",".join([b"[1]"] * 50_000) + b"]}"
     assert len(guard.parse(flat, 3)["a"]) == 50_000
 
@@ -485,6 +490,8 @@ def test_metrics_count(engine: Moody) -> None:
             assert lines["lowroll_response_tokens_total"] == "24.0"
             assert lines["lowroll_first_token_seconds_count"] == "2.0"
             assert float(lines["lowroll_inter_token_seconds_count"]) >= 4
+            assert lines["lowroll_cache_used_tokens"] == "0.0"
+            assert lines["lowroll_cache_tokens"] == "2048.0"
             assert lines["lowroll_engine_up"] == "1.0" and lines["lowroll_paused"] == "0.0"
             answered = 'lowroll_http_responses_total{route="%s",status="%d"}'
             assert lines[answered % ("/v1/completions", 200)] == "2.0"

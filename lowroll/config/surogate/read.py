@@ -8,8 +8,10 @@ What the files mean here:
    where the file says so (they need the extra `bnb`). The default of rollouts_per_example, 1, is
    refused: one rollout has no group.
 2. The three processes are one process, on policy (async level 0, which every `max_async_level`
-   allows): hosts, ports, transports and memory splits have no effect; `notes` names those that were
-   written.
+   allows): hosts, ports and transports have no effect; `notes` names those that were written.
+   Rollouts come from lowroll's own engine, or with the override `rollout.engine=vllm` from vLLM,
+   for which `tp`, `gpu_memory_utilization` and, where it is another than the document's default,
+   `client.base_url` (a server that runs already) are read.
 3. The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the
    batch: the same coefficients, token, geometric and sequence masks and denominator. The files have
    no key for the teacher that a `teacher_tau` needs: it is the override `train.teacher`.
@@ -75,6 +77,7 @@ REPEATED: tuple[tuple[tuple[str, str], ...], ...] = (
     (("train", "transport_type"), ("orch", "rollout_transport.type")),
     (("infer", "weight_broadcast_type"), ("orch", "weight_broadcast.type")),
 )
+OWN_SERVER = ("http://localhost:8000/v1",)  # the document's default: the run's own
 # accepted, and of no effect in one process
 IDLE: dict[str, tuple[str, ...]] = {
     "train": ("zero_level", "logging_steps", "gradient_accumulation_steps", "transport_type"),
@@ -85,13 +88,15 @@ IDLE: dict[str, tuple[str, ...]] = {
         "max_loras",
         "max_cpu_loras",
         "enable_prefix_caching",
-        "gpu_memory_utilization",
         "weight_broadcast_type",
     ),
     "orch": (
         "model.lora_adapter",
         "max_off_policy_steps",
-        "client",
+        "client.timeout",
+        "client.api_key_var",
+        "client.skip_model_check",
+        "client.elastic",
         "buffer.hash_keys",
         "report_to",
         "ckpt.wait_for_weights_timeout",
@@ -189,11 +194,13 @@ def _combine(documents: dict[str, Document], overrides: Overrides) -> RunConfig:
         if note:
             notes.append((tuple(key.split(".")), note))
     _place_environments(run, files["orch"])
+    _put_vllm(run, files)
     cfg = build(run, overrides)
+    _refuse_vllm(files, cfg)
     told = [
         note for path, note in notes if path not in run.marks or run.marks[path].where != "override"
     ]
-    return cfg.with_notes(*told, *_idle_notes(files))
+    return cfg.with_notes(*told, *_idle_notes(files, cfg))
 
 
 def _put(run: Document, source: _File, key: str, target: str) -> None:
@@ -368,14 +375,41 @@ def _place_environments(run: Document, orch: _File) -> None:
             run.put(("env", index, "weight"), ratios[index], mark)
 
 
-def _idle_notes(files: Files) -> Iterator[str]:
+def _put_vllm(run: Document, files: Files) -> None:
+    """What the files say of their vLLM, for a run that an override gives to vLLM."""
+    infer, orch = files["infer"], files["orch"]
+    for key, target in (
+        ("tp", "tensor_parallel_size"),
+        ("gpu_memory_utilization", "gpu_memory_utilization"),
+    ):
+        if infer.written(key):
+            _put(run, infer, key, f"rollout.vllm.{target}")
+    (url,) = orch["client.base_url"]
+    if url not in OWN_SERVER:
+        mark = orch.document.mark(("client", "base_url"))
+        run.put(("rollout", "vllm", "url"), url, mark or Mark(orch.document.name, "client"))
+
+
+def _refuse_vllm(files: Files, cfg: RunConfig) -> None:
+    """ConfigError for what only vLLM does, in a run without it."""
+    vllm = cfg.rollout.vllm
+    if cfg.rollout.engine == "vllm":
+        return
+    for asked, section, key in (
+        (vllm.tensor_parallel_size > 1, "infer", "tp"),
+        (vllm.url is not None, "orch", "client.base_url"),
+    ):
+        mark = files[section].written(key)
+        if asked and mark is not None:
+            raise ConfigError(mark.blame("needs vLLM: the override rollout.engine=vllm"))
+
+
+def _idle_notes(files: Files, cfg: RunConfig) -> Iterator[str]:
     """One line that names what was written and has no effect."""
-    idle = [
-        mark
-        for section in SECTIONS
-        for key in IDLE[section]
-        if (mark := files[section].written(key)) is not None
-    ]
+    keys = [(section, key) for section in SECTIONS for key in IDLE[section]]
+    if cfg.rollout.vllm.url is None:
+        keys.append(("orch", "client.base_url"))
+    idle = [mark for section, key in keys if (mark := files[section].written(key)) is not None]
     if idle:
         yield "no effect in one process: " + ", ".join(
             f"{mark.key} ({mark.where})" for mark in idle

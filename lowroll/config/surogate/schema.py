@@ -96,7 +96,7 @@ class InferFile(Section):
     trust_remote_code: Annotated[
         bool, only(False, why="code from a model repository is never run")
     ] = False
-    tp: Annotated[int, only(1)] = 1
+    tp: Count = 1
     dp: Annotated[int, only(1)] = 1
     enable_lora: bool = True
     max_lora_rank: Count | None = None
@@ -159,9 +159,7 @@ class Elastic(Section):
 class Client(Section):
     """orch.yaml `client`: how a separate inference server is reached."""
 
-    base_url: Annotated[Strings, only(("http://localhost:8000/v1",))] = (
-        "http://localhost:8000/v1",
-    )
+    base_url: Annotated[Strings, Field(min_length=1, max_length=1)] = ("http://localhost:8000/v1",)
     timeout: Positive = 1200
     api_key_var: str = "VLLM_API_KEY"
     skip_model_check: bool = False

@@ -56,6 +56,8 @@ def _rollouts(cfg: RunConfig, compute: Compute) -> str:
         f"{compute.format(rollout.weights)} weights, {cfg.rollouts_per_example} samples a prompt, "
         f"at most {rollout.max_tokens} tokens"
     )
+    if rollout.engine != "native":
+        words += f", by {rollout.vllm.words}"
     for stage in cfg.stages:
         words += f", {cfg.at(stage.step).rollout.max_tokens} from step {stage.step}"
     if noise is not None:

@@ -14,8 +14,10 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.settings import Sampling
 from lowroll.quant.formats import get_format
-from lowroll.runs.build import caches, orchestrator, prompts
+from lowroll.runs.build import caches, orchestrator, prompts, vllm
 from lowroll.runs.build.compute import Compute
+from lowroll.weights.noise import Noise
+from lowroll.weights.update import Kind, WeightUpdate
 
 
 def make(
@@ -26,14 +28,49 @@ def make(
     weights: str | None = None,
     workloads: Sequence[Workload] = (),
 ) -> Engine:
-    """A rollout engine over `model`, in `weights` or the run's own rollout format, with a cache for
-    `workloads`. The second format (`rollout.large_batch_weights`) belongs to the run's own: any
-    other is asked for to be that format and nothing else.
+    """A rollout engine that holds the weights of `model` as version 0, in `weights` or the run's own
+    rollout format, with a cache for `workloads`. Close it at the end. The second format
+    (`rollout.large_batch_weights`) belongs to the run's own: any other is asked for to be that
+    format and nothing else.
     """
+    name = compute.format(weights or cfg.rollout.weights)
+    if cfg.rollout.engine == "native":
+        made: Engine = _native(cfg, compute, model, chat, name, workloads)
+    elif cfg.rollout.vllm.url is None:
+        made = vllm.start(cfg, compute, model, name)
+    else:
+        made = vllm.attach(cfg, model)
+    try:
+        check_capabilities(cfg, made.capabilities)
+        if cfg.rollout.engine != "native":
+            _check_vllm(cfg, model.spec, made.capabilities)
+            made.update_weights(update(cfg, model, 0))
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def update(
+    cfg: RunConfig, model: Transformer, version: int, noise: Noise | None = None
+) -> WeightUpdate:
+    """A version of the learner's weights for the run's engine: in this process the learner itself,
+    elsewhere what travels."""
+    local = WeightUpdate.local(model, version, noise)
+    return local if cfg.rollout.engine == "native" else local.as_stream()
+
+
+def _native(
+    cfg: RunConfig,
+    compute: Compute,
+    model: Transformer,
+    chat: ChatTokenizer,
+    name: str,
+    workloads: Sequence[Workload],
+) -> NativeEngine:
     rollout = cfg.rollout
     own = compute.format(rollout.weights)
-    name = compute.format(weights or rollout.weights)
-    made = NativeEngine(
+    return NativeEngine(
         model,
         weights=name,
         kv=caches.policy(cfg),
@@ -50,8 +87,12 @@ def make(
         keep_dense=rollout.keep_dense,
         record_evictions=cfg.train.replay_kv,
     )
-    check_capabilities(cfg, made.capabilities)
-    return made
+
+
+def check(cfg: RunConfig) -> None:
+    """ValueError for what would keep the run's engine from being made, before anything is."""
+    if cfg.rollout.engine != "native":
+        vllm.check(cfg)
 
 
 def check_capabilities(cfg: RunConfig, able: Capabilities) -> None:
@@ -77,6 +118,27 @@ def check_capabilities(cfg: RunConfig, able: Capabilities) -> None:
             raise ValueError(f"rollout.kv.{key}: {wanted} is asked for; this engine's is {has}")
     if cfg.train.replay_kv and kv.evicts and not able.records_evictions:
         raise ValueError("train.replay_kv: this engine does not say which keys its cache drops")
+
+
+def _check_vllm(cfg: RunConfig, spec: ModelSpec, able: Capabilities) -> None:
+    """ValueError names what a run asks of vLLM, and this one has not."""
+    needed = vllm.context(cfg, spec)
+    if able.context_length < needed:
+        raise ValueError(
+            f"train.tokens_per_microbatch: prompts and responses of up to {needed} tokens are "
+            f"asked for, and this vLLM's context is {able.context_length} (--max-model-len)"
+        )
+    kind: Kind = "adapter" if cfg.train.lora else "full"
+    if kind not in able.updates:
+        takes = " and ".join(sorted(able.updates)) or "none"
+        raise ValueError(
+            f"train.lora: updates of kind {kind!r} are needed, and this vLLM takes {takes}"
+        )
+
+
+def with_engine(cfg: RunConfig, engine: str) -> RunConfig:
+    """The same settings with another engine."""
+    return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"engine": engine})})
 
 
 def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:

@@ -1,0 +1,271 @@
+"""A request as a body of /v1/completions, and the answer as rollouts: token ids in, token ids and
+log-probs out, nothing by text.
+
+What a server says is checked before any of it is used: how many choices, which tokens were the
+prompt, a finite log-prob for every token, a reason for every end. `top_logprobs` are read by token
+id (`return_tokens_as_token_ids`), since by text two ids may collide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowroll.engine.remote.client import ServerError, parsed
+from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout, printable
+
+PATH = "/v1/completions"
+REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
+BYTES = 1 << 16  # of an answer without tokens
+TOKEN_BYTES = 512  # of a token in an answer, with its log-prob and text
+TOP_BYTES = 128  # of one of its likeliest tokens
+UNRANKED = 2**31
+ABOVE_ZERO = 1e-4  # a log-prob may round to this
+
+
+def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> dict[str, Any]:
+    """The body that asks for a request's rollouts. Every setting of the sampler is stated: a server
+    fills what is left out from a file of the model's.
+
+    stop_ids: all that end a response, the model's own among them, unless the request ignores them.
+    """
+    return {
+        "model": model,
+        "prompt": list(request.prompt_ids),
+        "n": request.n,
+        "max_tokens": request.max_tokens,
+        "min_tokens": request.min_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "min_p": request.min_p,
+        "repetition_penalty": request.repetition_penalty,
+        "seed": seed,
+        "stop_token_ids": stop_ids,
+        "ignore_eos": True,
+        "logprobs": request.top_logprobs,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def most_bytes(request: Request) -> int:
+    """What an honest answer stays under: the prompt comes back with each choice."""
+    each = TOKEN_BYTES + TOP_BYTES * (request.top_logprobs + 1)
+    tokens = request.n * (len(request.prompt_ids) + request.max_tokens)
+    return BYTES + each * tokens
+
+
+@dataclass
+class Sample:
+    """What one sample has drawn so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    stated: Any = None  # what our own server says of it beside the tokens
+
+    def read(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
+        """Copies of ids, log-probs and likeliest tokens, equally many: another thread may append,
+        and log-probs come last."""
+        logprobs = list(self.logprobs)
+        return self.token_ids[: len(logprobs)], logprobs, self.top_logprobs[: len(logprobs)]
+
+
+# of sample i: which policy drew it, and what its cache dropped
+Origin = Callable[[int, Sample], tuple[BehaviorTag, Evictions | None]]
+
+
+class Arrivals:
+    """The choices of one request as they come, whole or in pieces. ServerError for what cannot be
+    true."""
+
+    def __init__(
+        self,
+        request: Request,
+        what: str,
+        vocab_size: int,
+        model: str,
+        stop_ids: Collection[int] | None,
+    ) -> None:
+        self.request = request
+        self.what = what
+        self.vocab_size = vocab_size
+        self.model = model
+        self.stop_ids = stop_ids
+        self.samples = [Sample() for _ in range(request.n)]
+
+    def take(self, answer: Any) -> None:
+        """An answer, or an event of a stream."""
+        if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
+            raise self._lie(f"no list of choices: {_show(answer)}")
+        model = answer.get("model")
+        if model != self.model:
+            raise self._lie(f"model {self.model} was asked for, and {_show(model)} answered")
+        for choice in answer["choices"]:
+            self._take_choice(choice)
+
+    def on_line(self, line: bytes) -> None:
+        """A line of a stream of server-sent events."""
+        kind, _, data = line.strip().partition(b":")
+        if kind != b"data" or data.strip() == b"[DONE]":
+            return
+        event = parsed(data.strip(), self.what)
+        if isinstance(event, dict) and "error" in event:
+            raise ServerError(f"{self.what}: {_show(event['error'])}", 500)
+        if isinstance(event, dict) and event.get("choices"):
+            self.take(event)
+        for stated in (event.get("lowroll") or []) if isinstance(event, dict) else []:
+            index = stated.get("index") if isinstance(stated, dict) else None
+            if type(index) is not int or not 0 <= index < self.request.n:
+                raise self._lie(f"the origin of a sample {_show(index)}; n is {self.request.n}")
+            self.samples[index].stated = stated
+
+    def group(self, origin: Origin) -> Group:
+        """All of it, once every sample has ended."""
+        for i, sample in enumerate(self.samples):
+            self._check_end(i, sample)
+        return self._group(origin)
+
+    def aborted(self, origin: Origin) -> Group:
+        """What has come so far of a request that was given up."""
+        for sample in self.samples:
+            sample.finish_reason = sample.finish_reason or "abort"
+        return self._group(origin)
+
+    def _group(self, origin: Origin) -> Group:
+        rollouts = []
+        for i, sample in enumerate(self.samples):
+            ids, logprobs, top = sample.read()
+            behavior, evictions = origin(i, sample)
+            rollouts.append(
+                Rollout(
+                    token_ids=ids,
+                    logprobs=logprobs,
+                    finish_reason=sample.finish_reason or "abort",
+                    behavior=behavior,
+                    stop_reason=sample.stop_reason,
+                    evictions=evictions,
+                    top_logprobs=top if self.request.top_logprobs else None,
+                )
+            )
+        return Group(self.request, rollouts)
+
+    def _take_choice(self, choice: Any) -> None:
+        index = choice.get("index") if isinstance(choice, dict) else None
+        if type(index) is not int or not 0 <= index < self.request.n:
+            raise self._lie(f"a choice of index {_show(index)}; n is {self.request.n}")
+        sample = self.samples[index]
+        if sample.finish_reason is not None:
+            raise self._lie(f"choice {index} goes on after its end")
+        self._check_prompt(index, choice.get("prompt_token_ids"))
+        self._take_tokens(index, sample, choice)
+        reason = choice.get("finish_reason")
+        if reason is not None and reason not in REASONS:
+            raise self._lie(f"choice {index} ended with {_show(reason)}")
+        sample.finish_reason = reason
+        sample.stop_reason = self._stop_reason(index, choice.get("stop_reason"))
+        sample.stated = choice.get("lowroll", sample.stated)
+
+    def _take_tokens(self, index: int, sample: Sample, choice: dict[str, Any]) -> None:
+        ids = choice.get("token_ids") or []
+        stated = choice.get("logprobs") or {}
+        logprobs = stated.get("token_logprobs") if isinstance(stated, dict) else None
+        logprobs = logprobs or []
+        if not isinstance(ids, list) or any(
+            type(token) is not int or not 0 <= token < self.vocab_size for token in ids
+        ):
+            raise self._lie(f"choice {index}: token ids of 0..{self.vocab_size - 1} were expected")
+        if not isinstance(logprobs, list) or len(logprobs) != len(ids):
+            raise self._lie(
+                f"choice {index}: {len(ids)} token ids and {_count(logprobs)} log-probs"
+            )
+        if len(sample.token_ids) + len(ids) > self.request.max_tokens:
+            raise self._lie(f"choice {index}: more than max_tokens {self.request.max_tokens}")
+        for logprob in logprobs:
+            if type(logprob) not in (int, float) or not -math.inf < logprob <= ABOVE_ZERO:
+                raise self._lie(f"choice {index}: {_show(logprob)} is no log-prob")
+        if self.request.top_logprobs:
+            sample.top_logprobs += self._top(index, stated.get("top_logprobs"), len(ids))
+        sample.token_ids += ids
+        sample.logprobs += map(float, logprobs)
+
+    def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
+        """The likeliest tokens of each place, largest first. A server adds the drawn one where it
+        is none of them."""
+        try:
+            tops = [
+                [(int(name.removeprefix("token_id:")), float(p)) for name, p in row.items()]
+                for row in rows or []
+            ]
+        except (AttributeError, TypeError, ValueError):
+            raise self._lie(f"choice {index}: top_logprobs are not by token id") from None
+        if len(tops) != count or any(len(top) < self.request.top_logprobs for top in tops):
+            raise self._lie(
+                f"choice {index}: {self.request.top_logprobs} top_logprobs a token were asked for"
+            )
+        by_size = [sorted(top, key=lambda pair: (-pair[1], pair[0])) for top in tops]
+        return [top[: self.request.top_logprobs] for top in by_size]
+
+    def _check_prompt(self, index: int, ids: Any) -> None:
+        if ids is not None and ids != list(self.request.prompt_ids):
+            raise self._lie(f"choice {index} answers another prompt of {_count(ids)} tokens")
+
+    def _stop_reason(self, index: int, reason: Any) -> int | str | None:
+        if reason is None or type(reason) in (int, str):
+            return reason
+        raise self._lie(f"choice {index}: stop_reason {_show(reason)}")
+
+    def _check_end(self, index: int, sample: Sample) -> None:
+        """Does the end that is stated fit the tokens?"""
+        count = len(sample.token_ids)
+        if sample.finish_reason is None:
+            raise self._lie(f"choice {index} of {self.request.n} has not come, or not ended")
+        if sample.finish_reason == "length" and count != self.request.max_tokens:
+            raise self._lie(f"choice {index} ended by its length with {count} tokens")
+        if sample.finish_reason != "stop" or isinstance(sample.stop_reason, str):
+            return
+        if self.stop_ids is None and count:
+            return
+        if not count or sample.token_ids[-1] not in (self.stop_ids or ()):
+            raise self._lie(f"choice {index} stopped, and at no token that ends a response")
+
+    def _lie(self, what: str) -> ServerError:
+        return ServerError(f"{self.what}: {what}")
+
+
+def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tuple[float, int]]]:
+    """What /v1/completions says of a prompt with `prompt_logprobs`: for each of ids[1:] the
+    (log-prob, rank) of tokens by id, itself among them; its rank is `UNRANKED` where the server
+    does not say it. ServerError for what cannot be true."""
+    try:
+        rows = answer["choices"][0]["prompt_logprobs"]
+        found = [
+            {int(token): (float(one["logprob"]), _rank(one["rank"])) for token, one in row.items()}
+            for row in rows[1:]
+        ]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        raise ServerError(f"{what}: no prompt_logprobs: {_show(answer)}") from None
+    if len(rows) != len(ids):
+        raise ServerError(f"{what}: {len(rows)} prompt_logprobs for {len(ids)} tokens")
+    for i, (row, token) in enumerate(zip(found, ids[1:], strict=True)):
+        logprob = row.get(token, (math.nan, 0))[0]
+        if not -math.inf < logprob <= ABOVE_ZERO:
+            raise ServerError(f"{what}: no log-prob of token {token} at {i + 1}")
+    return found
+
+
+def _rank(stated: Any) -> int:
+    return UNRANKED if stated is None else int(stated)
+
+
+def _count(value: Any) -> str:
+    return str(len(value)) if isinstance(value, list) else "no list of"
+
+
+def _show(value: Any) -> str:
+    return printable(repr(value), 200)

@@ -1,0 +1,181 @@
+"""What the vLLM at an address is and can do, asked before the first request.
+
+Versions 0.20 and newer are known; what one of them can do is read from its own description
+(/openapi.json) and from what it answers, not from its number. `Vllm.missing` names what it lacks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from lowroll.engine.remote.client import Client, ServerError
+from lowroll.engine.remote.completions import PATH
+from lowroll.types import printable
+
+OLDEST = (0, 20)
+FIELDS = (  # of a body of /v1/completions that rollouts need
+    "prompt",
+    "seed",
+    "logprobs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "stop_token_ids",
+    "ignore_eos",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "repetition_penalty",
+    "prompt_logprobs",
+)
+RELOAD = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache")
+TRANSFER = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+)
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+HOT = 2.0  # the highest temperature that vLLM takes
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """A probed server."""
+
+    version: tuple[int, ...]
+    model: str  # the name under which it serves the model that it was started with
+    root: str  # the folder of that model, as it was told
+    context_length: int
+    paths: frozenset[str]
+    processed: bool  # its log-probs are of the distribution that it draws from
+    cpu: bool | None  # it computes on a CPU; None where it does not say
+    lora: bool  # it was started with LoRA, and adapters may be loaded while it runs
+
+    @property
+    def shown(self) -> str:
+        return "vLLM " + ".".join(map(str, self.version))
+
+    def missing(self, *paths: str) -> list[str]:
+        """Those of `paths` that it does not serve."""
+        return [path for path in paths if path not in self.paths]
+
+    def needs(self, what: str, *paths: str) -> None:
+        """ValueError names what it cannot do without `paths`."""
+        if missing := self.missing(*paths):
+            raise ValueError(
+                f"{what}: {self.shown} does not serve {', '.join(missing)}; it must be started "
+                f"with VLLM_SERVER_DEV_MODE=1 (weights, pause) and "
+                f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 with --enable-lora (adapters)"
+            )
+
+
+def probe(client: Client) -> Vllm:
+    """Ask. ValueError names what rollouts cannot do without; ServerError as any request."""
+    version = _version(client.get("/version", "the version of vLLM"))
+    described = client.get("/openapi.json", "vLLM's description of its routes")
+    paths = _keys(described, "paths")
+    fields = _keys(described, "components", "schemas", "CompletionRequest", "properties")
+    name = "vLLM " + ".".join(map(str, version))
+    if lacking := [field for field in FIELDS if field not in fields]:
+        raise ValueError(f"{name}: {PATH} does not take {', '.join(lacking)}")
+    model, root, length = _served(client.get("/v1/models", "the list of models"))
+    return Vllm(
+        version=version,
+        model=model,
+        root=root,
+        context_length=length,
+        paths=frozenset(paths),
+        processed=_is_processed(client, model),
+        cpu=_on_cpu(client) if "/server_info" in paths else None,
+        lora=not set(ADAPTERS) - paths and _takes_adapters(client),
+    )
+
+
+def is_vllm(client: Client) -> bool:
+    """Whether a vLLM answers, and not a server of ours."""
+    models = client.get("/v1/models", "the list of models")
+    try:
+        return bool(models["data"][0]["owned_by"] == "vllm")
+    except (KeyError, IndexError, TypeError):
+        return False
+
+
+def _version(answer: Any) -> tuple[int, ...]:
+    text = answer.get("version") if isinstance(answer, dict) else None
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text) if isinstance(text, str) else None
+    if found is None:
+        raise ValueError(f"version: {printable(repr(answer), 200)} is no version of vLLM")
+    version = tuple(int(part) for part in found.groups() if part is not None)
+    if version < OLDEST:
+        raise ValueError(f"version: vLLM {text} is older than {'.'.join(map(str, OLDEST))}")
+    return version
+
+
+def _keys(described: Any, *names: str) -> set[str]:
+    for name in names:
+        described = described.get(name, {}) if isinstance(described, dict) else {}
+    return set(described) if isinstance(described, dict) else set()
+
+
+def _served(answer: Any) -> tuple[str, str, int]:
+    """(name, folder, context length) of the model beneath the adapters."""
+    try:
+        base = next(one for one in answer["data"] if one.get("parent") is None)
+        model, root, length = base["id"], base["root"], base["max_model_len"]
+    except (KeyError, TypeError, AttributeError, StopIteration):
+        raise ServerError(f"the list of models: {printable(repr(answer), 200)}") from None
+    if type(model) is not str or type(root) is not str or type(length) is not int or length < 2:
+        raise ServerError(f"the list of models: {printable(repr(base), 200)}")
+    return model, root, length
+
+
+def _is_processed(client: Client, model: str) -> bool:
+    """Are the log-probs those after temperature and top-k? Then two tokens that are left have all
+    the mass, and are half as far apart at temperature 2 as at 1."""
+    plain = _two_likeliest(client, model, 1.0, 0)
+    hot = _two_likeliest(client, model, HOT, 2)
+    mass = sum(math.exp(one) for one in hot)
+    return abs(mass - 1) < 1e-3 and hot[1] - hot[0] < 0.75 * (plain[1] - plain[0]) + 1e-3
+
+
+def _two_likeliest(client: Client, model: str, temperature: float, top_k: int) -> list[float]:
+    """Their log-probs, the larger last."""
+    body = {
+        "model": model,
+        "prompt": [1, 2, 3],
+        "max_tokens": 1,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": 1.0,
+        "logprobs": 2,
+        "return_tokens_as_token_ids": True,
+        "ignore_eos": True,
+    }
+    what = "the probe of log-probs"
+    answer = client.post(PATH, body, what, again=True, deadline_s=120.0)
+    try:
+        top = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+        first, second = sorted(float(one) for one in top.values())[-2:]
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        raise ServerError(f"{what}: {printable(repr(answer), 200)}") from None
+    return [first, second]
+
+
+def _on_cpu(client: Client) -> bool | None:
+    info = client.get("/server_info?config_format=text", "vLLM's settings")
+    text = str(info.get("vllm_config", "")) if isinstance(info, dict) else ""
+    found = re.search(r"device_config=(\w+)", text)
+    return None if found is None else found[1] == "cpu"
+
+
+def _takes_adapters(client: Client) -> bool:
+    """A server without LoRA refuses any adapter for that; one with LoRA for its missing folder."""
+    body = {"lora_name": "lowroll-probe", "lora_path": "/nonexistent/lowroll-probe"}
+    try:
+        client.post(ADAPTERS[0], body, "the probe of adapters")
+    except ServerError as error:
+        return error.status in (400, 404) and "nonexistent" in str(error)
+    return True

@@ -1,0 +1,158 @@
+"""A vLLM server as a child: started in a process group of its own, spoken to over a Unix socket in
+a private folder, and gone when this process is.
+
+A socket that the user alone can reach, and no port: vLLM's control routes (`VLLM_SERVER_DEV_MODE`)
+ask nobody for a token, and on loopback every user of the machine could call them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lowroll import machine
+from lowroll.engine.remote.client import EngineLost
+from lowroll.types import printable
+
+KEEPER = Path(__file__).with_name("vllm_keeper.py")
+ENDING = 15.0  # seconds: the keeper's own patience, and some
+PASSED = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "HF_HOME", "XDG_CACHE_HOME", "OMP_NUM_THREADS")
+PREFIXES = ("VLLM_", "NCCL_", "TRITON_", "TORCH")
+ALWAYS = {  # the routes that updates and pauses need, and no word to the outside
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+UNLESS_SET = {  # read on a CPU alone, but for the last: it cannot say processed log-probs
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+_ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S")
+_MOST_LOG = 1 << 18  # bytes of the log's end that are looked at
+
+
+class VllmProcess:
+    """python: of vLLM's environment; default LOWROLL_VLLM_PYTHON, or this one. site: the folder
+    that vLLM is unpacked in, where it is not installed; default LOWROLL_VLLM_PATH. arguments: of
+    `vllm serve`, without an address. devices: its CUDA_VISIBLE_DEVICES. log: appended to; it
+    outlives the process."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        python: str | None = None,
+        site: str | None = None,
+        devices: str | None = None,
+    ) -> None:
+        self.log = log
+        # short, whatever TMPDIR is: a socket's path has 107 bytes at most
+        self.folder = Path(tempfile.mkdtemp(prefix="lowroll-vllm-", dir=_short_temporary()))
+        self.url = f"unix:{self.folder / 'socket'}"
+        python = python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable
+        command = [python, "-P", str(KEEPER), *arguments, "--uds", str(self.folder / "socket")]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("ab") as out:
+                self._began = out.tell()
+                self.child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=out,
+                    stderr=out,
+                    env=_environment(site or os.environ.get("LOWROLL_VLLM_PATH"), devices),
+                    cwd=self.folder,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise ValueError(
+                f"python: {printable(python)} does not start: {error.strerror or error}"
+            ) from None
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Until it accepts connections. EngineLost with the last error of its log."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            if (why := self.lost()) is not None:
+                self.close()
+                raise EngineLost(f"vLLM did not start: {why}")
+            if _accepts(self.folder / "socket"):
+                return
+            time.sleep(0.1)
+        last = self.last_line()
+        self.close()
+        raise EngineLost(
+            f"vLLM was not ready within {deadline_s:g} s; the end of {self.log}: {last}"
+        )
+
+    def lost(self) -> str | None:
+        """Why it has ended, in the words of its log; None while it runs."""
+        if self.child.poll() is None:
+            return None
+        return f"vLLM has ended; the last error of {self.log}: {self.last_line()}"
+
+    def last_line(self) -> str:
+        """The last error in the log of this start, or its last line."""
+        try:
+            with self.log.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(self._began, size - _MOST_LOG))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return printable(f"(the log cannot be read: {error.strerror or error})")
+        told = [line for line in lines if line.strip()]
+        errors = [line for line in told if _ERROR.search(line)]
+        return printable((errors or told or ["(nothing)"])[-1].strip())
+
+    def close(self) -> None:
+        """End it and all of its processes, and wait until they have ended. Idempotent."""
+        assert self.child.stdin is not None
+        self.child.stdin.close()
+        try:
+            self.child.wait(timeout=ENDING)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.child.pid, 9)
+            self.child.wait(timeout=ENDING)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def pid(self) -> int:
+        """Of its process group."""
+        return self.child.pid
+
+
+def _environment(site: str | None, devices: str | None) -> Mapping[str, str]:
+    named = [name for name in os.environ if name.startswith(PREFIXES)]
+    kept = machine.kept_env(*PASSED, *named)
+    kept.pop("VIRTUAL_ENV", None)  # it has an environment of its own
+    kept |= {name: value for name, value in UNLESS_SET.items() if name not in kept}
+    kept |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+    return kept | ALWAYS | ({} if site is None else {"PYTHONPATH": site})
+
+
+def _short_temporary() -> str | None:
+    """None for the usual place."""
+    return None if len(tempfile.gettempdir()) < 60 else "/tmp"
+
+
+def _accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

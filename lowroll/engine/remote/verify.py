@@ -1,0 +1,87 @@
+"""Has an update arrived? The engine's log-probs of a few tokens, against the learner's.
+
+Two questions after every update, since each alone is blind:
+
+ 1. distance    is the engine near the learner? A wrong folder, a torn transfer or another model is
+                far away. What formats and dtypes round is allowed for by the bound.
+ 2. movement    has the engine moved as the learner has? Small steps hide below the bound, so a
+                stale policy passes (1). With d the learner's change since a reference and m the
+                engine's, the share <m, d> / <d, d> is 1 when updates arrive and 0 when they do not.
+                It is asked as soon as d stands out of the distance between the two; until then the
+                reference stays, and small steps add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lowroll.engine.remote.client import ServerError
+
+CLEAR = 5.0  # times the distance that a movement must be, to be judged
+LEAST = 1e-4  # nats: below this, no movement is judged
+SHARE = 0.5
+TOKENS = 24  # of the text that is scored, and less in a short context
+
+Learner = Callable[[list[int]], Sequence[float]]  # ids -> log-probs of ids[1:], at temperature 1
+
+
+class NotArrived(ServerError):
+    """The engine does not draw from the weights that it was given."""
+
+
+@dataclass(frozen=True)
+class _Pair:
+    learner: list[float]
+    engine: list[float]
+
+    @property
+    def apart(self) -> float:
+        return _size([a - b for a, b in zip(self.learner, self.engine, strict=True)])
+
+
+class Verifier:
+    """bound: the largest root mean square distance to the learner that is right, in nats a
+    token."""
+
+    def __init__(self, vocab_size: int, context_length: int, bound: float) -> None:
+        count = min(TOKENS, context_length - 1)
+        self.ids = [(7919 * (i + 1) + i * i * 104729) % vocab_size for i in range(count)]
+        self.bound = bound
+        self._reference: _Pair | None = None
+
+    def check(self, learner: Sequence[float], engine: Sequence[float], version: int) -> float:
+        """The distance to the learner in nats. NotArrived names the version."""
+        now = _Pair([float(x) for x in learner], [float(x) for x in engine])
+        if not now.apart <= self.bound:  # a NaN is far away
+            raise NotArrived(
+                f"update to version {version}: vLLM's log-probs are {now.apart:.3g} nats from the "
+                f"learner's, and {self.bound:g} are allowed; it does not hold these weights"
+            )
+        before = self._reference
+        if before is None:
+            self._reference = now
+            return now.apart
+        d = [b - a for a, b in zip(before.learner, now.learner, strict=True)]
+        m = [b - a for a, b in zip(before.engine, now.engine, strict=True)]
+        noise = max(before.apart, now.apart) if _moved(m) else before.apart
+        if _size(d) > max(CLEAR * noise, LEAST):
+            share = sum(a * b for a, b in zip(m, d, strict=True)) / sum(a * a for a in d)
+            if share < SHARE:
+                raise NotArrived(
+                    f"update to version {version}: the learner's log-probs have moved by "
+                    f"{_size(d):.3g} nats, and vLLM's by {share:.0%} of that; it still draws from "
+                    f"older weights"
+                )
+            self._reference = now
+        return now.apart
+
+
+def _moved(change: list[float]) -> bool:
+    return any(change)
+
+
+def _size(values: list[float]) -> float:
+    """Root mean square."""
+    return math.sqrt(sum(x * x for x in values) / len(values))

@@ -1,0 +1,38 @@
+"""Run by vLLM's own Python, beside vLLM and in its process group: nothing of it outlives lowroll.
+
+    python vllm_keeper.py ARGUMENTS OF vllm serve
+
+Standard input is a pipe whose other end lowroll holds and never writes to. When it closes, because
+the engine was closed or its process has died in whatever way, vLLM is asked to end, and what is
+left of the group after `GRACE` seconds is killed. When vLLM's first process ends, so do the others.
+Standard library only: vLLM's environment does not have lowroll.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+GRACE = 10.0
+LOOK = 0.1  # seconds between two looks at vLLM
+
+
+def main() -> None:
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *sys.argv[1:]]
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    while child.poll() is None:
+        readable, _, _ = select.select([0], [], [], LOOK)
+        if readable and not os.read(0, 1):
+            child.terminate()
+            try:
+                child.wait(timeout=GRACE)
+            except subprocess.TimeoutExpired:
+                pass
+            break
+    print(f"vLLM has ended with status {child.poll()}", file=sys.stderr, flush=True)
+    os.killpg(0, signal.SIGKILL)  # this process too
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Where a sample stops of its own: at a stop id, or at a stop string in its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lowroll.engine.sequence import Sequence
+
+
+def stop_reason(sequence: Sequence, decode: Callable[[list[int]], str] | None) -> int | str | None:
+    """The stop id or stop string that the last token completed, if it may stop here. decode: token
+    ids to text, needed for stop strings only.
+
+    No stop lies within the first `min_tokens` tokens: ids are banned there, and text is matched
+    behind them.
+    """
+    request = sequence.request
+    if len(sequence.token_ids) <= request.min_tokens:
+        return None
+    if sequence.last_token in sequence.group.stop_ids:
+        return sequence.last_token
+    if request.stop_strings:
+        assert decode is not None
+        num_chars = max(len(text) for text in request.stop_strings)
+        tail = _decode_tail(decode, sequence.token_ids, request.min_tokens, num_chars)
+        return next((text for text in request.stop_strings if text in tail), None)
+    return None
+
+
+def _decode_tail(
+    decode: Callable[[list[int]], str], token_ids: list[int], start: int, num_chars: int
+) -> str:
+    """The end of the text of token_ids[start:], its last `num_chars` characters as if all of it had
+    been decoded.
+
+    Decoding from the middle can spoil the first characters (a split UTF-8 sequence, a stripped
+    space): hence the 4.
+    """
+    window = num_chars + 4
+    while True:
+        first = max(start, len(token_ids) - window)
+        text = decode(token_ids[first:])
+        if len(text) >= num_chars + 4 or first == start:
+            return text
+        window *= 2

@@ -1,0 +1,151 @@
+"""vLLM as a run's rollout engine: from the settings to a server that holds the learner's weights.
+
+A server that is started loads the run's own folder where that holds what the rollouts multiply
+with. Otherwise (a quantized base of a dense folder, a dense copy of a quantized one) a folder is
+written for it first. Every version after that travels as a stream (`weights.update`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+from lowroll.config import RunConfig
+from lowroll.config.vllm import VllmConfig
+from lowroll.engine.base import Engine
+from lowroll.model import hf
+from lowroll.model.scoring import score
+from lowroll.model.spec import ModelSpec
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import get_format, stored_format
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.folder import LOGS
+from lowroll.weights.publish import rollout_copy
+
+PYTHON = "LOWROLL_VLLM_PYTHON"
+_LOOK = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+
+
+def interpreter(vllm: VllmConfig) -> str:
+    """The interpreter that has vLLM. ValueError when there is none, or vLLM is not installed for
+    it."""
+    named = vllm.python or os.environ.get(PYTHON)
+    found = shutil.which(Path(named or sys.executable).expanduser())
+    if found is None:
+        raise ValueError(f"{_key(vllm)}: {named} is no program that can be run")
+    try:
+        done = subprocess.run(
+            [found, "-c", _LOOK], capture_output=True, timeout=60, check=False, env=_environment()
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"{_key(vllm)}: {found} is no Python that answers ({error})") from None
+    if done.returncode:
+        raise ValueError(
+            f"{_key(vllm)}: {found} has no vLLM; install it into an environment of its own "
+            f"(docs/vllm.md), and name its interpreter here or in {PYTHON}"
+        )
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """Where it is looked for: LOWROLL_VLLM_PATH is the folder of a vLLM that is not installed."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    site = os.environ.get("LOWROLL_VLLM_PATH")
+    return kept if site is None else kept | {"PYTHONPATH": site}
+
+
+def _key(vllm: VllmConfig) -> str:
+    return PYTHON if vllm.python is None and PYTHON in os.environ else "rollout.vllm.python"
+
+
+def token(vllm: VllmConfig) -> str | None:
+    """The token of the server at `url`. ValueError when the variable that holds it is not set."""
+    if vllm.token_variable is None:
+        return None
+    held = os.environ.get(vllm.token_variable)
+    if not held:
+        raise ValueError(f"rollout.vllm.token_variable: {vllm.token_variable} is not set")
+    return held
+
+
+def check(cfg: RunConfig) -> None:
+    """ValueError for what would keep vLLM from being started or reached; nothing is started."""
+    vllm = cfg.rollout.vllm
+    if vllm.folder is not None and not Path(vllm.folder).is_dir():
+        raise ValueError(f"rollout.vllm.folder: {vllm.folder} is no folder")
+    if vllm.url is None:
+        interpreter(vllm)
+    else:
+        token(vllm)
+
+
+def context(cfg: RunConfig, spec: ModelSpec) -> int:
+    """Tokens of the longest prompt with its response that the run could ask for."""
+    return min(spec.max_position, cfg.train.tokens_per_microbatch)
+
+
+def start(cfg: RunConfig, compute: Compute, model: Transformer, weights: str) -> Engine:
+    """A vLLM that is started for the run, and ends with `close`. The learner stays `model`: its
+    log-probs are compared after every update."""
+    from lowroll.engine.remote.vllm import VllmEngine
+
+    vllm = cfg.rollout.vllm
+    written = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
+    on_gpu = compute.device.type == "cuda"
+    logs = Path(cfg.output_dir) / LOGS
+    made = VllmEngine.start(
+        _base(cfg, compute, model, weights, Path(written.name)),
+        log=logs / "vllm.log" if logs.is_dir() else None,
+        python=interpreter(vllm),
+        devices=vllm.devices,
+        dtype=vllm.dtype or str(compute.dtype).removeprefix("torch."),
+        tensor_parallel=vllm.tensor_parallel_size,
+        gpu_memory=vllm.gpu_memory_utilization if on_gpu else None,
+        context_length=context(cfg, model.spec),
+        max_batch=cfg.rollout.max_batch,
+        arguments=vllm.serve_args,
+        start_s=vllm.start_deadline,
+        **_shared(cfg, model),
+    )
+    weakref.finalize(made, written.cleanup)
+    return made
+
+
+def attach(cfg: RunConfig, model: Transformer) -> Engine:
+    """The vLLM at rollout.vllm.url, which goes on after `close`."""
+    from lowroll.engine.remote.vllm import VllmEngine
+
+    vllm = cfg.rollout.vllm
+    return VllmEngine.attach(vllm.url, token=token(vllm), **_shared(cfg, model))
+
+
+def _shared(cfg: RunConfig, model: Transformer) -> dict[str, Any]:
+    """What a server is asked for, wherever it came from."""
+    vllm, train = cfg.rollout.vllm, cfg.train
+    return {
+        "lora_rank": (vllm.max_lora_rank or train.lora_rank) if train.lora else None,
+        "way": vllm.transfer,
+        "concurrency": vllm.max_concurrent,
+        "exchange": None if vllm.folder is None else Path(vllm.folder),
+        "verify": lambda ids: score(model, [ids], [1])[0].tolist(),
+        "request_s": vllm.request_deadline,
+    }
+
+
+def _base(cfg: RunConfig, compute: Compute, model: Transformer, weights: str, room: Path) -> Path:
+    """The folder that a server loads: the run's model where it holds what the rollouts multiply
+    with, else one that is written for this into `room`."""
+    source = hf.resolve(cfg.model)
+    wanted = None if get_format(weights).dense else stored_format(weights)
+    if hf.low_bit_format(source) == wanted:
+        return source
+    rollout = rollout_copy(model, weights, get_format(weights).dtype or compute.dtype)
+    for _, linear in rollout.linears():
+        linear.adapter = None
+    return hf.save(rollout, room / "base", tokenizer_from=source)

@@ -1,0 +1,81 @@
+"""A model behind an address, for `lowroll generate` and `lowroll eval`: its engine, and the
+tokenizer that its token ids are of.
+
+Token ids travel, not texts, so the tokenizer is needed here: `--tokenizer`, or that of the model
+that the server says it serves, where its name is a folder of this machine or a hub id.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowroll.engine.base import Engine
+from lowroll.model import hf
+from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
+from lowroll.types import printable
+
+if TYPE_CHECKING:
+    from lowroll.engine.remote import RemoteEngine
+
+TOKEN = "LOWROLL_SERVER_TOKEN"  # variable with the token of a server that wants one
+
+
+@dataclass(frozen=True)
+class Server:
+    """An address and the model behind it; `close` its engine at the end."""
+
+    url: str
+    model: str  # the name under which it is served
+    engine: Engine
+    chat: ChatTokenizer
+
+
+def reach(url: str, model: str | None = None, tokenizer: str | Path | None = None) -> Server:
+    """The engine at an address. model: a name that it serves; without one its first.
+
+    ValueError says that there is no tokenizer, or what the server cannot do; RunFailed that it
+    does not answer.
+    """
+    here = None if tokenizer is None else hf.resolve(tokenizer, weights=False, key="--tokenizer")
+    given = None if here is None else ChatTokenizer(load_tokenizer(here))
+    engine = _connected(url, model, here)
+    try:
+        served = engine.served
+        chat = given or _served_tokenizer(url, dict.fromkeys((served.root, served.name)))
+        return Server(url, served.name, engine, chat)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _connected(url: str, model: str | None, folder: Path | None) -> RemoteEngine:
+    """ValueError names the option that is wrong. folder: of the tokenizer; a whole model's says what
+    a vLLM does not say of its own."""
+    from lowroll.engine.remote import connect
+
+    if folder is not None and not (folder / "config.json").is_file():
+        folder = None
+    try:
+        return connect(url, model=model, token=os.environ.get(TOKEN), folder=folder)
+    except ValueError as error:
+        field, colon, rest = str(error).partition(":")
+        option = {"url": "--server", "model": "--model", "folder": "--tokenizer"}.get(field, url)
+        told = rest if option.startswith("--") else f" {field}{colon}{rest}"
+        raise ValueError(f"{option}:{told}") from None
+
+
+def _served_tokenizer(url: str, names: dict[str, None]) -> ChatTokenizer:
+    """Of the first name that is a model here or on the hub."""
+    for name in names:
+        try:
+            return ChatTokenizer(load_tokenizer(hf.resolve(name, weights=False)))
+        except ValueError:
+            continue
+    shown = " and ".join(printable(repr(name), 200) for name in names)
+    raise ValueError(
+        f"--tokenizer: {url} serves {shown}, which is neither a model folder of this machine nor "
+        "a hub id that can be read; name a folder or hub id with its tokenizer"
+    )

@@ -1,0 +1,176 @@
+"""`lowroll serve`: what it refuses before it loads anything, and a whole life of its process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowroll.cli import serve
+from lowroll.cli.main import main
+from lowroll.server.serving import SERVING
+
+ANYWHERE = ".".join("0000")
+LONG = {"prompt": "1 + 1", "max_tokens": 200, "ignore_eos": True, "n": 4}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--host", ANYWHERE], "--host: 0.0.0.0 can be reached by others, which takes a token"),
+        (["--host", "::"], "--host: :: can be reached"),
+        (["--host", "server.example"], "--host: server.example can be reached"),
+        (["--host", "127.0.0.2.example"], "can be reached"),
+        (["--token-env", "NOBODY_SET_THIS"], "--token-env: the environment has no NOBODY_SET"),
+        (["--admin-token-env", "SHORT"], "--admin-token-env: SHORT: a token has at least 16"),
+        (["--token-env", "SPACED"], "--token-env: SPACED: a token has"),
+        (["--port", "65536"], "--port: expected a number in 0..65535"),
+        (["--max-n", "0"], "--max-n: expected at least 1"),
+        (["--lora-alpha", "2"], "--lora-alpha: it is of --lora-rank's adapter"),
+        (["--kv", "spare"], "--kv: unknown cache 'spare'"),
+        (["--weights", "int3"], "int3"),
+        (["--weights-dir", "."], "--admin-token-env"),
+        (["--weights-dir", "nowhere", "--admin-token-env", "LONG"], "--weights-dir: nowhere is no"),
+        (["--lora-rank", "0"], "lora_rank: expected at least 1"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    model: Path,
+    words: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in (("SHORT", "a" * 15), ("SPACED", "a" * 20 + " b"), ("LONG", "a" * 20)):
+        monkeypatch.setenv(name, value)
+    assert main(["serve", str(model), "--port", "0", "--device", "cpu", *words]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1 and "aaaaaaaaaaaaaaa" not in error
+
+
+def test_an_address_that_is_taken_is_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lowroll.server.run import bind
+
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(model), "--port", port]) == 2
+    assert f"--port: 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_loopback_needs_no_token(host: str) -> None:
+    assert serve.is_loopback(host)
+
+
+def test_the_options_reach_the_engine_and_the_limits(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--kv rkv+fp8 --cache-tokens 2048 --max-batch 3 --lora-rank 2 --weights int8"
+    more = "--name it --max-n 5 --max-prompts 6 --max-requests 7 --max-body-mb 1 --device cpu"
+    monkeypatch.setenv("ADMIN", "a" * 20)
+    shelf = ["--weights-dir", str(tmp_path), "--admin-token-env", "ADMIN"]
+    given = serve.parser().parse_args([str(model), *words.split(), *more.split(), *shelf])
+    app = serve.application(given, serve.credentials(given))
+    serving = app[SERVING]
+    able = serving.capabilities
+    assert (able.kv_policy, able.kv_dtype, able.updates) == ("rkv", "fp8", {"adapter"})
+    assert serving.name == "it" and serving.chat is not None and serving.vocabulary is not None
+    limits = serving.limits
+    assert (limits.n, limits.prompts, limits.requests, limits.body) == (5, 6, 7, 1 << 20)
+    assert ("POST", "/weights") in {(r.method, r.resource.canonical) for r in app.router.routes()}
+    stats = serving.loop._engine.stats()
+    assert (stats.weights, stats.cache_tokens) == ("int8", 2048)
+
+
+@contextmanager
+def process(model: Path, *words: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its address."""
+    command = [sys.executable, "-m", "lowroll", "serve", str(model), "--port", "0", *words]
+    child = subprocess.Popen(
+        [*command, "--device", "cpu", "--cache-tokens", "8192"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | env,
+    )
+    try:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        assert line.startswith("serving model at http://127.0.0.1:"), child.communicate(timeout=9)
+        yield child, line.split()[-1].removesuffix("/v1")
+    finally:
+        child.kill()
+        child.communicate(timeout=10)
+
+
+def ask(url: str, body: Any = None, token: str = "") -> tuple[int, Any]:
+    address, _, path = url.removeprefix("http://").partition("/")
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+    connection = http.client.HTTPConnection(address, timeout=60)
+    data = None if body is None else json.dumps(body)
+    connection.request("GET" if body is None else "POST", f"/{path}", data, headers)
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+@pytest.mark.slow
+def test_a_life(model: Path) -> None:
+    """It starts, answers, and ends at a signal with the answers of what was in flight."""
+    with process(model, "--token-env", "T", T="a-token-of-some-length") as (child, url):
+        assert ask(f"{url}/health") == (200, {"status": "running"})
+        assert ask(f"{url}/v1/models")[0] == 401
+        status, models = ask(f"{url}/v1/models", token="a-token-of-some-length")
+        assert status == 200 and models["data"][0]["id"] == "model"
+        found: list[tuple[int, Any]] = []
+        flight = threading.Thread(
+            target=lambda: found.append(
+                ask(f"{url}/v1/completions", LONG, "a-token-of-some-length")
+            )
+        )
+        flight.start()
+        time.sleep(0.5)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=30) == 143
+        flight.join(timeout=10)
+        status, answer = found[0]
+        assert status == 200
+        assert {choice["finish_reason"] for choice in answer["choices"]} <= {"length", "abort"}
+        with pytest.raises(OSError):
+            ask(f"{url}/health")
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait(model: Path) -> None:
+    many = {"prompt": [[5, 80, i] for i in range(24)], "n": 64}
+    with process(model, "--admin-token-env", "T", T="a-token-of-some-length") as (child, url):
+        assert ask(f"{url}/v1/completions", LONG | {"n": 1, "max_tokens": 2})[0] == 200
+        found: list[tuple[int, Any]] = []
+        flight = threading.Thread(
+            target=lambda: found.append(ask(f"{url}/v1/completions", LONG | many))
+        )
+        flight.start()
+        time.sleep(0.3)
+        child.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        child.send_signal(signal.SIGINT)  # an echo
+        time.sleep(1.2)
+        assert child.poll() is None
+        child.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        assert child.wait(timeout=30) == 130
+        assert time.monotonic() - began < 6
+        flight.join(timeout=10)
+        assert found[0][0] == 200
+        assert "abort" in {choice["finish_reason"] for choice in found[0][1]["choices"]}

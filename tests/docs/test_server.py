@@ -1,0 +1,80 @@
+"""The requests of docs/server.md and of the README, as they stand there."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lowroll import Engine
+from tests.fixtures.http import serving
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/server.md").read_text()
+README = (ROOT / "README.md").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def url(model: Path) -> Iterator[str]:
+    engine = Engine(model, weights="nvfp4", device="cpu", cache_tokens=8192)
+    with serving(engine, tokenizer=engine.tokenizer, name="demo") as found:
+        yield found
+
+
+@pytest.mark.slow
+def test_the_python_of_the_page_runs(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for code in blocks("python"):
+        assert ADDRESS in code
+        (tmp_path / "block.py").write_text(code.replace(ADDRESS, url))
+        runpy.run_path(str(tmp_path / "block.py"))
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1].startswith("[0, 1, 2, 3] ")
+
+
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+
+
+@needs_curl
+def test_the_curls_of_the_page_run(url: str) -> None:
+    commands = [
+        command
+        for block in blocks("bash")
+        for command in re.split(r"^(?=curl )", block, flags=re.MULTILINE)
+        if command
+    ]
+    assert len(commands) >= 9
+    answers = []
+    for command in commands:
+        assert ADDRESS in command
+        done = subprocess.run(
+            ["bash", "-c", command.replace(ADDRESS, url)], capture_output=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    *right, wrong = answers
+    assert all("error" not in answer for answer in right)
+    assert json.dumps(wrong) in PAGE
+
+
+@needs_curl
+def test_the_request_of_the_readme_runs(url: str) -> None:
+    (command,) = re.findall(r"^    (curl .*?)(?:\n\n|\Z)", README, re.DOTALL | re.MULTILINE)
+    assert ADDRESS in command
+    done = subprocess.run(
+        ["bash", "-c", command.replace(ADDRESS, url)], capture_output=True, timeout=60
+    )
+    (choice,) = json.loads(done.stdout)["choices"]
+    assert choice["message"]["role"] == "assistant"
