@@ -366,3 +366,31 @@ def test_pauses_that_are_wrong_are_named(model: Path) -> None:
             assert (await asked)["choices"][0]["finish_reason"] == "abort"
 
     run(ask)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_request_that_was_held_back_is_named(model: Path, stream: bool) -> None:
+    engine = Moody(tiny(model))
+    wrong = LONG | {"top_p": 0, "stream": stream}
+
+    async def ask() -> None:
+        async with served(engine, TOKENS) as client:
+            loop = client.server.app[SERVING].loop
+            engine.slow_s = 0.005
+            asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
+            await until(lambda: engine.stats().tokens > 4, "tokens")
+            pausing = asyncio.ensure_future(post(client, "/pause?mode=wait"))
+            await until(lambda: loop._state == "draining", "the pause")
+            held = asyncio.ensure_future(client.post("/v1/completions", json=wrong, headers=ADMIN))
+            await until(lambda: bool(loop._held), "the request that is held back")
+            engine.slow_s = 0
+            await pausing
+            await asked
+            async with await held as answer:
+                said = await answer.text()
+                assert answer.status == (200 if stream else 400)
+            error = json.loads(said.removeprefix("data: ").split("\n\n")[0])["error"]
+            assert error["param"] == "top_p" and said.endswith("[DONE]\n\n") == stream
+            await post(client, "/resume")
+
+    run(ask)
