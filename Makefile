@@ -79,6 +79,7 @@ mutants: $(STAMP)
 bench: $(STAMP)
 	$(PY) -m bench.engine
 	$(PY) -m bench.learner
+	$(PY) -m bench.server --model demo --device cpu --peer none --parts rollout update
 	$(PY) docs/tables.py
 
 # A command ends with 1 when a row misses what it must reach; the others run all the same.
@@ -90,4 +91,5 @@ bench-gpu: $(STAMP)
 	-$(PY) -m bench.kv
 	-$(PY) -m bench.train
 	-$(PY) -m bench.step
+	-$(PY) -m bench.server
 	$(PY) docs/tables.py

@@ -55,7 +55,7 @@ class Peer:
         self.failed = False  # once it has, its answers are out of step: it is not asked again
         threading.Thread(target=self._listen, daemon=True).start()
         try:
-            self.ready = self._ask(settings, "being ready", start_s)
+            self.ready = self.ask(settings, "being ready", start_s)
         except BaseException:
             self.close()
             raise
@@ -64,7 +64,7 @@ class Peer:
         self, prompts: list[list[int]], copies: int, new_tokens: int, deadline_s: float = CALL_S
     ) -> float:
         """Seconds of one call that makes `new_tokens` tokens for every copy of every prompt."""
-        answer = self._ask(
+        answer = self.ask(
             {"prompts": prompts, "copies": copies, "new_tokens": new_tokens},
             f"{copies * len(prompts)} responses of {new_tokens} tokens",
             deadline_s,
@@ -95,7 +95,8 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, order: Mapping[str, Any], awaited: str, deadline_s: float) -> dict[str, Any]:
+    def ask(self, order: Mapping[str, Any], awaited: str, deadline_s: float) -> dict[str, Any]:
+        """The worker's answer to an order. awaited: what the error says when none comes."""
         assert self._process.stdin is not None
         if self.failed:
             raise PeerFailed(f"it had failed before it was asked for {awaited}")

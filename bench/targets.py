@@ -77,6 +77,16 @@ def fullest(model: str, weights: str, cache: str, context: int) -> str:
     return f"{model} {weights} {cache} {thousands(context)}, largest batch: tokens/s"
 
 
+def over_vllm_server(model: str, format: str, concurrency: int, what: str) -> str:
+    """Name of the row of what clients see, at so many requests at a time, over `vllm serve`."""
+    return f"{model} {format} C={concurrency} over vllm serve: {what}"
+
+
+def through_server(model: str, format: str, batch: int, group: int) -> str:
+    """Name of the row of rollouts over the server, in tokens/s, over the engine without it."""
+    return f"{model} {format} B={batch} n={group}: rollouts over the server"
+
+
 def _rollouts(
     model: str,
     format: str,
@@ -133,6 +143,34 @@ def _caches(weights: str) -> tuple[Target, ...]:
     )
 
 
+CONCURRENCY = (1, 16, 64, 256)
+
+
+def _served(model: str, format: str) -> tuple[Target, ...]:
+    """As fast as the engine without a server, all but a tenth, and ahead of `vllm serve`."""
+    cases = [(batch, group) for group in (1, 8) for batch in (64, 256)]
+    inside = Target(
+        f"{model} {format}, rollouts over the server over those in process, n = 1: B = 64 / 256, "
+        f"n = 8: B = 64 / 256",
+        "server",
+        tuple(through_server(model, format, *case) for case in cases),
+        (0.9,) * 4,
+        (1.0,) * 4,
+    )
+    beside = [
+        Target(
+            f"{model} {format}, {what}, over vLLM's server, "
+            f"{' / '.join(map(str, CONCURRENCY))} requests at a time",
+            "server",
+            tuple(over_vllm_server(model, format, c, what) for c in CONCURRENCY),
+            (1.0,) * 4,
+            (None,) * 4,
+        )
+        for what in ("requests a second", "time to first token", "time of a token")
+    ]
+    return inside, *beside
+
+
 TARGETS: tuple[Target, ...] = (
     _rollouts("qwen2.5-7b", "bf16", (1.1, 1.1, 1.4), (1.2, 1.3, 1.8)),
     _rollouts("qwen2.5-7b", "fp8", (1.1, 1.1, 1.3), (1.4, 1.4, 1.8)),
@@ -176,6 +214,7 @@ TARGETS: tuple[Target, ...] = (
     ),
     *_caches("bf16"),
     *_caches("nvfp4"),
+    *_served("qwen2.5-7b", "bf16"),
 )
 
 

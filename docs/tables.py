@@ -169,7 +169,7 @@ def commands() -> str:
     )
 
 
-ON_GPU = ("decode", "kv", "train", "step")
+ON_GPU = ("decode", "kv", "train", "step", "server")
 
 
 def measured() -> str:

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         from lowroll.runs.evaluate import evaluate_server
         from lowroll.runs.server import reach
 
-        server = reach(arguments.server, arguments.model, arguments.tokenizer)
+        server = reach(arguments.server, arguments.model, arguments.tokenizer, arguments.token_env)
         with closing(server.engine):
             show(evaluate_server(cfg, server), title(cfg, server.url))
         return 0

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.server is not None:
         from lowroll.runs.server import reach
 
-        server = reach(arguments.server, arguments.model, arguments.tokenizer)
+        server = reach(arguments.server, arguments.model, arguments.tokenizer, arguments.token_env)
         with closing(server.engine):
             converse(server.engine, server.chat, arguments, f"{server.model} at {server.url}")
         return 0

@@ -43,12 +43,16 @@ def add_folder_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add `--server URL` and `--tokenizer`."""
+    """Add `--server URL`, `--token-env` and `--tokenizer`."""
     parser.add_argument(
         "--server",
         metavar="URL",
-        help="ask a server that runs already, lowroll's or a vLLM, such as "
-        "http://127.0.0.1:8000; the variable LOWROLL_SERVER_TOKEN holds its token, if it wants one",
+        help="ask a server that runs already, lowroll's or a vLLM, such as http://127.0.0.1:8000",
+    )
+    parser.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help="with --server: environment variable that holds its token, if it wants one",
     )
     parser.add_argument(
         "--tokenizer",
@@ -58,11 +62,12 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_beside_server(arguments: argparse.Namespace, *names: str) -> None:
-    """ValueError for options that say how a model is loaded here, beside --server; and for
-    --tokenizer without."""
+    """ValueError for options that say how a model is loaded here, beside --server; and for those of
+    a server without."""
     if arguments.server is None:
-        if arguments.tokenizer is not None:
-            raise ValueError("--tokenizer: is for --server; a model folder has its own")
+        for name in ("tokenizer", "token_env"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')}: is for --server")
         return
     for name in names:
         if getattr(arguments, name) is not None:

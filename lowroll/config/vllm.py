@@ -32,7 +32,7 @@ FROM_RUN = {
     "--host": "rollout.vllm.url",
     "--port": "rollout.vllm.url",
     "--uds": "rollout.vllm.url",
-    "--api-key": "rollout.vllm.token_variable",
+    "--api-key": "rollout.vllm.token_env",
     "--dtype": "rollout.vllm.dtype",
     "--tensor-parallel-size": "rollout.vllm.tensor_parallel_size",
     "--gpu-memory-utilization": "rollout.vllm.gpu_memory_utilization",
@@ -113,7 +113,7 @@ class VllmConfig(Section):
 
     # of a server that runs already, or unix:/path/of/its/socket; null: one is started, and ended
     url: Url | None = None
-    token_variable: Text | None = None  # of the environment: holds the token of the server at url
+    token_env: Text | None = None  # of the environment: holds the token of the server at url
     # interpreter of the environment that vLLM is installed in; null: LOWROLL_VLLM_PYTHON, else the
     # run's own
     python: Text | None = None
@@ -230,9 +230,9 @@ def _section_problems(cfg: RunConfig) -> Iterator[Problem]:
                 (("rollout", "vllm", name), ("rollout", "vllm", "url")),
                 "is for a server that lowroll starts; the one at rollout.vllm.url runs already",
             )
-    if vllm.token_variable is not None and vllm.url is None:
+    if vllm.token_env is not None and vllm.url is None:
         yield (
-            (("rollout", "vllm", "token_variable"),),
+            (("rollout", "vllm", "token_env"),),
             "is for a server at rollout.vllm.url; one that lowroll starts gets a token of its own",
         )
     if vllm.transfer == "nccl" and cfg.train.lora:

@@ -101,7 +101,8 @@ class Decoder:
         self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.tokens_SB = torch.zeros(MOST_STEPS, most, dtype=torch.int64, device=self.device)
         self.logprobs_SB = torch.zeros(MOST_STEPS, most, dtype=torch.float32, device=self.device)
-        self.logits: dict[int, Tensor] = {}
+        # where the steps of all sizes leave their logits, for rows that are drawn outside the graph
+        self.logits: Tensor | None = None
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
@@ -128,8 +129,9 @@ class Decoder:
                 steps = 1
             for _ in range(steps):
                 self._step(size, drawing=False)
-                ranks.see(self.logits[size][:rows])
-                self._draw(rows, self.logits[size][:rows], params)
+                assert self.logits is not None
+                ranks.see(self.logits[:rows])
+                self._draw(rows, self.logits[:rows], params)
         tokens_SB = self.tokens_SB[:steps, :rows].cpu()
         logprobs_SB = self.logprobs_SB[:steps, :rows].cpu()
         if not all_finite(logprobs_SB):
@@ -167,7 +169,7 @@ class Decoder:
     def forget(self) -> None:
         """Drop the captured graphs: the storages behind them are about to move."""
         self._graphs.clear()
-        self.logits.clear()
+        self.logits = None
         self._rows = []
         self._paged = []
         self._pool = None
@@ -279,7 +281,9 @@ class Decoder:
         with overlapping(self.device):
             logits_BV = model.logits(model(ids_B, pos_B, attend))
             if not drawing:
-                self.logits[size] = logits_BV
+                if self.logits is None:
+                    self.logits = logits_BV.new_empty(self.state.shape[1], logits_BV.shape[1])
+                self.logits[:size] = logits_BV
                 return
             self._draw(size, logits_BV, None)
 

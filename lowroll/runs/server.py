@@ -20,8 +20,6 @@ from lowroll.types import printable
 if TYPE_CHECKING:
     from lowroll.engine.remote import RemoteEngine
 
-TOKEN = "LOWROLL_SERVER_TOKEN"  # variable with the token of a server that wants one
-
 
 @dataclass(frozen=True)
 class Server:
@@ -33,15 +31,21 @@ class Server:
     chat: ChatTokenizer
 
 
-def reach(url: str, model: str | None = None, tokenizer: str | Path | None = None) -> Server:
-    """The engine at an address. model: a name that it serves; without one its first.
+def reach(
+    url: str,
+    model: str | None = None,
+    tokenizer: str | Path | None = None,
+    token_env: str | None = None,
+) -> Server:
+    """The engine at an address. model: a name that it serves; without one its first. token_env:
+    the environment variable that holds its token.
 
     ValueError says that there is no tokenizer, or what the server cannot do; RunFailed that it
     does not answer.
     """
     here = None if tokenizer is None else hf.resolve(tokenizer, weights=False, key="--tokenizer")
     given = None if here is None else ChatTokenizer(load_tokenizer(here))
-    engine = _connected(url, model, here)
+    engine = _connected(url, model, _token(token_env), here)
     try:
         served = engine.served
         chat = given or _served_tokenizer(url, dict.fromkeys((served.root, served.name)))
@@ -51,7 +55,14 @@ def reach(url: str, model: str | None = None, tokenizer: str | Path | None = Non
         raise
 
 
-def _connected(url: str, model: str | None, folder: Path | None) -> RemoteEngine:
+def _token(name: str | None) -> str | None:
+    held = None if name is None else os.environ.get(name)
+    if name is not None and not held:
+        raise ValueError(f"--token-env: {name} is not set")
+    return held
+
+
+def _connected(url: str, model: str | None, token: str | None, folder: Path | None) -> RemoteEngine:
     """ValueError names the option that is wrong. folder: of the tokenizer; a whole model's says what
     a vLLM does not say of its own."""
     from lowroll.engine.remote import connect
@@ -59,7 +70,7 @@ def _connected(url: str, model: str | None, folder: Path | None) -> RemoteEngine
     if folder is not None and not (folder / "config.json").is_file():
         folder = None
     try:
-        return connect(url, model=model, token=os.environ.get(TOKEN), folder=folder)
+        return connect(url, model=model, token=token, folder=folder)
     except ValueError as error:
         field, colon, rest = str(error).partition(":")
         option = {"url": "--server", "model": "--model", "folder": "--tokenizer"}.get(field, url)

@@ -168,7 +168,7 @@ class _WindowDecoder:
         """Forget the first half, up to where a character begins."""
         for length in range(_WINDOW, _WINDOW - 4, -1):
             text = self.decode(self.window[-length:])
-            if self.text.endswith(text) and not text.startswith(_UNKNOWN):
+            if self.text.endswith(text):
                 self.window, self.text, self.shown = self.window[-length:], text, len(text)
                 return
 

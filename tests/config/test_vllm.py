@@ -78,7 +78,7 @@ def test_the_format_is_asked_for() -> None:
             {"url": URL, "serve_args": ["--swap-space", "1"]},
             "rollout.vllm.serve_args: is for a server that lowroll starts",
         ),
-        ({"token_variable": "T"}, "rollout.vllm.token_variable: is for a server at"),
+        ({"token_env": "T"}, "rollout.vllm.token_env: is for a server at"),
         ({"max_lora_rank": 8}, "rollout.vllm.max_lora_rank: 8 is less than train.lora_rank, 16"),
         ({"transfer": "nccl"}, "rollout.vllm.transfer: nccl is for all weights"),
         ({"url": URL, "devices": "1"}, "rollout.vllm.devices: is for a server that lowroll"),
@@ -151,7 +151,7 @@ def test_auto_pays_for_another_implementation(
 def test_a_section_that_nobody_reads_is_told_and_every_run_loads_again(tmp_path: Path) -> None:
     cfg = from_mapping({"model": "m", "rollout": {"vllm": {"tensor_parallel_size": 2}}})
     assert "rollout.vllm: no effect, rollout.engine is native" in cfg.notes
-    vllm = {"url": URL, "token_variable": "TOKEN", "max_concurrent": 4}
+    vllm = {"url": URL, "token_env": "TOKEN", "max_concurrent": 4}
     cfg = from_mapping({"model": "m", "rollout": {**DENSE, "vllm": vllm}})
     assert cfg.rollout.vllm == VllmConfig(**vllm)
     (tmp_path / "run.yaml").write_text(cfg.dump())

@@ -70,9 +70,9 @@ def test_generate_asks_a_server(
     assert there.made[0].closed == 1
     assert main(["generate", "--model", str(model), "--weights", "fp32", *drawn]) == 0
     assert capsys.readouterr().out == far
-    monkeypatch.setenv(server.TOKEN, "secret")
+    monkeypatch.setenv("TOKEN_OF_MINE", "secret")
     there.root = "elsewhere"
-    words = ["--model", "other", "--tokenizer", str(model)]
+    words = ["--model", "other", "--tokenizer", str(model), "--token-env", "TOKEN_OF_MINE"]
     assert main(["generate", "--server", URL, *words, *drawn]) == 0
     assert there.calls[-1] == (URL, "other", "secret")
     out, err = capsys.readouterr()
@@ -102,6 +102,8 @@ def test_eval_of_a_server_is_that_of_the_model_behind_it(
     [
         (["generate"], "give --model, a folder or a hub id, or --server, an address"),
         (["generate", "--model", "m", "--tokenizer", "t"], "--tokenizer: is for --server"),
+        (["generate", "--model", "m", "--token-env", "T"], "--token-env: is for --server"),
+        (["eval", "--server", URL, "--token-env", "NOT_SET", *ENV], "--token-env: NOT_SET is not"),
         (["generate", "--server", URL, "--weights", "int8"], "--weights: the model at --server is"),
         (["generate", "--server", URL, "--device", "cpu"], "--device: the model at --server is"),
         (["eval", "--server", URL], "give a run's YAML file, or --model and --env (--server"),

@@ -184,8 +184,8 @@ def test_a_dry_run_starts_nothing(
         ({"python": "/bin/false"}, "rollout.vllm.python: /bin/false has no vLLM"),
         ({"folder": str(tmp_path / "none")}, "rollout.vllm.folder: "),
         (
-            {"url": "http://127.0.0.1:9", "token_variable": "LOWROLL_NOT_SET"},
-            "rollout.vllm.token_variable: LOWROLL_NOT_SET is not set",
+            {"url": "http://127.0.0.1:9", "token_env": "LOWROLL_NOT_SET"},
+            "rollout.vllm.token_env: LOWROLL_NOT_SET is not set",
         ),
     ):
         (problem,) = look(**section).problems

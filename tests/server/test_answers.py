@@ -216,6 +216,10 @@ def test_a_prompt_alone_is_scored(url: str, reference: Engine) -> None:
         assert place[str(ids[i + 1])]["rank"] is None or ids[i + 1] in top
     assert tree["usage"] == {"prompt_tokens": 12, "completion_tokens": 0, "total_tokens": 12}
     assert choice["finish_reason"] == "length"
+    (fewer,) = answer(url, COMPLETIONS, asked | {"logprobs": 3, "prompt_logprobs": 1})["choices"]
+    for one, place in zip(fewer["prompt_logprobs"][1:], places[1:], strict=True):
+        assert len(one) in (1, 2)
+        assert all(told["logprob"] == place[token]["logprob"] for token, told in one.items())
 
 
 def test_scores_have_a_temperature_of_their_own(url: str, reference: Engine) -> None:

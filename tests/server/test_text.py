@@ -214,3 +214,13 @@ def test_long_nonsense_takes_time_by_its_length(kind: str, token: int) -> None:
 def test_half_of_a_surrogate_pair_is_no_text() -> None:
     with pytest.raises(ValueError, match="surrogate"):
         vocabulary("demo").encode("\ud800")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["本語" * 60, "aé🎉 " * 40, "ab a " * 60])
+def test_a_long_text_survives_its_tokens(kind: str, text: str) -> None:
+    """Longer than what is decoded again with each token."""
+    known = vocabulary(kind)
+    shown = Shown(known.decoder())
+    parts = [shown.feed([token]) for token in known.encode(text, False)]
+    assert "".join(parts) + shown.end([], None) == text

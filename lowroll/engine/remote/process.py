@@ -39,6 +39,7 @@ UNLESS_SET = {  # read on a CPU alone, but for the last: it cannot say processed
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S")
+_ELSEWHERE = "root cause"  # in the errors of vLLM that point at another one
 _MOST_LOG = 1 << 18  # bytes of the log's end that are looked at
 
 
@@ -105,7 +106,8 @@ class VllmProcess:
         return f"vLLM has ended; the last error of {self.log}: {self.last_line()}"
 
     def last_line(self) -> str:
-        """The last error in the log of this start, or its last line."""
+        """The last error in the log of this start that does not point at another, or its last
+        line."""
         try:
             with self.log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -115,7 +117,8 @@ class VllmProcess:
             return printable(f"(the log cannot be read: {error.strerror or error})")
         told = [line for line in lines if line.strip()]
         errors = [line for line in told if _ERROR.search(line)]
-        return printable((errors or told or ["(nothing)"])[-1].strip())
+        causes = [line for line in errors if _ELSEWHERE not in line]
+        return printable((causes or errors or told or ["(nothing)"])[-1].strip())
 
     def close(self) -> None:
         """End it and all of its processes, and wait until they have ended. Idempotent."""

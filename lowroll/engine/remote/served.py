@@ -31,11 +31,12 @@ class Served:
         return str(self.dtype).removeprefix("torch.")
 
 
-def served(folder: Path) -> Served:
-    """ValueError as the readers of folders say."""
+def served(folder: Path, dtype_name: str | None = None) -> Served:
+    """dtype_name: that the server computes in; default the folder's. ValueError as the readers of
+    folders say."""
     config = read_config(folder)
     spec = spec_from_config(config)
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    name = dtype_name or str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{folder / 'config.json'}: dtype: {name} is no dtype of weights")

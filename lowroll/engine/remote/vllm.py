@@ -66,6 +66,7 @@ class VllmEngine(RemoteEngine):
         lora_rank: int | None = None,
         way: Way | None = "folder",
         process: VllmProcess | None = None,
+        dtype: str | None = None,
         verify: Learner | None = None,
         bound: float = BOUND,
         request_s: float = 1200.0,
@@ -76,7 +77,7 @@ class VllmEngine(RemoteEngine):
         self.folder = folder
         self.found = probe(client)
         self.process = process
-        self.facts = served(folder)
+        self.facts = served(folder, dtype)
         self._way = way
         self._verify = verify
         self._transfer: Transfer | None = None
@@ -149,6 +150,7 @@ class VllmEngine(RemoteEngine):
                 lora_rank=lora_rank,
                 way=way,
                 process=process,
+                dtype=dtype,
                 verify=verify,
                 bound=bound,
                 request_s=request_s,
@@ -303,7 +305,8 @@ class VllmEngine(RemoteEngine):
 
         self.pause("wait")
         if self._transfer is None:
-            self._transfer = Transfer(self.client, self.found, self.request_s)
+            local = self.process is not None
+            self._transfer = Transfer(self.client, self.found, self.request_s, local)
         self._transfer.send(update, self.facts.dtype)
         self._order("/reset_prefix_cache", None, "reset_prefix_cache")
         self.resume()

@@ -66,11 +66,11 @@ def _key(vllm: VllmConfig) -> str:
 
 def token(vllm: VllmConfig) -> str | None:
     """The token of the server at `url`. ValueError when the variable that holds it is not set."""
-    if vllm.token_variable is None:
+    if vllm.token_env is None:
         return None
-    held = os.environ.get(vllm.token_variable)
+    held = os.environ.get(vllm.token_env)
     if not held:
-        raise ValueError(f"rollout.vllm.token_variable: {vllm.token_variable} is not set")
+        raise ValueError(f"rollout.vllm.token_env: {vllm.token_env} is not set")
     return held
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lowroll.engine.remote import EngineLost
 from lowroll.metrics.record import read
 from lowroll.runs import demo
 from lowroll.runs.rollouts import RolloutEngine
@@ -99,9 +100,15 @@ def test_an_adapter_run(model: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapter_on_the_rollouts_own_base(model: Path, tmp_path: Path) -> None:
-    """vLLM loads the very codes that the learner's adapter stands on."""
+    """vLLM loads the very codes that the learner's adapter stands on. Skips, in vLLM's words, where
+    it has no such kernel."""
     rollout = {"weights": "int4"}
     run = tree(model, tmp_path / "run", rollout=rollout, dtype="bfloat16", train=LORA)
-    records = train(run).records
+    try:
+        records = train(run).records
+    except EngineLost as error:
+        if "has no attribute 'cpu_gemm" not in str(error):
+            raise
+        pytest.skip(f"vLLM has no kernel here: {error}")
     for record in records:
         assert record["mismatch/logp_diff_mean"] < 0.02 and record["rollout/weight_bits"] < 5

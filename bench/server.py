@@ -1,0 +1,563 @@
+"""Our server on random weights of exact shapes: against our own engine without it, against
+`vllm serve`, and while its weights change.
+
+Clients are a process of their own (`bench.load`), so they take no time from the server.
+
+    vllm       `vllm serve` and ours, resident together and measured in turns by vLLM's own client
+               (`vllm bench serve`): random texts of 512 tokens, 128 new ones each, streamed, C requests at a
+               time. Requests/s; mean time to first token; mean time of a token after it, of each request
+    rollout    calls of 64 and 256 rollouts, 256 prompt tokens and 128 new ones, in groups of 1 and of 8, over
+               the server and by `generate` of the same engine in turns: token ids in, ids and log-probs out
+    update     64 streams while all weights change: the longest gap between two reads of any of them,
+               without an update, with one, and with one between pause (keep) and resume
+    lookahead  ours alone by decode steps between two looks of the host, for who tunes the server;
+               printed, and not stored
+
+    python -m bench.server [--model NAME] [--formats bf16] [--concurrency 1,16,64,256]
+                           [--batches 64,256] [--rounds 2] [--parts vllm rollout update] [--peer vllm|none]
+                           [--client vllm|own] [--out FOLDER]
+
+On a CPU `--model demo --peer none` measures the second and third part. vLLM 0.24.0 needs an
+installation of its own (docs/benchmarks.md). Rows are added to `server.json`, those of a CPU to
+`server-cpu.json`, as they are measured, so that a stopped command keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import vllm_worker, vocabulary
+from bench.decode import released, say
+from bench.engine import MODELS
+from bench.peer import Peer, PeerFailed, vllm_command, vllm_path
+from bench.record import BASELINES, Row, merge, show, speed_row
+from bench.roofline import kv_bytes_per_token, synchronize, weight_bytes
+from bench.served import Served
+from bench.shapes import SHAPES, random_model
+from bench.targets import aimed, over_vllm_server, reason, through_server
+from bench.vllm_server import VllmServer
+from lowroll import Engine, Request
+from lowroll.engine.decoder import MOST_STEPS
+from lowroll.engine.native import pick_device
+from lowroll.model.tokenizer import load_tokenizer
+from lowroll.quant.formats import formats
+from lowroll.weights.update import WeightUpdate
+
+PARTS = ("vllm", "rollout", "update", "lookahead")
+PROMPT, NEW = 512, 128  # tokens, of a client's request
+ROLLED, GROUPS = 256, (1, 8)  # prompt tokens of a rollout, and rollouts of a prompt
+STREAMS = 64  # that see an update
+LONG = {"cuda": 512, "cpu": 128}  # tokens of each
+SLACK = 8e9  # bytes that vLLM may take beside weights and cache
+MEASURED = ("requests a second", "time to first token", "time of a token")
+UNITS = ("requests/s", "ms", "ms")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the clients of a run saw: requests/s, and means over the requests in ms. gap: between two
+    parts of a stream, the 99th percentile (our own client's: the longest)."""
+
+    rate: float
+    first: float
+    token: float
+    gap: float
+
+    @property
+    def values(self) -> tuple[float, float, float]:
+        return self.rate, self.first, self.token
+
+
+def seen(answer: Mapping[str, Any], new_tokens: int) -> Seen:
+    """Of an answer of `bench.load`. PeerFailed when a request failed or is short."""
+    check(answer)
+    calls = answer["requests"]
+    if any(tokens != new_tokens for _, _, _, tokens, *_ in calls):
+        raise PeerFailed(f"a response has other than {new_tokens} tokens")
+    return Seen(
+        len(calls) / answer["seconds"],
+        statistics.fmean(first - sent for sent, first, *_ in calls) * 1e3,
+        statistics.fmean((last - first) / (n - 1) for _, first, last, n, *_ in calls) * 1e3,
+        max(call[4] for call in calls) * 1e3,
+    )
+
+
+def check(answer: Mapping[str, Any]) -> None:
+    """PeerFailed when a request failed."""
+    if answer["errors"]:
+        raise PeerFailed(f"{answer['errors']} requests failed: {answer['error']}")
+
+
+def seen_by_vllm(answer: Mapping[str, Any], requests: int, new_tokens: int) -> Seen:
+    """Of what `vllm bench serve` stores. PeerFailed when a request failed or is short."""
+    if answer["completed"] != requests or answer["total_output_tokens"] != requests * new_tokens:
+        raise PeerFailed(
+            f"{answer['completed']} of {requests} requests with {answer['total_output_tokens']} "
+            f"tokens in all"
+        )
+    return Seen(
+        answer["request_throughput"],
+        answer["mean_ttft_ms"],
+        answer["mean_tpot_ms"],
+        answer["p99_itl_ms"],
+    )
+
+
+# -- the sides -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Side:
+    """Our engine and its server."""
+
+    model: str
+    config: dict[str, Any]
+    format: str
+    served: Served
+    folder: Path
+    client: Peer
+    lookahead: int | None  # of the server; None is the engine's own
+
+    def prompts(self, count: int, tokens: int, seed: int) -> list[list[int]]:
+        dice, words = random.Random(seed), vocabulary.words(self.served.engine.tokenizer)
+        return [dice.choices(words, k=tokens) for _ in range(count)]
+
+    def texts(self, count: int, tokens: int, seed: int) -> list[str]:
+        decode = self.served.engine.tokenizer.decode
+        return [decode(ids) for ids in self.prompts(count, tokens, seed)]
+
+    def steps(self, count: int | None) -> None:
+        """Decode steps between two looks of the host; None is what is best for throughput."""
+        scheduler, runner = self.served.engine.scheduler, self.served.engine.runner
+        scheduler.lookahead = runner.lookahead if count is None else count
+
+    def forget(self) -> None:
+        """Prompts run again."""
+        self.served.call(lambda engine: engine.reset_prefix_cache(), "a fresh cache")
+
+    def ask(self, url: str, prompts: list[Any], concurrency: int, **body: Any) -> dict[str, Any]:
+        """Calls of a server by our client."""
+        order = {"url": url, "concurrency": concurrency, "prompts": prompts}
+        order["body"] = {"model": self.model, "temperature": 1.0, "ignore_eos": True, **body}
+        return self.client.ask(order, f"{len(prompts)} requests", 300.0)
+
+    def stream(self, url: str, count: int, concurrency: int, seed: int) -> Seen:
+        """Texts in, streams out, by our client."""
+        answer = self.ask(
+            url,
+            self.texts(count, PROMPT, seed),
+            concurrency,
+            max_tokens=NEW,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        return seen(answer, NEW)
+
+
+@contextmanager
+def side(args: argparse.Namespace, format: str, folder: Path) -> Iterator[Side]:
+    """Our engine on random weights behind its server, and a client."""
+    config = shape(args.model)
+    vocabulary.write(folder, config)
+    most = max(*args.concurrency, *args.batches, STREAMS)
+    with ExitStack() as stack:
+        client = stack.enter_context(Peer({}, [sys.executable, "-m", "bench.load"]))
+        dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
+        began = time.perf_counter()
+        engine = Engine(
+            random_model(config, args.device, dtype),
+            weights=format,
+            tokenizer=load_tokenizer(folder),
+            max_batch=most,
+            cache_tokens=cache_tokens(args),
+        )
+        engine.warm_up()
+        say(f"our engine is ready after {time.perf_counter() - began:.1f} s")
+        served = stack.enter_context(Served(engine, args.model))
+        ours = Side(args.model, config, format, served, folder, client, args.lookahead)
+        ours.steps(args.lookahead)
+        yield ours
+
+
+def shape(model: str) -> dict[str, Any]:
+    """Of the model; the demo's with room for our requests."""
+    return SHAPES[model] if model in SHAPES else {**MODELS[model], "max_position_embeddings": 1024}
+
+
+def cache_tokens(args: argparse.Namespace) -> int:
+    """Room for the most streams and the most rollouts, with pages of slack."""
+    streams = max(*args.concurrency, STREAMS) * (PROMPT + NEW + 64)
+    rollouts = max(args.batches) * (ROLLED + NEW + 64)
+    return max(streams, rollouts, STREAMS * (PROMPT + 512 + 64)) + 4096
+
+
+# -- against vllm serve ----------------------------------------------------------------------------
+
+
+def start_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServer:
+    """It starts while ours is made."""
+    config = shape(args.model)
+    cache = cache_tokens(args) * kv_bytes_per_token(config)
+    whole = cache + weight_bytes(config, format) + SLACK
+    on_gpu = args.device.type == "cuda"
+    total = torch.cuda.mem_get_info()[1] if on_gpu else whole
+    settings = {
+        "folder": str(vocabulary.write(folder, config)),
+        "name": args.model,
+        "shape": config,
+        "format": format,
+        "batch": max(args.concurrency),
+        "length": PROMPT + NEW + 64,
+        "cache_bytes": int(cache),
+        "memory_fraction": min(0.9, whole / total),
+        "device": args.device.type,
+    }
+    return VllmServer(settings, args.vllm_python, args.vllm_path)
+
+
+def requests(concurrency: int) -> int:
+    """Of a run: some waves of them."""
+    return max(8, min(4 * concurrency, 768))
+
+
+Measure = Callable[[str, int, int], Seen]  # url, concurrency, seed
+
+
+def own_client(ours: Side) -> Measure:
+    def measure(url: str, concurrency: int, seed: int) -> Seen:
+        return ours.stream(url, requests(concurrency), concurrency, seed)
+
+    return measure
+
+
+def vllm_client(ours: Side, client: Peer) -> Measure:
+    """vLLM's own: random texts made by the model's tokenizer."""
+
+    def measure(url: str, concurrency: int, seed: int) -> Seen:
+        count = requests(concurrency)
+        words = (
+            f"--backend openai --base-url {url} --endpoint /v1/completions --model {ours.model} "
+            f"--dataset-name random --random-input-len {PROMPT} --random-output-len {NEW} "
+            f"--num-prompts {count} --max-concurrency {concurrency} --seed {seed} --ignore-eos "
+            f"--temperature 1.0 --disable-tqdm --percentile-metrics ttft,tpot,itl"
+        )
+        order = {"arguments": [*words.split(), "--tokenizer", str(ours.folder)]}
+        return seen_by_vllm(client.ask(order, f"{count} requests of vLLM's", 300.0), count, NEW)
+
+    return measure
+
+
+def beside_vllm(
+    ours: Side, vllm: VllmServer | None, args: argparse.Namespace, store: Callable[..., None]
+) -> None:
+    """What clients see of both servers, in turns, at every concurrency; of ours alone where vLLM's
+    does not run."""
+    servers, why, known = {"ours": ours.served.url}, "vLLM: not asked for", {}
+    if vllm is not None:
+        try:
+            say(f"vLLM serves after {vllm.wait():.0f} s")
+            servers["vLLM"], known = vllm.url, {"vllm": vllm.version}
+        except PeerFailed as error:
+            why = f"vLLM: not run ({error})"
+            say(why)
+    for url in servers.values():
+        ours.stream(url, 64, 32, seed=1)  # whatever the first requests compile
+    with ExitStack() as stack:
+        measure, client = own_client(ours), "our own client"
+        if args.client == "vllm" and len(servers) == 2:
+            worker = str(Path(__file__).with_name("vllm_load.py"))
+            command = [*vllm_command(args.vllm_python)[:-1], worker]
+            peer = stack.enter_context(Peer({}, command, vllm_path(args.vllm_path)))
+            measure, client = vllm_client(ours, peer), "vllm bench serve"
+        for concurrency in args.concurrency:
+            seen: dict[str, list[Seen]] = {name: [] for name in servers}
+            for i in range(args.rounds):
+                for name, url in servers.items():
+                    seen[name].append(measure(url, concurrency, 1000 + i))
+                    say(f"C={concurrency} {name}: {tell(seen[name][-1])}")
+            note = f"by {client}" + ("" if len(servers) == 2 else f"; {why}")
+            store(over_vllm(ours, concurrency, seen["ours"], seen.get("vLLM"), note), **known)
+
+
+def tell(one: Seen) -> str:
+    return (
+        f"{one.rate:.2f} requests/s, first token {one.first:.1f} ms, {one.token:.2f} ms a token, "
+        f"gaps to {one.gap:.1f} ms"
+    )
+
+
+def over_vllm(
+    ours: Side, concurrency: int, mine: list[Seen], theirs: list[Seen] | None, note: str
+) -> list[Row]:
+    """A row for each thing that is measured; a ratio is how many times better ours is."""
+    rows = []
+    for i, what in enumerate(MEASURED):
+        row = Row(
+            over_vllm_server(ours.model, ours.format, concurrency, what),
+            UNITS[i],
+            statistics.median(one.values[i] for one in mine),
+            note=f"{note}; gaps {_gaps(mine)} ms",
+        )
+        if theirs is not None:
+            pairs = [(a.values[i], b.values[i]) for a, b in zip(mine, theirs, strict=True)]
+            better = [a / b if i == 0 else b / a for a, b in pairs]
+            row = replace(
+                row,
+                peer=statistics.median(b for _, b in pairs),
+                ratio=statistics.median(better),
+                spread=(min(better), max(better)),
+                note=f"{row.note}, vLLM's {_gaps(theirs)}",
+            )
+        rows.append(row)
+    return rows
+
+
+def _gaps(seen: list[Seen]) -> str:
+    """Between two parts of a stream."""
+    return f"{statistics.median(one.gap for one in seen):.0f}"
+
+
+# -- against the engine without a server -----------------------------------------------------------
+
+
+def rollouts(ours: Side, batch: int, group: int, rounds: int) -> Row:
+    """Tokens/s of the same rollouts over the server and in process, in turns."""
+    sides: dict[str, list[float]] = {"server": [], "engine": []}
+    for i in range(rounds + 1):  # the first compiles what these shapes need
+        prompts = ours.prompts(batch // group, ROLLED, seed=100 + i)
+        for name, measure in (("server", over_http), ("engine", in_process)):
+            ours.forget()
+            sides[name].append(measure(ours, prompts, group))
+            say(f"B={batch} n={group}, {name}: {sides[name][-1]:.2f} s")
+    name = through_server(ours.model, ours.format, batch, group)
+    return speed_row(name, batch * NEW, "tokens/s", sides["server"][1:], sides["engine"][1:])
+
+
+def over_http(ours: Side, prompts: list[list[int]], group: int) -> float:
+    """As a trainer asks a server: ids in, ids and log-probs out, all requests at once."""
+    answer = ours.ask(
+        ours.served.url,
+        prompts,
+        len(prompts),
+        n=group,
+        max_tokens=NEW,
+        seed=7,
+        logprobs=0,
+        return_token_ids=True,
+        return_tokens_as_token_ids=True,
+    )
+    check(answer)
+    if answer["tokens"] != len(prompts) * group * NEW:
+        raise PeerFailed(f"{answer['tokens']} tokens instead of {len(prompts) * group} x {NEW}")
+    return float(answer["seconds"])
+
+
+def in_process(ours: Side, prompts: list[list[int]], group: int) -> float:
+    """`generate`, with the lookahead that is best for it."""
+    asked = [Request(ids, n=group, max_tokens=NEW, ignore_eos=True, seed=7) for ids in prompts]
+
+    def generate(engine: Engine) -> float:
+        began = time.perf_counter()
+        engine.generate(asked)
+        synchronize(engine.model.device)
+        return time.perf_counter() - began
+
+    ours.steps(None)
+    try:
+        return ours.served.call(generate, "a rollout")
+    finally:
+        ours.steps(ours.lookahead)
+
+
+# -- while weights change --------------------------------------------------------------------------
+
+
+def updates(ours: Side, device: torch.device) -> list[Row]:
+    """The longest gap of any stream: without an update, in one, and in one while paused."""
+    engine = ours.served.engine
+    master = random_model(ours.config, device, engine.model.dtype, seed=1)
+    seconds: list[float] = []
+    versions = iter(range(1, 100))
+
+    def take(engine: Engine) -> None:
+        began = time.perf_counter()
+        engine.update_weights(WeightUpdate.local(master, next(versions)))
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+
+    def paused() -> None:
+        ours.served.wait(ours.served.loop.pause("keep"))
+        ours.served.call(take, "new weights")
+        ours.served.wait(ours.served.loop.resume())
+
+    ours.served.call(take, "the first new weights")  # it may compile
+    ways: dict[str, Callable[[], None]] = {
+        "no update": lambda: None,
+        "update": lambda: ours.served.call(take, "new weights"),
+        "pause, update, resume": paused,
+    }
+    name = f"{ours.model} {ours.format} {STREAMS} streams"
+    rows = []
+    for way, act in ways.items():
+        longest = [gap(ours, act, seed) * 1e3 for seed in (1, 2)]
+        rows.append(Row(f"{name}: longest gap, {way}", "ms", statistics.median(longest)))
+        say(f"longest gap, {way}: {', '.join(f'{ms:.1f}' for ms in longest)} ms")
+    rows.append(Row(f"{name}: the update itself", "ms", statistics.median(seconds[1:]) * 1e3))
+    return rows
+
+
+def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
+    """Seconds of the longest gap of any stream that ended after `act` began, in mid-stream."""
+    engine = ours.served.engine
+    answers: list[dict[str, Any] | Exception] = []
+
+    def ask() -> None:
+        try:
+            answers.append(
+                ours.ask(
+                    ours.served.url,
+                    ours.prompts(STREAMS, 64, seed),
+                    STREAMS,
+                    max_tokens=LONG[engine.model.device.type],
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+            )
+        except PeerFailed as error:
+            answers.append(error)
+
+    ours.forget()
+    clients = threading.Thread(target=ask)
+    before = engine.stats().tokens
+    clients.start()
+    while clients.is_alive() and engine.stats().tokens < before + STREAMS * 32:
+        time.sleep(0.02)
+    began = time.perf_counter()
+    act()
+    clients.join()
+    answer = answers[0]
+    if isinstance(answer, Exception):
+        raise answer
+    check(answer)
+    later = [call[4] for call in answer["requests"] if answer["began"] + call[5] > began]
+    return max(later, default=0.0)
+
+
+# -- for who tunes the server ----------------------------------------------------------------------
+
+
+def lookaheads(ours: Side, args: argparse.Namespace) -> None:
+    """What clients see by decode steps between two looks of the host."""
+    steps = 1
+    while steps <= MOST_STEPS:
+        ours.steps(steps)
+        for concurrency in args.concurrency:
+            one = ours.stream(ours.served.url, requests(concurrency), concurrency, 2000 + steps)
+            say(f"{steps} steps, C={concurrency}: {tell(one)}")
+        steps *= 2
+    ours.steps(ours.lookahead)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def measure(
+    args: argparse.Namespace, format: str, folder: Path, store: Callable[..., None]
+) -> None:
+    """All parts of a format."""
+    with ExitStack() as stack:
+        vllm = None
+        if "vllm" in args.parts and args.peer == "vllm":
+            vllm = start_vllm(args, format, folder / f"vllm-{format}")
+            stack.callback(vllm.close)
+        ours = stack.enter_context(side(args, format, folder / "ours"))
+        if "vllm" in args.parts:
+            beside_vllm(ours, vllm, args, store)
+        if vllm is not None:
+            vllm.close()
+        if "rollout" in args.parts:
+            for batch in args.batches:
+                for group in GROUPS:
+                    store([rollouts(ours, batch, group, args.rounds)])
+        if "update" in args.parts:
+            store(updates(ours, args.device))
+        if "lookahead" in args.parts:
+            lookaheads(ours, args)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    rows: list[Row] = []
+    name = "server" if args.device.type == "cuda" else "server-cpu"
+
+    def store(new: list[Row], **settings: Any) -> None:
+        new = aimed(new)
+        rows.extend(new)
+        merge(name, new, args.out, rounds=args.rounds, **settings)
+
+    if args.device.type == "cpu":
+        torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory(prefix="bench-server-") as temporary:
+        for format in args.formats:
+            with released():
+                measure(args, format, Path(temporary), store)
+    met = show("Our server", rows)
+    for row in rows:
+        if row.verdict == "missed" and not reason(row):
+            print(f"{row.name}: missed; its reason is to be written into bench/targets.py")
+    print(args.out / f"{name}.json")
+    return 0 if met else 1
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Our server, on random weights.")
+    models = [*SHAPES, "demo"]
+    parser.add_argument("--model", default="qwen2.5-7b", choices=models, metavar="NAME")
+    parser.add_argument("--formats", nargs="+", choices=formats(), metavar="NAME")
+    parser.add_argument("--concurrency", type=_numbers, default=[1, 16, 64, 256])
+    parser.add_argument("--batches", type=_numbers, default=[64, 256])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
+    parser.add_argument("--peer", default="vllm", choices=("vllm", "none"))
+    parser.add_argument("--client", default="vllm", choices=("vllm", "own"))
+    parser.add_argument("--lookahead", type=int, help="steps; default: the engine's own")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
+    parser.add_argument(
+        "--vllm-python", help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one"
+    )
+    parser.add_argument(
+        "--vllm-path", help="the folder that vLLM is unpacked in; default: LOWROLL_VLLM_PATH"
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, default=BASELINES)
+    args = parser.parse_args(argv)
+    try:
+        args.device = pick_device(args.device)
+    except ValueError as error:
+        parser.error(str(error))
+    args.formats = args.formats or ["bf16" if args.device.type == "cuda" else "fp32"]
+    unknown = sorted(set(args.formats) - set(vllm_worker.FORMATS))
+    if "vllm" in args.parts and args.peer == "vllm" and unknown:
+        parser.error(f"--formats: vLLM is not measured with {', '.join(unknown)}; --peer none")
+    return args
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

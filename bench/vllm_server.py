@@ -1,0 +1,138 @@
+"""`vllm serve` as a child with dummy weights of exact shapes, on a port of this machine.
+
+Its settings are its best for this work: CUDA graphs of every size that may run, prefix caching, the
+cache of ours in bytes, no log of requests; the rest are vLLM's own defaults for a server. Every wait
+has a deadline, and an error carries the log's last words.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.peer import PeerFailed, vllm_path
+from bench.vllm_worker import config
+
+START_S = 300.0
+END_S = 20.0
+
+
+class VllmServer:
+    """Started when it is made; `wait` until it answers; `close` ends it and its children."""
+
+    def __init__(self, settings: dict[str, Any], python: str | None, path: str | None) -> None:
+        """settings: folder (with a tokenizer), name, shape, format, batch, length, cache_bytes,
+        memory_fraction, device."""
+        folder = Path(settings["folder"])
+        (folder / "config.json").write_text(
+            json.dumps(config(settings["shape"], settings["format"]))
+        )
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.log = folder / "vllm.log"
+        self._began = time.perf_counter()
+        command = [python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable, "-P"]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    *command,
+                    "-m",
+                    "vllm.entrypoints.openai.api_server",
+                    *arguments(settings, self._port),
+                ],
+                stdout=log,
+                stderr=log,
+                env=environment(path, settings["device"]),
+                start_new_session=True,
+            )
+
+    def wait(self, deadline_s: float = START_S) -> float:
+        """Until it answers; seconds since its start. PeerFailed."""
+        until = time.monotonic() + deadline_s
+        while time.monotonic() < until:
+            if self._process.poll() is not None:
+                raise PeerFailed(f"it ended with {self._process.returncode}; {self.last_words()}")
+            try:
+                self._get("/health")
+                return time.perf_counter() - self._began
+            except (OSError, http.client.HTTPException):
+                time.sleep(0.2)
+        raise PeerFailed(f"no answer within {deadline_s:g} s of its start; {self.last_words()}")
+
+    @property
+    def version(self) -> str:
+        """What it says of itself."""
+        return str(json.loads(self._get("/version"))["version"])
+
+    def _get(self, path: str) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5.0)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().read()
+        finally:
+            connection.close()
+
+    def last_words(self) -> str:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        wrong = [line for line in lines if "Error" in line]
+        return f"its last words: {' | '.join((wrong or lines)[-4:])[-800:]}"
+
+    def close(self) -> None:
+        """End the processes of its group."""
+        for number, patience in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
+            if self._process.poll() is None or number == signal.SIGKILL:
+                try:
+                    os.killpg(self._process.pid, number)
+                except ProcessLookupError:
+                    return  # all of them have ended
+            try:
+                self._process.wait(patience)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def arguments(settings: dict[str, Any], port: int) -> list[str]:
+    """Of `vllm serve`, and of the module behind it, which needs no installed script."""
+    said = [
+        *("--model", settings["folder"], "--host", "127.0.0.1", "--port", str(port)),
+        *("--served-model-name", settings["name"], "--load-format", "dummy"),
+        *("--dtype", "bfloat16", "--max-model-len", str(settings["length"])),
+        *("--max-num-seqs", str(settings["batch"]), "--generation-config", "vllm"),
+        *("--enable-prefix-caching", "--disable-uvicorn-access-log"),
+    ]
+    if settings["device"] == "cuda":
+        said += ["--gpu-memory-utilization", f"{settings['memory_fraction']:.3f}"]
+        said += ["--kv-cache-memory-bytes", str(settings["cache_bytes"])]
+        said += [
+            "--compilation-config",
+            json.dumps({"max_cudagraph_capture_size": settings["batch"]}),
+        ]
+    return said
+
+
+def environment(path: str | None, device: str) -> dict[str, str]:
+    """Of its process: offline, and without flashinfer's sampler, which is not unpacked."""
+    said = dict(os.environ)
+    for name, value in (
+        ("HF_HUB_OFFLINE", "1"),
+        ("VLLM_NO_USAGE_STATS", "1"),
+        ("VLLM_LOGGING_LEVEL", "WARNING"),
+        ("VLLM_USE_FLASHINFER_SAMPLER", "0"),
+        ("VLLM_CPU_KVCACHE_SPACE", "1"),  # GB; read on a CPU alone, as the next one
+        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+    ):
+        said.setdefault(name, value)
+    if (site := vllm_path(path)) is not None:
+        said["PYTHONPATH"] = site
+    elif device == "cpu":
+        said.pop("PYTHONPATH", None)
+    return said

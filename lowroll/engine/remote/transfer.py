@@ -1,0 +1,170 @@
+"""A whole model by vLLM's own weight transfer, from the learner's GPU to vLLM's over NCCL.
+
+    /init_weight_transfer_engine   once: learner and workers meet in one communicator
+    /start_weight_update           each time, with what was drawing ended and paused
+    /update_weights                names, dtypes and shapes; meanwhile each tensor is broadcast
+    /finish_weight_update          vLLM makes its own layout of them
+
+Learner and vLLM need a GPU each: NCCL refuses two ranks on one. Where they share one, weights go by
+`folder`, best in /dev/shm. vLLM's other way for that, CUDA IPC, is left out: over HTTP its handles
+are a pickle that vLLM reads only under VLLM_ALLOW_INSECURE_SERIALIZATION=1, and then from whoever
+reaches its routes.
+
+From version 0.32 on the communicator's id travels in the request. Older ones fetch it from a
+TCPStore, as a pickle of one object, which is written here byte by byte and read by vLLM; nothing is
+ever unpickled on this side. Because whoever reaches that store could put another pickle there, it
+listens on loopback alone, and an older vLLM on another machine is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from lowroll.engine.remote.client import Call, Client, ServerError
+from lowroll.engine.remote.nccl import ID_BYTES, Communicator
+from lowroll.engine.remote.probe import TRANSFER, Vllm
+from lowroll.weights.receive import check_content
+from lowroll.weights.update import WeightUpdate
+
+ID_IN_REQUEST = (0, 32)  # the first version that is known to take it
+STORED_ID = "broadcast_from/0/0"  # where vLLM's StatelessProcessGroup looks for it
+TURN = 0.05
+INIT, START, UPDATE, FINISH = TRANSFER
+
+
+class Transfer:
+    """The learner's end. local: vLLM runs on this machine. deadline_s: of each of the steps."""
+
+    def __init__(self, client: Client, found: Vllm, deadline_s: float, local: bool) -> None:
+        if found.version < ID_IN_REQUEST and not local:
+            raise ValueError(
+                f"way: nccl to a {found.shown} on another machine would open a store to the "
+                f"network that vLLM unpickles; use vLLM 0.32 or newer, or folder"
+            )
+        self.client = client
+        self.found = found
+        self.deadline_s = deadline_s
+        self._communicator: Communicator | None = None
+        self._store: TCPStore | None = None
+
+    def send(self, update: WeightUpdate, dtype: torch.dtype) -> None:
+        """Broadcast a full update, its dense tensors as `dtype`. ValueError, before anything is
+        sent, for values that are not finite, another digest than was stated, or tensors on a
+        CPU."""
+        tensors = dict(update.tensors())
+        check_content(update, tensors)
+        devices = {tensor.device for tensor in tensors.values()}
+        if len(devices) != 1 or (device := devices.pop()).type != "cuda":
+            raise ValueError("way: nccl sends from one CUDA device, and the update lies elsewhere")
+        communicator = self._meet(device)
+        self._order(START, {})
+        described = {
+            "names": list(tensors),
+            "dtype_names": [str(dtype).removeprefix("torch.")] * len(tensors),
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        }
+        answer = self._begin(UPDATE, {"update_info": described})
+
+        def broadcast() -> None:
+            for tensor in tensors.values():
+                communicator.broadcast(tensor.detach().to(dtype).contiguous())
+            communicator.finish()
+
+        self._beside(answer, broadcast, "the broadcast of weights")
+        self._order(FINISH, {})
+
+    def close(self) -> None:
+        """Leave the communicator."""
+        if self._communicator is not None:
+            self._communicator.abort()
+        self._communicator = self._store = None
+
+    def _meet(self, device: torch.device) -> Communicator:
+        if self._communicator is not None:
+            return self._communicator
+        world = self.client.get("/get_world_size", "the number of vLLM's workers")["world_size"]
+        made = Communicator(int(world) + 1, device)
+        where: dict[str, Any] = {"rank_offset": 1, "world_size": made.world}
+        if self.found.version >= ID_IN_REQUEST:
+            where["nccl_unique_id_b64"] = base64.b64encode(made.unique_id).decode()
+        else:
+            self._store, port = stored_id(made.unique_id)
+            where |= {"master_address": "127.0.0.1", "master_port": port}
+        answer = self._begin(INIT, {"init_info": where})
+        self._communicator = made
+        self._beside(answer, made.join, "meeting vLLM's workers")
+        return made
+
+    def _beside(self, answer: Future[Any], work: Callable[[], None], what: str) -> None:
+        """Do `work` while the server answers, which does its part of it. When either fails, or takes
+        too long, the other is given up."""
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                work()
+            except RuntimeError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        end = time.monotonic() + self.deadline_s
+        while thread.is_alive() and time.monotonic() < end:
+            thread.join(timeout=TURN)
+            if answer.done() and answer.exception(timeout=0) is not None:
+                break
+        if failed or thread.is_alive():
+            self.close()
+            if answer.done():
+                answer.result(timeout=0)
+            answer.cancel()
+            why = str(failed[0]) if failed else f"not done within {self.deadline_s:g} s"
+            raise ServerError(f"{what}: {why}")
+        answer.result(timeout=max(TURN, end - time.monotonic()))
+
+    def _begin(self, path: str, body: object) -> Future[Any]:
+        return self.client.begin(self.client.answer(self._call(path, body)))
+
+    def _order(self, path: str, body: object) -> None:
+        self.client.ask(self._call(path, body))
+
+    def _call(self, path: str, body: object) -> Call:
+        return Call("POST", path, f"weight transfer ({path})", body, self.deadline_s)
+
+
+def stored_id(unique_id: bytes) -> tuple[TCPStore, int]:
+    """A store on loopback that holds a communicator's id as vLLM's workers expect it; its port."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        use_libuv=False,
+        master_listen_fd=listening.detach(),
+    )
+    store.set(STORED_ID, as_vllm_reads_it(unique_id))  # type: ignore[arg-type]  # or bytes
+    return store, port
+
+
+def as_vllm_reads_it(unique_id: bytes) -> bytes:
+    """The pickle (protocol 3) of vLLM's `ncclUniqueId` with these bytes: the call
+    `_ctypes._unpickle(ncclUniqueId, ({}, bytes))`."""
+    assert len(unique_id) == ID_BYTES
+    return (
+        b"\x80\x03c_ctypes\n_unpickle\n"
+        b"cvllm.distributed.device_communicators.pynccl_wrapper\nncclUniqueId\n"
+        b"}C" + bytes([ID_BYTES]) + unique_id + b"\x86\x86R."
+    )

@@ -1,0 +1,305 @@
+"""The benchmark of the server: what its clients read, how sides are compared, and a small run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import load, server, targets, vllm_load, vocabulary
+from bench.peer import Peer, PeerFailed
+from bench.record import Row
+from bench.server import Seen
+from bench.shapes import SHAPES
+from bench.vllm_server import VllmServer, arguments, environment
+
+TINY = {
+    **SHAPES["qwen2.5-1.5b"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+# `vllm serve` as far as it is asked here: streams of a token at a time
+FAKE = """
+import asyncio, json, sys
+from aiohttp import web
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if {dies}:
+    sys.exit("ValueError: no such kernel")
+async def complete(request):
+    body = await request.json()
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for i in range(body["max_tokens"]):
+        chunk = {{"choices": [{{"index": 0, "text": "a"}}]}}
+        await response.write(b"data: " + json.dumps(chunk).encode() + b"\\n\\n")
+        await asyncio.sleep(0.001)
+    usage = {{"choices": [], "usage": {{"completion_tokens": body["max_tokens"]}}}}
+    await response.write(b"data: " + json.dumps(usage).encode() + b"\\n\\ndata: [DONE]\\n\\n")
+    return response
+app = web.Application()
+app.router.add_get("/health", lambda _: asyncio.sleep(0, web.Response()))
+app.router.add_get("/version", lambda _: asyncio.sleep(0, web.json_response({{"version": "0.24.0"}})))
+app.router.add_post("/v1/completions", complete)
+web.run_app(app, host="127.0.0.1", port=int(options["--port"]), print=None)
+"""
+
+
+def site(folder: Path, dies: bool = False) -> str:
+    """A folder with a vllm in it."""
+    module = folder / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    module.parent.mkdir(parents=True)
+    for package in (folder / "vllm", module.parent.parent, module.parent):
+        (package / "__init__.py").write_text("")
+    module.write_text(FAKE.format(dies=dies))
+    return str(folder)
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "name": "tiny",
+        "shape": TINY,
+        "format": "fp8",
+        "batch": 8,
+        "length": 100,
+        "cache_bytes": 1 << 20,
+        "memory_fraction": 0.25,
+        "device": "cuda",
+    }
+
+
+# -- what clients read -----------------------------------------------------------------------------
+
+
+def test_a_stream_is_timed_by_its_reads() -> None:
+    stream = load.Stream(sent=1.0)
+    stream.take(b'data: {"choices":[{"text":"a"}]}\n\nda', 3.0)
+    stream.take(b'ta: {"choices": [{"text":"b"}]}\n\n', 3.5)
+    stream.take(b'data: {"choices":[{"text":"c"}]}\n\ndata: {"choices":[{"text":"d"}]}\n\n', 5.5)
+    stream.take(b'data: {"choices":[],"usage":{"completion_tokens":9}}\n\ndata: [DONE]\n\n', 9.0)
+    assert (stream.first, stream.last, stream.gap, stream.gap_at) == (3.0, 5.5, 2.0, 5.5)
+    assert stream.tokens() == 9
+
+
+def test_a_stream_without_a_count_is_an_error() -> None:
+    stream = load.Stream(sent=0.0)
+    stream.take(b'data: {"error":{"message":"broken"}}\n\n', 1.0)
+    with pytest.raises(ValueError, match="without usage.*broken"):
+        stream.tokens()
+
+
+def test_means_are_over_requests() -> None:
+    calls = [[0.0, 0.1, 1.1, 11, 0.3, 0.9], [0.5, 0.8, 2.8, 11, 0.2, 1.0]]
+    answer = {"seconds": 4.0, "errors": 0, "error": "", "requests": calls}
+    found = server.seen(answer, 11)
+    assert found.rate == 0.5
+    assert found.first == pytest.approx(200) and found.token == pytest.approx(150)
+    assert found.gap == pytest.approx(300)
+    with pytest.raises(PeerFailed, match="other than 12 tokens"):
+        server.seen(answer, 12)
+    with pytest.raises(PeerFailed, match="3 requests failed: 500"):
+        server.seen({**answer, "errors": 3, "error": "500: broken"}, 11)
+
+
+def test_vllms_numbers_are_taken_when_all_requests_are_whole() -> None:
+    answer = {
+        "completed": 8,
+        "total_output_tokens": 80,
+        "request_throughput": 2.0,
+        "mean_ttft_ms": 30.0,
+        "mean_tpot_ms": 5.0,
+        "p99_itl_ms": 9.0,
+    }
+    assert server.seen_by_vllm(answer, 8, 10) == Seen(2.0, 30.0, 5.0, 9.0)
+    for wrong in ({"completed": 7}, {"total_output_tokens": 79}):
+        with pytest.raises(PeerFailed, match="of 8 requests"):
+            server.seen_by_vllm(answer | wrong, 8, 10)
+
+
+def test_vllms_client_is_asked_by_lines() -> None:
+    said: list[dict[str, Any]] = []
+    lines = ["{}", json.dumps({"arguments": ["--port", "1"]})]
+    vllm_load.serve(lines, said.append, lambda: (lambda a: {"got": a}, {"ready": True}))
+    assert said == [{"ready": True}, {"got": ["--port", "1"]}]
+
+
+# -- the comparison --------------------------------------------------------------------------------
+
+
+def test_a_ratio_is_how_many_times_better_ours_is() -> None:
+    class Ours:
+        model, format = "qwen2.5-7b", "bf16"
+
+    mine, theirs = [Seen(6.0, 50.0, 5.0, 40.0)] * 2, [Seen(3.0, 40.0, 10.0, 11.0)] * 2
+    rows = server.over_vllm(Ours(), 16, mine, theirs, "by hand")  # type: ignore[arg-type]
+    assert [row.ratio for row in rows] == [2.0, 0.8, 2.0]
+    assert [(row.ours, row.peer) for row in rows] == [(6.0, 3.0), (50.0, 40.0), (5.0, 10.0)]
+    assert rows[0].note == "by hand; gaps 40 ms, vLLM's 11"
+    aimed = targets.aimed(rows)
+    assert [row.verdict for row in aimed] == ["met", "missed", "met"]
+    alone = server.over_vllm(Ours(), 16, mine, None, "by hand")  # type: ignore[arg-type]
+    assert [(row.ours, row.peer, row.ratio) for row in alone][1] == (50.0, None, None)
+
+
+def test_every_target_of_the_server_has_a_row() -> None:
+    named = {name for t in targets.TARGETS if t.file == "server" for name in t.rows}
+    Side = type("Side", (), {"model": "qwen2.5-7b", "format": "bf16"})
+    made = {
+        row.name
+        for c in (1, 16, 64, 256)
+        for row in server.over_vllm(Side(), c, [Seen(1, 1, 1, 1)], None, "")
+    }
+    made |= {
+        targets.through_server("qwen2.5-7b", "bf16", batch, group)
+        for batch in (64, 256)
+        for group in server.GROUPS
+    }
+    assert named == made
+    slow = Row(targets.through_server("qwen2.5-7b", "bf16", 64, 8), "tokens/s", 1, 1, 0.89)
+    assert targets.aimed([slow])[0].verdict == "missed"
+
+
+# -- the tokenizer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [261, 512, 3000])
+def test_a_text_has_as_many_tokens_as_it_was_made_of(size: int) -> None:
+    tokenizer = vocabulary.tokenizer(size)
+    ids = list(vocabulary.words(tokenizer))[-40:]
+    assert len(tokenizer) == size and len(ids) == 40
+    assert tokenizer.encode(tokenizer.decode(ids)) == ids
+
+
+def test_a_vocabulary_has_the_bytes_at_least() -> None:
+    with pytest.raises(ValueError, match="vocab_size: 256"):
+        vocabulary.tokenizer(256)
+
+
+# -- vLLM's server ---------------------------------------------------------------------------------
+
+
+def test_vllm_is_told_the_cache_in_bytes() -> None:
+    said = " ".join(arguments(settings(Path("folder")), 81))
+    assert "--port 81" in said and "--kv-cache-memory-bytes 1048576" in said
+    assert "--load-format dummy" in said and "--max-num-seqs 8" in said
+    assert "kv-cache" not in " ".join(arguments({**settings(Path("f")), "device": "cpu"}, 81))
+
+
+def test_vllms_folder_is_in_its_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "ours")
+    assert environment("/site", "cuda")["PYTHONPATH"] == "/site"
+    assert "PYTHONPATH" not in environment(None, "cpu")
+    assert os.environ["PYTHONPATH"] == "ours"
+
+
+@pytest.mark.slow
+def test_vllms_server_is_waited_for_and_ended(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    vllm = VllmServer(settings(tmp_path / "model"), None, site(tmp_path / "site"))
+    try:
+        assert 0 < vllm.wait(30.0) < 30 and vllm.version == "0.24.0"
+        stored = json.loads((tmp_path / "model" / "config.json").read_text())
+        assert stored["quantization_config"]["format"] == "float-quantized"
+    finally:
+        vllm.close()
+    with pytest.raises(PeerFailed, match="it ended with"):
+        vllm.wait(5.0)
+
+
+@pytest.mark.slow
+def test_vllms_last_words_are_in_the_error(tmp_path: Path) -> None:
+    vllm = VllmServer(settings(tmp_path), None, site(tmp_path / "site", dies=True))
+    with pytest.raises(PeerFailed, match="it ended with 1; .*no such kernel"):
+        vllm.wait(30.0)
+    vllm.close()
+
+
+# -- small runs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "shape", lambda model: TINY)
+    for name, value in (("PROMPT", 12), ("NEW", 6), ("ROLLED", 8), ("STREAMS", 4)):
+        monkeypatch.setattr(server, name, value)
+    monkeypatch.setattr(server, "LONG", {"cpu": 160})
+
+
+def run(out: Path, *extra: str) -> dict[str, Row]:
+    size = "--model demo --device cpu --concurrency 1,2 --batches 8 --rounds 1".split()
+    server.main([*size, "--out", str(out), *extra])
+    rows = json.loads((out / "server-cpu.json").read_text())["rows"]
+    return {row["name"]: row for row in rows}
+
+
+@pytest.mark.slow
+def test_a_small_run_measures_both_sides(tmp_path: Path, small: None) -> None:
+    options = "--formats bf16 --client own --parts vllm rollout --vllm-path"
+    rows = run(tmp_path / "out", *options.split(), site(tmp_path / "site"))
+    for concurrency in (1, 2):
+        for what in server.MEASURED:
+            row = rows[targets.over_vllm_server("demo", "bf16", concurrency, what)]
+            assert row["ours"] > 0 and row["peer"] > 0 and row["ratio"] > 0
+            assert row["note"].startswith("by our own client; gaps")
+    for group in server.GROUPS:
+        row = rows[targets.through_server("demo", "bf16", 8, group)]
+        assert row["unit"] == "tokens/s" and 0 < row["ratio"]
+        assert row["ratio"] == pytest.approx(row["ours"] / row["peer"])
+    assert len(rows) == 8
+
+
+@pytest.mark.slow
+def test_without_vllm_ours_is_measured_and_the_reason_told(tmp_path: Path, small: None) -> None:
+    dead = site(tmp_path / "site", dies=True)
+    rows = run(tmp_path / "out", "--formats", "bf16", "--parts", "vllm", "--vllm-path", dead)
+    row = rows[targets.over_vllm_server("demo", "bf16", 2, "requests a second")]
+    assert row["ours"] > 0 and row["peer"] is None
+    assert "vLLM: not run (it ended with 1" in row["note"] and "no such kernel" in row["note"]
+
+
+@pytest.mark.slow
+def test_a_pause_is_seen_as_the_longest_gap(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowroll import Engine
+
+    take = Engine.update_weights
+
+    def slow(engine: Engine, update: Any) -> Any:
+        time.sleep(0.7)
+        return take(engine, update)
+
+    monkeypatch.setattr(Engine, "update_weights", slow)
+    rows = run(tmp_path, "--formats", "fp32", "--parts", "update", "--peer", "none")
+    name = "demo fp32 4 streams"
+    assert rows[f"{name}: the update itself"]["ours"] > 700
+    for way in ("update", "pause, update, resume"):
+        assert rows[f"{name}: longest gap, {way}"]["ours"] > 700, way
+    assert rows[f"{name}: longest gap, no update"]["ours"] < 700
+
+
+@pytest.mark.slow
+def test_a_request_that_fails_ends_the_run(tmp_path: Path) -> None:
+    with Peer({}, [sys.executable, "-m", "bench.load"]) as client:
+        order = {"url": "http://127.0.0.1:9", "concurrency": 1, "prompts": [[1]], "body": {}}
+        answer = client.ask(order, "nothing", 30.0)
+    with pytest.raises(PeerFailed, match="1 requests failed: Client"):
+        server.check(answer)
+
+
+def test_vllm_is_not_asked_for_a_format_that_it_has_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        server.main(["--model", "demo", "--device", "cpu", "--formats", "fp32"])
+    assert "vLLM is not measured with fp32" in capsys.readouterr().err
