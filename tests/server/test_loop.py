@@ -419,7 +419,8 @@ def test_the_prefix_cache_is_never_of_other_weights(folders: list[Path]) -> None
 
 def test_a_failed_step_answers_its_requests_and_the_engine_goes_on(engine: NativeEngine) -> None:
     async def body() -> None:
-        moody = Moody(engine)
+        moody, resets = Moody(engine), []
+        moody.reset_prefix_cache = lambda: resets.append("pages of prompts")
         async with looped(moody) as loop:
             for failed in range(1, FAILURES + 1):
                 await loop.pause("keep")
@@ -435,6 +436,7 @@ def test_a_failed_step_answers_its_requests_and_the_engine_goes_on(engine: Nativ
                 found = await loop.health()
                 assert found.failures == failed and found.open == 0
                 assert found.well == (failed < FAILURES)
+                assert len(resets) == failed
                 assert idle(engine)
             assert len((await group_of(loop, ask(3, 4))).rollouts[0].token_ids) == 40
             assert (await loop.health()).well
