@@ -7,6 +7,8 @@ import json
 import os
 import random
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,8 @@ from lowroll.model import hf, lora
 from lowroll.server.errors import Refused
 from lowroll.server.serving import SERVING
 from lowroll.server.shelf import WeightShelf
+from lowroll.types import BehaviorTag
+from lowroll.weights.update import WeightUpdate
 from tests.fixtures.serving import ADMIN, TOKENS, Moody, hung, run, served, tiny, until
 from tests.fixtures.tiny import hf_folder
 
@@ -251,6 +255,28 @@ def test_one_update_at_a_time_and_one_that_hangs_is_named(model: Path, folder: P
             await until(lambda: not loop._open, "the hung request")
             assert (await get(client, "/weights"))["version"] is None
             await post(client, "/weights", {"version": "step_2"})
+
+    run(ask)
+
+
+def test_an_update_whose_client_goes_is_told_as_it_is(model: Path, folder: Path) -> None:
+    engine, begun = Moody(tiny(model)), threading.Event()
+
+    def slow(update: WeightUpdate) -> BehaviorTag:
+        begun.set()
+        time.sleep(0.3)
+        return engine.engine.update_weights(update)
+
+    engine.update_weights = slow  # type: ignore[attr-defined]
+
+    async def ask() -> None:
+        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+            asked = asyncio.ensure_future(post(client, "/weights", {"version": "step_1"}))
+            await until(begun.is_set, "the update")
+            asked.cancel()
+            await asyncio.wait([asked])
+            await until(lambda: engine.behavior.policy[-1].version == 1, "its end")
+            assert (await get(client, "/weights"))["version"] == "step_1"
 
     run(ask)
 
