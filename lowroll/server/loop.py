@@ -161,17 +161,19 @@ class EngineLoop:
         ValueError for one that waits, when a resume or another pause comes first.
         """
         drained: Future[None] = Future()
-        await self.call(lambda engine: self._pause(mode, drained), "pause")
         answer = asyncio.wrap_future(drained)
         try:
             async with asyncio.timeout(self.drain_s):
+                await self.call(lambda engine: self._pause(mode, drained), "pause")
                 await self.patiently(lambda: asyncio.wait([answer]), "pause")
                 await answer
         except TimeoutError:
-            if await self.call(lambda engine: self._stop_drain(drained), "pause"):
+            await self.call(lambda engine: self._stop_drain(drained), "pause")
+            if not drained.done():
                 raise Stalled(
                     f"pause: {len(self._open)} requests still run after {self.drain_s:g} s"
                 ) from None
+            drained.result()
         finally:
             answer.cancel()  # nobody waits any more
 
@@ -395,20 +397,19 @@ class EngineLoop:
         self._state = "paused"
         self._release_held()
         self._answer_drain(ValueError("mode: another pause came, which does not wait"))
-        drained.set_result(None)
+        if drained.set_running_or_notify_cancel():
+            drained.set_result(None)
 
     def _end_drain(self) -> None:
         self._state = "paused"
         self._release_held()
         self._answer_drain(None)
 
-    def _stop_drain(self, drained: Future[None]) -> bool:
+    def _stop_drain(self, drained: Future[None]) -> None:
         """Wait no longer, if this is what still waits."""
-        waits = self._drained is drained
-        if waits:
+        if self._drained is drained:
             self._drained = None
             self._resume()
-        return waits
 
     def _resume(self) -> None:
         self._state = "running"

@@ -262,14 +262,28 @@ def test_resume_ends_a_pause_that_still_waits(engine: NativeEngine) -> None:
     run(body)
 
 
-def test_a_pause_that_was_given_up_may_be_asked_for_again(engine: NativeEngine) -> None:
+def drains(loop: EngineLoop) -> None:
+    end = time.monotonic() + 10
+    while loop._state != "draining" and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("moment", ["before it is known", "while it waits"])
+def test_a_pause_that_was_given_up_may_be_asked_for_again(
+    engine: NativeEngine, moment: str
+) -> None:
     async def body() -> None:
         moody = Moody(engine)
         moody.slow_s = 0.005
         async with looped(moody) as loop:
             ticket = await loop.submit(ask(3, 4, max_tokens=LONG))
             given_up = asyncio.ensure_future(loop.pause("wait"))
-            await loop.call(lambda engine: None, "a turn")
+            if moment == "while it waits":
+                await loop.call(lambda engine: None, "a turn")
+                await asyncio.sleep(0.02)
+            else:
+                await asyncio.sleep(0)  # it has asked, and
+                drains(loop)  # the answer is on its way
             given_up.cancel()
             await asyncio.wait([given_up])
             await loop.call(lambda engine: None, "a turn")
