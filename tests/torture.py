@@ -62,7 +62,7 @@ SHARES = {
     "exports": 4,
     "folders": 4,
     "pieces": 3,
-    "server": 6,
+    "server": 10,
     "programs": 3,
 }
 
