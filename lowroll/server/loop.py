@@ -173,7 +173,7 @@ class EngineLoop:
                 raise Stalled(
                     f"pause: {len(self._open)} requests still run after {self.drain_s:g} s"
                 ) from None
-            drained.result()
+            await answer
         finally:
             answer.cancel()  # nobody waits any more
 
