@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from aiohttp import web
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_S = 1.0
 LAST_S = 2.0  # for the answers of what was aborted
+THREADS = 4  # that encode texts and read weights
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -57,6 +59,8 @@ async def run(
 ) -> int:
     """Serve until a signal comes; its number. ready: called when requests are taken."""
     loop = app[SERVING].loop
+    # every thread keeps memory of the largest text that it has encoded
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "texts"))
     runner = runner_of(app)
     await runner.setup()
     loop.start()
