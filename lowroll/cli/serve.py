@@ -164,6 +164,7 @@ def application(arguments: argparse.Namespace, tokens: Tokens) -> web.Applicatio
 def serving(arguments: argparse.Namespace, folder: Path) -> Serving:
     """The engine's loop, not started yet, and what the routes know of the model."""
     from lowroll import __version__
+    from lowroll.engine.native import pick_device
     from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
     from lowroll.server.loop import EngineLoop
     from lowroll.server.serving import Serving
@@ -174,7 +175,7 @@ def serving(arguments: argparse.Namespace, folder: Path) -> Serving:
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
     engine = make_engine(arguments, folder, tokenizer)
     engine.warm_up()
-    print(words(engine), file=sys.stderr, flush=True)
+    print(words(engine, pick_device(arguments.device)), file=sys.stderr, flush=True)
     return Serving(
         EngineLoop(engine),
         ChatTokenizer(tokenizer) if getattr(tokenizer, "chat_template", None) else None,
@@ -211,13 +212,13 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
     )
 
 
-def words(engine: NativeEngine) -> str:
+def words(engine: NativeEngine, device: torch.device) -> str:
     """What answers, and for how much there is room."""
     able, stats = engine.capabilities, engine.stats()
     kind = f"{able.kv_policy}+{able.kv_dtype}" if able.kv_dtype else able.kv_policy
     return (
         f"{stats.weights} weights, {kind} cache of {stats.cache_tokens:,} tokens, context of "
-        f"{able.context_length:,}, on {engine.model.device.type}"
+        f"{able.context_length:,}, on {device.type}"
     )
 
 

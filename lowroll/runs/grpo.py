@@ -139,8 +139,7 @@ class Run:
         planner = self._planner(given, outline, chat, envs, eval_envs)
         cached = self.checkpoints.cache_tokens
         self.memory = fit.check(planner, given, cached)
-        for line in self.memory.lines():
-            tell(line)
+        tell(*self.memory.lines())
         self.model = models.learner(given, self.compute)
         base = digest(self.model)
         self.rollouts = RolloutEngine(given, self.compute, self.model, chat, planner, cached)

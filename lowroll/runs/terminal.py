@@ -8,7 +8,8 @@ import sys
 log = logging.getLogger(__name__)
 
 
-def tell(text: str) -> None:
-    """A line on the terminal and in the log."""
-    log.info("%s", text)
-    print(text, file=sys.stderr, flush=True)
+def tell(*lines: str) -> None:
+    """Lines on the terminal and in the log."""
+    for line in lines:
+        log.info("%s", line)
+        print(line, file=sys.stderr, flush=True)

@@ -405,6 +405,7 @@ def test_nobody_listens(folder: Path) -> None:
 
 LACKS = {
     "old": ({"version": "0.19.2"}, {}, "older than 0.20"),
+    "lowroll": ({"server": {"server": "lowroll"}}, {}, "url: a lowroll server answers there"),
     "no version": ({"version": "main"}, {}, "is no version of vLLM"),
     "no token ids": (
         {"fields": ["prompt", "seed"]},
