@@ -81,13 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    command = importlib.import_module(f"lowroll.cli.{name}")
-    parser = command.parser()
-    arguments, unknown = parser.parse_known_intermixed_args(words[1:])
-    if unknown:
-        print(f"error: {explain(unknown[0], words[1:], parser)}", file=sys.stderr)
-        return 2
     try:
+        command = importlib.import_module(f"lowroll.cli.{name}")
+        parser = command.parser()
+        arguments, unknown = parser.parse_known_intermixed_args(words[1:])
+        if unknown:
+            raise ValueError(explain(unknown[0], words[1:], parser))
         return int(command.run(arguments) or 0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -164,18 +164,22 @@ def application(arguments: argparse.Namespace, tokens: Tokens) -> web.Applicatio
 def serving(arguments: argparse.Namespace, folder: Path) -> Serving:
     """The engine's loop, not started yet, and what the routes know of the model."""
     from lowroll import __version__
+    from lowroll.engine.native import pick_device
     from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
     from lowroll.server.loop import EngineLoop
     from lowroll.server.serving import Serving
     from lowroll.server.text import Vocabulary
 
+    name = arguments.name or folder.resolve().name
+    print(f"loading {name} from {folder}", file=sys.stderr, flush=True)
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
     engine = make_engine(arguments, folder, tokenizer)
     engine.warm_up()
+    print(words(engine, pick_device(arguments.device)), file=sys.stderr, flush=True)
     return Serving(
         EngineLoop(engine),
         ChatTokenizer(tokenizer) if getattr(tokenizer, "chat_template", None) else None,
-        arguments.name or folder.resolve().name,
+        name,
         engine.capabilities,
         None if tokenizer is None else Vocabulary(tokenizer),
         limits(arguments),
@@ -205,6 +209,16 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
         max_batch=arguments.max_batch,
         kv_dtype=kv.kv_dtype,
         lookahead=arguments.lookahead or (LOOKAHEAD if device.type == "cuda" else None),
+    )
+
+
+def words(engine: NativeEngine, device: torch.device) -> str:
+    """What answers, and for how much there is room."""
+    able, stats = engine.capabilities, engine.stats()
+    kind = f"{able.kv_policy}+{able.kv_dtype}" if able.kv_dtype else able.kv_policy
+    return (
+        f"{stats.weights} weights, {kind} cache of {stats.cache_tokens:,} tokens, context of "
+        f"{able.context_length:,}, on {device.type}"
     )
 
 
@@ -262,6 +276,8 @@ def _token(option: str, variable: str | None) -> str | None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    from lowroll.config.kv import KvConfig
+
     if not 0 <= arguments.port < 1 << 16:
         raise ValueError(f"--port: expected a number in 0..65535, got {arguments.port}")
     for name in (
@@ -272,9 +288,14 @@ def _check(arguments: argparse.Namespace) -> None:
         "max_prompts",
         "max_requests",
         "max_body_mb",
+        "lora_rank",
     ):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    if arguments.weights is not None and arguments.weights not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise ValueError(f"--weights: unknown format {arguments.weights!r}; known: {known}")
+    KvConfig().another(arguments.kv)
     if arguments.lora_alpha is not None and arguments.lora_rank is None:
         raise ValueError("--lora-alpha: it is of --lora-rank's adapter")

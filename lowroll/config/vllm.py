@@ -152,9 +152,17 @@ _STARTED = (
 )
 
 
+_TEMPERATURES = "it draws at 0.01 what is asked for below that, and takes 2 at most"
+
+
+def _unheeded(temperature: float) -> bool:
+    """Whether vLLM would draw at another temperature, or not at all."""
+    return 0 < temperature < 0.01 or temperature > 2
+
+
 def vllm_problems(cfg: RunConfig) -> Iterator[Problem]:
     """What vLLM does not do for a run, and start options of a server that runs already."""
-    rollout, train = cfg.rollout, cfg.train
+    rollout, train, drawn = cfg.rollout, cfg.train, cfg.eval
     if rollout.engine == "native":
         return
     if "weights" not in rollout.model_fields_set:
@@ -196,6 +204,13 @@ def vllm_problems(cfg: RunConfig) -> Iterator[Problem]:
             ("rollout", "min_p"),
             rollout.min_p > 0 and rollout.top_p < 1,
             "it cuts by min_p before top_p, and lowroll after; set one of them",
+        ),
+        (("rollout", "temperature"), _unheeded(rollout.temperature), _TEMPERATURES),
+        (("eval", "temperature"), _unheeded(drawn.temperature), _TEMPERATURES),
+        (
+            ("eval", "rollouts_per_example"),
+            bool(drawn.interval) and drawn.temperature == 0 and drawn.rollouts_per_example > 1,
+            "it draws one greedy response, and all would be equal; set eval.temperature",
         ),
         (("noise",), cfg.noise is not None, "vLLM puts none on its norms"),
         (("train", "replay_kv"), train.replay_kv, "vLLM's cache drops no keys"),

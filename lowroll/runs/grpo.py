@@ -59,6 +59,7 @@ from lowroll.runs.monitor import Monitor
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.runs.stages import Stages
 from lowroll.runs.stop import Stop, polite_stop
+from lowroll.runs.terminal import tell
 from lowroll.trainer.loop import Trainer
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
@@ -138,6 +139,7 @@ class Run:
         planner = self._planner(given, outline, chat, envs, eval_envs)
         cached = self.checkpoints.cache_tokens
         self.memory = fit.check(planner, given, cached)
+        tell(*self.memory.lines())
         self.model = models.learner(given, self.compute)
         base = digest(self.model)
         self.rollouts = RolloutEngine(given, self.compute, self.model, chat, planner, cached)
@@ -218,8 +220,6 @@ class Run:
         self.orchestrator.on_phase = self.trainer.on_phase = self.evaluations.on_phase = phase
         self.monitor.on_note = self.evaluations.on_note = note
         self.stop, view.asked_to_stop = stop, stop
-        for line in self.memory.lines():
-            note(line)
 
     def begin(self) -> int:
         """Start a new run: write what describes it. Returns the first step."""

@@ -20,6 +20,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
@@ -29,6 +30,7 @@ from aiohttp.typedefs import Middleware
 from lowroll.server.errors import Refused, error_body
 from lowroll.server.loop import Busy, Stalled
 from lowroll.server.serving import REQUEST_ID, SERVING, Limits
+from lowroll.types import printable
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ SILENT: web.AppKey[dict[web.RequestHandler, asyncio.TimerHandle]] = web.AppKey("
 _BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)  # its response has
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGE = 1 << 16  # bytes of a body from which on it is read in a thread of its own
+_MOST_PATH = 100  # characters of one that is told back
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _ALIKE = bytes.maketrans(b"{}", b"[]")
@@ -238,6 +241,8 @@ def _answer(request: web.Request, error: Exception) -> web.StreamResponse:
     if isinstance(error, Refused):
         headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
         return _response(error.body(), error.status, headers)
+    if isinstance(error, web.HTTPNotFound):
+        return _response(error_body(_nowhere(request), 404), 404, {})
     if isinstance(error, web.HTTPException):
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         return _response(error_body(error.reason, error.status), error.status, allow)
@@ -250,6 +255,15 @@ def _answer(request: web.Request, error: Exception) -> web.StreamResponse:
     log.error("request %s: failed", request[REQUEST_ID], exc_info=error)
     told = f"the server failed; its log says why, at request {request[REQUEST_ID]}"
     return _response(error_body(told, 500), 500, {})
+
+
+def _nowhere(request: web.Request) -> str:
+    """What a path that leads nowhere may have meant: most clients leave /v1 out, or say it twice."""
+    path = request.path[:_MOST_PATH]
+    known = [route.resource.canonical for route in request.app.router.routes() if route.resource]
+    near = get_close_matches(path, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"there is no {printable(path)} here{hint}"
 
 
 def _response(body: dict[str, Any], status: int, headers: dict[str, str]) -> web.Response:

@@ -9,6 +9,7 @@ second signal    they end now (one that comes within a second is taken for the f
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 from aiohttp import web
 
@@ -46,9 +48,17 @@ def bind(host: str, port: int) -> socket.socket:
         listening.bind(address)
     except (OSError, OverflowError) as error:
         listening.close()
-        raise ValueError(f"--port: {host}:{port}: {error}") from None
+        raise _taken((host, port), error) from None
     listening.setblocking(False)
     return listening
+
+
+def _taken(address: tuple[Any, ...], error: Exception) -> ValueError:
+    """Why an address cannot be had."""
+    host, port = address[:2]
+    in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    hint = "; --port 0 takes one that is free" if in_use else ""
+    return ValueError(f"--port: {host}:{port}: {error}{hint}")
 
 
 async def run(
@@ -116,7 +126,10 @@ async def listen(
         if protocol.transport is not None:
             protocol.transport.abort()
 
-    return await events.create_server(connection, sock=listening, backlog=512)
+    try:
+        return await events.create_server(connection, sock=listening, backlog=512)
+    except OSError as error:  # a socket that does not listen yet keeps nobody away
+        raise _taken(listening.getsockname(), error) from None
 
 
 class _Connection(web.RequestHandler):

@@ -192,6 +192,17 @@ def test_failures_of_a_run(
     assert capsys.readouterr().err.endswith(told)
 
 
+def test_a_command_is_interrupted_while_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupt)
+    assert main(["serve", "m"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_a_bug_keeps_its_traceback(
     module: Callable[..., types.ModuleType], run_yaml: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,10 +39,10 @@ LONG = {"prompt": "1 + 1", "max_tokens": 200, "ignore_eos": True, "n": 4}
         (["--max-n", "0"], "--max-n: expected at least 1"),
         (["--lora-alpha", "2"], "--lora-alpha: it is of --lora-rank's adapter"),
         (["--kv", "spare"], "--kv: unknown cache 'spare'"),
-        (["--weights", "int3"], "int3"),
+        (["--weights", "int3"], "--weights: unknown format 'int3'"),
         (["--weights-dir", "."], "--admin-token-env"),
         (["--weights-dir", "nowhere", "--admin-token-env", "LONG"], "--weights-dir: nowhere is no"),
-        (["--lora-rank", "0"], "lora_rank: expected at least 1"),
+        (["--lora-rank", "0"], "--lora-rank: expected at least 1"),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -67,6 +67,26 @@ def test_an_address_that_is_taken_is_named(model: Path, capsys: pytest.CaptureFi
         port = str(taken.getsockname()[1])
         assert main(["serve", str(model), "--port", port]) == 2
     assert f"--port: 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_an_address_that_is_taken_while_the_model_loads_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lowroll.server.run import bind
+
+    load = serve.serving
+    with bind("127.0.0.1", 0) as other:
+        port = str(other.getsockname()[1])
+
+        def slowly(*given: Any) -> Any:
+            other.listen()
+            return load(*given)
+
+        monkeypatch.setattr(serve, "serving", slowly)
+        assert main(["serve", str(model), "--port", port, "--device", "cpu"]) == 2
+    told = capsys.readouterr().err
+    assert f"--port: 127.0.0.1:{port}: " in told and "--port 0 takes one that is free" in told
+    assert told.startswith("loading model from ") and "int8 weights, dense cache of " in told
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])

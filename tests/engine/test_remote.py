@@ -7,6 +7,7 @@ import asyncio
 import base64
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ from lowroll.engine.remote import (
     transfer,
 )
 from lowroll.engine.remote.client import Client
+from lowroll.engine.remote.process import VllmProcess
 from lowroll.engine.remote.verify import Verifier
 from lowroll.engine.request import noise_key
 from lowroll.model import hf, lora
@@ -84,6 +86,32 @@ def fake(folder: Path) -> Iterator[FakeVllm]:
 
 def attached(fake: FakeVllm, **options: Any) -> VllmEngine:
     return VllmEngine.attach(fake.url, **{"request_s": 5.0, **options})
+
+
+KEEPER = """
+import socket, sys, time
+time.sleep(1.0)
+with socket.socket(socket.AF_UNIX) as listening:
+    listening.bind(sys.argv[-1])
+    listening.listen()
+    sys.stdin.read()
+"""
+
+
+def test_a_start_is_told_while_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keeper.py").write_text(KEEPER)
+    monkeypatch.setattr("lowroll.engine.remote.process.KEEPER", tmp_path / "keeper.py")
+    monkeypatch.setattr("lowroll.engine.remote.process.TELLING", 0.2)
+    told: list[str] = []
+    process = VllmProcess([], log=tmp_path / "log", python=sys.executable)
+    try:
+        process.wait_ready(60, told.append)
+    finally:
+        process.close()
+    assert str(tmp_path / "log") in told[0] and len(told) >= 4
+    assert told[1] == "vLLM is starting: 0 s of 60 at most" and "answers after" in told[-1]
 
 
 # -- rollouts --------------------------------------------------------------------------------------
@@ -334,6 +362,14 @@ def test_an_abort_closes_the_connection_and_keeps_what_was_read(
         assert rollout.token_ids == choice["token_ids"][:count]
 
 
+@pytest.mark.parametrize("tail", ["/", "/v1", "/v1/"])
+def test_an_address_may_be_written_as_for_openais_clients(
+    fake: FakeVllm, folder: Path, tail: str
+) -> None:
+    with VllmEngine.attach(fake.url + tail, folder, request_s=5.0) as engine:
+        assert engine.generate([ASKED])[0].rollouts
+
+
 def test_a_stream_gives_the_same_group(fake: FakeVllm) -> None:
     with attached(fake) as engine, attached(fake, stream=True) as streamed:
         assert engine.generate([ASKED]) == streamed.generate([ASKED])
@@ -369,6 +405,7 @@ def test_nobody_listens(folder: Path) -> None:
 
 LACKS = {
     "old": ({"version": "0.19.2"}, {}, "older than 0.20"),
+    "lowroll": ({"server": {"server": "lowroll"}}, {}, "url: a lowroll server answers there"),
     "no version": ({"version": "main"}, {}, "is no version of vLLM"),
     "no token ids": (
         {"fields": ["prompt", "seed"]},

@@ -366,6 +366,22 @@ def test_a_run_is_refused_before_anything_is_loaded(
     assert len(told) == 1 and told[0].startswith("memory: the run needs ")
 
 
+def test_the_plan_is_told_before_anything_is_loaded(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def load(*_: object) -> None:
+        raise RuntimeError("loading")
+
+    monkeypatch.setattr("lowroll.runs.build.models.learner", load)
+    cfg = from_mapping(tree(model, tmp_path / "out")).resolved()
+    with ExitStack() as stack, pytest.raises(RuntimeError, match="loading"):
+        Run(RunFolder(cfg, "grpo"), stack)
+    assert "memory on cpu: " in capsys.readouterr().err
+
+
 # -- the cache takes what is left ------------------------------------------------------------------
 
 

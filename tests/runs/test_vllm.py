@@ -183,6 +183,7 @@ def test_a_dry_run_starts_nothing(
         ({"python": str(tmp_path / "none")}, "rollout.vllm.python: "),
         ({"python": "/bin/false"}, "rollout.vllm.python: /bin/false has no vLLM"),
         ({"folder": str(tmp_path / "none")}, "rollout.vllm.folder: "),
+        ({"transfer": "nccl"}, "rollout.vllm.transfer: nccl moves weights between GPUs"),
         (
             {"url": "http://127.0.0.1:9", "token_env": "LOWROLL_NOT_SET"},
             "rollout.vllm.token_env: LOWROLL_NOT_SET is not set",

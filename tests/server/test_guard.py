@@ -138,6 +138,20 @@ def test_a_client_is_no_admin_and_an_admin_is_a_client(engine: Moody, tmp_path: 
     fixtures.run(body)
 
 
+def test_a_path_that_leads_nowhere_is_named_with_the_nearest(engine: Moody) -> None:
+    async def body() -> None:
+        async with served(engine) as client:
+            for path, told in (
+                ("/chat/completions", "/chat/completions here; did you mean /v1/chat/completions?"),
+                ("/v1/v1/models", "/v1/v1/models here; did you mean /v1/models?"),
+                ("/%0A" + "x" * 500, "/\\n" + "x" * 98 + " here"),
+            ):
+                answer = await client.post(path, json={})
+                assert (await answer.json())["error"]["message"] == f"there is no {told}"
+
+    fixtures.run(body)
+
+
 def test_without_tokens_control_is_not_there(engine: Moody) -> None:
     async def body() -> None:
         async with served(engine) as client:

@@ -225,7 +225,7 @@ def _address(url: str) -> tuple[str | None, str]:
     if parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment):
         if parts.username is not None or parts.password is not None:
             raise ValueError("url: a token belongs into its environment variable, not the address")
-        return None, url
+        return None, url.removesuffix("/v1")  # as OpenAI's clients write it, and servers say it
     raise ValueError(
         f"url: expected http://host:port, https://host:port or unix:/path, got "
         f"{printable(repr(url), 200)}"

@@ -104,7 +104,10 @@ def is_vllm(client: Client) -> bool:
 
 
 def _version(answer: Any) -> tuple[int, ...]:
-    text = answer.get("version") if isinstance(answer, dict) else None
+    told = answer if isinstance(answer, dict) else {}
+    if told.get("server") == "lowroll":
+        raise ValueError("url: a lowroll server answers there, and no vLLM")
+    text = told.get("version")
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text) if isinstance(text, str) else None
     if found is None:
         raise ValueError(f"version: {printable(repr(answer), 200)} is no version of vLLM")

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lowroll import machine
@@ -24,6 +24,7 @@ from lowroll.types import printable
 
 KEEPER = Path(__file__).with_name("vllm_keeper.py")
 ENDING = 15.0  # seconds: the keeper's own patience, and some
+TELLING = 15.0  # seconds between two words about a start, which takes a minute or more
 PASSED = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "HF_HOME", "XDG_CACHE_HOME", "OMP_NUM_THREADS")
 PREFIXES = ("VLLM_", "NCCL_", "TRITON_", "TORCH")
 ALWAYS = {  # the routes that updates and pauses need, and no word to the outside
@@ -84,14 +85,21 @@ class VllmProcess:
                 f"python: {printable(python)} does not start: {error.strerror or error}"
             ) from None
 
-    def wait_ready(self, deadline_s: float) -> None:
-        """Until it accepts connections. EngineLost with the last error of its log."""
-        end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
+    def wait_ready(self, deadline_s: float, tell: Callable[[str], object]) -> None:
+        """Until it accepts connections; tell: how the wait goes, now and then. EngineLost with the
+        last error of its log."""
+        began = told = time.monotonic()
+        end = began + deadline_s
+        tell(f"starting vLLM, which takes a minute or more; what it says: {self.log}")
+        while (now := time.monotonic()) < end:
+            if now - told >= TELLING:
+                told = now
+                tell(f"vLLM is starting: {now - began:.0f} s of {deadline_s:g} at most")
             if (why := self.lost()) is not None:
                 self.close()
                 raise EngineLost(f"vLLM did not start: {why}")
             if _accepts(self.folder / "socket"):
+                tell(f"vLLM answers after {now - began:.0f} s")
                 return
             time.sleep(0.1)
         last = self.last_line()

@@ -19,10 +19,11 @@ After each, log-probs of a short text are held against the learner's (`verify`).
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from lowroll.engine.remote.served import Served
     from lowroll.engine.remote.transfer import Transfer
     from lowroll.weights.update import Kind, WeightUpdate
+
+_log = logging.getLogger(__name__).info
 
 Way = Literal["folder", "nccl"]
 BASE = "policy"  # the name of the model that vLLM is started with
@@ -118,6 +121,7 @@ class VllmEngine(RemoteEngine):
         bound: float = BOUND,
         request_s: float = 1200.0,
         stream: bool = False,
+        tell: Callable[[str], object] = _log,
     ) -> VllmEngine:
         """A vLLM of our own for a model folder; it ends with this engine, or with this process.
 
@@ -127,8 +131,8 @@ class VllmEngine(RemoteEngine):
         takes. lora_rank: the policy is an adapter of at most this rank. way: of full updates; None
         for an engine that takes none.
         arguments: more options of `vllm serve`. exchange: where weights are laid; default the
-        temporary folder of the machine. EngineLost, with the last error of its log, when it is not
-        ready within start_s.
+        temporary folder of the machine. tell: takes a line now and then about how the start goes.
+        EngineLost, with the last error of its log, when it is not ready within start_s.
         """
         from lowroll.engine.remote.served import served
 
@@ -145,7 +149,7 @@ class VllmEngine(RemoteEngine):
         )
         client: Client | None = None
         try:
-            process.wait_ready(start_s)
+            process.wait_ready(start_s, tell)
             client = Client(process.url, concurrency=concurrency, lost=process.lost)
             return cls(
                 client,

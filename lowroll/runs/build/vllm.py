@@ -20,6 +20,7 @@ from typing import Any
 from lowroll.config import RunConfig
 from lowroll.config.vllm import VllmConfig
 from lowroll.engine.base import Engine
+from lowroll.engine.native import pick_device
 from lowroll.model import hf
 from lowroll.model.scoring import score
 from lowroll.model.spec import ModelSpec
@@ -27,6 +28,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format, stored_format
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import LOGS
+from lowroll.runs.terminal import tell
 from lowroll.weights.publish import rollout_copy
 
 PYTHON = "LOWROLL_VLLM_PYTHON"
@@ -80,6 +82,10 @@ def check(cfg: RunConfig) -> None:
     vllm = cfg.rollout.vllm
     if vllm.folder is not None and not Path(vllm.folder).is_dir():
         raise ValueError(f"rollout.vllm.folder: {vllm.folder} is no folder")
+    if vllm.transfer == "nccl" and pick_device(cfg.device).type != "cuda":
+        raise ValueError(
+            "rollout.vllm.transfer: nccl moves weights between GPUs, and device is cpu"
+        )
     if vllm.url is None:
         interpreter(vllm)
     else:
@@ -114,6 +120,7 @@ def start(cfg: RunConfig, compute: Compute, model: Transformer, weights: str) ->
         max_batch=cfg.rollout.max_batch,
         arguments=vllm.serve_args,
         start_s=vllm.start_deadline,
+        tell=tell,
         **_shared(cfg, model),
     )
     weakref.finalize(made, written.cleanup)
