@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ from lowroll.engine.remote import (
     ServerError,
     VllmEngine,
     connect,
+    own,
     transfer,
 )
 from lowroll.engine.remote.client import Client
+from lowroll.engine.remote.completions import Sample
 from lowroll.engine.remote.dialect import HEEDED, VllmDialect
 from lowroll.engine.remote.engine import TURN, Named
 from lowroll.engine.remote.verify import Verifier
@@ -718,6 +720,36 @@ def wait_for(done: Any, seconds: float = 10.0) -> None:
     while not done():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("where", ["behavior", "capabilities"])
+def test_a_server_that_says_no_numbers_is_none_of_ours(where: str) -> None:
+    able = Capabilities(128, frozenset(), True, True, True, True, frozenset())
+    stated: Tree = {
+        "behavior": asdict(BehaviorTag((PolicySpan(0, ""),), "fp32")),
+        "capabilities": asdict(able) | {"kv": {"policy": "dense"}},
+    }
+    if where == "behavior":
+        stated["behavior"]["policy"][0]["version"] = "newest"
+    else:
+        stated["capabilities"]["context_length"] = "long"
+
+    class Said:
+        url = "http://there"
+
+        def get(self, *_: object) -> Tree:
+            return {"data": [{"id": "m", "lowroll": stated}]}
+
+    with pytest.raises(ServerError, match="is no server of lowroll's"):
+        own.ask(Said(), None)  # type: ignore[arg-type]
+
+
+def test_an_origin_without_numbers_names_its_request() -> None:
+    able = Capabilities(128, frozenset(), False, False, True, True, frozenset())
+    tag = BehaviorTag((PolicySpan(0, ""),), "fp32")
+    one = Sample(stated={"behavior": {**asdict(tag), "sampler": {"temperature": "hot"}}})
+    with pytest.raises(ServerError, match="request a: no behavior of a sample"):
+        own.OwnDialect(able, tag, "m").tag(ASKED, tag, 0, one)
 
 
 REQUESTS = [
