@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import ipaddress
 import logging
 import os
@@ -115,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     host, port = listening.getsockname()[:2]
     with listening:
         app = application(arguments, tokens)
+        gc.collect()
+        gc.freeze()  # else all that was loaded is looked at in the midst of requests, for 0.2 s
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         number = asyncio.run(run(app, listening, lambda: tell(app, address), GRACE_S))
     return 128 + number

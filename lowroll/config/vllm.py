@@ -248,7 +248,8 @@ def _section_problems(cfg: RunConfig) -> Iterator[Problem]:
     if vllm.token_env is not None and vllm.url is None:
         yield (
             (("rollout", "vllm", "token_env"),),
-            "is for a server at rollout.vllm.url; one that lowroll starts gets a token of its own",
+            "is for a server at rollout.vllm.url; one that lowroll starts listens on a socket of its "
+            "own, and needs none",
         )
     if vllm.transfer == "nccl" and cfg.train.lora:
         yield (

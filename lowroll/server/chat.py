@@ -50,7 +50,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
     scores = None
     if body.prompt_logprobs is not None:
         scores = await score(
-            serving, prompt.token_ids, body.prompt_logprobs, body.score_temperature
+            serving,
+            prompt.token_ids,
+            body.prompt_logprobs,
+            body.score_temperature,
+            field=names["prompt_ids"],
         )
     answer = _Answer(request, body, prompt, scores)
     if body.stream:

@@ -93,7 +93,14 @@ async def _scores(
         return [None] * len(given)
     top = max(body.prompt_logprobs or 0, body.logprobs or 0 if body.echo else 0)
     return await together(
-        score(serving, prompt.token_ids, top, body.score_temperature) for prompt in given
+        score(
+            serving,
+            prompt.token_ids,
+            top,
+            body.score_temperature,
+            field=NAMES["prompt_ids"] + (f"[{i}]" if len(given) > 1 else ""),
+        )
+        for i, prompt in enumerate(given)
     )
 
 

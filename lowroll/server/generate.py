@@ -32,7 +32,9 @@ async def handle(request: web.Request) -> web.StreamResponse:
     params, prompt = body.sampling_params, Prompt(body.token_ids)
     scores = None
     if params.prompt_logprobs is not None:
-        scores = await score(serving, prompt.token_ids, params.prompt_logprobs)
+        scores = await score(
+            serving, prompt.token_ids, params.prompt_logprobs, field=_NAMES["prompt_ids"]
+        )
     asked = engine_request(
         serving,
         prompt,

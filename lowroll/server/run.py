@@ -117,7 +117,7 @@ async def listen(
     def connection() -> asyncio.Protocol:
         if len(server.connections) >= limits.connections:
             return _Full()
-        protocol = _Connection(server, events, limits.write_s)
+        protocol = _Connection(server, events, limits.write_s, silent)
         silent[protocol] = events.call_later(limits.head_s, drop, protocol)
         return protocol
 
@@ -136,14 +136,19 @@ class _Connection(web.RequestHandler):
     """A connection that is dropped when its client takes nothing of its answers for `patience_s`,
     and that answers what is no HTTP as it answers other errors."""
 
-    __slots__ = ("patience_s", "unread")
+    __slots__ = ("patience_s", "silent", "unread")
 
     def __init__(
-        self, server: web.Server, events: asyncio.AbstractEventLoop, patience_s: float
+        self,
+        server: web.Server,
+        events: asyncio.AbstractEventLoop,
+        patience_s: float,
+        silent: dict[web.RequestHandler, asyncio.TimerHandle],
     ) -> None:
         # aiohttp makes its own kind of connection, with these options and tracebacks in debug mode
         super().__init__(server, loop=events, **server._kwargs | {"debug": False})
         self.patience_s = patience_s
+        self.silent = silent
         self.unread: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
@@ -157,6 +162,9 @@ class _Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._forget()
+        timer = self.silent.pop(self, None)
+        if timer is not None:
+            timer.cancel()
         super().connection_lost(exc)
 
     def _forget(self) -> None:

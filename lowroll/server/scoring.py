@@ -25,18 +25,19 @@ class Scores:
 
 
 async def score(
-    serving: Serving, token_ids: list[int], top: int, temperature: float = 1.0
+    serving: Serving, token_ids: list[int], top: int, temperature: float = 1.0, *, field: str
 ) -> Scores:
-    """Scores of a prompt, with `top` tokens a place. Refused for ids that cannot be scored."""
+    """Scores of a prompt, with `top` tokens a place. field: the client's name of it. Refused for ids
+    that cannot be scored."""
     if not serving.capabilities.scores:
         raise Refused("prompt_logprobs: this engine does not score", "prompt_logprobs")
     if not token_ids:
-        raise Refused("prompt: the prompt is empty", "prompt")
+        raise Refused(f"{field}: the prompt is empty", field)
     context = serving.capabilities.context_length
     if len(token_ids) > context:
         raise Refused(
-            f"prompt: {len(token_ids)} tokens are over the model's context of {context} tokens",
-            "prompt",
+            f"{field}: {len(token_ids)} tokens are over the model's context of {context} tokens",
+            field,
             code="context_length_exceeded",
         )
     if len(token_ids) == 1:
@@ -46,7 +47,7 @@ async def score(
             lambda engine: _score(engine, token_ids, top, temperature), "score"
         )
     except ValueError as error:  # "sequences[0]: ..."
-        raise Refused(f"prompt: {str(error).partition(': ')[2]}", "prompt") from None
+        raise Refused(f"{field}: {str(error).partition(': ')[2]}", field) from None
 
 
 def _score(engine: Engine, token_ids: list[int], top: int, temperature: float) -> Scores:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,24 @@ def test_the_options_reach_the_engine_and_the_limits(
     assert ("POST", "/weights") in {(r.method, r.resource.canonical) for r in app.router.routes()}
     stats = serving.loop._engine.stats()
     assert (stats.weights, stats.cache_tokens) == ("int8", 2048)
+
+
+def test_what_was_loaded_is_never_collected_while_requests_wait(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = []
+
+    def begin(serving: Coroutine[Any, Any, int]) -> int:
+        serving.close()
+        frozen.append(gc.get_freeze_count())
+        return 2
+
+    monkeypatch.setattr(serve.asyncio, "run", begin)
+    try:
+        assert main(["serve", str(model), "--port", "0", "--device", "cpu"]) == 128 + 2
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 10_000
 
 
 @contextmanager

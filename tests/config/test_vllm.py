@@ -82,7 +82,11 @@ def test_the_format_is_asked_for() -> None:
             {"url": URL, "serve_args": ["--swap-space", "1"]},
             "rollout.vllm.serve_args: is for a server that lowroll starts",
         ),
-        ({"token_env": "T"}, "rollout.vllm.token_env: is for a server at"),
+        (
+            {"token_env": "T"},
+            "rollout.vllm.token_env: is for a server at rollout.vllm.url; one that lowroll starts "
+            "listens on a socket of its own",
+        ),
         ({"max_lora_rank": 8}, "rollout.vllm.max_lora_rank: 8 is less than train.lora_rank, 16"),
         ({"transfer": "nccl"}, "rollout.vllm.transfer: nccl is for all weights"),
         ({"url": URL, "devices": "1"}, "rollout.vllm.devices: is for a server that lowroll"),

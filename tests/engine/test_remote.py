@@ -10,7 +10,8 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 import lowroll
 from lowroll import Engine
+from lowroll.engine.base import Capabilities
 from lowroll.engine.remote import (
     EngineLost,
     NotArrived,
@@ -26,16 +28,20 @@ from lowroll.engine.remote import (
     ServerError,
     VllmEngine,
     connect,
+    own,
     transfer,
 )
 from lowroll.engine.remote.client import Client
+from lowroll.engine.remote.completions import Sample
+from lowroll.engine.remote.dialect import HEEDED, VllmDialect
+from lowroll.engine.remote.engine import TURN, Named
 from lowroll.engine.remote.process import VllmProcess
 from lowroll.engine.remote.verify import Verifier
 from lowroll.engine.request import noise_key
 from lowroll.model import hf, lora
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
-from lowroll.types import Group, Request
+from lowroll.types import BehaviorTag, Group, PolicySpan, Request
 from lowroll.weights.noise import Noise
 from lowroll.weights.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
@@ -160,6 +166,55 @@ def test_add_step_and_progress(fake: FakeVllm) -> None:
             ended += engine.step()
         assert [handle for handle, _ in ended] == [first]
         assert engine.so_far(first) == [] and not engine.abort(first)
+
+
+class Counted(Future):
+    """Counts how often somebody looks whether an answer has come."""
+
+    looks = 0
+
+    def done(self) -> bool:
+        Counted.looks += 1
+        return super().done()
+
+
+class OneByOne:
+    """A client whose requests are answered when it is told to, in their order."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[Counted, Any]] = []
+
+    def begin(self, work: Any) -> Counted:
+        self.open.append((Counted(), work))
+        return self.open[-1][0]
+
+    async def body(self, call: Any) -> bytes:
+        return json.dumps(honest(call.body, V)).encode()
+
+    def answer(self) -> None:
+        answer, work = self.open.pop(0)
+        with pytest.raises(StopIteration):
+            work.send(None)
+        answer.set_result(None)
+
+
+def test_an_answer_costs_the_same_however_many_are_open() -> None:
+    able = Capabilities(128, frozenset(), False, False, True, True, HEEDED)
+    tag = BehaviorTag((PolicySpan(0, ""),), "fp32")
+    client = OneByOne()
+    dialect = VllmDialect(able, tag, "policy", V, frozenset({1}), 32.0)
+    engine = RemoteEngine(client, dialect, Named("policy", "policy"))  # type: ignore[arg-type]
+    engine.add(replace(ASKED, id="first"))  # whose answer begins the turns
+    client.answer()
+    Counted.looks = 0
+    asked = [replace(ASKED, id=str(i)) for i in range(200)]
+    groups = engine.generate(asked, lambda done, total: client.answer() if client.open else None)
+    assert [group.request for group in groups] == asked
+    assert Counted.looks <= 2 * len(asked)
+    assert len(engine.step()) == 1 and not engine.has_work
+    began = time.monotonic()
+    assert engine.step() == []  # nothing to wait for
+    assert time.monotonic() - began < TURN
 
 
 def test_no_more_requests_are_open_than_allowed(fake: FakeVllm) -> None:
@@ -702,6 +757,36 @@ def wait_for(done: Any, seconds: float = 10.0) -> None:
     while not done():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("where", ["behavior", "capabilities"])
+def test_a_server_that_says_no_numbers_is_none_of_ours(where: str) -> None:
+    able = Capabilities(128, frozenset(), True, True, True, True, frozenset())
+    stated: Tree = {
+        "behavior": asdict(BehaviorTag((PolicySpan(0, ""),), "fp32")),
+        "capabilities": asdict(able) | {"kv": {"policy": "dense"}},
+    }
+    if where == "behavior":
+        stated["behavior"]["policy"][0]["version"] = "newest"
+    else:
+        stated["capabilities"]["context_length"] = "long"
+
+    class Said:
+        url = "http://there"
+
+        def get(self, *_: object) -> Tree:
+            return {"data": [{"id": "m", "lowroll": stated}]}
+
+    with pytest.raises(ServerError, match="is no server of lowroll's"):
+        own.ask(Said(), None)  # type: ignore[arg-type]
+
+
+def test_an_origin_without_numbers_names_its_request() -> None:
+    able = Capabilities(128, frozenset(), False, False, True, True, frozenset())
+    tag = BehaviorTag((PolicySpan(0, ""),), "fp32")
+    one = Sample(stated={"behavior": {**asdict(tag), "sampler": {"temperature": "hot"}}})
+    with pytest.raises(ServerError, match="request a: no behavior of a sample"):
+        own.OwnDialect(able, tag, "m").tag(ASKED, tag, 0, one)
 
 
 REQUESTS = [

@@ -435,6 +435,34 @@ def test_the_model_is_listed(url: str, engine: Engine) -> None:
         ),
         (
             GENERATE,
+            {"token_ids": [], "sampling_params": {"prompt_logprobs": 0}},
+            "token_ids",
+            "empty",
+        ),
+        (
+            GENERATE,
+            {"token_ids": [7] * 5000, "sampling_params": {"prompt_logprobs": 0}},
+            "token_ids",
+            "context",
+        ),
+        (
+            CHAT,
+            {
+                "messages": [{"role": "user", "content": "x" * 5000}],
+                "max_tokens": 1,
+                "prompt_logprobs": 0,
+            },
+            "messages",
+            "context",
+        ),
+        (
+            COMPLETIONS,
+            {"prompt": [[7, 8], [7, 10**6]], "max_tokens": 0, "prompt_logprobs": 0},
+            "prompt[1]",
+            "vocabulary",
+        ),
+        (
+            GENERATE,
             {"token_ids": [70], "sampling_params": {"stop": [""]}},
             "sampling_params.stop[0]",
             "",

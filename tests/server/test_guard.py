@@ -423,6 +423,30 @@ def test_what_is_no_http_is_answered_like_other_errors(engine: Moody, data: byte
     fixtures.run(body)
 
 
+def test_of_a_connection_that_is_gone_nothing_is_kept(
+    engine: Moody, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apps: list[web.Application] = []
+    listen = run.listen
+
+    def seen(app: web.Application, *rest: Any) -> Any:
+        apps.append(app)
+        return listen(app, *rest)
+
+    monkeypatch.setattr(run, "listen", seen)
+
+    async def body() -> None:
+        async with listening(engine, Limits(head_s=60)) as (host, port, _):
+            silent = apps[0][guard.SILENT]
+            held = [await asyncio.open_connection(host, port) for _ in range(5)]
+            await fixtures.until(lambda: len(silent) == 5, "five connections")
+            for _, writer in held:
+                writer.close()
+            await fixtures.until(lambda: not silent, "the end of what is kept of them")
+
+    fixtures.run(body)
+
+
 def test_connections_are_counted(engine: Moody) -> None:
     async def body() -> None:
         async with listening(engine, Limits(connections=3, head_s=0.5)) as (host, port, _):

@@ -10,8 +10,9 @@ vLLM's process, probe and updates.
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -120,6 +121,7 @@ class RemoteEngine:
         self.request_s = request_s
         self.stream = stream
         self._flights: dict[int, Flight] = {}
+        self._answered: queue.SimpleQueue[int] = queue.SimpleQueue()  # handles, as answers come
         self._ended: dict[int, Group] = {}
         self._next = 0
 
@@ -192,12 +194,12 @@ class RemoteEngine:
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
         handles = [self._send(request) for request in requests]
+        mine = set(handles)
         done: dict[int, Group] = {}
         try:
             while len(done) < len(handles):
                 self._turn()
-                mine = [handle for handle in handles if handle in self._ended]
-                done |= {handle: self._ended.pop(handle) for handle in mine}
+                done |= {handle: self._ended.pop(handle) for handle in self._ended.keys() & mine}
                 if on_progress is not None:
                     on_progress(len(done), len(handles))
         except BaseException:
@@ -233,35 +235,39 @@ class RemoteEngine:
         model = self.dialect.model
         stop_ids = self.dialect.stop_ids(request)
         arrivals = Arrivals(request, what, self.dialect.vocab_size, model, stop_ids)
-        body = self.dialect.body(request)
+        body = self.dialect.body(request) | ({"stream": True} if self.stream else {})
         # a second try repeats id, seed and model; of a stream the first may have been read
         call = Call(
             "POST", PATH, what, body, self.request_s, most_bytes(request), again=not self.stream
         )
         answer = self.client.begin(self._answer(call, arrivals))
         self._flights[handle] = Flight(request, arrivals, self.behavior, model, answer)
+        answer.add_done_callback(lambda _: self._answered.put(handle))
         return handle
 
     async def _answer(self, call: Call, arrivals: Arrivals) -> None:
         if self.stream:
-            call.body["stream"] = True
             await self.client.body(call, arrivals.on_line)
         else:
             arrivals.take(parsed(await self.client.body(call), call.what))
 
     def _turn(self) -> None:
         """Wait for an answer, and take those that have come. An error gives up all in flight."""
-        wait([f.answer for f in self._flights.values()], TURN, return_when=FIRST_COMPLETED)
         try:
-            for handle, flight in list(self._flights.items()):
-                if flight.answer.done():
-                    self._land(handle, flight)
+            handle = self._answered.get(timeout=TURN if self._flights else 0.0)
+            while True:
+                self._land(handle)
+                handle = self._answered.get_nowait()
+        except queue.Empty:
+            return
         except BaseException:
             self._give_up()
             raise
 
-    def _land(self, handle: int, flight: Flight) -> None:
-        del self._flights[handle]
+    def _land(self, handle: int) -> None:
+        flight = self._flights.pop(handle, None)
+        if flight is None:
+            return  # it was given up
         try:
             flight.answer.result(timeout=0)
         except CancelledError:

@@ -63,7 +63,7 @@ class OwnDialect:
             return behavior  # given up before the server said it
         try:
             tag = _tag(one.stated["behavior"])
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError, ValueError):
             shown = printable(repr(one.stated), 200)
             raise ServerError(f"request {request.id}: no behavior of a sample: {shown}") from None
         if (tag.sample, tag.seed, tag.request_id) != (index, request.seed, request.id):
@@ -110,14 +110,17 @@ def ask(client: Client, model: str | None) -> OwnDialect:
     try:
         served = {one["id"]: one["lowroll"] for one in answer["data"]}
         name = next(iter(served)) if model is None else model
-        if name not in served:
-            raise ValueError(f"model: {client.url} serves {', '.join(served)}, and not {name}")
-        behavior = _tag(served[name]["behavior"])
-        able = _capabilities(served[name]["capabilities"])
-    except (KeyError, TypeError, AttributeError, StopIteration):
+        found = None
+        if name in served:
+            stated = served[name]
+            able, behavior = _capabilities(stated["capabilities"]), _tag(stated["behavior"])
+            found = OwnDialect(able, behavior, name)
+    except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
         shown = printable(repr(answer), 200)
         raise ServerError(f"{WHAT}: {client.url} is no server of lowroll's: {shown}") from None
-    return OwnDialect(able, behavior, name)
+    if found is None:
+        raise ValueError(f"model: {client.url} serves {', '.join(served)}, and not {name}")
+    return found
 
 
 def _capabilities(stated: dict[str, Any]) -> Capabilities:
@@ -141,7 +144,7 @@ def _capabilities(stated: dict[str, Any]) -> Capabilities:
 
 
 def _tag(stated: dict[str, Any]) -> BehaviorTag:
-    """A tag as JSON. KeyError, TypeError or AttributeError for anything else."""
+    """A tag as JSON. KeyError, TypeError, AttributeError or ValueError for anything else."""
     known = {field.name for field in fields(BehaviorTag)}
     if set(stated) - known:
         raise TypeError(f"unknown fields: {set(stated) - known}")

@@ -13,6 +13,7 @@ from typing import Any
 
 from lowroll.engine.remote.client import Client, ServerError
 from lowroll.engine.remote.completions import PATH
+from lowroll.engine.remote.dialect import HOTTEST
 from lowroll.types import printable
 
 OLDEST = (0, 20)
@@ -38,7 +39,6 @@ TRANSFER = (
     "/finish_weight_update",
 )
 ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-HOT = 2.0  # the highest temperature that vLLM takes
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _is_processed(client: Client, model: str) -> bool:
     """Are the log-probs those after temperature and top-k? Then two tokens that are left have all
     the mass, and are half as far apart at temperature 2 as at 1."""
     plain = _two_likeliest(client, model, 1.0, 0)
-    hot = _two_likeliest(client, model, HOT, 2)
+    hot = _two_likeliest(client, model, HOTTEST, 2)
     mass = sum(math.exp(one) for one in hot)
     return abs(mass - 1) < 1e-3 and hot[1] - hot[0] < 0.75 * (plain[1] - plain[0]) + 1e-3
 

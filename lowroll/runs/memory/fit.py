@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from lowroll.config import RunConfig
 from lowroll.config.document import dotted
 from lowroll.runs.build import engines
@@ -93,7 +91,7 @@ def changed(planner: Planner, cfg: RunConfig, *changes: Change) -> Plan | None:
             section[key] = value
     try:
         return planner.plan(RunConfig.model_validate(tree))
-    except (ValidationError, ValueError):
+    except ValueError:  # pydantic's is one
         return None
 
 
