@@ -7,6 +7,7 @@ import asyncio
 import base64
 import json
 import math
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -244,6 +245,24 @@ def test_top_logprobs_are_read_by_id_though_texts_collide(fake: FakeVllm) -> Non
         fake.change = lambda a: of_logprobs([-1.0] * 4)(a)
         with pytest.raises(ServerError, match="2 top_logprobs a token"):
             engine.generate([replace(ASKED, top_logprobs=2)])
+
+
+def test_fewer_top_logprobs_are_all_that_can_be_drawn(fake: FakeVllm) -> None:
+    half = math.log(0.5)
+    likeliest = {"token_id:60": half, "token_id:61": half, "token_id:62": -9999.0}
+
+    def change(answer: Tree) -> Tree:
+        for choice in answer["choices"]:
+            choice["logprobs"]["top_logprobs"] = [likeliest] * len(choice["token_ids"])
+        return answer
+
+    fake.change = change
+    with attached(fake) as engine:
+        (group,) = engine.generate([replace(ASKED, top_logprobs=3)])
+        assert group.rollouts[0].top_logprobs == [[(60, half), (61, half)]] * 4
+        likeliest["token_id:61"] -= 0.1  # something else can be drawn, and is not told
+        with pytest.raises(ServerError, match="3 top_logprobs a token"):
+            engine.generate([replace(ASKED, top_logprobs=3)])
 
 
 # -- the wire --------------------------------------------------------------------------------------
@@ -673,6 +692,7 @@ REQUESTS = [
     Request(prompt(4, 3), n=2, max_tokens=20, min_tokens=3, temperature=1.3, min_p=0.05, id="c"),
     Request(prompt(4, 3), n=2, max_tokens=9, temperature=0, repetition_penalty=1.3, id="d"),
     Request(prompt(6, 4), n=3, max_tokens=30, stop_ids=(3, 4, 5, 6, 7, 8), ignore_eos=True),
+    Request(prompt(3, 5), n=2, max_tokens=6, top_k=3, top_logprobs=20),  # of which 3 can be drawn
 ]
 REQUESTS = [replace(r, prompt_ids=[t % V for t in r.prompt_ids]) for r in REQUESTS]
 

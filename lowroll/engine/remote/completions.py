@@ -23,6 +23,8 @@ TOKEN_BYTES = 512  # of a token in an answer, with its log-prob and text
 TOP_BYTES = 128  # of one of its likeliest tokens
 UNRANKED = 2**31
 ABOVE_ZERO = 1e-4  # a log-prob may round to this
+NEVER = -9999.0  # a server's number for minus infinity, which JSON has not
+ALL = 0.999  # of a distribution, as far as rounding tells
 
 
 def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> dict[str, Any]:
@@ -195,8 +197,9 @@ class Arrivals:
         sample.logprobs += map(float, logprobs)
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
-        """The likeliest tokens of each place, largest first. A server adds the drawn one where it
-        is none of them."""
+        """The likeliest tokens of each place, largest first: fewer where no more can be drawn. A
+        server adds the drawn one where it is none of them."""
+        most = self.request.top_logprobs
         try:
             tops = [
                 [(int(name.removeprefix("token_id:")), float(p)) for name, p in row.items()]
@@ -204,12 +207,11 @@ class Arrivals:
             ]
         except (AttributeError, TypeError, ValueError):
             raise self._lie(f"choice {index}: top_logprobs are not by token id") from None
-        if len(tops) != count or any(len(top) < self.request.top_logprobs for top in tops):
-            raise self._lie(
-                f"choice {index}: {self.request.top_logprobs} top_logprobs a token were asked for"
-            )
+        tops = [[pair for pair in top if pair[1] > NEVER] for top in tops]
+        if len(tops) != count or any(len(top) < most and not _is_all(top) for top in tops):
+            raise self._lie(f"choice {index}: {most} top_logprobs a token were asked for")
         by_size = [sorted(top, key=lambda pair: (-pair[1], pair[0])) for top in tops]
-        return [top[: self.request.top_logprobs] for top in by_size]
+        return [top[:most] for top in by_size]
 
     def _check_prompt(self, index: int, ids: Any) -> None:
         if ids is not None and ids != list(self.request.prompt_ids):
@@ -257,6 +259,11 @@ def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tu
         if not -math.inf < logprob <= ABOVE_ZERO:
             raise ServerError(f"{what}: no log-prob of token {token} at {i + 1}")
     return found
+
+
+def _is_all(top: list[tuple[int, float]]) -> bool:
+    """Whether nothing but these can be drawn."""
+    return sum(math.exp(min(logprob, 0.0)) for _, logprob in top) > ALL
 
 
 def _rank(stated: Any) -> int:
