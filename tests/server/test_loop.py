@@ -287,6 +287,32 @@ def test_abort_answers_with_what_was_drawn(engine: NativeEngine, folders: list[P
     run(body)
 
 
+@pytest.mark.parametrize("paused", [True, False])
+def test_aborted_requests_end_though_others_come(folders: list[Path], paused: bool) -> None:
+    """New ones that come before the next step neither run in a pause nor keep the old ones in."""
+
+    async def body() -> None:
+        moody = Moody(tiny(folders[0]))
+        moody.slow_s = 0.05
+        async with looped(moody) as loop:
+            old = await loop.submit(ask(3, 4))
+            await until(lambda: moody.steps > 1, "a step")
+            end = loop.pause("abort") if paused else loop.abort_all()
+            jobs = [asyncio.create_task(job) for job in (end, loop.submit(ask(5, 6)))]
+            await asyncio.gather(*jobs)
+            new = jobs[1].result()
+            assert (await old.group()).rollouts[0].finish_reason == "abort"
+            assert loop.paused is paused
+            if paused:
+                steps = moody.steps
+                await asyncio.sleep(0.2)
+                assert moody.steps == steps
+                await loop.resume()
+            assert (await new.group()).rollouts[0].finish_reason == "length"
+
+    run(body)
+
+
 # -- aborts ------------------------------------------------------------------------------------------
 
 
