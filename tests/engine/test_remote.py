@@ -7,7 +7,6 @@ import asyncio
 import base64
 import json
 import math
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,6 +30,7 @@ from lowroll.engine.remote import (
 from lowroll.engine.remote.client import Client
 from lowroll.engine.remote.verify import Verifier
 from lowroll.engine.request import noise_key
+from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
@@ -781,6 +781,28 @@ def test_an_abort_ends_the_request_in_the_server(folder: Path) -> None:
         assert 2 < count < 120 and rollout.finish_reason == "abort"
         assert rollout.token_ids == full.token_ids[:count]
         assert rollout.logprobs == full.logprobs[:count]
+
+
+@pytest.mark.slow
+def test_an_abort_keeps_the_samples_that_had_ended(folder: Path) -> None:
+    asked = Request([5, 6], n=8, max_tokens=120, stop_ids=tuple(range(2, 20)), seed=4, id="x")
+    whole = engine_of(folder).generate([asked])[0]
+    with serving(engine_of(folder)) as url, connect(url, stream=True) as engine:
+        handle = engine.add(asked)
+        wait_for(lambda: any(d.finish_reason for d in engine.so_far(handle)))
+        engine.abort(handle)
+        ((_, group),) = engine.step()
+    assert {r.finish_reason for r in group.rollouts} >= {"stop", "abort"}
+    for rollout, full in zip(group.rollouts, whole.rollouts, strict=True):
+        assert rollout.token_ids == full.token_ids[: len(rollout.token_ids)]
+        assert rollout.behavior == full.behavior
+
+
+@pytest.mark.slow
+def test_a_servers_policy_has_its_options(folder: Path) -> None:
+    kv = make("rkv", budget=6, buffer=3, window=2, kernel=3, mix=0.5)
+    with serving(engine_of(folder, kv=kv)) as url, connect(url) as engine:
+        assert engine.capabilities.kv == kv
 
 
 @pytest.mark.slow

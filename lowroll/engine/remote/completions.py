@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lowroll.engine.remote.client import ServerError, parsed
+from lowroll.engine.request import sampler_settings
 from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout, printable
 
 PATH = "/v1/completions"
@@ -53,6 +54,17 @@ def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> 
     }
 
 
+def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
+    """What sample `index` of a request was drawn from, under this policy."""
+    return replace(
+        behavior,
+        sampler=sampler_settings(request),
+        seed=request.seed,
+        request_id=request.id,
+        sample=index,
+    )
+
+
 def most_bytes(request: Request) -> int:
     """What an honest answer stays under: the prompt comes back with each choice."""
     each = TOKEN_BYTES + TOP_BYTES * (request.top_logprobs + 1)
@@ -70,6 +82,7 @@ class Sample:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     stated: Any = None  # what our own server says of it beside the tokens
+    given_up: bool = False  # before the server had said everything
 
     def read(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
         """Copies of ids, log-probs and likeliest tokens, equally many: another thread may append,
@@ -137,6 +150,7 @@ class Arrivals:
         """What has come so far of a request that was given up."""
         for sample in self.samples:
             sample.finish_reason = sample.finish_reason or "abort"
+            sample.given_up = True
         return self._group(origin)
 
     def _group(self, origin: Origin) -> Group:
