@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode = Literal["keep", "wait", "abort"]
 State = Literal["running", "draining", "paused"]
+ASKED_S = 0.02  # of a turn, for what was asked: then what is in flight goes on
 FAILURES = 3  # steps that fail one after the other before the engine counts as broken
 
 
@@ -273,7 +274,8 @@ class EngineLoop:
             self._give_up()
 
     def _take(self) -> None:
-        """Do what was asked; without anything to step, wait for it a while."""
+        """Do what was asked, for a moment where there is something to step; else wait for it a
+        while."""
         self._now("waiting for requests")
         while self._held and not self._holds():
             self._admit(self._held.popleft())
@@ -281,8 +283,11 @@ class EngineLoop:
             busy = self._stopping or self._can_step() or self._state == "draining"
             wait_s = 0.0 if busy else self._turn_s
             job = self._inbox.get(timeout=wait_s)
+            until = time.monotonic() + ASKED_S
             while True:
                 job()
+                if time.monotonic() > until and self._can_step():
+                    return
                 job = self._inbox.get_nowait()
         except queue.Empty:
             return
