@@ -253,6 +253,22 @@ REASONS: dict[str, str] = {
     "other 4.7 ms of the step, most of them weights, stay as they are",
     "qwen2.5-7b nvfp4 fp8 16k B=64: decode step over dense": "1.36 and 1.41 in its two turns, as "
     "with bf16 weights: attention alone is 1.73 times faster, the rest of the step stays",
+    **{
+        over_vllm_server("qwen2.5-7b", "bf16", c, what): why
+        for c in CONCURRENCY[1:]
+        for what, why in {
+            "requests a second": "prompts take 20 us a token, 0.7 of each second at C = 256, and run "
+            "apart from the rows that decode, which vLLM runs in the same pass (docs/log/engine.md)",
+            "time to first token": "up to 8,192 prompt tokens run in one pass, and the first of them "
+            "waits for the last; vLLM takes smaller pieces (docs/log/engine.md)",
+        }.items()
+    },
+    **{
+        through_server("qwen2.5-7b", "bf16", 256, group): "of 0.6 s a call of 256 prompts (n = 1) "
+        "beside the engine, most is Python of the event loop: requests, ids and log-probs as JSON; "
+        "measured before two of its costs were cut"
+        for group in (1, 8)
+    },
     "qwen2.5-1.5b full, 16384 tokens: transformers": "of 312 ms the products take 217, at 93 % of "
     "the measured peak, attention 28, the gate 18, AdamW 11 to 15, "
     "norms 9, log-probs 7, and 9 the device waits (profile: docs/LOG.md); turns reached 1.24 to "

@@ -8,8 +8,8 @@ Random bfloat16 weights of the model's shapes. The learner is on the first GPU; 
 where there is one, and takes whole models over NCCL; else it shares the first, and takes them as
 folders in /dev/shm.
 
-    full       vLLM starts with weights of its own; then two whole models are sent. After each, its
-               log-probs are held against the learner's
+    full       vLLM starts with the weights as they are; then two whole models are sent. After each,
+               its log-probs are held against the learner's
     adapter    vLLM starts with the learner's weights; then three adapters of rank 16
     rollout    256 samples of 128 tokens, in groups of 8, under each
 
@@ -19,7 +19,6 @@ Prints a line a measurement; ends with an error when a log-prob is away.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -59,11 +58,9 @@ def main() -> None:
 
 def full(args: argparse.Namespace, model: Transformer, work: Path) -> None:
     """Whole models into a vLLM that began with others."""
-    folder = work / "shape"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SHAPES[args.model]))
+    folder = base(model, work)
     way = "nccl" if torch.cuda.device_count() > 1 else "folder"
-    with started(args, folder, work, ["--load-format", "dummy"], way=way) as engine:
+    with started(args, folder, work, [], way=way) as engine:
         for version in (1, 2):
             moved(model, version)
             with timed(f"full update {version} by {way}"):
@@ -74,10 +71,7 @@ def full(args: argparse.Namespace, model: Transformer, work: Path) -> None:
 
 def adapter(args: argparse.Namespace, model: Transformer, work: Path) -> None:
     """Adapters on the learner's base."""
-    with timed("base folder"):
-        folder = work / "base"
-        folder.mkdir()
-        hf.write(hf.contents(model), folder, None)
+    folder = base(model, work)
     with started(args, folder, work, [], lora_rank=RANK) as engine:
         learner = lora.attach(model, RANK, 2.0 * RANK)
         for version in (1, 2, 3):
@@ -86,6 +80,16 @@ def adapter(args: argparse.Namespace, model: Transformer, work: Path) -> None:
                 engine.update_weights(WeightUpdate.local(learner, version))
             compare(engine, learner, f"adapter {version}")
         rollout(engine, learner)
+
+
+def base(model: Transformer, work: Path) -> Path:
+    """The model as it is now, as a folder: vLLM does not reload what began as dummy weights."""
+    folder = work / "base"
+    if not folder.exists():
+        with timed("base folder"):
+            folder.mkdir()
+            hf.write(hf.contents(model), folder, None)
+    return folder
 
 
 @contextmanager

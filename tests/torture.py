@@ -1,4 +1,5 @@
-"""Everything that a disk, a signal and a stranger's folder can do to a run, on tiny models.
+"""Everything that a disk, a signal and a stranger's folder can do to a run, and clients to a server,
+on tiny models.
 
     python -m tests.torture --minutes 30 --seed 1
     python -m tests.torture --suites kills damage --trials 20
@@ -13,6 +14,10 @@
     exports    what `quantize` and `export` write, killed and refused at every point and call: whole or absent
     folders    hostile model folders: an error line or a success, no traceback, no hang, no 2 GB of memory
     pieces     every tensor and every piece of state of a checkpoint left out (tests/fixtures/pieces.py)
+    server     good and bad requests, aborts, slow connections, control routes and strangers: good answers are
+               the engine's bit for bit, the others documented, nothing is left (tests/fixtures/storm.py)
+    programs   requests, aborts, pauses, updates, failures and ends in any order over the engine's loop
+               (tests/fixtures/programs.py)
 
 Every suite first takes what can be enumerated in turn, then draws at random until its share of the
 time is over. A problem names its trial; the same seed and suite draw the same trials.
@@ -22,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import shutil
@@ -40,12 +46,25 @@ from lowroll.checkpoint.publish import MANIFEST, DamagedError, verify_folder
 from lowroll.metrics.record import read, reproducible
 from lowroll.runs import demo
 from lowroll.transport import read_rollouts
-from tests.fixtures import hostile, pieces, strike
+from tests.fixtures import hostile, pieces, stormed, strike
+from tests.fixtures.programs import Trial
 from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint, settings
+from tests.fixtures.storm import GUST, Storm
+from tests.fixtures.stormed import Stormed
 from tests.fixtures.strike import attempt
+from tests.fixtures.tiny import hf_folder
 
 STEPS = 4
-SHARES = {"kills": 6, "errors": 5, "damage": 6, "exports": 4, "folders": 4, "pieces": 3}
+SHARES = {
+    "kills": 6,
+    "errors": 5,
+    "damage": 6,
+    "exports": 4,
+    "folders": 4,
+    "pieces": 3,
+    "server": 10,
+    "programs": 3,
+}
 
 
 @dataclass
@@ -450,6 +469,27 @@ def every_piece(bench: Bench, rng: random.Random) -> Iterator[str]:
         yield f"{name}: {told or done.stderr[-800:]}" if done.returncode else ""
 
 
+# -- the server ------------------------------------------------------------------------------------
+
+
+def server(bench: Bench, rng: random.Random) -> Iterator[str]:
+    root = _fresh(bench.root / "server")
+    with Stormed(stormed.folders(root)) as running:
+        storm = Storm(root, running, rng.randrange(1 << 30), measured=50)
+        try:
+            while running.alive:
+                yield from storm.blow(GUST)
+        finally:
+            print(f"server: {storm.told()}", flush=True)
+
+
+def programs(bench: Bench, rng: random.Random) -> Iterator[str]:
+    logging.getLogger("lowroll.server.loop").setLevel(logging.CRITICAL)  # failures are on purpose
+    trial = Trial([hf_folder(_fresh(bench.root / f"model_{seed}"), seed=seed) for seed in range(2)])
+    while True:
+        yield trial.run(rng.randrange(1 << 30))
+
+
 SUITES = {
     "kills": kills,
     "errors": errors,
@@ -457,6 +497,8 @@ SUITES = {
     "exports": exports,
     "folders": folders,
     "pieces": every_piece,
+    "server": server,
+    "programs": programs,
 }
 
 

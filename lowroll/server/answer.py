@@ -61,7 +61,7 @@ async def stream(
         await events.begin()
 
         async def tell(i: int, ticket: Ticket) -> Group:
-            async for delta in ticket:
+            async for delta in _deltas(ticket, names):
                 tree = chunk(i, delta)
                 if tree is not None:
                     await events.send(tree)
@@ -122,6 +122,14 @@ async def _open(
             return await stack.enter_async_context(ticket)
 
         yield await together(submit(i, request) for i, request in enumerate(requests))
+
+
+async def _deltas(ticket: Ticket, names: Mapping[str, str]) -> AsyncIterator[Delta]:
+    try:
+        async for delta in ticket:
+            yield delta
+    except ValueError as error:  # as below
+        refuse(error, names)
 
 
 async def _group(ticket: Ticket, names: Mapping[str, str]) -> Group:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from aiohttp import web
 
+from lowroll.engine.base import Engine
 from lowroll.server.errors import Refused
 from lowroll.server.guard import read_json
 from lowroll.server.loop import PauseMode, Stalled
@@ -21,7 +22,7 @@ UPDATING: web.AppKey[asyncio.Lock] = web.AppKey("updating", asyncio.Lock)
 
 async def pause(request: web.Request) -> web.Response:
     """`POST /pause?mode=keep`: stop drawing (`EngineLoop.pause`). 409 beside another pause
-    that waits, or when a resume comes first."""
+    that waits, or when a resume or another pause comes first."""
     mode = _mode(request)
     try:
         await request.app[SERVING].loop.pause(mode)
@@ -90,13 +91,16 @@ async def _update(app: web.Application, version: str) -> dict[str, Any]:
             )
     except TimeoutError:
         raise Stalled(f"weights: {version} was not read in {limit:g} s") from None
+
+    def take(engine: Engine) -> BehaviorTag:
+        behavior = engine.update_weights(update)
+        shelf.current = version  # also when nobody waits for the answer any more
+        return behavior
+
     try:
-        behavior = await serving.loop.call(
-            lambda engine: engine.update_weights(update), f"weights {version}", limit
-        )
+        behavior = await serving.loop.call(take, f"weights {version}", limit)
     except ValueError as error:
         raise Refused(f"version: {error}", "version", 409) from error
-    shelf.current = version
     return {"version": version, **_policy(behavior), "seconds": time.monotonic() - began}
 
 

@@ -159,16 +159,24 @@ class EngineLoop:
         """Stop drawing. keep: requests in flight stay as they are and go on after `resume`. wait:
         they run to their end first, and new ones are held back; Stalled when that takes more than
         `drain_s`, and nothing is paused then. abort: they end now, with what they have drawn.
+        ValueError for one that waits, when a resume or another pause comes first.
         """
         drained: Future[None] = Future()
-        await self.call(lambda engine: self._pause(mode, drained), "pause")
+        answer = asyncio.wrap_future(drained)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(drained), self.drain_s)
+            async with asyncio.timeout(self.drain_s):
+                await self.call(lambda engine: self._pause(mode, drained), "pause")
+                await self.patiently(lambda: asyncio.wait([answer]), "pause")
+                await answer
         except TimeoutError:
-            await self.resume()
-            raise Stalled(
-                f"pause: {len(self._open)} requests still run after {self.drain_s:g} s"
-            ) from None
+            await self.call(lambda engine: self._stop_drain(drained), "pause")
+            if not drained.done():
+                raise Stalled(
+                    f"pause: {len(self._open)} requests still run after {self.drain_s:g} s"
+                ) from None
+            await answer
+        finally:
+            answer.cancel()  # nobody waits any more
 
     async def resume(self) -> None:
         """Go on drawing."""
@@ -257,6 +265,7 @@ class EngineLoop:
             self._turn()  # what was aborted comes back from a step
         finally:
             self._fail(EngineFailed("the server has ended"), self._held)
+            self._answer_drain(Stalled("pause: the server is ending"))
 
     def _turn(self) -> None:
         try:
@@ -318,6 +327,8 @@ class EngineLoop:
         return self._state == "draining" or self._all_aborted()
 
     def _begin(self, flight: Flight) -> None:
+        if self._stopping:
+            raise Busy("the server is ending")
         if self._held or self._holds():
             self._held.append(flight)
         else:
@@ -388,7 +399,7 @@ class EngineLoop:
 
     def _pause(self, mode: PauseMode, drained: Future[None]) -> None:
         if mode == "wait" and self._flights:
-            if self._drained is not None:
+            if self._drained is not None and not self._drained.cancelled():
                 raise ValueError("mode: another pause waits already")
             self._state = "draining"
             self._drained = drained
@@ -397,11 +408,18 @@ class EngineLoop:
             self._abort_all()
         self._state = "paused"
         self._answer_drain(ValueError("mode: another pause came, which does not wait"))
-        drained.set_result(None)
+        if drained.set_running_or_notify_cancel():
+            drained.set_result(None)
 
     def _end_drain(self) -> None:
         self._state = "paused"
         self._answer_drain(None)
+
+    def _stop_drain(self, drained: Future[None]) -> None:
+        """Wait no longer, if this is what still waits."""
+        if self._drained is drained:
+            self._drained = None
+            self._resume()
 
     def _resume(self) -> None:
         self._state = "running"

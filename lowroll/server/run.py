@@ -14,10 +14,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from aiohttp import web
 
+from lowroll.server.errors import error_body
 from lowroll.server.guard import SILENT
 from lowroll.server.serving import SERVING
 
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_S = 1.0
 LAST_S = 2.0  # for the answers of what was aborted
+THREADS = 4  # that encode texts and read weights
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -56,6 +59,8 @@ async def run(
 ) -> int:
     """Serve until a signal comes; its number. ready: called when requests are taken."""
     loop = app[SERVING].loop
+    # every thread keeps memory of the largest text that it has encoded
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "texts"))
     runner = runner_of(app)
     await runner.setup()
     loop.start()
@@ -102,7 +107,7 @@ async def listen(
     def connection() -> asyncio.Protocol:
         if len(server.connections) >= limits.connections:
             return _Full()
-        protocol = server()
+        protocol = _Connection(server, events, limits.write_s)
         silent[protocol] = events.call_later(limits.head_s, drop, protocol)
         return protocol
 
@@ -112,6 +117,58 @@ async def listen(
             protocol.transport.abort()
 
     return await events.create_server(connection, sock=listening, backlog=512)
+
+
+class _Connection(web.RequestHandler):
+    """A connection that is dropped when its client takes nothing of its answers for `patience_s`,
+    and that answers what is no HTTP as it answers other errors."""
+
+    __slots__ = ("patience_s", "unread")
+
+    def __init__(
+        self, server: web.Server, events: asyncio.AbstractEventLoop, patience_s: float
+    ) -> None:
+        # aiohttp makes its own kind of connection, with these options and tracebacks in debug mode
+        super().__init__(server, loop=events, **server._kwargs | {"debug": False})
+        self.patience_s = patience_s
+        self.unread: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        events = asyncio.get_running_loop()
+        self.unread = events.call_later(self.patience_s, self._drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def _forget(self) -> None:
+        if self.unread is not None:
+            self.unread.cancel()
+            self.unread = None
+
+    def _drop(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # its own names aiohttp and Python
+        reason = (message or "").partition("\n")[0] if status < 500 else "the server failed"
+        headers = {"Server": "lowroll", "X-Content-Type-Options": "nosniff"}
+        body = error_body(f"HTTP: {reason.rstrip(':')}", status)
+        response = web.json_response(body, status=status, headers=headers)
+        response.force_close()
+        return response
 
 
 class _Full(asyncio.Protocol):

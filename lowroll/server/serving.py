@@ -30,7 +30,7 @@ class Limits:
     head_s: float = 10.0  # until a new connection has asked for something
     body_s: float = 30.0  # until its body has come
     health_s: float = 10.0  # until the engine's thread must have answered
-    write_s: float = 60.0  # until a client has read a part of a stream
+    write_s: float = 60.0  # until a client has read a part of its answers
     update_s: float = 300.0  # until the engine has taken new weights
 
 

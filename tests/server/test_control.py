@@ -7,6 +7,8 @@ import json
 import os
 import random
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,8 @@ from lowroll.model import hf, lora
 from lowroll.server.errors import Refused
 from lowroll.server.serving import SERVING
 from lowroll.server.shelf import WeightShelf
+from lowroll.types import BehaviorTag
+from lowroll.weights.update import WeightUpdate
 from tests.fixtures.serving import ADMIN, TOKENS, Moody, hung, run, served, tiny, until
 from tests.fixtures.tiny import hf_folder
 
@@ -255,6 +259,28 @@ def test_one_update_at_a_time_and_one_that_hangs_is_named(model: Path, folder: P
     run(ask)
 
 
+def test_an_update_whose_client_goes_is_told_as_it_is(model: Path, folder: Path) -> None:
+    engine, begun = Moody(tiny(model)), threading.Event()
+
+    def slow(update: WeightUpdate) -> BehaviorTag:
+        begun.set()
+        time.sleep(0.3)
+        return engine.engine.update_weights(update)
+
+    engine.update_weights = slow  # type: ignore[attr-defined]
+
+    async def ask() -> None:
+        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+            asked = asyncio.ensure_future(post(client, "/weights", {"version": "step_1"}))
+            await until(begun.is_set, "the update")
+            asked.cancel()
+            await asyncio.wait([asked])
+            await until(lambda: engine.behavior.policy[-1].version == 1, "its end")
+            assert (await get(client, "/weights"))["version"] == "step_1"
+
+    run(ask)
+
+
 def test_without_a_shelf_there_is_no_such_route(model: Path) -> None:
     async def ask() -> None:
         async with served(tiny(model), TOKENS) as client:
@@ -364,5 +390,33 @@ def test_pauses_that_are_wrong_are_named(model: Path) -> None:
             assert "resumed before" in str(await waits)
             assert await post(client, "/abort") == {"aborted": 1}
             assert (await asked)["choices"][0]["finish_reason"] == "abort"
+
+    run(ask)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_request_that_was_held_back_is_named(model: Path, stream: bool) -> None:
+    engine = Moody(tiny(model))
+    wrong = LONG | {"top_p": 0, "stream": stream}
+
+    async def ask() -> None:
+        async with served(engine, TOKENS) as client:
+            loop = client.server.app[SERVING].loop
+            engine.slow_s = 0.005
+            asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
+            await until(lambda: engine.stats().tokens > 4, "tokens")
+            pausing = asyncio.ensure_future(post(client, "/pause?mode=wait"))
+            await until(lambda: loop._state == "draining", "the pause")
+            held = asyncio.ensure_future(client.post("/v1/completions", json=wrong, headers=ADMIN))
+            await until(lambda: bool(loop._held), "the request that is held back")
+            engine.slow_s = 0
+            await pausing
+            await asked
+            async with await held as answer:
+                said = await answer.text()
+                assert answer.status == (200 if stream else 400)
+            error = json.loads(said.removeprefix("data: ").split("\n\n")[0])["error"]
+            assert error["param"] == "top_p" and said.endswith("[DONE]\n\n") == stream
+            await post(client, "/resume")
 
     run(ask)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -363,6 +365,46 @@ def test_slow_connections_are_dropped_beside_a_good_request(engine: Moody) -> No
             assert all(b" 408 " in end and b"has not come in 0.5 s" in end for end in ends[35:])
             answer = await raw(host, port, post(json.dumps(GOOD).encode()))
             assert answer.startswith(b"HTTP/1.1 200")
+
+    fixtures.run(body)
+
+
+@pytest.mark.slow
+def test_who_reads_no_answers_is_dropped(engine: Moody) -> None:
+    """Answers that nobody takes would hold their connection for ever."""
+
+    async def body() -> None:
+        async with listening(engine, Limits(connections=1, write_s=0.3)) as (host, port, _):
+            sock = socket.socket()
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            events = asyncio.get_running_loop()
+            await events.sock_connect(sock, (host, port))
+            asked = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4000
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(8):
+                    await events.sock_sendall(sock, asked)
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                sock.recv(1)  # what it still has of an answer, or that it was dropped
+            answer = b""
+            until = time.monotonic() + 8
+            while not answer and time.monotonic() < until:
+                answer = await raw(host, port, post(json.dumps(GOOD).encode()))
+            assert answer.startswith(b"HTTP/1.1 200")
+            sock.close()
+
+    fixtures.run(body)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x16\x03\x01\x02\x00\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"a\r\n\r\n"]
+)
+def test_what_is_no_http_is_answered_like_other_errors(engine: Moody, data: bytes) -> None:
+    async def body() -> None:
+        async with listening(engine, Limits()) as (host, port, _):
+            head, _, rest = (await raw(host, port, data)).partition(b"\r\n\r\n")
+            assert b" 400 " in head and b"Server: lowroll" in head and b"ython" not in head
+            assert error_of(rest)["message"].startswith("HTTP: ")
 
     fixtures.run(body)
 

@@ -262,6 +262,38 @@ def test_resume_ends_a_pause_that_still_waits(engine: NativeEngine) -> None:
     run(body)
 
 
+def drains(loop: EngineLoop) -> None:
+    end = time.monotonic() + 10
+    while loop._state != "draining" and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("moment", ["before it is known", "while it waits"])
+def test_a_pause_that_was_given_up_may_be_asked_for_again(
+    engine: NativeEngine, moment: str
+) -> None:
+    async def body() -> None:
+        moody = Moody(engine)
+        moody.slow_s = 0.005
+        async with looped(moody) as loop:
+            ticket = await loop.submit(ask(3, 4, max_tokens=LONG))
+            given_up = asyncio.ensure_future(loop.pause("wait"))
+            if moment == "while it waits":
+                await loop.call(lambda engine: None, "a turn")
+                await asyncio.sleep(0.02)
+            else:
+                await asyncio.sleep(0)  # it has asked, and
+                drains(loop)  # the answer is on its way
+            given_up.cancel()
+            await asyncio.wait([given_up])
+            await loop.call(lambda engine: None, "a turn")
+            await loop.pause("wait")
+            assert loop.paused
+            assert (await ticket.group()).rollouts[0].finish_reason == "length"
+
+    run(body)
+
+
 def test_abort_answers_with_what_was_drawn(engine: NativeEngine, folders: list[Path]) -> None:
     request = ask(3, 4, n=2, max_tokens=LONG)
     whole = tiny(folders[0]).generate([request])[0]
@@ -561,6 +593,25 @@ def test_the_end_aborts_what_is_in_flight(engine: NativeEngine) -> None:
                 await loop.submit(ask(3))
             with pytest.raises(Stalled, match="does not run"):
                 await loop.health()
+
+    run(body)
+
+
+def test_the_end_answers_a_pause_and_begins_nothing(engine: NativeEngine) -> None:
+    async def body() -> None:
+        moody = Moody(engine)
+        async with looped(moody) as loop:
+            await hung(moody, loop)
+            waits = [asyncio.ensure_future(loop.pause("wait"))]
+            waits += [asyncio.ensure_future(loop.submit(ask(3, i))) for i in (4, 5)]
+            await asyncio.sleep(0.01)
+            stopping = asyncio.ensure_future(asyncio.to_thread(loop.stop))
+            await asyncio.sleep(0.01)
+            moody.hang.clear()
+            await stopping
+            ends = await asyncio.gather(*waits, return_exceptions=True)
+            assert [type(end) for end in ends[1:]] == [Busy, Busy]
+            assert idle(engine) and not loop._open
 
     run(body)
 

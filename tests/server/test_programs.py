@@ -1,0 +1,59 @@
+"""Random programs over the engine's loop, and that they notice a loop that is wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lowroll.server.loop import EngineLoop
+from lowroll.server.ticket import Flight, Ticket
+from tests.fixtures.programs import Trial
+from tests.fixtures.tiny import hf_folder
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    root = tmp_path_factory.mktemp("programs")
+    logging.getLogger("lowroll.server.loop").setLevel(logging.CRITICAL)  # failures are told to it
+    return Trial([hf_folder(root / str(seed), seed=seed) for seed in range(2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 10, 20, 30])
+def test_programs_keep_their_promises(trial: Trial, first: int) -> None:
+    assert [found for seed in range(first, first + 10) if (found := trial.run(seed))] == []
+
+
+def _told_twice(self: Flight, sample: int, drawn: Any, count: int) -> Any:
+    return _delta(self, sample, drawn, max(0, count - 1))
+
+
+def _not_forgotten(self: EngineLoop, ticket: Ticket) -> None:
+    pass
+
+
+def _dropped_alone(self: EngineLoop, flight: Flight) -> None:
+    if flight in self._held:
+        self._held.remove(flight)
+
+
+_delta = Flight._delta
+BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "a token is told twice": (Flight, "_delta", _told_twice),
+    "tickets stay open": (EngineLoop, "forget", _not_forgotten),
+    "nothing is aborted": (EngineLoop, "drop", _dropped_alone),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BROKEN)
+def test_programs_notice_what_is_broken(
+    trial: Trial, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, name, instead = BROKEN[what]
+    monkeypatch.setattr("tests.fixtures.programs.SECONDS", 2.0)
+    monkeypatch.setattr(where, name, instead)
+    assert any(trial.run(seed) for seed in range(20))
