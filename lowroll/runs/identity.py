@@ -45,6 +45,8 @@ MAY_CHANGE = (
 )
 # may change too, after a run that ended because it found no signal
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
+# settings that came later, and what runs did before there were such
+ADDED: dict[str, object] = {"rollout.engine": "native"}
 TEACHER = "train.teacher: weights"  # read long after all else that a run reads
 CONFIG = "config.json: "  # of what a key of it says
 IDLE_FILES = ("generation_config.json",)  # copied along, and never read
@@ -139,7 +141,7 @@ def refuse_other_settings(
     What is computed in a step may not change, but for settings of `more`. A run may be lengthened
     when nothing is scheduled over its length.
     """
-    before = _flatten(renamed_tree(saved))
+    before = ADDED | _flatten(renamed_tree(saved))
     after = _flatten(yaml.safe_load(cfg.dump()))
     unscheduled = (
         cfg.train.lr_scheduler_type == "constant"

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from lowroll.server.answer import ends, groups, stream, to_json, together, wants_usage
+from lowroll.server.answer import ends, groups, stream, to_json, wants_usage
 from lowroll.server.asks import (
     NAMES,
     Prompt,
@@ -88,20 +88,18 @@ def _request(serving: Serving, prompt: Prompt, body: Completion) -> Request:
 async def _scores(
     serving: Serving, body: Completion, given: Sequence[Prompt]
 ) -> Sequence[Scores | None]:
-    """Of each prompt, where log-probs of prompts are told."""
+    """Of each prompt, where log-probs of prompts are told: one after the other, so that the engine
+    draws between two."""
     if body.prompt_logprobs is None and not (body.echo and body.logprobs is not None):
         return [None] * len(given)
     top = max(body.prompt_logprobs or 0, body.logprobs or 0 if body.echo else 0)
-    return await together(
-        score(
-            serving,
-            prompt.token_ids,
-            top,
-            body.score_temperature,
-            field=NAMES["prompt_ids"] + (f"[{i}]" if len(given) > 1 else ""),
+    found = []
+    for i, prompt in enumerate(given):
+        field = NAMES["prompt_ids"] + (f"[{i}]" if len(given) > 1 else "")
+        found.append(
+            await score(serving, prompt.token_ids, top, body.score_temperature, field=field)
         )
-        for i, prompt in enumerate(given)
-    )
+    return found
 
 
 class _Answers:

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode = Literal["keep", "wait", "abort"]
 State = Literal["running", "draining", "paused"]
+ASKED_S = 0.02  # of a turn, for what was asked: then what is in flight goes on
 FAILURES = 3  # steps that fail one after the other before the engine counts as broken
 
 
@@ -102,7 +103,7 @@ class EngineLoop:
         # of the thread alone
         self._flights: dict[int, Flight] = {}  # by handle
         self._unseen: deque[Flight] = deque()  # without a token, as far as is known
-        self._held: deque[Flight] = deque()  # that came while others are waited for
+        self._held: deque[Flight] = deque()  # that came while others were waited for
         self._state: State = "running"
         self._drained: Future[None] | None = None
         self._failures = 0
@@ -282,14 +283,20 @@ class EngineLoop:
             self._give_up()
 
     def _take(self) -> None:
-        """Do what was asked; without anything to step, wait for it a while."""
+        """Do what was asked, for a moment where there is something to step; else wait for it a
+        while."""
         self._now("waiting for requests")
+        while self._held and not self._holds():
+            self._admit(self._held.popleft())
         try:
             busy = self._stopping or self._can_step() or self._state == "draining"
             wait_s = 0.0 if busy else self._turn_s
             job = self._inbox.get(timeout=wait_s)
+            until = time.monotonic() + ASKED_S
             while True:
                 job()
+                if time.monotonic() > until and self._can_step():
+                    return
                 job = self._inbox.get_nowait()
         except queue.Empty:
             return
@@ -314,10 +321,15 @@ class EngineLoop:
         self._allowed_s = self.deadline_s if allowed_s is None else allowed_s
         self._since = time.monotonic()
 
+    def _holds(self) -> bool:
+        """Whether new requests are held back: while others are waited for, and until a step, which
+        draws nothing then, has returned what was aborted."""
+        return self._state == "draining" or self._all_aborted()
+
     def _begin(self, flight: Flight) -> None:
         if self._stopping:
             raise Busy("the server is ending")
-        if self._state == "draining":
+        if self._held or self._holds():
             self._held.append(flight)
         else:
             self._add(flight)
@@ -395,14 +407,12 @@ class EngineLoop:
         if mode == "abort":
             self._abort_all()
         self._state = "paused"
-        self._release_held()
         self._answer_drain(ValueError("mode: another pause came, which does not wait"))
         if drained.set_running_or_notify_cancel():
             drained.set_result(None)
 
     def _end_drain(self) -> None:
         self._state = "paused"
-        self._release_held()
         self._answer_drain(None)
 
     def _stop_drain(self, drained: Future[None]) -> None:
@@ -413,12 +423,7 @@ class EngineLoop:
 
     def _resume(self) -> None:
         self._state = "running"
-        self._release_held()
         self._answer_drain(ValueError("mode: resumed before all requests had ended"))
-
-    def _release_held(self) -> None:
-        while self._held:
-            self._admit(self._held.popleft())
 
     def _answer_drain(self, error: Exception | None) -> None:
         drained, self._drained = self._drained, None

@@ -43,7 +43,7 @@ def capabilities(can: Capabilities) -> dict[str, Any]:
         "scores": can.scores,
         "exact_logprobs": can.exact_logprobs,
         "sampler": sorted(can.sampler),
-        "kv": {"policy": can.kv.name, "budget": can.kv.budget},
+        "kv": {"policy": can.kv.name, "options": vars(can.kv)},
         "kv_dtype": can.kv_dtype,
         "records_evictions": can.records_evictions,
     }

@@ -38,6 +38,7 @@ from lowroll.engine.remote.engine import TURN, Named
 from lowroll.engine.remote.process import VllmProcess
 from lowroll.engine.remote.verify import Verifier
 from lowroll.engine.request import noise_key
+from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
@@ -327,6 +328,24 @@ def test_top_logprobs_are_read_by_id_though_texts_collide(fake: FakeVllm) -> Non
         fake.change = lambda a: of_logprobs([-1.0] * 4)(a)
         with pytest.raises(ServerError, match="2 top_logprobs a token"):
             engine.generate([replace(ASKED, top_logprobs=2)])
+
+
+def test_fewer_top_logprobs_are_all_that_can_be_drawn(fake: FakeVllm) -> None:
+    half = math.log(0.5)
+    likeliest = {"token_id:60": half, "token_id:61": half, "token_id:62": -9999.0}
+
+    def change(answer: Tree) -> Tree:
+        for choice in answer["choices"]:
+            choice["logprobs"]["top_logprobs"] = [likeliest] * len(choice["token_ids"])
+        return answer
+
+    fake.change = change
+    with attached(fake) as engine:
+        (group,) = engine.generate([replace(ASKED, top_logprobs=3)])
+        assert group.rollouts[0].top_logprobs == [[(60, half), (61, half)]] * 4
+        likeliest["token_id:61"] -= 0.1  # something else can be drawn, and is not told
+        with pytest.raises(ServerError, match="3 top_logprobs a token"):
+            engine.generate([replace(ASKED, top_logprobs=3)])
 
 
 # -- the wire --------------------------------------------------------------------------------------
@@ -795,6 +814,7 @@ REQUESTS = [
     Request(prompt(4, 3), n=2, max_tokens=20, min_tokens=3, temperature=1.3, min_p=0.05, id="c"),
     Request(prompt(4, 3), n=2, max_tokens=9, temperature=0, repetition_penalty=1.3, id="d"),
     Request(prompt(6, 4), n=3, max_tokens=30, stop_ids=(3, 4, 5, 6, 7, 8), ignore_eos=True),
+    Request(prompt(3, 5), n=2, max_tokens=6, top_k=3, top_logprobs=20),  # of which 3 can be drawn
 ]
 REQUESTS = [replace(r, prompt_ids=[t % V for t in r.prompt_ids]) for r in REQUESTS]
 
@@ -883,6 +903,28 @@ def test_an_abort_ends_the_request_in_the_server(folder: Path) -> None:
         assert 2 < count < 120 and rollout.finish_reason == "abort"
         assert rollout.token_ids == full.token_ids[:count]
         assert rollout.logprobs == full.logprobs[:count]
+
+
+@pytest.mark.slow
+def test_an_abort_keeps_the_samples_that_had_ended(folder: Path) -> None:
+    asked = Request([5, 6], n=8, max_tokens=120, stop_ids=tuple(range(2, 20)), seed=4, id="x")
+    whole = engine_of(folder).generate([asked])[0]
+    with serving(engine_of(folder)) as url, connect(url, stream=True) as engine:
+        handle = engine.add(asked)
+        wait_for(lambda: any(d.finish_reason for d in engine.so_far(handle)))
+        engine.abort(handle)
+        ((_, group),) = engine.step()
+    assert {r.finish_reason for r in group.rollouts} >= {"stop", "abort"}
+    for rollout, full in zip(group.rollouts, whole.rollouts, strict=True):
+        assert rollout.token_ids == full.token_ids[: len(rollout.token_ids)]
+        assert rollout.behavior == full.behavior
+
+
+@pytest.mark.slow
+def test_a_servers_policy_has_its_options(folder: Path) -> None:
+    kv = make("rkv", budget=6, buffer=3, window=2, kernel=3, mix=0.5)
+    with serving(engine_of(folder, kv=kv)) as url, connect(url) as engine:
+        assert engine.capabilities.kv == kv
 
 
 @pytest.mark.slow

@@ -182,6 +182,44 @@ def test_they_do_change_the_rollouts(
     ) != learnt(whole, 1)
 
 
+def before_engines(folder: Path) -> None:
+    """Write a run's settings as a lowroll wrote them that had one engine."""
+    for path in (*folder.glob("checkpoints/step_*/MANIFEST.json"), folder / "config.yaml"):
+        text = path.read_text()
+        saved = path.name == "MANIFEST.json"
+        meta = json.loads(text)["meta"] if saved else {"config": text}
+        config = yaml.safe_load(meta["config"])
+        del config["rollout"]["engine"], config["rollout"]["vllm"]
+        meta["config"] = yaml.safe_dump(config)
+        if saved:
+            path.write_bytes(encode_manifest(json.loads(text)["files"], meta))
+        else:
+            path.write_text(text.splitlines()[0] + "\n" + meta["config"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [2, 0])
+def test_a_run_from_before_there_were_engines_goes_on(
+    kept: int, model: Path, whole: Path, tmp_path: Path
+) -> None:
+    copy_stopped_after(whole, 2, tmp_path / "old")
+    for step in range(kept + 1, STEPS):  # died before its first checkpoint, when none is kept
+        shutil.rmtree(tmp_path / f"old/checkpoints/step_{step:06d}", ignore_errors=True)
+    before_engines(tmp_path / "old")
+    assert learnt(train(tree(model, tmp_path / "old"), resume=True).folder) == learnt(whole)
+
+
+def test_another_engine_than_that_of_before_is_refused(model: Path, tmp_path: Path) -> None:
+    cfg = from_mapping(
+        tree(model, tmp_path, rollout={"engine": "vllm", "weights": "dense", "cache_tokens": None})
+    )
+    saved = yaml.safe_load(cfg.dump())
+    del saved["rollout"]["engine"]
+    told = "configuration is not that of the checkpoint: rollout.engine was 'native' and is 'vllm'"
+    with pytest.raises(ValueError, match=told):
+        identity.refuse_other_settings(saved, cfg)
+
+
 # -- the size of the cache -------------------------------------------------------------------------
 
 

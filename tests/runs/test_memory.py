@@ -321,6 +321,20 @@ def test_every_setting_that_is_named_fits_by_the_plan_itself() -> None:
     assert not any(("train", "lora") in change for change in found)  # it has an adapter already
 
 
+def test_a_run_that_goes_on_is_told_what_it_may_change() -> None:
+    """It keeps its cache; beside the learner it need not have it."""
+    planner, cfg = on("cuda", 149 * 10**9)
+    found = planner.plan(cfg)
+    learning = found.total("learn") - found.phases["learn"][CACHE]
+    enough = max(found.total("generate"), learning)
+    assert enough < found.peak
+    kept = r"^resume: a run keeps the KV cache that it began with: memory: .* free on cuda"
+    for free, end in ((enough, "; it would fit with rollout.release_cache: true$"), (10**9, "$")):
+        with pytest.raises(ValueError, match=kept + end) as e:
+            fit.check(replace(planner, free=free), cfg, found.cache_tokens)
+        assert ("release_cache" in str(e.value)) is (free == enough)
+
+
 def test_settings_are_put_together_where_none_is_enough() -> None:
     planner, cfg = on("cuda", 12 * 10**9)
     assert not list(fit.fitting_alone(planner, cfg))

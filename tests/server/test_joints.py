@@ -186,6 +186,26 @@ def test_what_a_pause_aborts_says_so(slow_url: str) -> None:
         assert 0 < len(choice["token_ids"]) < 200
 
 
+@pytest.mark.slow
+def test_an_answer_does_not_wait_for_all_prompts_that_are_scored(model: Path) -> None:
+    engine = engine_of(model)
+    begun, score = threading.Event(), engine.score_top
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        time.sleep(0.02)
+        return score(*args)
+
+    engine.score_top = slow  # type: ignore[method-assign]
+    with serving(engine, tokenizer=engine.tokenizer) as url, ThreadPoolExecutor(1) as pool:
+        many = {"prompt": [[70, 71, i] for i in range(5, 105)], "max_tokens": 0}
+        scored = pool.submit(whole, url, many | {"prompt_logprobs": 0})
+        assert begun.wait(30)
+        whole(url, {"prompt": "b", "max_tokens": 3})
+        assert not scored.done()
+        assert len(scored.result(60)) == 100
+
+
 class Renewed:
     """An engine that gets new weights after some steps, as version 1."""
 

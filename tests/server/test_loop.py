@@ -13,7 +13,7 @@ import pytest
 
 from lowroll.engine.native import NativeEngine
 from lowroll.model import hf
-from lowroll.server.loop import FAILURES, Busy, EngineLoop, Stalled
+from lowroll.server.loop import ASKED_S, FAILURES, Busy, EngineLoop, Stalled
 from lowroll.server.ticket import Delta, EngineFailed, Ticket
 from lowroll.types import Group, Request
 from lowroll.weights.update import WeightUpdate
@@ -315,6 +315,52 @@ def test_abort_answers_with_what_was_drawn(engine: NativeEngine, folders: list[P
             late = await loop.submit(ask(5, 6))
             await loop.resume()
             assert len((await late.group()).rollouts[0].token_ids) == 40
+
+    run(body)
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_aborted_requests_end_though_others_come(folders: list[Path], paused: bool) -> None:
+    """New ones that come before the next step neither run in a pause nor keep the old ones in."""
+
+    async def body() -> None:
+        moody = Moody(tiny(folders[0]))
+        moody.slow_s = 0.05
+        async with looped(moody) as loop:
+            old = await loop.submit(ask(3, 4))
+            await until(lambda: moody.steps > 1, "a step")
+            end = loop.pause("abort") if paused else loop.abort_all()
+            jobs = [asyncio.create_task(job) for job in (end, loop.submit(ask(5, 6)))]
+            await asyncio.gather(*jobs)
+            new = jobs[1].result()
+            assert (await old.group()).rollouts[0].finish_reason == "abort"
+            assert loop.paused is paused
+            if paused:
+                steps = moody.steps
+                await asyncio.sleep(0.2)
+                assert moody.steps == steps
+                await loop.resume()
+            assert (await new.group()).rollouts[0].finish_reason == "length"
+
+    run(body)
+
+
+def test_what_is_drawn_goes_on_beside_much_that_is_asked(folders: list[Path]) -> None:
+    """Forty calls that wait together, each as long as a turn: a step comes between two."""
+
+    async def body() -> None:
+        moody = Moody(tiny(folders[0]))
+        async with looped(moody) as loop:
+            ticket = await loop.submit(ask(3, 4, max_tokens=LONG))
+            seen: list[int] = []
+
+            def slow(engine: Any) -> None:
+                time.sleep(ASKED_S)
+                seen.append(moody.steps)
+
+            await asyncio.gather(*[loop.call(slow, "a call") for _ in range(40)])
+            assert len(set(seen)) == 40
+            ticket.abort()
 
     run(body)
 

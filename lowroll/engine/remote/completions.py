@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lowroll.engine.remote.client import ServerError, parsed
+from lowroll.engine.request import sampler_settings
 from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout, printable
 
 PATH = "/v1/completions"
@@ -23,6 +24,8 @@ TOKEN_BYTES = 512  # of a token in an answer, with its log-prob and text
 TOP_BYTES = 128  # of one of its likeliest tokens
 UNRANKED = 2**31
 ABOVE_ZERO = 1e-4  # a log-prob may round to this
+NEVER = -9999.0  # a server's number for minus infinity, which JSON has not
+ALL = 0.999  # of a distribution, as far as rounding tells
 
 
 def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> dict[str, Any]:
@@ -51,6 +54,17 @@ def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> 
     }
 
 
+def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
+    """What sample `index` of a request was drawn from, under this policy."""
+    return replace(
+        behavior,
+        sampler=sampler_settings(request),
+        seed=request.seed,
+        request_id=request.id,
+        sample=index,
+    )
+
+
 def most_bytes(request: Request) -> int:
     """What an honest answer stays under: the prompt comes back with each choice."""
     each = TOKEN_BYTES + TOP_BYTES * (request.top_logprobs + 1)
@@ -68,6 +82,7 @@ class Sample:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     stated: Any = None  # what our own server says of it beside the tokens
+    given_up: bool = False  # before the server had said everything
 
     def read(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
         """Copies of ids, log-probs and likeliest tokens, equally many: another thread may append,
@@ -135,6 +150,7 @@ class Arrivals:
         """What has come so far of a request that was given up."""
         for sample in self.samples:
             sample.finish_reason = sample.finish_reason or "abort"
+            sample.given_up = True
         return self._group(origin)
 
     def _group(self, origin: Origin) -> Group:
@@ -195,8 +211,9 @@ class Arrivals:
         sample.logprobs += map(float, logprobs)
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
-        """The likeliest tokens of each place, largest first. A server adds the drawn one where it
-        is none of them."""
+        """The likeliest tokens of each place, largest first: fewer where no more can be drawn. A
+        server adds the drawn one where it is none of them."""
+        most = self.request.top_logprobs
         try:
             tops = [
                 [(int(name.removeprefix("token_id:")), float(p)) for name, p in row.items()]
@@ -204,12 +221,11 @@ class Arrivals:
             ]
         except (AttributeError, TypeError, ValueError):
             raise self._lie(f"choice {index}: top_logprobs are not by token id") from None
-        if len(tops) != count or any(len(top) < self.request.top_logprobs for top in tops):
-            raise self._lie(
-                f"choice {index}: {self.request.top_logprobs} top_logprobs a token were asked for"
-            )
+        tops = [[pair for pair in top if pair[1] > NEVER] for top in tops]
+        if len(tops) != count or any(len(top) < most and not _is_all(top) for top in tops):
+            raise self._lie(f"choice {index}: {most} top_logprobs a token were asked for")
         by_size = [sorted(top, key=lambda pair: (-pair[1], pair[0])) for top in tops]
-        return [top[: self.request.top_logprobs] for top in by_size]
+        return [top[:most] for top in by_size]
 
     def _check_prompt(self, index: int, ids: Any) -> None:
         if ids is not None and ids != list(self.request.prompt_ids):
@@ -257,6 +273,11 @@ def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tu
         if not -math.inf < logprob <= ABOVE_ZERO:
             raise ServerError(f"{what}: no log-prob of token {token} at {i + 1}")
     return found
+
+
+def _is_all(top: list[tuple[int, float]]) -> bool:
+    """Whether nothing but these can be drawn."""
+    return sum(math.exp(min(logprob, 0.0)) for _, logprob in top) > ALL
 
 
 def _rank(stated: Any) -> int:

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lowroll.engine.base import Capabilities, EngineStats
-from lowroll.engine.remote.completions import Sample, body_of
-from lowroll.engine.request import noise_key, sampler_settings
+from lowroll.engine.remote.completions import Sample, body_of, tagged
+from lowroll.engine.request import noise_key
 from lowroll.types import BehaviorTag, Request
 
 HEEDED = frozenset(
@@ -113,13 +113,7 @@ class VllmDialect:
     def tag(self, request: Request, behavior: BehaviorTag, index: int, one: Sample) -> BehaviorTag:
         """vLLM does not say what it drew from. Requests keep the adapter that they began with, and
         a full update waits for their end: it is the policy of when they were sent."""
-        return replace(
-            behavior,
-            sampler=sampler_settings(request),
-            seed=request.seed,
-            request_id=request.id,
-            sample=index,
-        )
+        return tagged(behavior, request, index)
 
     def stats(self, metrics: str) -> EngineStats:
         """What vLLM's /metrics say, summed over its engines."""

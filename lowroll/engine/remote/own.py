@@ -12,7 +12,7 @@ from typing import Any
 
 from lowroll.engine.base import Capabilities, EngineStats
 from lowroll.engine.remote.client import Client, ServerError
-from lowroll.engine.remote.completions import Sample, body_of
+from lowroll.engine.remote.completions import Sample, body_of, tagged
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
@@ -58,9 +58,10 @@ class OwnDialect:
         }
 
     def tag(self, request: Request, behavior: BehaviorTag, index: int, one: Sample) -> BehaviorTag:
-        """The server's own."""
-        if one.stated is None and one.finish_reason == "abort":
-            return behavior  # given up before the server said it
+        """The server's own; of a request that was given up before it came, what the server said of
+        itself at the start."""
+        if one.stated is None and one.given_up:
+            return tagged(behavior, request, index)
         try:
             tag = _tag(one.stated["behavior"])
         except (KeyError, TypeError, AttributeError, ValueError):
@@ -128,7 +129,7 @@ def _capabilities(stated: dict[str, Any]) -> Capabilities:
     kv = stated["kv"]
     policy: CachePolicy = DENSE
     if kv["policy"] != DENSE.name:
-        policy = make(kv["policy"], budget=kv["budget"])
+        policy = make(kv["policy"], **kv["options"])
     return Capabilities(
         context_length=int(stated["context_length"]),
         updates=frozenset(),

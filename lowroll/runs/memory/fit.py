@@ -20,15 +20,21 @@ Change = Mapping[tuple[str, ...], Any]  # values by sections and key
 
 def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> Plan:
     """The plan of a run. ValueError when it does not fit: by how much, and which settings would.
-    cached: tokens of the cache that a run which goes on began with, and keeps."""
+    cached: tokens of the cache that a run which goes on began with, and keeps; of the settings that
+    save memory it may change rollout.release_cache alone."""
     if cached is None:
         plan = planner.plan(cfg)
         if plan.missing:
             raise ValueError(f"{plan.problem}; {advice(planner, cfg)}")
         return plan
-    plan = planner.plan(engines.with_cache(cfg, cached))
+    kept = engines.with_cache(cfg, cached)
+    plan = planner.plan(kept)
     if plan.missing:
-        raise ValueError(f"resume: a run keeps the KV cache that it began with: {plan.problem}")
+        enough = [one for one in _release(planner, kept) if _fits(planner, kept, one)]
+        offer = "; it would fit with " + _said(enough[0]) if enough else ""
+        raise ValueError(
+            f"resume: a run keeps the KV cache that it began with: {plan.problem}{offer}"
+        )
     return plan
 
 
@@ -49,10 +55,14 @@ def fitting_alone(planner: Planner, cfg: RunConfig) -> Iterator[Change]:
     """Of every setting the mildest value with which the run fits."""
     for values in KNOBS:
         for change in values(planner, cfg):
-            planned = changed(planner, cfg, change)
-            if planned is not None and not planned.missing:
+            if _fits(planner, cfg, change):
                 yield change
                 break
+
+
+def _fits(planner: Planner, cfg: RunConfig, change: Change) -> bool:
+    planned = changed(planner, cfg, change)
+    return planned is not None and not planned.missing
 
 
 def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, Plan]:
