@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_S = 1.0
-LAST_S = 2.0  # for the answers of what was aborted
+LAST_S = 5.0  # for the answers of what was aborted
 THREADS = 4  # that encode texts and read weights
 
 

@@ -192,7 +192,7 @@ def test_a_life(model: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait(model: Path) -> None:
-    many = {"prompt": [[5, 80, i] for i in range(24)], "n": 64}
+    many = {"prompt": [[5, 80, i] for i in range(12)], "n": 32}
     with process(model, "--admin-token-env", "T", T="a-token-of-some-length") as (child, url):
         assert ask(f"{url}/v1/completions", LONG | {"n": 1, "max_tokens": 2})[0] == 200
         found: list[tuple[int, Any]] = []
@@ -209,7 +209,7 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
         child.send_signal(signal.SIGINT)
         began = time.monotonic()
         assert child.wait(timeout=30) == 130
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < serve.GRACE_S / 2
         flight.join(timeout=10)
         assert found[0][0] == 200
         assert "abort" in {choice["finish_reason"] for choice in found[0][1]["choices"]}
