@@ -738,6 +738,7 @@ def test_exports_are_refused_before_anything_is_written(
             stack,
             1,
         )
+    capsys.readouterr()  # the run's own words
     (tmp_path / "taken").mkdir()
     (tmp_path / "empty").mkdir()
     run = str(tmp_path / "run")
