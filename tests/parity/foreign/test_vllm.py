@@ -26,6 +26,7 @@ from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.runs.export import quantize_folder
 from lowroll.weights import awq
+from tests.fixtures.served import CONFIG
 
 PYTHON = os.environ.get("LOWROLL_VLLM_PYTHON", "")
 DEADLINE = 240  # seconds for vLLM to import, load and score: about 20 on an idle machine
@@ -49,24 +50,6 @@ FORMATS = {
     "mxfp4": ("float32", "mxfp4", EXACT),
     "nf4": ("float32", "nf4", EXACT),
     "nf4_dq": ("float32", "nf4_dq", EXACT),
-}
-CONFIG = {  # head_dim 32: 16 ends vLLM's CPU attention at the first request
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "vocab_size": 512,
-    "eos_token_id": 1,
 }
 SEQUENCES = [
     torch.randint(2, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist()
