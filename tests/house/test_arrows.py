@@ -104,6 +104,7 @@ LIGHT = (
     "cli.main",
     "engine.base",
     "engine.remote",
+    "engine.remote.pool",
     "engine.scheduler",
     "engine.request",
     "kv.pages",
