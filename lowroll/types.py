@@ -187,6 +187,8 @@ class Batch:
     samples: list[Sample]
     temperature: float  # sampling temperature: the learner divides its logits by it
     stats: dict[str, float] = field(default_factory=dict)  # the orchestrator's numbers of this step
+    # the orchestrator's state after this batch, which goes into the learner's checkpoint with it
+    orchestrator: dict[str, Any] | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)

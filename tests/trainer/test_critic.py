@@ -590,7 +590,7 @@ def test_the_batch_of_a_refused_critic_is_kept():
     for step, factor in ((1, 1.0), (2, math.nan)):
         hook = trainer.critic.bias.register_hook(lambda g, factor=factor: g * factor)
         trainer.channel.send(ppo_batch(trainer.model, step=step))
-        trainer.step()
+        trainer.step(trainer.receive())
         hook.remove()
     assert [batch.step for batch in kept] == [2]
 
