@@ -760,7 +760,7 @@ def test_every_part_of_the_state_matters(lost):
     whole = make_trainer(tiny_model(), channel)
     for batch in batches[:2]:
         channel.send(batch)
-        whole.step()
+        whole.step(whole.receive())
     tensors, state = copy.deepcopy(whole.state())
     want = next_weights(whole)
     for broken in (False, True):
