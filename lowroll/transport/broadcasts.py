@@ -170,7 +170,12 @@ def read_broadcast(path: Path) -> Broadcast:
             f"{path / STABLE}: manifest_digest: {MANIFEST} is not the one that it was written for"
         )
     meta = read_meta(path)
-    said = {"version": number, "kind": marker["kind"], "noise": marker.get("noise")}
+    said = {
+        "broadcast": marker["format"],
+        "version": number,
+        "kind": marker["kind"],
+        "noise": marker.get("noise"),
+    }
     if meta is None or marker["version"] != number:
         raise ValueError(f"{path / STABLE}: version: it is not of this folder")
     if {name: meta.get(name) for name in said} != said:

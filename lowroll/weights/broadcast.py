@@ -20,7 +20,6 @@ import fcntl
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +42,7 @@ from lowroll.model import hf, lora, scaling
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.transport.broadcasts import (
+    FORMAT,
     STABLE,
     Broadcasts,
     encode_marker,
@@ -106,15 +106,11 @@ class Broadcaster:
         self._clean()
 
     def publish(self, version: int) -> dict[str, float]:
-        """Have readers see a version. Returns `time/*` and `weights/*` of it; when this returns, a
-        power loss does not take it away."""
-        began = time.monotonic()
+        """Have readers see a version; metrics of it. When this returns, a power loss does not take
+        the version away."""
         path = self._lay(version, self._payload())
         self._retain(version)
-        return {
-            "time/broadcast": time.monotonic() - began,
-            "weights/broadcast_bytes": float(_size(path)),
-        }
+        return {"perf/broadcast_bytes": float(_size(path))}
 
     def _payload(self) -> Payload:
         scale = scaling.applied(self.model) or 1.0
@@ -140,7 +136,8 @@ class Broadcaster:
         if self.noise is not None:
             drawn = self.noise.at(version)
             noise = {"seed": drawn.seed, "sigma": drawn.sigma}
-        meta = {**payload.meta, "version": version, "kind": payload.kind, "noise": noise}
+        said = {"broadcast": FORMAT, "version": version, "kind": payload.kind, "noise": noise}
+        meta = {**payload.meta, **said}
         dest = self.folder / folder_name(version)
         if not dest.exists():
             publish_folder(dest, payload.write, meta)

@@ -68,7 +68,7 @@ def test_a_version_is_there_with_its_marker(tmp_path: Path, learner: Transformer
     assert drawn.sigma > 0 and found.noise == {"seed": drawn.seed, "sigma": drawn.sigma}
     marker = json.loads((found.path / STABLE).read_bytes())
     assert marker["manifest_digest"] == found.digest and marker["noise"] == found.noise
-    assert metrics["weights/broadcast_bytes"] > 1000 and metrics["time/broadcast"] > 0
+    assert metrics["perf/broadcast_bytes"] > 1000
     alpha, tensors = lora.stored(found.path)
     assert alpha == 8 and all(
         torch.equal(tensors[name], value) for name, value in lora.state(learner).items()
