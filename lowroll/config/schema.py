@@ -62,7 +62,7 @@ from lowroll.config.section import (
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 from lowroll.config.vllm import EngineName, VllmConfig, vllm_notes, vllm_problems
 from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
-from lowroll.quant.table import DEFAULT, is_dense
+from lowroll.quant.table import DEFAULT, FORMATS, is_dense
 
 
 def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
@@ -146,8 +146,9 @@ class TrainConfig(Section):
     max_grad_norm: Positive = 1.0
     # 8bit: moments in 8 bits; muon: for hidden matrices
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    # aligned: in the rollout's low-bit arithmetic (QaRL)
-    forward: Literal["dense", "aligned"] = "dense"
+    # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic, whatever the
+    # rollouts are in
+    forward: Literal["dense", "aligned", "fp8", "nvfp4"] = "dense"
     teacher: Text | None = None  # the frozen model of loss.aipo.teacher_tau: a folder, hub id
     uaq_scale: Positive | None = None  # QuRL's update-aware scaling; it uses 1.5
     weight_metrics: bool = True  # weights/*, at the price of a copy of what is learnt
@@ -317,6 +318,14 @@ class RunConfig(Section):
         return [self, *(self.at(stage.step) for stage in self.stages)]
 
     @property
+    def forward_weights(self) -> str | None:
+        """The format of the learner's forward; None: the learner multiplies with its own weights."""
+        forward = self.train.forward
+        if forward == "dense":
+            return None
+        return self.rollout.weights if forward == "aligned" else forward
+
+    @property
     def objective_options(self) -> dict[str, Any]:
         """The options of `objectives.objective.select(cfg.algorithm, cfg.correction)`, with the
         defaults filled in."""
@@ -386,7 +395,7 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
         f"{rollout.weights}+{second}" if low_bit else rollout.weights,
         truncated=tuple(f"{name} {value}" for name, value in cut.items()),
         noisy=cfg.noise is not None and cfg.noise.learner == "clean",
-        aligned=cfg.train.forward == "aligned" and second is None,
+        aligned=cfg.train.forward in ("aligned", rollout.weights) and second is None,
         lora=cfg.train.lora and not low_bit,
         kv_policy=rollout.cache.policy,
         kv_dtype=rollout.cache.kv_dtype,
@@ -426,6 +435,13 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from vllm_problems(cfg)
     yield from buffer_problems(cfg)
     yield from role_problems(cfg)
+    rounds, base = cfg.forward_weights, cfg.rollout.weights
+    if cfg.train.lora and rounds not in (None, base) and not is_dense(base):
+        yield (
+            (("train", "forward"), ("rollout", "weights")),
+            f"the adapter's base is {base}, and the learner multiplies with what it holds; write "
+            "aligned or dense",
+        )
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
         yield (
             (("rollout", "temp_scheduler"), ("rollout", "temperature")),
@@ -539,6 +555,7 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
 def _warnings(cfg: RunConfig) -> Iterator[str]:
     """Settings that work, but rarely as meant. `cfg` is resolved."""
     rollout, price = cfg.rollout, _rollouts(cfg)
+    rounds = cfg.train.forward in FORMATS
     if price.truncated and cfg.correction == "none":
         yield (
             f"warning: {', '.join(price.truncated)}: the rollouts are drawn from another distribution than the "
@@ -581,12 +598,17 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         )
     if cfg.train.forward == "aligned" and is_dense(rollout.weights):
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
+    if rounds and not price.low_bit and cfg.correction in ("none", "is"):
+        yield (
+            f"warning: train.forward {cfg.train.forward} with correction {cfg.correction}: the "
+            "learner rounds and the rollouts do not, and that is not corrected"
+        )
     if price.foreign and not price.low_bit and cfg.correction in ("none", "is"):
         yield (
             f"warning: rollouts of {price.engine} with correction {cfg.correction}: it rounds otherwise than the "
             "learner, and that is not corrected; good for comparison only"
         )
-    other = price.forgets or price.low_bit_cache or price.foreign
+    other = price.forgets or price.low_bit_cache or price.foreign or rounds
     faithful = not (price.low_bit or price.truncated or price.noisy or other)
     if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
