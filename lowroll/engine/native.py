@@ -378,6 +378,7 @@ class NativeEngine:
             kv=self.kv,
             kv_dtype=self.behavior.kv_dtype,
             records_evictions=self.runner.recorder is not None,
+            vocab_size=self.spec.vocab_size,
         )
 
     def stats(self) -> EngineStats:

@@ -46,4 +46,5 @@ def capabilities(can: Capabilities) -> dict[str, Any]:
         "kv": {"policy": can.kv.name, "options": vars(can.kv)},
         "kv_dtype": can.kv_dtype,
         "records_evictions": can.records_evictions,
+        "vocab_size": can.vocab_size,
     }
