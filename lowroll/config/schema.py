@@ -17,12 +17,29 @@ from pydantic import AfterValidator, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
+from lowroll.config.buffer import (
+    AdvantageFunction,
+    BufferConfig,
+    buffer_notes,
+    buffer_problems,
+    resolved_advantage,
+)
 from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
 from lowroll.config.guard import GuardConfig
 from lowroll.config.kv import KvConfig, kv_problems
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
+from lowroll.config.roles import (
+    AsynchronyConfig,
+    ClientConfig,
+    Launcher,
+    RolloutTransportConfig,
+    ServeConfig,
+    WeightBroadcastConfig,
+    role_notes,
+    role_problems,
+)
 from lowroll.config.section import (
     Advantage,
     Algorithm,
@@ -45,7 +62,7 @@ from lowroll.config.section import (
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 from lowroll.config.vllm import EngineName, VllmConfig, vllm_notes, vllm_problems
 from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
-from lowroll.quant.table import DEFAULT, is_dense
+from lowroll.quant.table import DEFAULT, FORMATS, is_dense
 
 
 def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
@@ -129,8 +146,9 @@ class TrainConfig(Section):
     max_grad_norm: Positive = 1.0
     # 8bit: moments in 8 bits; muon: for hidden matrices
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    # aligned: in the rollout's low-bit arithmetic (QaRL)
-    forward: Literal["dense", "aligned"] = "dense"
+    # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic, whatever the
+    # rollouts are in
+    forward: Literal["dense", "aligned", "fp8", "nvfp4"] = "dense"
     teacher: Text | None = None  # the frozen model of loss.aipo.teacher_tau: a folder, hub id
     uaq_scale: Positive | None = None  # QuRL's update-aware scaling; it uses 1.5
     weight_metrics: bool = True  # weights/*, at the price of a copy of what is learnt
@@ -194,6 +212,12 @@ class CkptConfig(Section):
     keep_interval: Count | None = None
     # seconds that a full disk may last
     wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
+    # go on from this step's checkpoint (-1: the newest); null: as --resume says
+    resume_step: Annotated[int, Field(ge=-1)] | None = None
+    # seconds that a resumed role waits for weights to draw from; null: as weight_broadcast.timeout
+    wait_for_weights_timeout: Positive | None = None
+    skip_progress: bool = False  # begin at step 1 with the weights of the checkpoint
+    skip_buffer: bool = False  # leave the pools by difficulty of the checkpoint
 
 
 class SftConfig(Section):
@@ -224,7 +248,8 @@ class RunConfig(Section):
     rollouts_per_example: GroupSize = 8  # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
     algorithm: Algorithm = "grpo"
-    advantage: Advantage | None = None  # null: the algorithm's
+    advantage: Advantage | None = None  # null: the algorithm's; custom: advantage_function's
+    advantage_function: AdvantageFunction | None = None
     correction: Correction = "auto"
     force: bool = False  # run what is known to collapse, to compare with
     loss: LossConfig = LossConfig()
@@ -237,10 +262,17 @@ class RunConfig(Section):
     ] = ()  # what changes in the course of the run
     noise: NoiseConfig | None = None
     score: ScoreConfig = ScoreConfig()
+    buffer: BufferConfig = BufferConfig()  # which prompts are learnt from
     guard: GuardConfig | None = GuardConfig()  # watches the mismatch; null: nothing does
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
+    launcher: Launcher = "none"  # local: engine, orchestrator and trainer as processes
+    asynchrony: AsynchronyConfig = AsynchronyConfig()
+    client: ClientConfig = ClientConfig()
+    serve: ServeConfig = ServeConfig()
+    rollout_transport: RolloutTransportConfig = RolloutTransportConfig()
+    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     _notes: tuple[str, ...] = ()
     _chosen: tuple[str, ...] = ()
 
@@ -286,6 +318,14 @@ class RunConfig(Section):
         return [self, *(self.at(stage.step) for stage in self.stages)]
 
     @property
+    def forward_weights(self) -> str | None:
+        """The format of the learner's forward; None: the learner multiplies with its own weights."""
+        forward = self.train.forward
+        if forward == "dense":
+            return None
+        return self.rollout.weights if forward == "aligned" else forward
+
+    @property
     def objective_options(self) -> dict[str, Any]:
         """The options of `objectives.objective.select(cfg.algorithm, cfg.correction)`, with the
         defaults filled in."""
@@ -320,7 +360,7 @@ class RunConfig(Section):
             sampling = self.dapo.dynamic_sampling
         copy = self.model_copy(
             update={
-                "advantage": self.advantage or default.advantage,
+                **resolved_advantage(self, default.advantage),
                 "correction": correction,
                 "loss": self.loss.model_copy(update=loss),
                 "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
@@ -355,7 +395,7 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
         f"{rollout.weights}+{second}" if low_bit else rollout.weights,
         truncated=tuple(f"{name} {value}" for name, value in cut.items()),
         noisy=cfg.noise is not None and cfg.noise.learner == "clean",
-        aligned=cfg.train.forward == "aligned" and second is None,
+        aligned=cfg.train.forward in ("aligned", rollout.weights) and second is None,
         lora=cfg.train.lora and not low_bit,
         kv_policy=rollout.cache.policy,
         kv_dtype=rollout.cache.kv_dtype,
@@ -393,6 +433,15 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from _stage_problems(cfg)
     yield from kv_problems(cfg.rollout.kv)
     yield from vllm_problems(cfg)
+    yield from buffer_problems(cfg)
+    yield from role_problems(cfg)
+    rounds, base = cfg.forward_weights, cfg.rollout.weights
+    if cfg.train.lora and rounds not in (None, base) and not is_dense(base):
+        yield (
+            (("train", "forward"), ("rollout", "weights")),
+            f"the adapter's base is {base}, and the learner multiplies with what it holds; write "
+            "aligned or dense",
+        )
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
         yield (
             (("rollout", "temp_scheduler"), ("rollout", "temperature")),
@@ -506,6 +555,7 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
 def _warnings(cfg: RunConfig) -> Iterator[str]:
     """Settings that work, but rarely as meant. `cfg` is resolved."""
     rollout, price = cfg.rollout, _rollouts(cfg)
+    rounds = cfg.train.forward in FORMATS
     if price.truncated and cfg.correction == "none":
         yield (
             f"warning: {', '.join(price.truncated)}: the rollouts are drawn from another distribution than the "
@@ -548,12 +598,17 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         )
     if cfg.train.forward == "aligned" and is_dense(rollout.weights):
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
+    if rounds and not price.low_bit and cfg.correction in ("none", "is"):
+        yield (
+            f"warning: train.forward {cfg.train.forward} with correction {cfg.correction}: the "
+            "learner rounds and the rollouts do not, and that is not corrected"
+        )
     if price.foreign and not price.low_bit and cfg.correction in ("none", "is"):
         yield (
             f"warning: rollouts of {price.engine} with correction {cfg.correction}: it rounds otherwise than the "
             "learner, and that is not corrected; good for comparison only"
         )
-    other = price.forgets or price.low_bit_cache or price.foreign
+    other = price.forgets or price.low_bit_cache or price.foreign or rounds
     faithful = not (price.low_bit or price.truncated or price.noisy or other)
     if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
@@ -570,6 +625,8 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         yield "train.replay_kv: no effect without a rollout.kv.policy that drops keys"
     yield from vllm_notes(rollout.engine, rollout.vllm)
     yield from eval_notes(cfg.eval)
+    yield from buffer_notes(cfg)
+    yield from role_notes(cfg)
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from stage_notes(cfg.stages, cfg.train.max_steps)
     yield from critic_notes(cfg.algorithm, cfg.critic)

@@ -115,19 +115,23 @@ class Orchestrator:
         batch = self._batch(step, temperature, harvest, ledger, version)
         self._watch(batch)
         self._log(batch, harvest.dropped)
-        self.channel.send(batch)
         ledger.consumed += len(harvest.kept)
         ledger.dropped += len(harvest.dropped)
+        batch.orchestrator = self._state(ledger, errors)
+        self.channel.send(batch)
         self.ledger, self.errors = ledger, errors
         return batch
 
     def state(self) -> dict[str, Any]:
         """JSON data from which `restore` continues with the very same batches."""
+        return self._state(self.ledger, self.errors)
+
+    def _state(self, ledger: Ledger, errors: ErrorWindow) -> dict[str, Any]:
         return {
             "format": STATE_FORMAT,
             "plan": self._plan(),
-            "ledger": self.ledger.state(),
-            "errors": self.errors.state(),
+            "ledger": ledger.state(),
+            "errors": errors.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Protocol
-
-import torch
 
 import lowroll
 from lowroll.checkpoint.lock import LOCK, RunLock
@@ -191,7 +190,7 @@ def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
         os.getpid(),
         socket.gethostname(),
         platform.python_version(),
-        torch.__version__,
+        metadata.version("torch"),
     )
     if command == "grpo":  # the notes are of rollouts and what pays for them
         for note in cfg.notes:
