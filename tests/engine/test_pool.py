@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,6 @@ from tests.fixtures.processes import eventually
 
 ADMIN = "the-admin-of-these-engines"
 QUICK = 1.2  # seconds of silence: a beat is 0.2
-
-
-@dataclass(frozen=True)
-class Published:
-    version: int
-    path: Path
-    kind: str = "full"
-    digest: str = ""
 
 
 def asked(count: int, n: int = 2, tokens: int = 12, **fields: object) -> list[Request]:
@@ -409,7 +400,7 @@ def errors(stats: PoolStats) -> str:
 
 
 def test_all_take_a_version_and_what_is_in_flight_goes_on(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.slow = b.mood.slow = 0.03
         handles = [pool.add(request) for request in asked(4, ignore_eos=True)]
@@ -426,7 +417,7 @@ def test_all_take_a_version_and_what_is_in_flight_goes_on(tmp_path: Path) -> Non
 
 
 def test_a_laggard_is_fenced_and_takes_the_version_before_it_works_again(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.take_s = 60.0
         began = time.monotonic()
@@ -444,7 +435,7 @@ def test_a_laggard_is_fenced_and_takes_the_version_before_it_works_again(tmp_pat
 
 
 def test_an_engine_that_cannot_take_it_is_fenced(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b], start_s=1.0) as pool:
         a.mood.refuse_weights = 409
         pool.update(first)
@@ -453,7 +444,7 @@ def test_an_engine_that_cannot_take_it_is_fenced(tmp_path: Path) -> None:
         assert not a.bodies
         b.mood.refuse_weights = 409
         with pytest.raises(ServerError, match=r"no engine took step_000002 .*409") as found:
-            pool.update(Published(2, publish(tmp_path, 2)))
+            pool.update(publish(tmp_path, 2))
         assert a.url in str(found.value)
         assert b.url in str(found.value)
         a.mood.refuse_weights = b.mood.refuse_weights = 0
@@ -462,7 +453,7 @@ def test_an_engine_that_cannot_take_it_is_fenced(tmp_path: Path) -> None:
 
 
 def test_a_restarted_engine_takes_the_newest_version_first(tmp_path: Path) -> None:
-    made = [Published(v, publish(tmp_path, v)) for v in (1, 2, 3)]
+    made = [publish(tmp_path, v) for v in (1, 2, 3)]
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         for one in made:
             pool.update(one)
@@ -476,7 +467,7 @@ def test_a_restarted_engine_takes_the_newest_version_first(tmp_path: Path) -> No
 
 def test_an_engine_that_is_restarted_unseen_gives_no_old_tokens(tmp_path: Path) -> None:
     """Between two beats it has begun anew, with version 0."""
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(1, tmp_path) as (fake,), pooled([fake], silent_s=60.0) as pool:
         pool.update(first)
         fake.restart()
@@ -487,7 +478,7 @@ def test_an_engine_that_is_restarted_unseen_gives_no_old_tokens(tmp_path: Path) 
 
 @pytest.mark.parametrize("behind", [1, 2, 3])
 def test_what_a_lagging_engine_says_is_refused_and_counted(tmp_path: Path, behind: int) -> None:
-    made = [Published(v, publish(tmp_path, v)) for v in range(1, 5)]
+    made = [publish(tmp_path, v) for v in range(1, 5)]
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         for one in made:
             pool.update(one)
@@ -506,7 +497,7 @@ def test_what_a_lagging_engine_says_is_refused_and_counted(tmp_path: Path, behin
 
 
 def test_a_version_that_was_told_to_nobody_is_refused(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         pool.update(first)
         a.mood.lag = -2
@@ -516,7 +507,7 @@ def test_a_version_that_was_told_to_nobody_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_says_yes_and_does_nothing_is_found_out(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.deaf = True
         pool.update(first)
@@ -526,7 +517,7 @@ def test_an_engine_that_says_yes_and_does_nothing_is_found_out(tmp_path: Path) -
 
 
 def test_of_three_engines_the_one_with_other_weights_is_fenced(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(3, tmp_path) as (a, b, c), pooled([a, b, c]) as pool:
         a.mood.odd_digest = "another"
         pool.update(first)
@@ -538,7 +529,7 @@ def test_of_three_engines_the_one_with_other_weights_is_fenced(tmp_path: Path) -
 
 
 def test_of_two_engines_nobody_knows_which_is_right(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.odd_digest = "another"
         with pytest.raises(ServerError, match="hold different weights") as found:
@@ -549,8 +540,8 @@ def test_of_two_engines_nobody_knows_which_is_right(tmp_path: Path) -> None:
 
 def test_a_version_that_is_published_again_is_drawn_again(tmp_path: Path) -> None:
     """A trainer went back to a checkpoint, and its step came out otherwise."""
-    old = Published(1, publish(tmp_path / "old", 1, "first"))
-    new = Published(1, publish(tmp_path / "new", 1, "second"))
+    old = publish(tmp_path / "old", 1, "first")
+    new = publish(tmp_path / "new", 1, "second")
     with engines(2, tmp_path / "old") as (a, b), pooled([a, b]) as pool:
         pool.update(old)
         before = pool.behavior.policy
@@ -569,7 +560,7 @@ def test_a_version_that_is_published_again_is_drawn_again(tmp_path: Path) -> Non
 
 
 def test_a_new_pool_takes_engines_as_they_are(tmp_path: Path) -> None:
-    made = [Published(v, publish(tmp_path, v)) for v in (1, 2)]
+    made = [publish(tmp_path, v) for v in (1, 2)]
     with engines(2, tmp_path) as (a, b):
         with pooled([a, b]) as pool:
             pool.update(made[0])
