@@ -3,8 +3,11 @@ and the version, so that what is lost, doubled or drawn from other weights shows
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,9 +17,11 @@ import pytest
 
 from lowroll.engine.remote.discovery import Elastic
 from lowroll.engine.remote.pool import EnginePool, PoolStats
+from lowroll.engine.remote.probe import ADAPTERS, RELOAD
 from lowroll.engine.remote.wire import ServerError
 from lowroll.types import Group, Request
 from tests.fixtures.fake_engine import Child, FakeEngine, Mood, publish, started, token
+from tests.fixtures.fake_vllm import FakeVllm
 from tests.fixtures.processes import eventually
 
 ADMIN = "the-admin-of-these-engines"
@@ -638,6 +643,82 @@ def test_a_name_that_leads_nowhere_is_told() -> None:
     for wrong in ({"hostname": ""}, {"port": 0}, {"sync_interval": 0.0}):
         with pytest.raises(ValueError, match=f"client.elastic.{next(iter(wrong))}"):
             Elastic(**{"hostname": "a", **wrong})
+
+
+# -- vLLM ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def vllms(folder: Path, count: int = 2) -> Iterator[list[FakeVllm]]:
+    folder.mkdir()
+    config = {"vocab_size": 64, "eos_token_id": [1, 3], "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with ExitStack() as stack:
+        yield [stack.enter_context(FakeVllm(str(folder))) for _ in range(count)]
+
+
+def test_vllms_take_adapters_by_a_new_name_and_old_requests_keep_theirs(tmp_path: Path) -> None:
+    first, second = (publish(tmp_path, v, kind="adapter") for v in (1, 2))
+    requests = asked(4, ignore_eos=True)
+    with vllms(tmp_path / "model") as fakes:
+        with EnginePool([fake.url for fake in fakes], silent_s=QUICK, start_s=5.0) as pool:
+            assert pool.behavior.weights == "bf16"
+            pool.update(first)
+            names = [f"pol-v{one.version}-{one.digest[:12]}" for one in (first, second)]
+            hold = threading.Event()
+
+            async def wait() -> None:
+                while not hold.is_set():
+                    await asyncio.sleep(0.005)
+
+            for fake in fakes:
+                fake.before = wait
+            handles = [pool.add(request) for request in requests]
+            assert eventually(lambda: all(len(fake.bodies) == 2 for fake in fakes))
+            pool.update(second)
+            assert all(fake.adapters == names for fake in fakes), "the old one is in use"
+            hold.set()
+            assert [versions(group) for group in finish(pool, handles)] == [{1}] * 4
+            assert {body["model"] for fake in fakes for body in fake.bodies} == {names[0]}
+            groups = pool.generate(requests)
+            assert [versions(group) for group in groups] == [{2}] * 4
+            digests = {s.digest for g in groups for one in g.rollouts for s in one.behavior.policy}
+            assert digests == {second.digest}
+            third = publish(tmp_path, 3, kind="adapter")
+            pool.update(third)
+            assert [len(fake.adapters) for fake in fakes] == [1, 1]
+            assert {path for fake in fakes for path, _ in fake.orders} == set(ADAPTERS)
+            assert total(pool, "refused") == 0
+
+
+def test_a_vllm_reads_all_weights_when_what_it_draws_has_ended(tmp_path: Path) -> None:
+    first = publish(tmp_path, 1)
+    with vllms(tmp_path / "model") as (a, b):
+        with EnginePool([a.url, b.url], silent_s=QUICK, start_s=5.0) as pool:
+            pool.update(first)
+            paths = [path for path, _ in a.orders]
+            assert paths == ["/pause?mode=wait", RELOAD[0], "/reset_prefix_cache", "/resume"]
+            assert a.orders[1][1]["kwargs"] == {"weights_path": str(first.path)}
+            assert [versions(group) for group in pool.generate(asked(4))] == [{1}] * 4
+            b.refused["/collective_rpc"] = 500
+            pool.update(publish(tmp_path, 2))
+            assert total(pool, "healthy") == 1
+            assert [versions(group) for group in pool.generate(asked(4))] == [{2}] * 4
+
+
+def test_what_a_vllm_lacks_is_named(tmp_path: Path) -> None:
+    with vllms(tmp_path / "model") as (a, b):
+        b.context = 32
+        with pytest.raises(ValueError, match="engines do not agree: context length"):
+            EnginePool([a.url, b.url], start_s=5.0)
+        a.folder = str(tmp_path / "elsewhere")
+        with pytest.raises(ValueError, match="folder: .* is not readable here"):
+            EnginePool([a.url], start_s=5.0)
+        with EnginePool([a.url], start_s=5.0, folder=tmp_path / "model", silent_s=QUICK) as pool:
+            with pytest.raises(ValueError, match="stop_strings"):
+                pool.add(Request([2], max_tokens=4, stop_strings=("x",)))
+        with engines(1) as (own,), pytest.raises(ValueError, match="do not agree: kind of server"):
+            EnginePool([own.url, b.url], start_s=5.0)
 
 
 # -- processes -------------------------------------------------------------------------------------
