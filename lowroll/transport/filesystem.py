@@ -9,30 +9,23 @@ at most; who is not there any more is found out by `alive`, which the caller giv
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from lowroll.checkpoint.faults import faultpoint
-from lowroll.checkpoint.files import read_file, write_file
 from lowroll.transport.base import (
     ChannelClosed,
     Cursor,
     DamagedFrame,
-    Fenced,
     FrameGone,
     check_deadline,
     wait_until,
 )
 from lowroll.transport.queue import Queue
 from lowroll.transport.spool import Spool
-from lowroll.transport.words import cursor_of, encode_word, said
-from lowroll.types import Batch, printable
+from lowroll.types import Batch
 
-log = logging.getLogger(__name__)
-
-CURSOR = "cursor.json"
 TRIES = 3  # to read what is damaged
 _PAUSE_S = 0.2  # between them
 
@@ -52,7 +45,6 @@ class Sender:
     ) -> None:
         self.queue = Queue(Spool(folder, run), hwm, deadline_s, alive)
         self._cursor: Cursor | None = None
-        self._damaged = b""  # words that were told of
 
     @property
     def spool(self) -> Spool:
@@ -65,19 +57,8 @@ class Sender:
         self.queue.send(batch, self.cursor)
 
     def cursor(self) -> Cursor | None:
-        path = self.spool.folder / CURSOR
-        try:
-            data = read_file(path)
-        except FileNotFoundError:
-            return self._cursor
-        try:
-            cursor = cursor_of(data, self.spool.run)
-        except ValueError as error:
-            if data != self._damaged:
-                self._damaged = data
-                log.warning("%s is not heeded: %s", path, printable(error))
-            return self._cursor
-        if cursor.follows(self._cursor):
+        cursor = self.spool.cursor()
+        if cursor is not None and cursor.follows(self._cursor):
             self._cursor = cursor
         return self._cursor
 
@@ -166,16 +147,5 @@ class Receiver:
         raise AssertionError("not reached")
 
     def _say(self, cursor: Cursor) -> None:
-        path = self.spool.folder / CURSOR
-        self.spool.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            there = cursor_of(read_file(path), self.spool.run)
-        except (FileNotFoundError, ValueError):
-            there = cursor  # damaged words are replaced
-        if there.attempt > cursor.attempt:
-            raise Fenced(
-                f"{path}: attempt {there.attempt} of the trainer has taken over from "
-                f"attempt {cursor.attempt}"
-            )
-        write_file(path, encode_word(said(cursor, self.spool.run)))
+        self.spool.say(cursor)
         self._cursor = cursor

@@ -26,7 +26,7 @@ from lowroll.transport.codec import (
 from lowroll.types import Batch, printable
 
 FORMAT = 1
-_LONGEST_HEADER = 4096
+LONGEST_HEADER = 4096
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def encode_frame(batch: Batch, run: str) -> bytes:
         )
     header = Header(run, batch.step, len(payload), hashlib.sha256(payload).hexdigest())
     line = seal(encode_record(header, "frame").removesuffix(b"\n")) + b"\n"
-    if len(line) > _LONGEST_HEADER:
+    if len(line) > LONGEST_HEADER:
         raise CodecError(f"run: a name of {len(run)} characters is too long for a frame")
     return line + payload
 
@@ -69,7 +69,7 @@ def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
 
 def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
     """The bytes behind the header, which have its size and digest. DamagedFrame otherwise."""
-    line, newline, payload = data[:_LONGEST_HEADER].partition(b"\n")
+    line, newline, payload = data[:LONGEST_HEADER].partition(b"\n")
     payload = data[len(line) + len(newline) :]
     try:
         if not newline:

@@ -17,23 +17,27 @@ from pathlib import Path
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import naming, read_file, sync_folder, write_file
 from lowroll.checkpoint.seal import seal, unseal
-from lowroll.transport.base import DamagedFrame, FrameGone, TransportError
+from lowroll.transport.base import Cursor, DamagedFrame, Fenced, FrameGone, TransportError
 from lowroll.transport.frame import check_frame, decode_frame, encode_frame
-from lowroll.types import Batch
+from lowroll.transport.words import cursor_of, encode_word, said
+from lowroll.types import Batch, printable
 
 log = logging.getLogger(__name__)
 
 _FILE = re.compile(r"step_([0-9]{6,15})\.frame")
 _END = "end.json"
+CURSOR = "cursor.json"
 DAMAGED = ".damaged"  # behind the name of a frame that was set aside
 
 
 class Spool:
-    """The frames of one run in one folder. One process writes; any may read."""
+    """The frames of one run in one folder, and the trainer's words beside them. One process writes
+    frames, one writes words; any may read."""
 
     def __init__(self, folder: Path, run: str = "") -> None:
         self.folder = Path(folder)
         self.run = run
+        self._unheeded = b""  # damaged words that were told of
 
     def path(self, step: int) -> Path:
         """Where the frame of a step lies, once it is there."""
@@ -88,6 +92,21 @@ class Spool:
         """The batch of a step; errors as of `get`."""
         return decode_frame(self.get(step), self.run, step, str(self.path(step)))
 
+    def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
+        """At most `most` bytes of a frame from `offset` on, and the size of the whole, as they lie
+        there: whoever joins the pieces checks them. FrameGone when it is not there."""
+        path = self.path(step)
+        with naming(path):
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                raise FrameGone(f"{path}: the batch of step {step} is not there") from None
+            try:
+                size = os.fstat(descriptor).st_size
+                return os.pread(descriptor, most, offset), size
+            finally:
+                os.close(descriptor)
+
     def newest(self) -> Batch | None:
         """The last batch that was put; None when there is none."""
         steps = self.steps()
@@ -126,6 +145,33 @@ class Spool:
         except (DamagedFrame, FrameGone) as error:
             log.error("%s; it is set aside with those after it, to be made again", error)
             return False
+
+    def cursor(self) -> Cursor | None:
+        """What the trainer has said; None before its first word, and for words that are damaged or
+        of another run, which are told of once."""
+        path = self.folder / CURSOR
+        try:
+            data = read_file(path)
+        except FileNotFoundError:
+            return None
+        try:
+            return cursor_of(data, self.run)
+        except ValueError as error:
+            if data != self._unheeded:
+                self._unheeded = data
+                log.warning("%s is not heeded: %s", path, printable(error))
+            return None
+
+    def say(self, cursor: Cursor) -> None:
+        """Keep what a trainer says. Fenced when a later attempt has spoken."""
+        path, there = self.folder / CURSOR, self.cursor()
+        if there is not None and there.attempt > cursor.attempt:
+            raise Fenced(
+                f"{path}: attempt {there.attempt} of the trainer has taken over from "
+                f"attempt {cursor.attempt}"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_file(path, encode_word(said(cursor, self.run)))
 
     def end(self, reason: str) -> None:
         """Say that no batch follows the newest, and why. A batch that is put takes it back."""

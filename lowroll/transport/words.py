@@ -16,7 +16,7 @@ from lowroll.transport.codec import decode_record, encode_record
 
 FORMAT = 1
 MOST_BYTES = 4096  # of a line
-Word = TypeVar("Word", bound="Said | Ask | Answer")
+Word = TypeVar("Word", bound="Said | Ask | Answer | Place")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Ask:
         return Cursor(self.received, self.committed, self.attempt)
 
 
-Kind = Literal["piece", "wait", "heard", "ended", "gone", "damaged", "fenced", "refused"]
+Kind = Literal["piece", "wait", "heard", "ended", "gone", "fenced", "refused"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ class Answer:
     heard     an ask that wanted nothing
     ended     no frame follows; `text` says why
     gone      only later frames are there
-    damaged   the frame is there and is not what was sent
     fenced    a later attempt of the trainer has taken over
     refused   another run, or another format
     """
@@ -72,6 +71,7 @@ class Answer:
     run: str
     attempt: int
     to: int
+    committed: int = 0  # as the orchestrator has heard it
     step: int = 0
     offset: int = 0
     size: int = 0
@@ -79,7 +79,17 @@ class Answer:
     format: int = FORMAT
 
 
-def encode_word(word: Said | Ask | Answer) -> bytes:
+@dataclass(frozen=True)
+class Place:
+    """Where an orchestrator listens, say tcp://127.0.0.1:41233."""
+
+    run: str
+    attempt: int
+    address: str
+    format: int = FORMAT
+
+
+def encode_word(word: Said | Ask | Answer | Place) -> bytes:
     """A sealed line, its newline included."""
     line = encode_record(word, type(word).__name__.lower()).removesuffix(b"\n")
     return seal(line) + b"\n"
@@ -95,8 +105,8 @@ def decode_word(kind: type[Word], data: bytes) -> Word:
     word = decode_record(kind, content, kind.__name__.lower())
     if word.format != FORMAT:
         raise ValueError(f"format {word.format}, this program speaks {FORMAT}")
-    if not isinstance(word, Answer):
-        _ = word.cursor
+    if isinstance(word, Said | Ask):
+        _ = word.cursor  # refuses what cannot be
     return word
 
 

@@ -17,8 +17,9 @@ from lowroll.transport.base import (
     TransportError,
     wait_until,
 )
-from lowroll.transport.filesystem import CURSOR, Receiver, Sender
-from lowroll.transport.spool import Spool
+from lowroll.transport.filesystem import Receiver, Sender
+from lowroll.transport.spool import CURSOR, Spool
+from lowroll.transport.words import cursor_of
 from tests.fixtures.batches import batch_of, exactly
 
 
@@ -170,8 +171,6 @@ def test_batches_of_another_place_are_refused(tmp_path: Path) -> None:
         (tmp_path / "c").mkdir()
         (tmp_path / "c" / CURSOR).write_bytes((tmp_path / "a" / CURSOR).read_bytes())
         assert Sender(tmp_path / "c", run="c").cursor() is None
-        from lowroll.transport.words import cursor_of
-
         cursor_of((tmp_path / "c" / CURSOR).read_bytes(), "c")
 
 
