@@ -17,13 +17,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from lowroll.checkpoint.files import append_line
 from lowroll.checkpoint.lock import RunLock
-from lowroll.checkpoint.seal import seal
 from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig
 from lowroll.engine.remote.pool import Elastic, EnginePool
-from lowroll.metrics.record import evaluation_line
+from lowroll.metrics.record import add_evaluation, read_evaluations
 from lowroll.model.folder import resolve
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
@@ -33,6 +31,7 @@ from lowroll.runs.attempt import log_file
 from lowroll.runs.batches import Batches, Tasks
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder
+from lowroll.runs.roles.channels import sender
 from lowroll.runs.roles.heart import GONE_S, Heart, Watch, silent_s
 from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
 from lowroll.runs.roles.versions import Engines, Versions
@@ -40,7 +39,6 @@ from lowroll.runs.stop import polite_stop
 from lowroll.runs.terminal import tell
 from lowroll.transport.base import Cursor, wait_until
 from lowroll.transport.broadcasts import Broadcasts
-from lowroll.transport.channels import sender
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +69,7 @@ def orchestrate(cfg: RunConfig) -> int:
                 raise Stopped
 
         try:
-            role = Orchestration(cfg, place, stack, heart, alive)
+            role = Orchestration(cfg, place, stack, heart, lock.attempt, alive)
             role.run()
         except Stopped:
             log.warning("stopped; what was sent is in %s", place.spool)
@@ -103,6 +101,7 @@ class Orchestration:
         place: Place,
         stack: ExitStack,
         heart: Heart,
+        attempt: int,
         alive: Callable[[], None],
     ) -> None:
         self.place = place
@@ -124,7 +123,7 @@ class Orchestration:
         self.level = cfg.asynchrony.max_async_level
         self.strict = cfg.asynchrony.strict_async_level
         self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.alive, GONE_S * 48)
-        self.channel = sender(cfg, place.spool, self.alive)
+        self.channel = sender(cfg, place, attempt, self.alive)
         stack.callback(self.channel.close)
         home = RunFolder(cfg, "grpo")
         self.batches = Batches(
@@ -277,12 +276,8 @@ class Orchestration:
         self._record(step, around({}, self.batches.after(step, version)))
 
     def _recorded(self, step: int) -> bool:
-        from lowroll.metrics.record import read_evaluations
-
         return step in read_evaluations(self.place.run)
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics:
-            path = self.place.run / "orchestrator" / "evaluations.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            append_line(path, seal(evaluation_line(step, metrics)))
+            add_evaluation(self.place.run, step, metrics)
