@@ -181,12 +181,15 @@ class Sample:
 
 @dataclass
 class Batch:
-    """What one training step learns from: whole groups, in planned order."""
+    """What one training step learns from: whole groups, in planned order. `orchestrator` is the
+    orchestrator's state after this batch, JSON data, where it travels with it: a checkpoint of the
+    learner then holds both halves of a run."""
 
     step: int
     samples: list[Sample]
     temperature: float  # sampling temperature: the learner divides its logits by it
     stats: dict[str, float] = field(default_factory=dict)  # the orchestrator's numbers of this step
+    orchestrator: dict[str, Any] | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)

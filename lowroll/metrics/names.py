@@ -529,6 +529,11 @@ METRICS: tuple[Metric, ...] = (
         "GB",
         "peak memory of the process (on a GPU, of the device with all of its KV cache)",
     ),
+    _M(
+        "perf/broadcast_bytes",
+        "bytes",
+        "of the published weights of the version, where engines are other processes",
+    ),
     _M("perf/kv_pages_peak", "pages", "most KV-cache pages in use at once"),
     _M(
         "perf/prefix_hits",
