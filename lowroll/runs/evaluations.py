@@ -120,7 +120,7 @@ def held_out(
                 engine,
                 scorer,
                 chat,
-                num_examples=cfg.eval.num_examples,
+                num_examples=cfg.eval.count(env.size("test")),
                 rollouts_per_example=cfg.eval.rollouts_per_example,
                 sampling=sampling,
                 seed=cfg.seed,
