@@ -38,7 +38,7 @@ _SETTINGS = Mirror(
         "dynamic_sampling",
         "filters",
     ),
-    default=("error_window", "canary_interval", "max_staleness"),
+    default=("error_window", "canary_interval", "async_level", "estimator", "strict_async_level", "max_off_policy_steps", "oversampling_factor", "partial", "stall_s", "buffer_seed", "online_difficulty_filtering", "easy_threshold", "hard_threshold", "easy_fraction", "hard_fraction", "hash_keys", "skip_verification"),
 )
 _GIBBERISH = Mirror(Gibberish, FilterConfig, given=("vocab_size",))
 _REPETITION = Mirror(Repetition, FilterConfig)
