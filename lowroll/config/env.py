@@ -100,6 +100,10 @@ class EvalConfig(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: Penalty = 1.0
     env: Environments | None = None
+    eval_base_model: bool = True  # evaluate before the first step, too
+    skip_eval_on_resume: bool = True  # a resumed run evaluates when it is due, and not at once
+    # requests in flight are aborted for an evaluation, and made again after it
+    cancel_inflight_rollouts_on_eval: bool = False
 
 
 def named(env: EnvConfig) -> EnvConfig:

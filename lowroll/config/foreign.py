@@ -76,7 +76,14 @@ RENAMED: dict[str, str] = {
         ("rollout.name", "backend", "inference_engine"), "rollout.engine (native, vllm)"
     ),
     **dict.fromkeys(
-        ("vllm_server_host", "vllm_server_base_url", "server", "base_url", "host", "port"),
+        (
+            "vllm_server_host",
+            "vllm_server_base_url",
+            "server",
+            "vllm.host",
+            "vllm.port",
+            "vllm.base_url",
+        ),
         "rollout.vllm.url (of rollout.engine: vllm)",
     ),
     "vllm_gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization (of rollout.engine: vllm)",
@@ -86,6 +93,13 @@ RENAMED: dict[str, str] = {
     ),
     "enforce_eager": "rollout.vllm.serve_args: [--enforce-eager] (of rollout.engine: vllm)",
     "engine_kwargs": "rollout.vllm.serve_args (of rollout.engine: vllm)",
+    # asynchrony
+    **dict.fromkeys(
+        ("async_level", "async_training", "fully_async", "staleness_threshold"),
+        "asynchrony.max_async_level",
+    ),
+    "max_staleness": "asynchrony.max_off_policy_steps",
+    "partial_rollout": "asynchrony.partial",
     # batches and lengths
     "train_batch_size": BATCH,
     "global_batch_size": BATCH,
@@ -183,7 +197,6 @@ ONE_DEVICE = (
     "several GPUs or processes; a run has one device (`device`), and train.lora, rollout.weights: nvfp4 and "
     "train.optimizer: adamw8bit make it hold larger models"
 )
-SYNCHRONOUS = "asynchronous rollouts; every batch is drawn from the weights that learn from it"
 ENGINES = "another engine; rollouts come from lowroll's own or from vLLM (rollout.engine)"
 TRACKER = "trackers; metrics.jsonl has every number, and `lowroll report` draws them"
 ABSENT: dict[str, str] = {
@@ -231,19 +244,6 @@ ABSENT: dict[str, str] = {
             "optimizer_offload",
         ),
         ONE_DEVICE,
-    ),
-    **dict.fromkeys(
-        (
-            "max_async_level",
-            "async_level",
-            "max_off_policy_steps",
-            "max_staleness",
-            "staleness_threshold",
-            "async_training",
-            "fully_async",
-            "update_weights_interval",
-        ),
-        SYNCHRONOUS,
     ),
     **dict.fromkeys(("sglang", "sglang_server"), ENGINES),
     **dict.fromkeys(

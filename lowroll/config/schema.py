@@ -17,12 +17,29 @@ from pydantic import AfterValidator, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
+from lowroll.config.buffer import (
+    AdvantageFunction,
+    BufferConfig,
+    buffer_notes,
+    buffer_problems,
+    resolved_advantage,
+)
 from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
 from lowroll.config.guard import GuardConfig
 from lowroll.config.kv import KvConfig, kv_problems
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
+from lowroll.config.roles import (
+    AsynchronyConfig,
+    ClientConfig,
+    Launcher,
+    RolloutTransportConfig,
+    ServeConfig,
+    WeightBroadcastConfig,
+    role_notes,
+    role_problems,
+)
 from lowroll.config.section import (
     Advantage,
     Algorithm,
@@ -194,6 +211,12 @@ class CkptConfig(Section):
     keep_interval: Count | None = None
     # seconds that a full disk may last
     wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
+    # go on from this step's checkpoint (-1: the newest); null: as --resume says
+    resume_step: Annotated[int, Field(ge=-1)] | None = None
+    # seconds that a resumed role waits for weights to draw from; null: as weight_broadcast.timeout
+    wait_for_weights_timeout: Positive | None = None
+    skip_progress: bool = False  # begin at step 1 with the weights of the checkpoint
+    skip_buffer: bool = False  # leave the pools by difficulty of the checkpoint
 
 
 class SftConfig(Section):
@@ -224,7 +247,8 @@ class RunConfig(Section):
     rollouts_per_example: GroupSize = 8  # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
     algorithm: Algorithm = "grpo"
-    advantage: Advantage | None = None  # null: the algorithm's
+    advantage: Advantage | None = None  # null: the algorithm's; custom: advantage_function's
+    advantage_function: AdvantageFunction | None = None
     correction: Correction = "auto"
     force: bool = False  # run what is known to collapse, to compare with
     loss: LossConfig = LossConfig()
@@ -237,10 +261,17 @@ class RunConfig(Section):
     ] = ()  # what changes in the course of the run
     noise: NoiseConfig | None = None
     score: ScoreConfig = ScoreConfig()
+    buffer: BufferConfig = BufferConfig()  # which prompts are learnt from
     guard: GuardConfig | None = GuardConfig()  # watches the mismatch; null: nothing does
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
+    launcher: Launcher = "none"  # local: engine, orchestrator and trainer as processes
+    asynchrony: AsynchronyConfig = AsynchronyConfig()
+    client: ClientConfig = ClientConfig()
+    serve: ServeConfig = ServeConfig()
+    rollout_transport: RolloutTransportConfig = RolloutTransportConfig()
+    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     _notes: tuple[str, ...] = ()
     _chosen: tuple[str, ...] = ()
 
@@ -320,7 +351,7 @@ class RunConfig(Section):
             sampling = self.dapo.dynamic_sampling
         copy = self.model_copy(
             update={
-                "advantage": self.advantage or default.advantage,
+                **resolved_advantage(self, default.advantage),
                 "correction": correction,
                 "loss": self.loss.model_copy(update=loss),
                 "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
@@ -393,6 +424,8 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from _stage_problems(cfg)
     yield from kv_problems(cfg.rollout.kv)
     yield from vllm_problems(cfg)
+    yield from buffer_problems(cfg)
+    yield from role_problems(cfg)
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
         yield (
             (("rollout", "temp_scheduler"), ("rollout", "temperature")),
@@ -570,6 +603,8 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         yield "train.replay_kv: no effect without a rollout.kv.policy that drops keys"
     yield from vllm_notes(rollout.engine, rollout.vllm)
     yield from eval_notes(cfg.eval)
+    yield from buffer_notes(cfg)
+    yield from role_notes(cfg)
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from stage_notes(cfg.stages, cfg.train.max_steps)
     yield from critic_notes(cfg.algorithm, cfg.critic)

@@ -48,7 +48,8 @@ def one_of(names: Callable[[], Iterable[str]]) -> PlainValidator:
 
 Algorithm = Annotated[str, one_of(lambda: ALGORITHMS)]
 Correction = Annotated[str, one_of(lambda: ("auto", *CORRECTIONS))]
-Advantage = Annotated[str, one_of(lambda: ESTIMATORS)]
+CUSTOM = "custom"  # the advantage of a run with an advantage_function
+Advantage = Annotated[str, one_of(lambda: (*ESTIMATORS, CUSTOM))]
 Weights = Annotated[str, one_of(lambda: sorted((OWN, *FORMATS), key=is_dense))]
 LargeBatchWeights = Annotated[str, one_of(lambda: sorted(large_batch(), key=is_dense))]
 

@@ -23,7 +23,9 @@ from typing import Any
 import yaml
 
 from lowroll.config import EnvConfig, RunConfig
+from lowroll.config.buffer import BufferConfig
 from lowroll.config.renamed import renamed_tree
+from lowroll.config.roles import AsynchronyConfig
 from lowroll.envs.table import split_file
 from lowroll.model import hf
 from lowroll.model.spec import read_config, read_spec
@@ -42,11 +44,24 @@ MAY_CHANGE = (
     "rollout.release_cache",
     "rollout.vllm",
     "dapo.no_signal",
+    "client",
+    "serve",
+    "rollout_transport",
+    "weight_broadcast",
+    "launcher",
 )
 # may change too, after a run that ended because it found no signal
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
 # settings that came later, and what runs did before there were such
-ADDED: dict[str, object] = {"rollout.engine": "native"}
+ADDED: dict[str, object] = {
+    "rollout.engine": "native",
+    "advantage_function": None,
+    **{f"buffer.{key}": value for key, value in BufferConfig().model_dump(mode="json").items()},
+    **{
+        f"asynchrony.{key}": value
+        for key, value in AsynchronyConfig().model_dump(mode="json").items()
+    },
+}
 TEACHER = "train.teacher: weights"  # read long after all else that a run reads
 CONFIG = "config.json: "  # of what a key of it says
 IDLE_FILES = ("generation_config.json",)  # copied along, and never read
