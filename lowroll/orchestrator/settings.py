@@ -54,9 +54,11 @@ class Settings:
     error_window: int = 50  # scores before the error rate is judged
     canary_interval: int | None = 20  # steps between checks of the scorer on known answers
     # asynchrony: see lowroll.orchestrator.supply
-    async_level: int = 0  # batches that may be drawn ahead of the learner
+    max_async_level: int = 0  # batches that may be drawn ahead of the learner
     strict_async_level: bool = False  # with weights of exactly that lag
-    max_off_policy_steps: int = 8  # versions that a rollout may lag, and updates it may live through
+    max_off_policy_steps: int = (
+        8  # versions that a rollout may lag, and updates it may live through
+    )
     oversampling_factor: float = 1.0  # open groups, as a multiple of those of a batch
     partial: str = "none"  # at level 0, what is unfinished: dropped, or carried on (keep, replay)
     stall_s: float = 3600.0  # seconds in which at least one group in flight must end
@@ -125,10 +127,13 @@ class Settings:
         self._check_buffer()
 
     def _check_asynchrony(self) -> None:
-        level, limit = self.async_level, self.max_off_policy_steps
-        _require(level >= 0, "async_level", "at least 0", level)
+        level, limit = self.max_async_level, self.max_off_policy_steps
+        _require(level >= 0, "max_async_level", "at least 0", level)
         _require(
-            limit >= level, "max_off_policy_steps", f"at least async_level, which is {level}", limit
+            limit >= level,
+            "max_off_policy_steps",
+            f"at least max_async_level, which is {level}",
+            limit,
         )
         _require(
             math.isfinite(self.oversampling_factor) and self.oversampling_factor >= 1,
@@ -162,7 +167,8 @@ class Settings:
                 "every group, since all rewards are 0",
                 True,
             )
-(self) -> None:
+
+    def _check_overlong(self) -> None:
         limit, ramp = self.overlong_max, self.overlong_cache
         if (limit is None) != (ramp is None):
             missing = "overlong_cache" if ramp is None else "overlong_max"
@@ -173,12 +179,12 @@ class Settings:
     @property
     def streams(self) -> bool:
         """Whether groups are taken as they end, instead of all those of a round together."""
-        return self.async_level > 0 or self.oversampling_factor > 1 or self.partial != "none"
+        return self.max_async_level > 0 or self.oversampling_factor > 1 or self.partial != "none"
 
     @property
     def carries(self) -> bool:
         """Whether unfinished groups go on into later batches."""
-        return self.async_level > 0 or self.partial != "none"
+        return self.max_async_level > 0 or self.partial != "none"
 
     @property
     def filters_groups(self) -> bool:
