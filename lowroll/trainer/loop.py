@@ -20,7 +20,7 @@ from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import num_fed
 from lowroll.trainer.step import LearnSettings, TrainingDiverged, learn
-from lowroll.transport.base import RolloutChannel
+from lowroll.transport.base import RolloutReceiver
 from lowroll.types import Batch
 
 
@@ -39,7 +39,7 @@ class Trainer:
         model: Transformer,
         optimizer: Optimizer,
         settings: LearnSettings,
-        channel: RolloutChannel,
+        channel: RolloutReceiver,
         publish: Callable[[int], Mapping[str, float] | None],
         *,
         reference: Transformer | None = None,

@@ -59,7 +59,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym", "datasets"},
     ),
     # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
-    "transport": ({"types", "checkpoint"}, set()),
+    "transport": ({"types", "checkpoint"}, {"zmq"}),
     "metrics": ({"checkpoint"}, {"rich", "matplotlib"}),
     "orchestrator": ({"advantages", "envs", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
