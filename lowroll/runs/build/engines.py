@@ -176,7 +176,8 @@ def eval_workload(
     cfg: RunConfig, spec: ModelSpec, chat: ChatTokenizer, envs: Mapping[str, Environment]
 ) -> Workload:
     """What an evaluation has in the engine together."""
-    examples = cfg.eval.num_examples
+    asked = cfg.eval.num_examples
+    examples = asked or max(cfg.eval.count(env.size("test")) for env in envs.values())
     test = _lengths(envs, "test", min(examples, prompts.LOOKED_AT), chat)
     return _workload(cfg, spec, examples, cfg.eval.rollouts_per_example, test)
 
