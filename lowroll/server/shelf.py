@@ -252,7 +252,7 @@ def _codes(folder: Path, number: int, listed: set[str], meta: dict[str, Any]) ->
     _check_published(listed, [CHANGES])
     changes, tensors = stored_changes(folder, meta)
     scale = meta.get("input_scale")
-    if type(scale) not in (int, float):
+    if not isinstance(scale, float):
         raise ValueError("input_scale: not said")
     return WeightUpdate(number, "codes", tensors.items, input_scale=scale, changes=changes)
 
