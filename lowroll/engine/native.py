@@ -368,7 +368,7 @@ class NativeEngine:
         """What a caller may ask."""
         return Capabilities(
             context_length=self.context,
-            updates=frozenset({self.receiver.kind}),
+            updates=self.receiver.kinds,
             updates_in_flight=True,
             noise=self.receiver.takes_noise,
             scores=True,
