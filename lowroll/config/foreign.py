@@ -91,7 +91,8 @@ RENAMED: dict[str, str] = {
         ("tensor_model_parallel_size", "vllm_tensor_parallel_size"),
         "rollout.vllm.tensor_parallel_size (of rollout.engine: vllm)",
     ),
-    "enforce_eager": "rollout.vllm.serve_args: [--enforce-eager] (of rollout.engine: vllm)",
+    "enforce_eager": "rollout.cuda_graphs: false",
+    "enable_prefix_caching": "rollout.prefix_caching",
     "engine_kwargs": "rollout.vllm.serve_args (of rollout.engine: vllm)",
     # asynchrony
     **dict.fromkeys(
@@ -120,7 +121,6 @@ RENAMED: dict[str, str] = {
     "max_seq_length": ROW,
     "sequence_len": ROW,
     "max_length": ROW,
-    "max_model_len": ROW,
     "max_prompt_length": f"{ROW}; longer prompts are passed over",
     # the learner
     "lr": "train.learning_rate",
@@ -179,6 +179,7 @@ RENAMED: dict[str, str] = {
     "mask_truncated_completions": "dapo.overlong_max, dapo.overlong_cache",
     "overlong_buffer": "dapo.overlong_max, dapo.overlong_cache",
     # what is kept and said
+    "log_interval": "logging_steps",
     "save_steps": "ckpt.interval",
     "save_freq": "ckpt.interval",
     "save_interval": "ckpt.interval",
@@ -277,7 +278,7 @@ ABSENT: dict[str, str] = {
 NEEDLESS: dict[str, str] = {
     "trust_remote_code": "lowroll runs no code of a model's repository",
     **dict.fromkeys(
-        ("logging_steps", "log_interval", "log_completions", "disable_tqdm"),
+        ("log_completions", "disable_tqdm"),
         "every step is recorded, with every rollout",
     ),
     "attn_implementation": "lowroll has its own attention",

@@ -97,11 +97,38 @@ def role_problems(cfg: RunConfig) -> Iterator[Problem]:
         )
     if len(set(cfg.client.base_url)) != len(cfg.client.base_url):
         yield (("client", "base_url"),), "the same address stands twice"
+    if level.partial == "keep" and cfg.rollout.release_cache:
+        yield (
+            (("asynchrony", "partial"), ("rollout", "release_cache")),
+            "keep has responses in the cache over an update, and rollout.release_cache gives the "
+            "cache away; write replay",
+        )
     if cfg.weight_broadcast.type == "nccl" and cfg.train.lora:
         yield (
             (("weight_broadcast", "type"), ("train", "lora")),
             "nccl is for all weights; an adapter travels by files",
         )
+
+
+def one_process_problems(cfg: RunConfig) -> list[str]:
+    """What a run in one process (launcher: none) cannot do of what is asked for, a line each."""
+    level, client = cfg.asynchrony, cfg.client
+    told = []
+    if level.strict_async_level and level.max_async_level:
+        told.append(
+            f"asynchrony.strict_async_level: rollouts {level.max_async_level} steps behind need "
+            "launcher: local; one process has the newest weights"
+        )
+    for key, given in (
+        ("client.base_url", bool(client.base_url)),
+        ("client.elastic.hostname", client.elastic.hostname is not None),
+    ):
+        if given:
+            told.append(
+                f"{key}: a run in one process has an engine of its own; engines elsewhere are for "
+                "launcher: local, or `lowroll orchestrate`"
+            )
+    return told
 
 
 def role_notes(cfg: RunConfig) -> Iterator[str]:

@@ -104,6 +104,15 @@ class RolloutConfig(Section):
     release_cache: bool = False  # give the cache's memory to the learner between rollouts
     cache_tokens: Count | None = None  # tokens that the KV cache holds; null: what the run uses
     prefill_chunk: Count | None = None  # prompt tokens a sequence prefills in one step; null: all
+    # tokens of a prompt and its response; longer prompts are passed over. null: what a micro-batch
+    # and the model's context hold
+    max_model_len: Count | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # of what is drawn; null: the run's
+    cuda_graphs: bool = True  # false: kernels are started one by one, to look for a fault
+    prefix_caching: bool = True  # pages of a prompt serve a later one with the same beginning
+    # share of the GPU's memory that the engine may fill with weights and cache; null: what the run
+    # can use
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @property
     def cache(self) -> KvConfig:
@@ -244,6 +253,7 @@ class RunConfig(Section):
     # auto: float32 on the CPU, bfloat16 on a GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     env: Environments = (EnvConfig(id="reverse-text"),)
+    logging_steps: Count = 1  # the terminal says every so many steps; metrics.jsonl has all
     batch_size: Count = 64  # rollouts a step
     rollouts_per_example: GroupSize = 8  # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
@@ -274,6 +284,7 @@ class RunConfig(Section):
     rollout_transport: RolloutTransportConfig = RolloutTransportConfig()
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     _notes: tuple[str, ...] = ()
+    _given: str | None = None
     _chosen: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -294,6 +305,12 @@ class RunConfig(Section):
         """Options of the objective that `correction: auto` chose; the measured mismatch may widen
         them."""
         return self._chosen
+
+    @property
+    def given(self) -> str | None:
+        """What an orchestrator that was started with orch.yaml alone leaves in the run's folder for
+        a trainer that has train.yaml alone (YAML text, for `surogate.roles.GIVEN`); else None."""
+        return self._given
 
     @property
     def num_groups(self) -> int:
@@ -336,6 +353,12 @@ class RunConfig(Section):
         """A copy that carries these notes too."""
         copy = self.model_copy()
         copy._notes = self._notes + tuple(line for line in lines if line not in self._notes)
+        return copy
+
+    def with_given(self, text: str) -> RunConfig:
+        """A copy that leaves this for a trainer."""
+        copy = self.model_copy()
+        copy._given = text
         return copy
 
     def resolved(self) -> RunConfig:
@@ -524,6 +547,12 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
         yield (
             (("rollout", "min_tokens"), ("rollout", "max_tokens")),
             f"rollout.min_tokens ({rollout.min_tokens}) is more than rollout.max_tokens ({rollout.max_tokens})",
+        )
+    if rollout.max_model_len is not None and rollout.max_model_len <= rollout.max_tokens:
+        yield (
+            (("rollout", "max_model_len"), ("rollout", "max_tokens")),
+            f"rollout.max_model_len ({rollout.max_model_len}) cannot hold a prompt and its response "
+            f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
         )
     held = rollout.cache_tokens
     # what a bounded cache needs is its policy's arithmetic (`runs.build.prompts`)

@@ -96,7 +96,7 @@ def _rows(
             engine,
             scorer,
             chat,
-            num_examples=cfg.eval.num_examples,
+            num_examples=cfg.eval.count(env.size("test")),
             rollouts_per_example=cfg.eval.rollouts_per_example,
             sampling=orchestrator.eval_sampling(cfg),
             seed=cfg.seed,

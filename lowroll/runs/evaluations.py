@@ -68,10 +68,13 @@ class Evaluations:
 
     def after(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
         """Of the policy after a step; {} when none is due."""
-        last = step == self.last
-        if not self.interval or not (last or step % self.interval == 0):
+        if not self.due(step):
             return {}
-        return self.measure(now, version, sampled=last)
+        return self.measure(now, version, sampled=step == self.last)
+
+    def due(self, step: int) -> bool:
+        """Whether the policy after a step is evaluated."""
+        return bool(self.interval) and (step == self.last or step % self.interval == 0)
 
     def measure(self, now: RunConfig, version: int, sampled: bool) -> dict[str, float]:
         """Of the current policy; with `sampled`, drawn as the rollouts too."""
@@ -117,7 +120,7 @@ def held_out(
                 engine,
                 scorer,
                 chat,
-                num_examples=cfg.eval.num_examples,
+                num_examples=cfg.eval.count(env.size("test")),
                 rollouts_per_example=cfg.eval.rollouts_per_example,
                 sampling=sampling,
                 seed=cfg.seed,

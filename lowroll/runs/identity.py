@@ -49,12 +49,18 @@ MAY_CHANGE = (
     "rollout_transport",
     "weight_broadcast",
     "launcher",
+    "logging_steps",
+    "rollout.cuda_graphs",
 )
 # may change too, after a run that ended because it found no signal
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
 # settings that came later, and what runs did before there were such
 ADDED: dict[str, object] = {
     "rollout.engine": "native",
+    "rollout.max_model_len": None,
+    "rollout.seed": None,
+    "rollout.prefix_caching": True,
+    "rollout.gpu_memory_utilization": None,
     "advantage_function": None,
     **{f"buffer.{key}": value for key, value in BufferConfig().model_dump(mode="json").items()},
     **{

@@ -14,7 +14,9 @@ from tests.fixtures.runs import fingerprint, settings, train
 LORA = {"lora": True, "lora_rank": 2}
 
 
-def tree(model: Path, out: Path, forward: str, weights: str = "dense", **more: Any) -> dict[str, Any]:
+def tree(
+    model: Path, out: Path, forward: str, weights: str = "dense", **more: Any
+) -> dict[str, Any]:
     return settings(
         model,
         out,

@@ -130,6 +130,8 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "rollout_transport": [{"rollout_transport": {"type": "zmq"}}],
     "weight_broadcast": [{"weight_broadcast": {"timeout": 5.0}}],
     "launcher": [{"launcher": "local"}],
+    "logging_steps": [{"logging_steps": 2}],
+    "rollout.cuda_graphs": [{"rollout": {"cuda_graphs": False}}],
     "train.max_steps": [{"train": {"max_steps": STEPS + 2}}],
 }
 

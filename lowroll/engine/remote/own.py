@@ -31,6 +31,8 @@ class OwnDialect:
     behavior: BehaviorTag
     model: str
     vocab_size: int = ANY_ID
+    weight_bits: float = 0.0  # of a linear weight
+    cache_tokens: int = 0  # that the KV cache holds
 
     def check(self, request: Request) -> None:
         """The server checks."""
@@ -91,7 +93,7 @@ class OwnDialect:
         found = {name: float(value) for name, value in _GAUGE.findall(metrics)}
         return EngineStats(
             weights=self.behavior.weights,
-            weight_bits=0.0,
+            weight_bits=self.weight_bits,
             cache_tokens=int(found.get("cache_tokens", 0)),
             cache_bytes=0,
             policy_bytes=0,
@@ -119,7 +121,15 @@ def read(answer: Any, url: str, model: str | None) -> OwnDialect:
         if name in served:
             stated = served[name]
             able, behavior = _capabilities(stated["capabilities"]), _tag(stated["behavior"])
-            found = OwnDialect(able, behavior, name, able.vocab_size or ANY_ID)
+            holds = stated.get("engine", {})
+            found = OwnDialect(
+                able,
+                behavior,
+                name,
+                able.vocab_size or ANY_ID,
+                float(holds.get("weight_bits", 0.0)),
+                int(holds.get("cache_tokens", 0)),
+            )
     except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
         shown = printable(repr(answer), 200)
         raise ServerError(f"{WHAT}: {url} is no server of lowroll's: {shown}") from None

@@ -127,6 +127,10 @@ class OwnPeer:
     async def resume(self) -> None:
         await self.wire.answer(self._order("/resume", "the end of its pause"))
 
+    async def reset_prefix_cache(self) -> None:
+        """What comes next has the bits of a fresh engine."""
+        await self.wire.answer(self._order("/reset_prefix_cache", "its cache of prompts"))
+
     def _order(self, path: str, what: str, body: Any = None, deadline_s: float = CONTROL_S) -> Call:
         return Call("POST", path, what, body, deadline_s, token=self.admin)
 

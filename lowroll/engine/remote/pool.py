@@ -253,6 +253,19 @@ class EnginePool:
         self._do(self._update(broadcast), terms.update_s + terms.silent_s + terms.patience_s)
         return self.behavior
 
+    def reset_prefix_cache(self) -> None:
+        """Lowroll's own engines forget the pages of prompts: what comes next has the bits of fresh
+        ones. One that does not answer is left alone: it is asked for nothing before it is well."""
+
+        async def reset() -> None:
+            peers = [m.peer for m in self._members if isinstance(m.peer, OwnPeer)]
+            await asyncio.gather(
+                *(peer.reset_prefix_cache() for peer in peers), return_exceptions=True
+            )
+
+        if self._terms.admin is not None:
+            self._do(reset(), self._terms.silent_s)
+
     def stats(self) -> PoolStats:
         """Every engine that is there or expected."""
 
@@ -274,6 +287,11 @@ class EnginePool:
                 raise
             future.cancel()
             raise ServerError(f"the pool's loop did not answer; {self._told()}") from None
+
+    @property
+    def dialect(self) -> Any:
+        """What the first engine has said of itself."""
+        return self._dialect()
 
     def _dialect(self) -> Any:
         return next(m.peer.dialect for m in self._members if m.peer is not None)
