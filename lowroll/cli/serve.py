@@ -178,6 +178,7 @@ class Role:
         self.name, self.attempt = serve.take_role(self.place, stack, os.environ.get(serve.ROLE))
         self.arguments = serve.arguments_of(self.cfg, arguments)
         self.tokens = Tokens(*self.place.tokens())
+        self.heart = stack.enter_context(serve.heart(self.place, self.name, self.attempt))
 
     def engine(self) -> NativeEngine:
         from lowroll.runs.roles import serve
@@ -186,9 +187,7 @@ class Role:
 
     def show(self, address: str) -> None:
         """Have the orchestrator find it."""
-        from lowroll.runs.roles import serve
-
-        self.stack.enter_context(serve.shown(self.place, self.name, self.attempt, address))
+        self.heart.say(url=address, phase="serving")
 
 
 def credentials(arguments: argparse.Namespace) -> Tokens:

@@ -133,6 +133,7 @@ class Orchestration:
         self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.alive, GONE_S * 48)
         self.channel = sender(cfg, place, attempt, self.alive)
         stack.callback(self.channel.close)
+        place.ledger.parent.mkdir(parents=True, exist_ok=True)
         home = RunFolder(cfg, "grpo")
         self.batches = Batches(
             cfg,
@@ -160,8 +161,13 @@ class Orchestration:
 
     def _meet_trainer(self) -> None:
         """Until the trainer has begun or gone on: what lies here may be of an earlier run."""
+        def has_begun() -> bool:
+            alive, said = self.trainer.alive, self.trainer.said or {}
+            has_ended = said.get("phase") == "ended" and said.get("step") == self.last
+            return has_ended or (alive and said.get("phase") not in ("starting", "ended"))
+
         wait_until(
-            lambda: self.trainer.alive and (self.trainer.said or {}).get("phase") != "starting",
+            has_begun,
             f"a sign of life of the trainer in {self.place.heart(TRAINER)} (lowroll train)",
             GONE_S * 48,
             self.alive,
@@ -191,21 +197,24 @@ class Orchestration:
         )
 
     def _shown(self) -> list[str]:
+        """Addresses of the engines that show themselves here, once all that do are ready."""
         watches: dict[str, Watch] = {}
+        urls: list[str] = []
 
-        def urls() -> list[str]:
+        def ready() -> bool:
             for role in self.place.engines():
                 watches.setdefault(role, Watch(self.place.heart(role)))
-            said = [watch.said or {} for watch in watches.values() if watch.alive]
-            return [str(one["url"]) for one in said if one.get("url")]
+            alive = [watch.said or {} for watch in watches.values() if watch.alive]
+            urls[:] = [str(one["url"]) for one in alive if one.get("url")]
+            return bool(urls) and len(urls) == len(alive)
 
         wait_until(
-            lambda: bool(urls()) and len(urls()) == len(watches),
+            ready,
             f"an engine in {self.place.roles} (lowroll serve), or client.base_url",
             GONE_S,
             self.stopped,
         )
-        return urls()
+        return urls
 
     # -- steps -------------------------------------------------------------------------------------
 

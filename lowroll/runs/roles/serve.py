@@ -31,9 +31,9 @@ def take_role(place: Place, stack: ExitStack, named: str | None) -> tuple[str, i
     raise AssertionError("not reached")
 
 
-def shown(place: Place, role: str, attempt: int, address: str) -> Heart:
-    """The engine's sign of life, with the address that the orchestrator finds it by."""
-    return Heart(place.heart(role), role, attempt, url=address, phase="serving")
+def heart(place: Place, role: str, attempt: int) -> Heart:
+    """The engine's sign of life; its `url`, once it serves, is where the orchestrator finds it."""
+    return Heart(place.heart(role), role, attempt)
 
 
 def engine(cfg: RunConfig) -> NativeEngine:
