@@ -25,6 +25,7 @@ from tests.fixtures.fake_vllm import FakeVllm
 from tests.fixtures.processes import eventually
 
 ADMIN = "the-admin-of-these-engines"
+HEALTHY = "perf/engines_healthy"
 QUICK = 1.2  # seconds of silence: a beat is 0.2
 
 
@@ -65,7 +66,7 @@ def finish(pool: EnginePool, handles: list[int], seconds: float = 20.0) -> list[
 
 
 def total(pool: EnginePool, name: str) -> float:
-    return pool.stats().metrics()[f"engine/{name}"]
+    return pool.stats().metrics()[f"perf/engine_{name}" if name != "healthy" else HEALTHY]
 
 
 def healthy(pool: EnginePool, count: int) -> None:
@@ -259,6 +260,17 @@ def test_a_slow_engine_that_draws_is_left_alone() -> None:
     with engines(1) as (fake,), pooled([fake]) as pool:
         fake.mood.slow = 0.15
         assert drawn(finish(pool, [pool.add(asked(1, ignore_eos=True)[0])])[0])
+        assert total(pool, "fenced") == 0
+
+
+def test_an_engine_that_answers_requests_is_not_silent() -> None:
+    """Its health has to wait while it is flooded."""
+    with engines(1) as (fake,), pooled([fake], concurrency=1) as pool:
+        fake.mood.slow, fake.mood.sick = 0.02, 503
+        handles = [pool.add(request) for request in asked(10, ignore_eos=True)]
+        began = time.monotonic()
+        finish(pool, handles)
+        assert time.monotonic() - began > QUICK
         assert total(pool, "fenced") == 0
 
 
