@@ -469,6 +469,30 @@ def test_an_engine_that_cannot_take_it_is_fenced(tmp_path: Path) -> None:
         assert [versions(group) for group in pool.generate(asked(4))] == [{2}] * 4
 
 
+def test_an_answer_of_a_version_that_others_still_take_is_waited_for(tmp_path: Path) -> None:
+    first = publish(tmp_path, 1)
+    with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
+        a.mood.slow, b.mood.take_s = 0.02, 0.6
+        handles = [pool.add(request) for request in asked(2, ignore_eos=True)]
+        assert eventually(lambda: a.drawn > 2)
+        pool.update(first)
+        assert a.answered == 1, "it was drawn before the other had taken the version"
+        groups = finish(pool, handles)
+        assert versions(groups[0]) == {0, 1}
+        assert total(pool, "refused") == 0
+
+
+def test_an_engine_that_read_other_bytes_is_fenced(tmp_path: Path) -> None:
+    first = publish(tmp_path, 1)
+    with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
+        a.mood.odd_manifest = "other"
+        pool.update(first)
+        healthy(pool, 1)
+        assert f"it read 'other', and {first.digest} was published" in errors(pool.stats())
+        assert [versions(group) for group in pool.generate(asked(4))] == [{1}] * 4
+        assert not a.bodies
+
+
 def test_a_restarted_engine_takes_the_newest_version_first(tmp_path: Path) -> None:
     made = [publish(tmp_path, v) for v in (1, 2, 3)]
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
