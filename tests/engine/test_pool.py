@@ -196,6 +196,14 @@ def test_a_part_is_drawn_when_all_of_it_have_come() -> None:
         assert not fake.paused
 
 
+def test_an_engine_that_loses_its_part_goes_on() -> None:
+    with engines(2) as (a, b), pooled([a, b]) as pool:
+        a.mood.refuse = 1
+        assert len(pool.generate(asked(1))) == 1
+        assert (len(a.bodies), len(b.bodies)) == (1, 1)
+        assert eventually(lambda: not a.paused)
+
+
 def test_a_pause_that_someone_left_is_ended() -> None:
     with engines(1) as (fake,):
         fake.paused = True
@@ -491,6 +499,17 @@ def test_an_engine_that_read_other_bytes_is_fenced(tmp_path: Path) -> None:
         assert f"it read 'other', and {first.digest} was published" in errors(pool.stats())
         assert [versions(group) for group in pool.generate(asked(4))] == [{1}] * 4
         assert not a.bodies
+
+
+def test_a_version_with_other_weights_than_were_agreed_on_is_refused(tmp_path: Path) -> None:
+    first = publish(tmp_path, 1)
+    with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
+        pool.update(first)
+        a.mood.odd_digest = "another"
+        groups = finish(pool, [pool.add(request) for request in asked(6, ignore_eos=True)])
+        digests = {s.digest for g in groups for one in g.rollouts for s in one.behavior.policy}
+        assert digests == {first.digest[:32]}
+        assert total(pool, "refused") >= 1
 
 
 def test_a_restarted_engine_takes_the_newest_version_first(tmp_path: Path) -> None:
