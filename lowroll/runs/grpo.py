@@ -122,7 +122,14 @@ class Run:
         self.cfg = cfg = self.rollouts.cfg
         channel = MemoryRolloutChannel()
         self.batches = Batches(
-            cfg, spec, chat, tasks, self.rollouts, channel, partial(home.keep_batch, "rollouts"), stack
+            cfg,
+            spec,
+            chat,
+            tasks,
+            self.rollouts,
+            channel,
+            partial(home.keep_batch, "rollouts"),
+            stack,
         )
         self.learner = Learner(
             home,

@@ -161,6 +161,7 @@ class Orchestration:
 
     def _meet_trainer(self) -> None:
         """Until the trainer has begun or gone on: what lies here may be of an earlier run."""
+
         def has_begun() -> bool:
             alive, said = self.trainer.alive, self.trainer.said or {}
             has_ended = said.get("phase") == "ended" and said.get("step") == self.last
