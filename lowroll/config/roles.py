@@ -97,11 +97,11 @@ def role_problems(cfg: RunConfig) -> Iterator[Problem]:
         )
     if len(set(cfg.client.base_url)) != len(cfg.client.base_url):
         yield (("client", "base_url"),), "the same address stands twice"
-    if level.partial != "none" and cfg.rollout.release_cache:
+    if level.partial == "keep" and cfg.rollout.release_cache:
         yield (
             (("asynchrony", "partial"), ("rollout", "release_cache")),
-            f"{level.partial} keeps responses in the cache over an update, and "
-            "rollout.release_cache gives the cache away",
+            "keep has responses in the cache over an update, and rollout.release_cache gives the "
+            "cache away; write replay",
         )
     if cfg.weight_broadcast.type == "nccl" and cfg.train.lora:
         yield (

@@ -534,6 +534,13 @@ METRICS: tuple[Metric, ...] = (
         "bytes",
         "of the published weights of the version, where engines are other processes",
     ),
+    _M(
+        "perf/changed_bytes_fraction",
+        "fraction",
+        "bytes that were published of what the step changed, over those that an engine holds; "
+        "absent where a whole version was published",
+        "falls with the learning rate; 1 where all moves",
+    ),
     _M("perf/kv_pages_peak", "pages", "most KV-cache pages in use at once"),
     _M(
         "perf/prefix_hits",

@@ -80,7 +80,7 @@ def run(
         steps = Run(home, stack, resume)
         first = steps.resume() if resume else steps.begin()
         title = f"{home.path}: {cfg.algorithm}, {cfg.correction}"
-        view = stack.enter_context(LiveView(last, title))
+        view = stack.enter_context(LiveView(last, title, every=cfg.logging_steps))
         stop = stack.enter_context(polite_stop())
         steps.watch(view, stop)
 

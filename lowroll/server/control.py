@@ -14,6 +14,7 @@ from lowroll.server.guard import read_json
 from lowroll.server.loop import PauseMode, Stalled
 from lowroll.server.serving import SERVING
 from lowroll.server.shelf import Version, WeightShelf, read_again
+from lowroll.transport.broadcasts import Gap
 from lowroll.types import BehaviorTag
 
 SHELF: web.AppKey[WeightShelf] = web.AppKey("shelf", WeightShelf)
@@ -79,8 +80,24 @@ async def update_weights(request: web.Request) -> web.Response:
 
 
 async def _update(app: web.Application, version: str) -> dict[str, Any]:
-    serving, shelf = app[SERVING], app[SHELF]
     began = time.monotonic()
+    try:
+        try:
+            found, behavior = await _take(app, version)
+        except Gap:  # it missed what the version changes
+            found, behavior = await _take(app, version, gap=True)
+    except Refused:
+        raise
+    except ValueError as error:
+        raise Refused(f"version: {error}", "version", 409) from error
+    return {**_held(found), **_policy(behavior), "seconds": time.monotonic() - began}
+
+
+async def _take(
+    app: web.Application, version: str, gap: bool = False
+) -> tuple[Version, BehaviorTag]:
+    """Read a version and have the engine take it. ValueError as `Engine.update_weights` says."""
+    serving, shelf = app[SERVING], app[SHELF]
     behavior = (await serving.loop.health()).behavior
     limit = serving.limits.update_s
     try:
@@ -92,23 +109,20 @@ async def _update(app: web.Application, version: str) -> dict[str, Any]:
                 behavior.policy[-1].version,
                 serving.capabilities,
                 behavior.weights,
+                gap,
             )
     except TimeoutError:
         raise Stalled(f"weights: {version} was not read in {limit:g} s") from None
 
     def take(engine: Engine) -> BehaviorTag:
-        behavior = engine.behavior
-        for update in updates or ():
-            behavior = engine.update_weights(update)
-        shelf.current = found  # also when nobody waits for the answer any more
-        return behavior
+        for one, update in updates:
+            engine.update_weights(update)
+            shelf.current = one  # also when nobody waits for the answer any more
+        return engine.behavior
 
-    if updates is not None:
-        try:
-            behavior = await serving.loop.call(take, f"weights {version}", limit)
-        except ValueError as error:
-            raise Refused(f"version: {error}", "version", 409) from error
-    return {**_held(found), **_policy(behavior), "seconds": time.monotonic() - began}
+    if updates:
+        behavior = await serving.loop.call(take, f"weights {version}", limit)
+    return found, behavior
 
 
 def _held(version: Version | None) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -85,18 +84,47 @@ class WeightShelf:
         return one is not None and held is not None and held.broadcast == one
 
     def read(
-        self, version: Version, number: int, able: Capabilities, weights: str
-    ) -> list[WeightUpdate]:
+        self,
+        version: Version,
+        number: int,
+        able: Capabilities,
+        weights: str,
+        gap: bool = False,
+    ) -> list[tuple[Version, WeightUpdate]]:
         """The updates to a version, as policy `number`, in this machine's memory, to be taken one
-        after the other. able, weights: what the engine can, and in which format it multiplies.
-        Takes as long as reading it twice.
+        after the other: of what a version changes, those from where the engine is, or with `gap`
+        from a version that stands for itself. able, weights: what the engine can, and in which
+        format it multiplies. Takes as long as reading them twice.
 
         Refused: 404 when there is none, 409 when it is damaged or not for this engine."""
         try:
-            with nullcontext() if version.broadcast is None else reading(version.broadcast):
-                return [self._read(version, number, able, weights)]
+            updates = []
+            for one in self._chain(version, gap):
+                with nullcontext() if one.broadcast is None else reading(one.broadcast):
+                    updates.append(
+                        (
+                            one,
+                            self._read(
+                                one, number if one is version else one.number(number), able, weights
+                            ),
+                        )
+                    )
+            return updates
         except (ValueError, OSError) as error:
             raise Refused(f"version: {self._told(error)}", "version", 409) from error
+
+    def _chain(self, version: Version, gap: bool) -> list[Version]:
+        """A version behind those that it changes and the engine lacks, the oldest first."""
+        held = None if gap or self.current is None else self.current.broadcast
+        chain = [version]
+        while (first := chain[0].broadcast) is not None and first.since is not None:
+            if held is not None and held.version == first.since:
+                break
+            if not 0 <= first.since < first.version:
+                raise ValueError(f"{first.path.name}: since: {first.since} is no version before it")
+            before = self.folder / folder_name(first.since)
+            chain.insert(0, Version(before.name, before, read_broadcast(before)))
+        return chain
 
     def _read(
         self, version: Version, number: int, able: Capabilities, weights: str
@@ -105,11 +133,15 @@ class WeightShelf:
         meta = verify_folder(folder)
         listed = published_files(folder)
         kind = "adapter" if _ADAPTER[0] in listed else "full"
+        if version.broadcast is not None:
+            kind = version.broadcast.kind
         if kind not in able.updates:
             takes = ", ".join(sorted(able.updates)) or "none"
             raise ValueError(f"kind {kind!r}: this engine takes updates of kind {takes}")
         if kind == "adapter":
             update = _adapter(folder, number, listed, weights)
+        elif kind == "codes":
+            update = _codes(folder, number, listed, meta)
         else:
             update = _full(folder, number, listed, self.model, meta)
         return replace(update, noise=_noise(version.broadcast, able))
@@ -143,16 +175,21 @@ class WeightShelf:
 
 
 def read_again(
-    shelf: WeightShelf, version: str, newest: int, able: Capabilities, weights: str
-) -> tuple[Version, Sequence[WeightUpdate] | None]:
-    """A version and the updates to it; None where the engine holds it. One that is written again
+    shelf: WeightShelf,
+    version: str,
+    newest: int,
+    able: Capabilities,
+    weights: str,
+    gap: bool = False,
+) -> tuple[Version, list[tuple[Version, WeightUpdate]]]:
+    """A version and the updates to it; none where the engine holds it. One that is written again
     meanwhile is read again. Refused as `WeightShelf.find` and `read` say."""
     for _ in range(_TRIES):
         found = shelf.find(version)
         if shelf.holds(found):
-            return found, None
+            return found, []
         try:
-            return found, shelf.read(found, found.number(newest), able, weights)
+            return found, shelf.read(found, found.number(newest), able, weights, gap)
         except Replaced:
             continue
     raise Refused(f"version: {version} is being written again", "version", 409)
@@ -206,6 +243,18 @@ def _full(
     # of a folder that somebody exported s is not asked for: it is an ordinary model
     scale = spec.config.get(scaling.KEY) or 1.0 if "broadcast" in meta else 1.0
     return WeightUpdate(number, "full", tensors.items, input_scale=scale)
+
+
+def _codes(folder: Path, number: int, listed: set[str], meta: dict[str, Any]) -> WeightUpdate:
+    from lowroll.weights.broadcast import CHANGES, stored_changes
+    from lowroll.weights.update import WeightUpdate
+
+    _check_published(listed, [CHANGES])
+    changes, tensors = stored_changes(folder, meta)
+    scale = meta.get("input_scale")
+    if not isinstance(scale, float):
+        raise ValueError("input_scale: not said")
+    return WeightUpdate(number, "codes", tensors.items, input_scale=scale, changes=changes)
 
 
 def _check_published(listed: set[str], names: list[str]) -> None:

@@ -43,6 +43,10 @@ class Replaced(TransportError):
     """What was being read is not what is there any more: look again."""
 
 
+class Gap(ValueError):
+    """What a version changes is not what the engine holds."""
+
+
 @dataclass(frozen=True)
 class Broadcast:
     """The weights of a version, whole. noise: {"seed", "sigma"} for the engine's norms, or None.

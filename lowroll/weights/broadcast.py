@@ -5,6 +5,8 @@
 
     adapter    a PEFT folder for the base as it was, and the exact tensors of a base that carries s
     full       a dense Hugging Face folder in the master's own dtype
+    codes      what differs from the version before in the tensors that engines hold, where an aligned
+               learner has them (`weights.changes`); every eighth version is a full one
 
 Engines quantize what they read by the corridor of one process, so they hold the same bits
 (`weights.receive`). Noise (`weights.noise`) travels as its seed and sigma, and the engine draws it.
@@ -21,7 +23,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +53,14 @@ from lowroll.transport.broadcasts import (
     number_of,
     read_broadcast,
 )
+from lowroll.weights.changes import Changes, Shadow
 from lowroll.weights.noise import NoiseSchedule
 from lowroll.weights.update import Kind
 
 log = logging.getLogger(__name__)
 
+FULL_INTERVAL = 8  # versions: an engine that missed some begins at a full one
+CHANGES = "changes.safetensors"
 SCALED = "scaled.safetensors"  # of an adapter: tensors that dividing by s would round
 _CANDIDATE = ".candidate-"
 _RETIRED = ".retired-"
@@ -76,7 +81,8 @@ class Broadcaster:
 
     attempt: of the trainer. keep: how many of the newest versions stay at least, what they are
     changes of among them. base: the folder or hub id that an adapter is told to belong to. noise:
-    of the run, where it has any. ValueError for a model of which nothing can be published.
+    of the run, where it has any. shadow: of an aligned learner, to publish what changes.
+    ValueError for a model of which nothing can be published.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class Broadcaster:
         keep: int,
         base: str = "",
         noise: NoiseSchedule | None = None,
+        shadow: Shadow | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep: expected at least 1, got {keep}")
@@ -97,6 +104,7 @@ class Broadcaster:
         self.keep = keep
         self.base = base
         self.noise = noise
+        self.shadow = shadow
         self.broadcasts = Broadcasts(self.folder)
         self._adapted = any(linear.adapter for _, linear in model.linears())
         kept = model.weight_format
@@ -108,15 +116,40 @@ class Broadcaster:
     def publish(self, version: int) -> dict[str, float]:
         """Have readers see a version; metrics of it. When this returns, a power loss does not take
         the version away."""
-        path = self._lay(version, self._payload())
+        payload = self._payload(version)
+        path = self._lay(version, payload)
         self._retain(version)
-        return {"perf/broadcast_bytes": float(_size(path))}
+        metrics = {"perf/broadcast_bytes": float(_size(path))}
+        if self.shadow is not None:
+            if payload.kind == "codes":
+                changed = (path / CHANGES).stat().st_size / self.shadow.nbytes
+                metrics["perf/changed_bytes_fraction"] = changed
+            self.shadow.renew(version)
+        return metrics
 
-    def _payload(self) -> Payload:
+    def _payload(self, version: int) -> Payload:
+        if (changed := self._changes(version)) is not None:
+            return changed
         scale = scaling.applied(self.model) or 1.0
         if self._adapted:
             return Payload("adapter", self._write_adapter, {"input_scale": scale})
         return Payload("full", self._write_model, {"input_scale": scale})
+
+    def _changes(self, version: int) -> Payload | None:
+        """What differs from the version before; None where that is not what engines hold, or is
+        gone."""
+        shadow = self.shadow
+        if shadow is None or shadow.version != version - 1 or version % FULL_INTERVAL == 0:
+            return None
+        if self.broadcasts.at(version - 1) is None:
+            return None
+        stream, changes = shadow.changes()
+        scale = scaling.applied(self.model) or 1.0
+        return Payload(
+            "codes",
+            lambda target: save_file(stream, target / CHANGES),
+            {"input_scale": scale, **asdict(changes)},
+        )
 
     def _write_adapter(self, target: Path) -> None:
         scale = scaling.applied(self.model) or 1.0
@@ -220,6 +253,15 @@ def exact_adapter(folder: Path, input_scale: float) -> tuple[float, dict[str, Te
             raise ValueError(f"{folder / SCALED}: it has tensors that the adapter has not")
         tensors |= exact
     return alpha, tensors
+
+
+def stored_changes(folder: Path, meta: Mapping[str, Any]) -> tuple[Changes, dict[str, Tensor]]:
+    """What a broadcast of kind codes holds. ValueError for a manifest that does not say what it
+    changes."""
+    since, before, after = (meta.get(name) for name in ("since", "before", "after"))
+    if type(since) is not int or not isinstance(before, str) or not isinstance(after, str):
+        raise ValueError(f"{folder}: since, before, after: not said")
+    return Changes(since, before, after), load_file(folder / CHANGES)
 
 
 def adapter_files(folder: Path) -> list[str]:

@@ -108,6 +108,7 @@ LIGHT = (
     "cli.main",
     "engine.base",
     "engine.remote",
+    "engine.remote.pool",
     "engine.scheduler",
     "engine.request",
     "kv.pages",

@@ -58,12 +58,12 @@ def engine_of(model: Transformer, format: str, dtype: torch.dtype, noisy: bool) 
 def take(shelf: WeightShelf, engine: NativeEngine, version: str) -> None:
     """What the server does with a version."""
     now = engine.behavior
-    found, updates = read_again(
+    _, updates = read_again(
         shelf, version, now.policy[-1].version, engine.capabilities, now.weights
     )
-    for update in updates or ():
+    for one, update in updates:
         engine.update_weights(update)
-    shelf.current = found
+        shelf.current = one
 
 
 CASES = [

@@ -22,7 +22,7 @@ from lowroll.engine.remote.engine import Dialect
 from lowroll.engine.remote.member import Member, Terms
 from lowroll.engine.remote.peers import Peer
 from lowroll.engine.remote.versions import Versions
-from lowroll.engine.remote.wire import AGAIN, Call, EngineLost, Late, ServerError, parsed
+from lowroll.engine.remote.wire import AGAIN, Call, EngineLost, Late, ServerError, happens, parsed
 from lowroll.types import Group, Request
 
 log = logging.getLogger(__name__)
@@ -121,6 +121,9 @@ class Desk:
         dialect = next(m.peer.dialect for m in self.members if m.peer is not None)
         arrivals = self._arrivals(ticket, dialect)
         self._end(ticket, arrivals.aborted(_origin(ticket.request, dialect)))
+        self._parts = deque(part for part in self._parts if not part.ended)
+        for member in self.members:
+            self._end_whole(member)
         self.pump()
 
     def drop_all(self) -> None:
@@ -196,22 +199,14 @@ class Desk:
         member.counts.tokens += sum(len(one.token_ids) for one in group.rollouts)
         member.busy_s = 0.0
         self._end(flight.ticket, group)
-        part = member.part
-        if part is not None and part.ended:
-            for rest in list(member.flights):  # asked again beside those that were missing
-                self._drop(rest)
-            self._end_part(member)
+        self._end_whole(member)
         self.pump()
 
     async def _believe(self, flight: Flight, group: Group) -> None:
         """ServerError when it was drawn from another version than its engine was told."""
         spoken = self.versions.problem(group, flight.sent)
         if spoken is not None and not self.versions.settled.is_set():
-            try:
-                async with asyncio.timeout(self.terms.update_s):
-                    await self.versions.settled.wait()
-            except TimeoutError:
-                pass
+            await happens(self.versions.settled, self.terms.update_s)
             spoken = self.versions.problem(group, flight.sent)
         if spoken is not None:
             raise ServerError(f"{flight.arrivals.what}: {flight.member.url}: {spoken}")
@@ -357,6 +352,13 @@ class Desk:
             raise ServerError(
                 f"{len(part.tickets)} requests had not come to {member.url} within {ARRIVAL_S:g} s"
             ) from None
+
+    def _end_whole(self, member: Member) -> None:
+        """Of a part that nobody waits for any more."""
+        if member.part is not None and member.part.ended:
+            for rest in list(member.flights):  # asked again beside those that were missing
+                self._drop(rest)
+            self._end_part(member)
 
     def _end_part(self, member: Member) -> None:
         part, member.part = member.part, None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from lowroll.engine.remote.peers import Held, Peer, Published, meet
 from lowroll.engine.remote.versions import Versions
-from lowroll.engine.remote.wire import EngineLost, ServerError, Wire
+from lowroll.engine.remote.wire import EngineLost, ServerError, Wire, happens
 
 if TYPE_CHECKING:
     from lowroll.engine.remote.desk import Flight, Part
@@ -151,7 +151,10 @@ class Member:
 
     def takes_work(self, now: float) -> bool:
         """Whether a request may be sent."""
-        if self.state != "ready" or self.suspect or self.leaving or now < self.busy_until:
+        kicked = self._why is not None
+        if self.state != "ready" or kicked or self.suspect or self.leaving:
+            return False
+        if now < self.busy_until:
             return False
         assert self.peer is not None
         return not self.taking or self.peer.in_flight
@@ -207,7 +210,7 @@ class Member:
                         f"than those of the other engines"
                     )
             elif self.owner.updating:
-                await asyncio.wait_for(known.settled.wait(), self.terms.update_s)
+                await happens(known.settled, self.terms.update_s)
             else:
                 held = await self.take(newest)
                 if newest is known.newest and not known.settled.is_set():
@@ -268,12 +271,8 @@ class Member:
         return status, (await self.peer.progress(beat)).tokens
 
     async def _next_beat(self, beat: float) -> None:
-        try:
-            async with asyncio.timeout(beat):
-                await self._wake.wait()
-        except TimeoutError:
-            return
-        self._wake.clear()
+        if await happens(self._wake, beat):
+            self._wake.clear()
 
     def _fence(self, why: str) -> None:
         if self.state == "ready":

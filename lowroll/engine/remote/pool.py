@@ -28,7 +28,7 @@ from lowroll.engine.remote.discovery import Discovery, Elastic, Resolver, resolv
 from lowroll.engine.remote.member import Counts, Member, Terms
 from lowroll.engine.remote.peers import Held, OwnPeer, Published, facts
 from lowroll.engine.remote.versions import Disagreement, Versions, agreed
-from lowroll.engine.remote.wire import ServerError
+from lowroll.engine.remote.wire import ServerError, happens
 from lowroll.engine.request import validate
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, printable
 
@@ -398,10 +398,8 @@ class EnginePool:
             raise ServerError(
                 f"no engine has answered within {self._terms.patience_s:g} s: {self._told()}"
             ) from None
-        tried = [asyncio.ensure_future(m.tried.wait()) for m in self._members]
-        _, pending = await asyncio.wait(tried, timeout=min(TOGETHER_S, self._terms.patience_s))
-        for task in pending:
-            task.cancel()
+        seconds = min(TOGETHER_S, self._terms.patience_s)
+        await asyncio.gather(*(happens(member.tried, seconds) for member in self._members))
 
     async def _end(self) -> None:
         self._desk.drop_all()
@@ -494,11 +492,11 @@ class EnginePool:
                 pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                member, error = asked[task], task.exception()
-                if error is None:
-                    taken[member.url] = task.result()
+                member = asked[task]
+                try:
+                    taken[member.url] = await task
                     end = min(end, self._loop.time() + terms.silent_s)
-                else:
+                except ServerError as error:
                     member.kick(f"it did not take {broadcast.path.name}: {error}")
         for task in pending:
             task.cancel()

@@ -228,3 +228,13 @@ def _reason(text: bytes) -> str:
     except (ValueError, RecursionError, AttributeError):
         message = text.decode(errors="replace")
     return printable(" ".join(str(message).split()), 500)
+
+
+async def happens(event: asyncio.Event, seconds: float) -> bool:
+    """Whether it happens within so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
