@@ -177,6 +177,8 @@ class Sample:
     group: int = 0  # index of the group within the batch
     # shaped reward that entered the group's statistics; None after a ScoreError
     reward: float | None = None
+    # where it was drawn at another temperature than the batch's
+    temperature: float | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass

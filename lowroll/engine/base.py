@@ -37,6 +37,7 @@ class Capabilities:
     kv: CachePolicy = DENSE  # which keys a sample's cache keeps, by arithmetic
     kv_dtype: str | None = None  # of the stored keys and values; None is the model's own
     records_evictions: bool = False  # its rollouts say what a bounded cache dropped
+    vocab_size: int | None = None  # logits of a token; None where it is not told
 
     @property
     def kv_policy(self) -> str:

@@ -52,7 +52,7 @@ class Run:
 class Runner:
     """Owns the KV cache and the device side of a step. large_batch_model: the model for many rows
     at once (`engine.decoder`). kv: the cache policy. storage: how keys and values are stored.
-    record_evictions: keep track of what the policy drops."""
+    record_evictions: keep track of what the policy drops. cuda_graphs: as `Decoder`'s."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class Runner:
         kv: CachePolicy = DENSE,
         storage: type[KVCache] = KVCache,
         record_evictions: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         self.model = model
         self.large_batch_model = large_batch_model
@@ -79,7 +80,7 @@ class Runner:
             )
         self.states = [one for one in (self.selector, self.recorder) if one is not None]
         self.decoder = Decoder(
-            model, large_batch_model, self.cache, max_batch, longest, self.selector
+            model, large_batch_model, self.cache, max_batch, longest, self.selector, cuda_graphs
         )
 
     @property

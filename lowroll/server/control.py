@@ -13,7 +13,8 @@ from lowroll.server.errors import Refused
 from lowroll.server.guard import read_json
 from lowroll.server.loop import PauseMode, Stalled
 from lowroll.server.serving import SERVING
-from lowroll.server.shelf import WeightShelf
+from lowroll.server.shelf import Version, WeightShelf, read_again
+from lowroll.transport.broadcasts import Gap
 from lowroll.types import BehaviorTag
 
 SHELF: web.AppKey[WeightShelf] = web.AppKey("shelf", WeightShelf)
@@ -58,15 +59,15 @@ async def weights(request: web.Request) -> web.Response:
     """`GET /weights`: which weights are drawn from, and which may be asked for."""
     serving, shelf = request.app[SERVING], request.app[SHELF]
     found = await serving.loop.health()
-    held = _policy(found.behavior)
-    return web.json_response(
-        {"version": shelf.current, **held, "available": await asyncio.to_thread(shelf.versions)}
-    )
+    available = await asyncio.to_thread(shelf.versions)
+    held = _held(shelf.current) | _policy(found.behavior)
+    return web.json_response({**held, "available": available})
 
 
 async def update_weights(request: web.Request) -> web.Response:
     """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on. Requests
-    in flight go on under them, and their spans say so.
+    in flight go on under them, and their spans say so. A broadcast that the engine holds is
+    answered at once.
 
     Refused before anything has changed: 404 for a version that is not there, 409 for one that does
     not fit or while another one is taken."""
@@ -79,29 +80,61 @@ async def update_weights(request: web.Request) -> web.Response:
 
 
 async def _update(app: web.Application, version: str) -> dict[str, Any]:
-    serving, shelf = app[SERVING], app[SHELF]
     began = time.monotonic()
+    try:
+        try:
+            found, behavior = await _take(app, version)
+        except Gap:  # it missed what the version changes
+            found, behavior = await _take(app, version, gap=True)
+    except Refused:
+        raise
+    except ValueError as error:
+        raise Refused(f"version: {error}", "version", 409) from error
+    return {**_held(found), **_policy(behavior), "seconds": time.monotonic() - began}
+
+
+async def _take(
+    app: web.Application, version: str, gap: bool = False
+) -> tuple[Version, BehaviorTag]:
+    """Read a version and have the engine take it. ValueError as `Engine.update_weights` says."""
+    serving, shelf = app[SERVING], app[SHELF]
     behavior = (await serving.loop.health()).behavior
-    number = shelf.number(version, behavior.policy[-1].version)
     limit = serving.limits.update_s
     try:
         async with asyncio.timeout(limit):
-            update = await asyncio.to_thread(
-                shelf.read, version, number, serving.capabilities, behavior.weights
+            found, updates = await asyncio.to_thread(
+                read_again,
+                shelf,
+                version,
+                behavior.policy[-1].version,
+                serving.capabilities,
+                behavior.weights,
+                gap,
             )
     except TimeoutError:
         raise Stalled(f"weights: {version} was not read in {limit:g} s") from None
 
     def take(engine: Engine) -> BehaviorTag:
-        behavior = engine.update_weights(update)
-        shelf.current = version  # also when nobody waits for the answer any more
-        return behavior
+        for one, update in updates:
+            engine.update_weights(update)
+            shelf.current = one  # also when nobody waits for the answer any more
+        return engine.behavior
 
-    try:
+    if updates:
         behavior = await serving.loop.call(take, f"weights {version}", limit)
-    except ValueError as error:
-        raise Refused(f"version: {error}", "version", 409) from error
-    return {"version": version, **_policy(behavior), "seconds": time.monotonic() - began}
+    return found, behavior
+
+
+def _held(version: Version | None) -> dict[str, Any]:
+    """Which version an engine was given last, and the digest of its manifest: what the engine then
+    holds has digests of its own."""
+    if version is None:
+        return {"version": None, "manifest_digest": None}
+    broadcast = version.broadcast
+    return {
+        "version": version.name,
+        "manifest_digest": None if broadcast is None else broadcast.digest,
+    }
 
 
 def _policy(behavior: BehaviorTag) -> dict[str, Any]:

@@ -64,11 +64,14 @@ class Trainer:
         self.version = 0
         self.last_step: int | None = None
 
-    def step(self) -> dict[str, float]:
-        """Receive a batch, learn from it, publish the next version; returns the metrics of the
-        step."""
+    def receive(self) -> Batch:
+        """The next batch. ValueError for one that was learned from."""
         batch = self.channel.receive(self.deadline_s)
         self._refuse_replay(batch)
+        return batch
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Learn from a batch, publish the next version; returns the metrics of the step."""
         started = time.monotonic()
         self._tell("learn", 0, self.settings.minibatches)
         if self.before_first is not None and self.last_step is None:
