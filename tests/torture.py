@@ -502,6 +502,7 @@ def programs(bench: Bench, rng: random.Random) -> Iterator[str]:
 
 def transport(bench: Bench, rng: random.Random) -> Iterator[str]:
     """Twenty pieces of garbage for each death of a process: a death costs as much as they do."""
+    logging.getLogger("lowroll.transport").setLevel(logging.CRITICAL)  # damage is on purpose
     with ExitStack() as stack:
         fuzz = Fuzz(_fresh(bench.root / "garbage"), rng, stack).trials()
         for number in count():
