@@ -18,7 +18,8 @@ from lowroll.config import RunConfig
 from lowroll.envs import Environment
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.saving import saving
-from lowroll.orchestrator.client import BatchSender, PhaseProgress
+from lowroll.orchestrator.client import BatchSender, PhaseProgress, WeightsWatch
+from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs.build import environments, orchestrator, prompts
 from lowroll.runs.evaluations import Evaluations, Measured
@@ -54,7 +55,8 @@ class Tasks:
 
 class Batches:
     """See the top of the file. cfg: with the size of the engine's cache. Scoring workers end with
-    `stack`. rollout_log: as `Orchestrator`'s."""
+    `stack`. rollout_log, weights, journal: as `Orchestrator`'s. alone: in one process with the
+    learner."""
 
     def __init__(
         self,
@@ -66,7 +68,11 @@ class Batches:
         channel: BatchSender,
         rollout_log: Callable[[Batch], object],
         stack: ExitStack,
+        weights: WeightsWatch | None = None,
+        journal: Journal | None = None,
+        alone: bool = True,
     ) -> None:
+        self.alone = alone
         self.cfg = cfg
         self.spec = spec
         self.rollouts = rollouts
@@ -79,13 +85,15 @@ class Batches:
             eval_scorer = stack.enter_context(environments.scorer(cfg, cfg.eval.env))
         self.evaluations = Evaluations(cfg, spec, rollouts, tasks.held_out, eval_scorer, chat)
         self.orchestrator = Orchestrator(
-            orchestrator.settings(cfg, spec),
+            orchestrator.settings(cfg, spec, alone),
             tasks.envs,
             rollouts,
             scorer,
             chat,
             _Described(channel, self.described),
             rollout_log=rollout_log,
+            weights=weights,
+            journal=journal,
         )
 
     def watch(self, phase: PhaseProgress, note: Callable[[str], object]) -> None:
@@ -96,7 +104,7 @@ class Batches:
     def enter(self, step: int) -> None:
         """Go over to the settings of the step's stage."""
         if self.stages.enter(step):
-            self.orchestrator.enter(orchestrator.settings(self.stages.now, self.spec))
+            self.orchestrator.enter(orchestrator.settings(self.stages.now, self.spec, self.alone))
 
     def step(self, step: int, version: int) -> Batch:
         """Make the batch of a step and send it."""

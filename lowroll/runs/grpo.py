@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from lowroll.config import RunConfig
+from lowroll.config.roles import one_process_problems
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, read
 from lowroll.model.tokenizer import ChatTokenizer
@@ -34,6 +35,7 @@ from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder
+from lowroll.runs.launch.local import launch
 from lowroll.runs.learner import Learner
 from lowroll.runs.memory import fit
 from lowroll.runs.memory.plan import Planner
@@ -66,6 +68,10 @@ def run(
     for which dynamic sampling finds nothing to learn from any more finishes early.
     """
     cfg, texts = configuration.read(config, overrides or {})
+    if cfg.launcher == "local":
+        return launch(cfg, resume=resume, overwrite=overwrite)
+    if problems := one_process_problems(cfg):
+        raise ValueError("\n".join(problems))
     cfg = cfg.resolved()
     last = cfg.train.max_steps
     with ExitStack() as stack:
