@@ -182,3 +182,18 @@ class Engine(Protocol):
         """Give back what it holds outside of this object: processes, connections, files. Nothing
         else may be called then. Idempotent."""
         ...
+
+
+def replayed(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """The metrics of the replays between two looks at one engine; {} when there were none."""
+    samples = after.replays - before.replays
+    if samples == 0:
+        return {}
+    tokens = after.replayed_tokens - before.replayed_tokens
+    kept = after.kept_tokens - before.kept_tokens
+    return {
+        "rollout/replay_samples": float(samples),
+        "rollout/replay_kept_mean": kept / samples,
+        "rollout/replay_kept_fraction": kept / tokens,
+        "rollout/replay_redrawn_tokens": float(tokens - kept),
+    }
