@@ -87,8 +87,8 @@ def _evaluations(cfg: RunConfig) -> list[str]:
     if not drawn.interval:
         return []
     return [
-        f"evaluation before step 1, every {drawn.interval} steps and after the last: up to "
-        f"{drawn.num_examples:,} held-out prompts x {drawn.rollouts_per_example} responses an "
+        f"evaluation before step 1, every {drawn.interval} steps and after the last: "
+        f"{drawn.most} held-out prompts x {drawn.rollouts_per_example} responses an "
         "environment each time, twice before step 1 and after the last (eval.num_examples; "
         "eval.interval: null has none)"
     ]

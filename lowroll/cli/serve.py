@@ -82,6 +82,17 @@ def _add_engine(p: argparse._ArgumentGroup) -> None:
     )
     p.add_argument("--lora-alpha", type=float, metavar="A", help="of that adapter (default: 2 R)")
     p.add_argument(
+        "--uaq-scale",
+        type=float,
+        metavar="S",
+        help="scale the model as a run with train.uaq_scale does, for the weights of such a run",
+    )
+    p.add_argument(
+        "--noisy",
+        action="store_true",
+        help="norms that take the noise of a run with a noise section, with its weights",
+    )
+    p.add_argument(
         "--weights-dir",
         metavar="DIR",
         help="a folder of published weights, a folder a version, for POST /weights",
@@ -202,6 +213,8 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
     model: Path | Transformer = folder
     if arguments.lora_rank is not None:
         model = adapted(folder, device, arguments)
+    elif arguments.uaq_scale is not None:
+        model = scaled(folder, device, arguments)
     return NativeEngine(
         model,
         arguments.weights,
@@ -211,6 +224,7 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
         cache_tokens=arguments.cache_tokens,
         max_batch=arguments.max_batch,
         kv_dtype=kv.kv_dtype,
+        noisy=arguments.noisy,
         lookahead=arguments.lookahead or (LOOKAHEAD if device.type == "cuda" else None),
     )
 
@@ -229,15 +243,28 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
     """The model in its format, with an adapter that changes nothing yet."""
     from lowroll.model import hf, lora
     from lowroll.quant.formats import get_format
+    from lowroll.weights.publish import quantize_base
 
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"--lora-rank: {folder} is an adapter folder, and brings its own")
     rank = arguments.lora_rank
     alpha = 2.0 * rank if arguments.lora_alpha is None else arguments.lora_alpha
     format = arguments.weights or hf.low_bit_format(folder) or DEFAULT
-    model = hf.load(folder, device, get_format(format).dtype, format)
+    if arguments.uaq_scale is not None:  # before it is quantized
+        model = quantize_base(scaled(folder, device, arguments), format)
+    else:
+        model = hf.load(folder, device, get_format(format).dtype, format)
     targets = lora.TARGETS[:4] if model.spec.num_experts else lora.TARGETS  # experts take none
     return lora.attach(model, rank, alpha, targets)
+
+
+def scaled(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
+    """The dense model, scaled as a learner's is before anything is made of it."""
+    from lowroll.model import hf, scaling
+    from lowroll.quant.formats import get_format
+
+    dtype = get_format(arguments.weights or DEFAULT).dtype
+    return scaling.scale(hf.load(folder, device, dtype), arguments.uaq_scale)
 
 
 def limits(arguments: argparse.Namespace) -> Limits:

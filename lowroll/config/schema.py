@@ -17,12 +17,29 @@ from pydantic import AfterValidator, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
+from lowroll.config.buffer import (
+    AdvantageFunction,
+    BufferConfig,
+    buffer_notes,
+    buffer_problems,
+    resolved_advantage,
+)
 from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
 from lowroll.config.guard import GuardConfig
 from lowroll.config.kv import KvConfig, kv_problems
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
+from lowroll.config.roles import (
+    AsynchronyConfig,
+    ClientConfig,
+    Launcher,
+    RolloutTransportConfig,
+    ServeConfig,
+    WeightBroadcastConfig,
+    role_notes,
+    role_problems,
+)
 from lowroll.config.section import (
     Advantage,
     Algorithm,
@@ -45,7 +62,7 @@ from lowroll.config.section import (
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 from lowroll.config.vllm import EngineName, VllmConfig, vllm_notes, vllm_problems
 from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
-from lowroll.quant.table import DEFAULT, is_dense
+from lowroll.quant.table import DEFAULT, FORMATS, is_dense
 
 
 def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
@@ -87,6 +104,15 @@ class RolloutConfig(Section):
     release_cache: bool = False  # give the cache's memory to the learner between rollouts
     cache_tokens: Count | None = None  # tokens that the KV cache holds; null: what the run uses
     prefill_chunk: Count | None = None  # prompt tokens a sequence prefills in one step; null: all
+    # tokens of a prompt and its response; longer prompts are passed over. null: what a micro-batch
+    # and the model's context hold
+    max_model_len: Count | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # of what is drawn; null: the run's
+    cuda_graphs: bool = True  # false: kernels are started one by one, to look for a fault
+    prefix_caching: bool = True  # pages of a prompt serve a later one with the same beginning
+    # share of the GPU's memory that the engine may fill with weights and cache; null: what the run
+    # can use
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @property
     def cache(self) -> KvConfig:
@@ -129,8 +155,9 @@ class TrainConfig(Section):
     max_grad_norm: Positive = 1.0
     # 8bit: moments in 8 bits; muon: for hidden matrices
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    # aligned: in the rollout's low-bit arithmetic (QaRL)
-    forward: Literal["dense", "aligned"] = "dense"
+    # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic, whatever the
+    # rollouts are in
+    forward: Literal["dense", "aligned", "fp8", "nvfp4"] = "dense"
     teacher: Text | None = None  # the frozen model of loss.aipo.teacher_tau: a folder, hub id
     uaq_scale: Positive | None = None  # QuRL's update-aware scaling; it uses 1.5
     weight_metrics: bool = True  # weights/*, at the price of a copy of what is learnt
@@ -194,6 +221,12 @@ class CkptConfig(Section):
     keep_interval: Count | None = None
     # seconds that a full disk may last
     wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
+    # go on from this step's checkpoint (-1: the newest); null: as --resume says
+    resume_step: Annotated[int, Field(ge=-1)] | None = None
+    # seconds that a resumed role waits for weights to draw from; null: as weight_broadcast.timeout
+    wait_for_weights_timeout: Positive | None = None
+    skip_progress: bool = False  # begin at step 1 with the weights of the checkpoint
+    skip_buffer: bool = False  # leave the pools by difficulty of the checkpoint
 
 
 class SftConfig(Section):
@@ -220,11 +253,13 @@ class RunConfig(Section):
     # auto: float32 on the CPU, bfloat16 on a GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     env: Environments = (EnvConfig(id="reverse-text"),)
+    logging_steps: Count = 1  # the terminal says every so many steps; metrics.jsonl has all
     batch_size: Count = 64  # rollouts a step
     rollouts_per_example: GroupSize = 8  # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
     algorithm: Algorithm = "grpo"
-    advantage: Advantage | None = None  # null: the algorithm's
+    advantage: Advantage | None = None  # null: the algorithm's; custom: advantage_function's
+    advantage_function: AdvantageFunction | None = None
     correction: Correction = "auto"
     force: bool = False  # run what is known to collapse, to compare with
     loss: LossConfig = LossConfig()
@@ -237,11 +272,19 @@ class RunConfig(Section):
     ] = ()  # what changes in the course of the run
     noise: NoiseConfig | None = None
     score: ScoreConfig = ScoreConfig()
+    buffer: BufferConfig = BufferConfig()  # which prompts are learnt from
     guard: GuardConfig | None = GuardConfig()  # watches the mismatch; null: nothing does
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
+    launcher: Launcher = "none"  # local: engine, orchestrator and trainer as processes
+    asynchrony: AsynchronyConfig = AsynchronyConfig()
+    client: ClientConfig = ClientConfig()
+    serve: ServeConfig = ServeConfig()
+    rollout_transport: RolloutTransportConfig = RolloutTransportConfig()
+    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     _notes: tuple[str, ...] = ()
+    _given: str | None = None
     _chosen: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -262,6 +305,12 @@ class RunConfig(Section):
         """Options of the objective that `correction: auto` chose; the measured mismatch may widen
         them."""
         return self._chosen
+
+    @property
+    def given(self) -> str | None:
+        """What an orchestrator that was started with orch.yaml alone leaves in the run's folder for
+        a trainer that has train.yaml alone (YAML text, for `surogate.roles.GIVEN`); else None."""
+        return self._given
 
     @property
     def num_groups(self) -> int:
@@ -286,6 +335,14 @@ class RunConfig(Section):
         return [self, *(self.at(stage.step) for stage in self.stages)]
 
     @property
+    def forward_weights(self) -> str | None:
+        """The format of the learner's forward; None: the learner multiplies with its own weights."""
+        forward = self.train.forward
+        if forward == "dense":
+            return None
+        return self.rollout.weights if forward == "aligned" else forward
+
+    @property
     def objective_options(self) -> dict[str, Any]:
         """The options of `objectives.objective.select(cfg.algorithm, cfg.correction)`, with the
         defaults filled in."""
@@ -296,6 +353,12 @@ class RunConfig(Section):
         """A copy that carries these notes too."""
         copy = self.model_copy()
         copy._notes = self._notes + tuple(line for line in lines if line not in self._notes)
+        return copy
+
+    def with_given(self, text: str) -> RunConfig:
+        """A copy that leaves this for a trainer."""
+        copy = self.model_copy()
+        copy._given = text
         return copy
 
     def resolved(self) -> RunConfig:
@@ -320,7 +383,7 @@ class RunConfig(Section):
             sampling = self.dapo.dynamic_sampling
         copy = self.model_copy(
             update={
-                "advantage": self.advantage or default.advantage,
+                **resolved_advantage(self, default.advantage),
                 "correction": correction,
                 "loss": self.loss.model_copy(update=loss),
                 "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
@@ -355,7 +418,7 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
         f"{rollout.weights}+{second}" if low_bit else rollout.weights,
         truncated=tuple(f"{name} {value}" for name, value in cut.items()),
         noisy=cfg.noise is not None and cfg.noise.learner == "clean",
-        aligned=cfg.train.forward == "aligned" and second is None,
+        aligned=cfg.train.forward in ("aligned", rollout.weights) and second is None,
         lora=cfg.train.lora and not low_bit,
         kv_policy=rollout.cache.policy,
         kv_dtype=rollout.cache.kv_dtype,
@@ -393,6 +456,15 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from _stage_problems(cfg)
     yield from kv_problems(cfg.rollout.kv)
     yield from vllm_problems(cfg)
+    yield from buffer_problems(cfg)
+    yield from role_problems(cfg)
+    rounds, base = cfg.forward_weights, cfg.rollout.weights
+    if cfg.train.lora and rounds not in (None, base) and not is_dense(base):
+        yield (
+            (("train", "forward"), ("rollout", "weights")),
+            f"the adapter's base is {base}, and the learner multiplies with what it holds; write "
+            "aligned or dense",
+        )
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
         yield (
             (("rollout", "temp_scheduler"), ("rollout", "temperature")),
@@ -476,6 +548,12 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
             (("rollout", "min_tokens"), ("rollout", "max_tokens")),
             f"rollout.min_tokens ({rollout.min_tokens}) is more than rollout.max_tokens ({rollout.max_tokens})",
         )
+    if rollout.max_model_len is not None and rollout.max_model_len <= rollout.max_tokens:
+        yield (
+            (("rollout", "max_model_len"), ("rollout", "max_tokens")),
+            f"rollout.max_model_len ({rollout.max_model_len}) cannot hold a prompt and its response "
+            f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
+        )
     held = rollout.cache_tokens
     # what a bounded cache needs is its policy's arithmetic (`runs.build.prompts`)
     if held is not None and held <= rollout.max_tokens and not rollout.cache.evicts:
@@ -506,6 +584,7 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
 def _warnings(cfg: RunConfig) -> Iterator[str]:
     """Settings that work, but rarely as meant. `cfg` is resolved."""
     rollout, price = cfg.rollout, _rollouts(cfg)
+    rounds = cfg.train.forward in FORMATS
     if price.truncated and cfg.correction == "none":
         yield (
             f"warning: {', '.join(price.truncated)}: the rollouts are drawn from another distribution than the "
@@ -548,12 +627,17 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         )
     if cfg.train.forward == "aligned" and is_dense(rollout.weights):
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
+    if rounds and not price.low_bit and cfg.correction in ("none", "is"):
+        yield (
+            f"warning: train.forward {cfg.train.forward} with correction {cfg.correction}: the "
+            "learner rounds and the rollouts do not, and that is not corrected"
+        )
     if price.foreign and not price.low_bit and cfg.correction in ("none", "is"):
         yield (
             f"warning: rollouts of {price.engine} with correction {cfg.correction}: it rounds otherwise than the "
             "learner, and that is not corrected; good for comparison only"
         )
-    other = price.forgets or price.low_bit_cache or price.foreign
+    other = price.forgets or price.low_bit_cache or price.foreign or rounds
     faithful = not (price.low_bit or price.truncated or price.noisy or other)
     if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
@@ -570,6 +654,8 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         yield "train.replay_kv: no effect without a rollout.kv.policy that drops keys"
     yield from vllm_notes(rollout.engine, rollout.vllm)
     yield from eval_notes(cfg.eval)
+    yield from buffer_notes(cfg)
+    yield from role_notes(cfg)
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from stage_notes(cfg.stages, cfg.train.max_steps)
     yield from critic_notes(cfg.algorithm, cfg.critic)

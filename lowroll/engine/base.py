@@ -45,6 +45,7 @@ class Capabilities:
     kv_dtype: str | None = None  # of the stored keys and values; None is the model's own
     records_evictions: bool = False  # its rollouts say what a bounded cache dropped
     replays: bool = False  # it can begin what is in flight again under new weights (`InFlight`)
+    vocab_size: int | None = None  # logits of a token; None where it is not told
 
     @property
     def kv_policy(self) -> str:

@@ -34,6 +34,7 @@ from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import recorder_bytes
 from lowroll.kv.storage import storage
 from lowroll.model import hf
+from lowroll.model.claims import total_memory
 from lowroll.model.experts import StackedLinear
 from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
@@ -95,6 +96,10 @@ class NativeEngine:
     in, for requests that come one by one: prompts also run together, once in so many steps. None is
     the device's best for requests that are there from the beginning (16 on CUDA). Tokens do not
     depend on it.
+    max_model_len: tokens of the longest prompt with its response, where the model could take longer
+    ones. memory_share: of the device's memory, which weights and a KV cache of no given size may fill.
+    prefix_caching: a prompt finds the pages of an earlier one with the same beginning.
+    cuda_graphs: False starts the kernels of a decode step one by one, to look for a fault.
     ValueError names the argument that is wrong.
     """
 
@@ -119,6 +124,10 @@ class NativeEngine:
         kv_dtype: str | None = None,
         record_evictions: bool = False,
         lookahead: int | None = None,
+        max_model_len: int | None = None,
+        memory_share: float | None = None,
+        prefix_caching: bool = True,
+        cuda_graphs: bool = True,
     ) -> None:
         if lookahead is not None and not 1 <= lookahead <= MOST_STEPS:
             raise ValueError(f"lookahead: expected 1..{MOST_STEPS} steps, got {lookahead}")
@@ -146,11 +155,13 @@ class NativeEngine:
             assert self.folder is not None
             self.model = rollout_load(self.folder, weights, device, dtype, noisy)
         self.spec = self.model.spec
+        self.context = min(self.spec.max_position, max_model_len or self.spec.max_position)
         self._max_batch = max_batch
         self.receiver = Receiver(self.model, self.large_batch_model)
         if keep_dense:
             self.keep_dense()
         self._recording = record_evictions
+        self._share = memory_share
         num_pages = self._num_pages(cache_tokens, workloads, page_size)
         self.runner = Runner(
             self.model,
@@ -161,8 +172,9 @@ class NativeEngine:
             self.kv,
             self.storage,
             record_evictions,
+            cuda_graphs,
         )
-        self.pool = PagePool(num_pages, page_size)
+        self.pool = PagePool(num_pages, page_size, prefix_caching)
         if large_batch_weights is not None:
             weights = f"{weights}+{large_batch_weights}"
         self.behavior = BehaviorTag(
@@ -174,20 +186,7 @@ class NativeEngine:
         )
         self._tokenizer = tokenizer
         self._tokens = 0  # drawn so far, and drawn again
-        decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
-        self.scheduler = Scheduler(
-            self.pool,
-            behavior=self.behavior,
-            kv=self.kv,
-            max_batch=max_batch,
-            max_prefill_tokens=max_prefill_tokens,
-            prefill_chunk=prefill_chunk,
-            lookahead=lookahead or self.runner.lookahead,
-            gather=(lookahead or 1) - 1,
-            eos_ids=self._eos_ids(),
-            decode=decode,
-            evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
-        )
+        self.scheduler = self._schedule(max_batch, max_prefill_tokens, prefill_chunk, lookahead)
 
     # -- the door ----------------------------------------------------------------------------------
 
@@ -327,10 +326,10 @@ class NativeEngine:
             raise ValueError(f"top: expected an integer in 0..{MAX_TOP_LOGPROBS}, got {top!r}")
         scores = []
         for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
-            if not 1 <= prompt_len < len(ids) or len(ids) > self.spec.max_position:
+            if not 1 <= prompt_len < len(ids) or len(ids) > self.context:
                 raise ValueError(
                     f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be "
-                    f"scored in a context of {self.spec.max_position}"
+                    f"scored in a context of {self.context}"
                 )
             if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
                 raise ValueError(
@@ -369,8 +368,8 @@ class NativeEngine:
     def capabilities(self) -> Capabilities:
         """What a caller may ask."""
         return Capabilities(
-            context_length=self.spec.max_position,
-            updates=frozenset({self.receiver.kind}),
+            context_length=self.context,
+            updates=self.receiver.kinds,
             updates_in_flight=True,
             noise=self.receiver.takes_noise,
             scores=True,
@@ -380,6 +379,7 @@ class NativeEngine:
             kv_dtype=self.behavior.kv_dtype,
             records_evictions=self.runner.recorder is not None,
             replays=self.kv.budget is None,
+            vocab_size=self.spec.vocab_size,
         )
 
     def stats(self) -> EngineStats:
@@ -534,7 +534,7 @@ class NativeEngine:
             validate(
                 request,
                 vocab_size=self.spec.vocab_size,
-                context_length=self.spec.max_position,
+                context_length=self.context,
                 cache_tokens=self.pool.num_pages * self.pool.page_size,
                 has_tokenizer=self._has_tokenizer,
                 kv=self.kv,
@@ -566,6 +566,28 @@ class NativeEngine:
             return dtype
         return torch.bfloat16 if device.type == "cuda" else torch.float32
 
+    def _schedule(
+        self,
+        max_batch: int,
+        max_prefill_tokens: int,
+        prefill_chunk: int | None,
+        lookahead: int | None,
+    ) -> Scheduler:
+        decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
+        return Scheduler(
+            self.pool,
+            behavior=self.behavior,
+            kv=self.kv,
+            max_batch=max_batch,
+            max_prefill_tokens=max_prefill_tokens,
+            prefill_chunk=prefill_chunk,
+            lookahead=lookahead or self.runner.lookahead,
+            gather=(lookahead or 1) - 1,
+            eos_ids=self._eos_ids(),
+            decode=decode,
+            evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
+        )
+
     def _num_pages(
         self, cache_tokens: int | None, workloads: Sequence[Workload], page_size: int
     ) -> int:
@@ -590,10 +612,11 @@ class NativeEngine:
                 workloads,
                 page_size=page_size,
                 max_batch=self._max_batch,
-                context=self.spec.max_position,
+                context=self.context,
                 bytes_per_token=each,
                 free=max(0, (UNKNOWN_FREE if free is None else free) - beside),
                 kv=self.kv,
+                most=self._budget(free, beside),
             )
         if free is not None and cache_tokens * each + beside > free:
             state = f" and the state of {self.kv.name} {beside / 1e9:.3g} GB" if beside else ""
@@ -602,6 +625,16 @@ class NativeEngine:
                 f"{cache_tokens * each / 1e9:.3g} GB{state}, and {free / 1e9:.3g} GB are free"
             )
         return cache_tokens
+
+    def _budget(self, free: int | None, beside: int) -> int | None:
+        """Bytes that memory_share leaves for the cache; None without one."""
+        device = self.model.device
+        total = total_memory(device)
+        if self._share is None or total is None:
+            return None
+        own = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        left = round(self._share * total) - own - beside
+        return max(0, left if free is None else min(left, free - beside))
 
     @property
     def _policy_bytes(self) -> int:

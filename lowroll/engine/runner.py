@@ -61,7 +61,7 @@ class Run:
 class Runner:
     """Owns the KV cache and the device side of a step. large_batch_model: the model for many rows
     at once (`engine.decoder`). kv: the cache policy. storage: how keys and values are stored.
-    record_evictions: keep track of what the policy drops."""
+    record_evictions: keep track of what the policy drops. cuda_graphs: as `Decoder`'s."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class Runner:
         kv: CachePolicy = DENSE,
         storage: type[KVCache] = KVCache,
         record_evictions: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         self.model = model
         self.large_batch_model = large_batch_model
@@ -88,7 +89,7 @@ class Runner:
             )
         self.states = [one for one in (self.selector, self.recorder) if one is not None]
         self.decoder = Decoder(
-            model, large_batch_model, self.cache, max_batch, longest, self.selector
+            model, large_batch_model, self.cache, max_batch, longest, self.selector, cuda_graphs
         )
 
     @property
@@ -226,8 +227,8 @@ class Runner:
             start, stop = stop, stop + len(check.ids)
             told = [one[0] for one in tops[start:stop] if one is not None]
             large_batch = self.large_batch_model is not None
-            some = ids[start:stop], logprobs[start:stop]
-            drawn.append(Run(check.sequence, *some, large_batch, told or None))
+            ids_S, logprobs_S = ids[start:stop], logprobs[start:stop]
+            drawn.append(Run(check.sequence, ids_S, logprobs_S, large_batch, told or None))
         return drawn
 
     def _draw(self, logits_BV: Tensor, sequences: Many[Sequence | Place]) -> tuple[Tensor, Tensor]:

@@ -553,6 +553,18 @@ METRICS: tuple[Metric, ...] = (
         "GB",
         "peak memory of the process (on a GPU, of the device with all of its KV cache)",
     ),
+    _M(
+        "perf/broadcast_bytes",
+        "bytes",
+        "of the published weights of the version, where engines are other processes",
+    ),
+    _M(
+        "perf/changed_bytes_fraction",
+        "fraction",
+        "bytes that were published of what the step changed, over those that an engine holds; "
+        "absent where a whole version was published",
+        "falls with the learning rate; 1 where all moves",
+    ),
     _M("perf/kv_pages_peak", "pages", "most KV-cache pages in use at once"),
     _M(
         "perf/prefix_hits",

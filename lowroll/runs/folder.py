@@ -56,15 +56,20 @@ log = logging.getLogger(__name__)
 
 CONFIG, FINAL, LOGS, ENVIRONMENTS = "config.yaml", "final", "logs", "environments"
 BATCHES = ("rollouts", "offending")
+ROLES = ("roles", "orchestrator", "broadcasts")  # of a run with roles
 META = ("command", "config", "base", "read", "step", "tensors")  # beside the state of a checkpoint
 _MARK = re.compile(r"# lowroll (\w+): the settings of the run in this folder\n")
+_SPOOLED = re.compile(r"step_[0-9]{6,15}\.frame(\.damaged)?|end\.json|cursor\.json")
 _STEP = re.compile(r"step_[0-9]{6,}")
 
 
 class RunFolder:
-    """`output_dir` of a configuration, for the runs of a command: grpo or sft."""
+    """`output_dir` of a configuration, for the runs of a command: grpo or sft. alone: one process
+    makes the run; else the rollouts are the orchestrator's (`runs.roles`)."""
 
-    def __init__(self, cfg: RunConfig, command: str) -> None:
+    def __init__(self, cfg: RunConfig, command: str, alone: bool = True) -> None:
+        self.alone = alone
+        self.attempt = 0  # the number of this launch, once it has the lock
         self.cfg = cfg
         self.command = command
         self.path = Path(cfg.output_dir)
@@ -204,9 +209,14 @@ class RunFolder:
                 path.parent.mkdir(exist_ok=True)
                 self.space.write(path, partial(write_file, path, text.encode()))
 
-    def begin(self, about: Mapping[str, str]) -> None:
-        """Begin a run: what an earlier one made goes, then what describes this one is written."""
-        self._clear()
+    def begin(self, about: Mapping[str, str], again: bool = False) -> None:
+        """Begin a run: what an earlier one made goes, then what describes this one is written.
+        again: of a run with roles that had no checkpoint yet, whose batches stay."""
+        if again and not self.alone:
+            Recorder(self.path).truncate(0)
+        else:
+            self._clear()
+            self._clear_roles()
         self._write_config()
         self.space.write(
             self.path / ABOUT_FILE,
@@ -281,11 +291,11 @@ class RunFolder:
                 "resumed elsewhere, so not bit for bit as the run would have gone on: %s", words
             )
         self.recorder = Recorder(self.path)
-        for later_gone in (
-            self.recorder.truncate,
-            partial(truncate_rollouts, self.path / "rollouts"),
-            self.store.truncate,
-        ):
+        gone = [self.recorder.truncate, self.store.truncate]
+        if self.alone:
+            gone.insert(1, partial(truncate_rollouts, self.path / "rollouts"))
+            self._clear_roles()  # the orchestrator's state is in the checkpoint
+        for later_gone in gone:
             self.space.write(self.path, partial(later_gone, step))
         self._write_config()
 
@@ -326,6 +336,23 @@ class RunFolder:
         path = self.path / CONFIG
         self.space.write(path, lambda: write_file(path, (mark + self.cfg.dump()).encode()))
 
+    def _clear_roles(self) -> None:
+        """Remove what the roles of a run left to each other: batches, evaluations, the ledger and
+        broadcast weights."""
+        orchestrator = self.path / "orchestrator"
+        spool = orchestrator / "spool"
+        for path in spool.iterdir() if spool.is_dir() else ():
+            if _SPOOLED.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        if not self.alone or not self.store.steps():
+            for name in ("evaluations.jsonl", "ledger.jsonl"):
+                (orchestrator / name).unlink(missing_ok=True)
+        broadcasts = self.path / "broadcasts"
+        for path in broadcasts.iterdir() if broadcasts.is_dir() else ():
+            if (read_meta(path) or {}).get("broadcast") is not None:
+                (path / "STABLE").unlink(missing_ok=True)
+                remove_published(path, broadcasts)
+
     def _clear(self) -> None:
         """Remove what a run made, but for its logs and environments, and the settings: they go
         last, when others take their place."""
@@ -351,7 +378,7 @@ class RunFolder:
         stays = sorted(
             path.name
             for path in self.path.iterdir()
-            if path.name not in (LOCK, CONFIG, LOGS, ENVIRONMENTS)
+            if path.name not in (LOCK, CONFIG, LOGS, ENVIRONMENTS, *ROLES)
         )
         if stays:
             log.warning(

@@ -23,10 +23,13 @@ import json
 import math
 import types
 import typing
+from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, NoReturn, Union
+from typing import Any, Literal, NoReturn, TypeVar, Union
 
 from lowroll.types import Batch, Sample
+
+Record = TypeVar("Record")
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
@@ -44,9 +47,8 @@ def encode_batch(batch: Batch) -> bytes:
     """Header line and one line a sample. CodecError naming the field that JSON cannot carry
     exactly."""
     header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
-    for name, hint in _fields(Batch).items():
-        if name != "samples":
-            header[name] = _encode(getattr(batch, name), hint, f"batch.{name}")
+    header |= _encode(replace(batch, samples=[]), Batch, "batch")
+    del header["samples"]
     return _line(header) + b"".join(encode_sample(sample) for sample in batch.samples)
 
 
@@ -74,12 +76,23 @@ def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
 
 def encode_sample(sample: Sample) -> bytes:
     """One line, newline included."""
-    return _line(_encode(sample, Sample, "sample"))
+    return encode_record(sample, "sample")
 
 
 def decode_sample(line: bytes, where: str = "sample") -> Sample:
     """The sample that `encode_sample` wrote as `line` (with or without its newline)."""
-    return _decode(_parse(line.removesuffix(b"\n"), where), Sample, where)
+    return decode_record(Sample, line, where)
+
+
+def encode_record(record: Any, where: str) -> bytes:
+    """Any dataclass of plain data as one line, newline included."""
+    return _line(_encode(record, type(record), where))
+
+
+def decode_record(kind: type[Record], line: bytes, where: str) -> Record:
+    """The `kind` that `encode_record` wrote as `line` (with or without its newline)."""
+    record: Record = _decode(_parse(line.removesuffix(b"\n"), where), kind, where)
+    return record
 
 
 def _line(value: Any) -> bytes:
@@ -271,6 +284,8 @@ def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
             for kind in options
             if isinstance(kind, type) and dataclasses.is_dataclass(kind)
         }
+        if not kinds:
+            return _decode(value, _of_kind(options, (dict,), value, where), where)
         kind = kinds.get(value.get(_TAG, "")) if isinstance(value.get(_TAG), str) else None
         if kind is None:
             raise CodecError(f"{where}: field {_TAG!r} is none of {_names(options)}")
@@ -278,13 +293,19 @@ def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
             {key: item for key, item in value.items() if key != _TAG}, kind, where
         )
     if type(value) is list:
-        for hint in options:
-            if typing.get_origin(hint) in (list, tuple):
-                return _decode(value, hint, where)
+        return _decode(value, _of_kind(options, (list, tuple), value, where), where)
     if type(value) in options:
         return value
     if float in options:
         return _decode_scalar(value, float, where)
+    raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
+
+
+def _of_kind(options: tuple[Any, ...], kinds: tuple[type, ...], value: Any, where: str) -> Any:
+    """The member of a union that is a generic of one of `kinds`."""
+    for hint in options:
+        if typing.get_origin(hint) in kinds:
+            return hint
     raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
 
 

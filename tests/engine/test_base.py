@@ -78,7 +78,7 @@ def test_stats_follow_the_work(folder: Path) -> None:
 def test_capabilities_are_the_engines(folder: Path) -> None:
     able = engine_of(folder, noisy=True).capabilities
     assert able.context_length == COMMON["max_position_embeddings"]
-    assert able.updates == {"full"} and able.noise and able.scores and able.kv is DENSE
+    assert able.updates == {"full", "codes"} and able.noise and able.scores and able.kv is DENSE
     assert able.sampler == {field.name for field in fields(Request)}
     assert engine_of(folder).stats().policy_bytes == 0
 

@@ -43,6 +43,7 @@ from lowroll.types import (
     Score,
     ScoreError,
 )
+from tests.fixtures.batches import batch_of, exactly, sample_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,33 +123,8 @@ batches = st.builds(
     samples=st.lists(samples, max_size=3),
     temperature=any_float,
     stats=st.dictionaries(text, any_float, max_size=3),
+    orchestrator=st.none() | st.dictionaries(text, json_data, max_size=3),
 )
-
-
-def sample_of(index: int = 0, **changes: object) -> Sample:
-    tag = BehaviorTag(policy=(PolicySpan(3, "ab12"),), weights="int8", sampler={"temperature": 1.0})
-    rollout = Rollout([5, 6, 2], [-0.1 - index, -1e-300, -math.inf], "stop", tag, stop_reason=2)
-    sample = Sample(
-        Prompt(f"p{index}", "arith", [{"role": "user", "content": "1+1=?\n"}], {"gold": "2"}),
-        [1, 5],
-        rollout,
-        "two",
-        Score(1.0, {"format": 0.5}),
-        advantage=0.70710678,
-        loss_mask=[1, 1, 1],
-        reward=1.0,
-    )
-    return dataclasses.replace(sample, **changes)
-
-
-def batch_of(step: int = 12) -> Batch:
-    failed = sample_of(1, score=ScoreError("timeout", "10 s"), reward=None)
-    return Batch(step, [sample_of(), failed], 1.0, {"reward/mean": 1.0})
-
-
-def exactly(value: object) -> str:
-    """repr tells -0.0 from 0.0, 1 from 1.0, a tuple from a list, and equals itself for NaN."""
-    return repr(value)
 
 
 @pytest.mark.slow
