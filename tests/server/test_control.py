@@ -150,9 +150,7 @@ def test_three_versions_while_requests_are_in_flight(model: Path, folder: Path) 
     run(body)
 
 
-def test_requests_in_flight_are_replayed_where_that_is_asked_for(
-    model: Path, folder: Path
-) -> None:
+def test_requests_in_flight_are_replayed_where_that_is_asked_for(model: Path, folder: Path) -> None:
     """The tokens of the new version from the first on. Streams have told theirs: refused. A bounded
     cache cannot: refused."""
     engine = Moody(tiny(model))
