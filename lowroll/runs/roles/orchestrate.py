@@ -95,6 +95,17 @@ def refuse(cfg: RunConfig) -> None:
         raise ValueError(
             "eval.interval: an evaluation without noise beside a noise section is for one process"
         )
+    ckpt = cfg.ckpt
+    for key, asked in (
+        ("resume_step", ckpt.resume_step not in (None, -1)),
+        ("skip_progress", ckpt.skip_progress),
+        ("skip_buffer", ckpt.skip_buffer),
+    ):
+        if asked:
+            raise ValueError(
+                f"ckpt.{key}: roles go on from where they were, however often one is started "
+                "again; resume so in one process"
+            )
     if cfg.rollout.release_cache:
         raise ValueError("rollout.release_cache: engines of other processes keep their memory")
 
