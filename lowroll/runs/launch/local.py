@@ -143,7 +143,7 @@ class Launcher:
         child.start(*more)
         log.info(
             "%s: process %d: lowroll %s", child.role, child.process.pid, " ".join(child.command)
-        )  # type: ignore[union-attr]
+        )
 
     def _port(self, engine: Child) -> int:
         """One that is free at first; then the one that the orchestrator knows."""
