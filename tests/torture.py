@@ -19,6 +19,8 @@ on tiny models.
     transport  both ends of a rollout channel killed at named points and at random, on each transport, and
                damaged frames, words and files: nothing lost, nothing twice, no garbage accepted
                (tests/fixtures/ends.py, frames.py)
+    roles      engine, orchestrator and trainer of one launcher are killed and stopped, each in turn, at random moments:
+               the run goes on by itself, its ledger is clean, and it is bit for bit one process
     programs   requests, aborts, pauses, updates, failures and ends in any order over the engine's loop
                (tests/fixtures/programs.py)
 
@@ -47,6 +49,7 @@ from typing import Any
 
 from lowroll.checkpoint.publish import MANIFEST, DamagedError, verify_folder
 from lowroll.metrics.record import read, reproducible
+from lowroll.orchestrator import audit
 from lowroll.runs import demo
 from lowroll.transport import read_rollouts
 from tests.fixtures import hostile, pieces, stormed, strike
@@ -54,6 +57,8 @@ from tests.fixtures.ends import Pair
 from tests.fixtures.ends import strike as strike_pair
 from tests.fixtures.frames import Fuzz
 from tests.fixtures.programs import Trial
+from tests.fixtures.roles import heart, outcome, reached, started
+from tests.fixtures.roles import strike as strike_role
 from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint, settings
 from tests.fixtures.storm import GUST, Storm
 from tests.fixtures.stormed import Stormed
@@ -62,6 +67,7 @@ from tests.fixtures.tiny import hf_folder
 
 STEPS = 4
 SHARES = {
+    "roles": 3,
     "kills": 6,
     "errors": 5,
     "damage": 6,
@@ -72,6 +78,7 @@ SHARES = {
     "transport": 6,
     "programs": 3,
 }
+ROLES = ("trainer", "orchestrator", "engine-0")
 
 
 @dataclass
@@ -524,7 +531,39 @@ def transport(bench: Bench, rng: random.Random) -> Iterator[str]:
                 pair.stop()
 
 
+# -- roles -----------------------------------------------------------------------------------------
+
+
+def roles(bench: Bench, rng: random.Random) -> Iterator[str]:
+    """A trial is one loss of a role; each role is killed and stopped in turn, three losses a run,
+    each at a random moment of a step, and so in every phase."""
+    longer = {"train": {"max_steps": 8}, "eval": {"interval": None}}
+    attempt(bench.words(bench.root / "one", **longer))
+    wanted = outcome(bench.root / "one")
+    losses = [(role, how) for how in ("kill", "stop") for role in ROLES]
+    for number in count():
+        run, log = _fresh(bench.root / "roles"), bench.root / "launcher.log"
+        way = ("filesystem", "zmq")[number % 2]
+        words = bench.words(run, **longer, rollout_transport={"type": way, "port": 0})
+        told = []
+        with started(log, *words, "launcher=local", LOWROLL_SILENT_S="5") as launcher:
+            for step, (role, how) in zip((2, 4, 6), losses[:3], strict=True):
+                pid = reached(run, role, step, launcher)
+                time.sleep(rng.random() * 0.5)
+                told.append(f"{how} {role} in {heart(run, role).get('phase')}")
+                strike_role(pid, how)
+                yield ""
+            losses = losses[3:] + losses[:3]
+            code = launcher.wait(timeout=600)
+        found = outcome(run) if code == 0 else {}
+        other = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
+        problems = audit.check(run / "orchestrator" / "ledger.jsonl", None)
+        good = code == 0 and not other and not problems
+        yield "" if good else f"{way}, {told}: exit code {code}; {other[:5]}; {problems[:5]}"
+
+
 SUITES = {
+    "roles": roles,
     "kills": kills,
     "errors": errors,
     "damage": damage,

@@ -176,4 +176,4 @@ class _Described:
         self.described = described
 
     def send(self, batch: Batch) -> None:
-        self.channel.send(replace(batch, stats=batch.stats | self.described(batch)))
+        self.channel.send(replace(batch, stats=batch.stats | dict(self.described(batch))))

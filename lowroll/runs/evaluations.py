@@ -85,7 +85,7 @@ class Evaluations:
 
     def due(self, step: int) -> bool:
         """Whether the policy after a step is evaluated."""
-        return bool(self.interval) and (step == self.last or step % self.interval == 0)
+        return self.interval is not None and (step == self.last or step % self.interval == 0)
 
     def measure(self, now: RunConfig, version: int, sampled: bool) -> dict[str, float]:
         """Of the current policy; with `sampled`, drawn as the rollouts too."""

@@ -141,9 +141,8 @@ class Launcher:
         elif child in self.engines:
             more = [f"serve.port={self._port(child)}"]
         child.start(*more)
-        log.info(
-            "%s: process %d: lowroll %s", child.role, child.process.pid, " ".join(child.command)
-        )  # type: ignore[union-attr]
+        pid = child.process.pid if child.process else 0
+        log.info("%s: process %d: lowroll %s", child.role, pid, " ".join(child.command))
 
     def _port(self, engine: Child) -> int:
         """One that is free at first; then the one that the orchestrator knows."""

@@ -149,7 +149,7 @@ class Orchestration:
         self.batches = Batches(
             cfg,
             spec,
-            self.chat,  # type: ignore[arg-type]
+            self.chat,
             self.tasks,
             Engines(self.pool),
             self.channel,

@@ -114,7 +114,11 @@ class Training:
             self.heart.progress(name, done, total)
             faultpoint(f"train.{name}")
 
-        self.learner.watch(phase, lambda text: (view.note(text), log.info("%s", text)))
+        def note(text: str) -> None:
+            view.note(text)
+            log.info("%s", text)
+
+        self.learner.watch(phase, note)
 
     def begin(self) -> int:
         """Start a new run; returns the first step."""
