@@ -508,7 +508,7 @@ def programs(bench: Bench, rng: random.Random) -> Iterator[str]:
 
 
 def transport(bench: Bench, rng: random.Random) -> Iterator[str]:
-    """Twenty pieces of garbage for each death of a process: a death costs as much as they do."""
+    """Sixty pieces of garbage for each death of a process: a death costs as much as they do."""
     logging.getLogger("lowroll.transport").setLevel(logging.CRITICAL)  # damage is on purpose
     with ExitStack() as stack:
         fuzz = Fuzz(_fresh(bench.root / "garbage"), rng, stack).trials()
@@ -521,7 +521,7 @@ def transport(bench: Bench, rng: random.Random) -> Iterator[str]:
                 for _ in range(50):
                     how = strike_pair(pair, rng)
                     yield ""
-                    for _ in range(20):
+                    for _ in range(60):
                         yield next(fuzz)
                 problems = pair.finish()
                 yield f"{pair.transport}, {how}: {problems}" if problems else ""
