@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lowroll.config import RunConfig
-from lowroll.envs import Environment
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.saving import saving
 from lowroll.orchestrator.client import BatchSender, PhaseProgress, WeightsWatch
