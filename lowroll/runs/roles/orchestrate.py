@@ -13,6 +13,7 @@ again, with the same noise.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -141,7 +142,8 @@ class Orchestration:
         self.cfg = cfg = cfg.model_copy(update={"rollout": sized})
         self.level = cfg.asynchrony.max_async_level
         self.strict = cfg.asynchrony.strict_async_level
-        self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.alive, GONE_S * 48)
+        patience = cfg.ckpt.wait_for_weights_timeout or cfg.weight_broadcast.timeout
+        self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.alive, patience)
         self.channel = sender(cfg, place, attempt, self.alive)
         stack.callback(self.channel.close)
         place.ledger.parent.mkdir(parents=True, exist_ok=True)
@@ -197,6 +199,8 @@ class Orchestration:
         if not urls and elastic is None:
             urls = self._shown()
         token, admin = self.place.tokens()
+        if client.base_url or elastic is not None:  # engines that others started
+            token = os.environ.get(client.api_key_var) or token
         return EnginePool(
             urls,
             token=token,
