@@ -37,7 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
         from lowroll.runs.preflight import look_at_run
 
         return show(cfg, plan(cfg), look_at_run(cfg, arguments.resume, arguments.overwrite))
-    from lowroll.runs.grpo import run as train
+    if cfg.launcher == "local":
+        from lowroll.runs.launch.local import launch as train
+    else:
+        from lowroll.runs.grpo import run as train
 
     result = train(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     if result.signal:

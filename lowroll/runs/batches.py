@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lowroll.config import RunConfig
-from lowroll.envs import Environment
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.saving import saving
-from lowroll.orchestrator.client import BatchSender, PhaseProgress
+from lowroll.orchestrator.client import BatchSender, PhaseProgress, WeightsWatch
+from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs.build import environments, orchestrator, prompts
 from lowroll.runs.evaluations import Evaluations, Measured
@@ -54,7 +54,8 @@ class Tasks:
 
 class Batches:
     """See the top of the file. cfg: with the size of the engine's cache. Scoring workers end with
-    `stack`. rollout_log: as `Orchestrator`'s."""
+    `stack`. rollout_log, weights, journal: as `Orchestrator`'s. alone: in one process with the
+    learner."""
 
     def __init__(
         self,
@@ -66,7 +67,11 @@ class Batches:
         channel: BatchSender,
         rollout_log: Callable[[Batch], object],
         stack: ExitStack,
+        weights: WeightsWatch | None = None,
+        journal: Journal | None = None,
+        alone: bool = True,
     ) -> None:
+        self.alone = alone
         self.cfg = cfg
         self.spec = spec
         self.rollouts = rollouts
@@ -79,13 +84,15 @@ class Batches:
             eval_scorer = stack.enter_context(environments.scorer(cfg, cfg.eval.env))
         self.evaluations = Evaluations(cfg, spec, rollouts, tasks.held_out, eval_scorer, chat)
         self.orchestrator = Orchestrator(
-            orchestrator.settings(cfg, spec),
+            orchestrator.settings(cfg, spec, alone),
             tasks.envs,
             rollouts,
             scorer,
             chat,
             _Described(channel, self.described),
             rollout_log=rollout_log,
+            weights=weights,
+            journal=journal,
         )
 
     def watch(self, phase: PhaseProgress, note: Callable[[str], object]) -> None:
@@ -96,7 +103,7 @@ class Batches:
     def enter(self, step: int) -> None:
         """Go over to the settings of the step's stage."""
         if self.stages.enter(step):
-            self.orchestrator.enter(orchestrator.settings(self.stages.now, self.spec))
+            self.orchestrator.enter(orchestrator.settings(self.stages.now, self.spec, self.alone))
 
     def step(self, step: int, version: int) -> Batch:
         """Make the batch of a step and send it."""
@@ -106,20 +113,38 @@ class Batches:
     def before(self, step: int, version: int) -> dict[str, float]:
         """The evaluation before a step; {} when there is none."""
         self.enter(step)
+        if self.evaluations.due_before(step):
+            self._clear_engine()
         return self.evaluations.before(step, self.stages.now, version)
 
     def after(self, step: int, version: int) -> dict[str, float]:
         """The evaluation after a step; {} when none is due."""
+        if self.evaluations.due(step):
+            self._clear_engine()
         return self.evaluations.after(step, self.stages.now, version)
 
     def state(self) -> dict[str, Any]:
         """What `restore` goes on from."""
         return self.orchestrator.state()
 
-    def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Go on after a step. ValueError names what is not of this run's plan."""
+    def _clear_engine(self) -> None:
+        """Give up what is in flight, where evaluations are to have the engine alone."""
+        if self.cfg.eval.cancel_inflight_rollouts_on_eval:
+            self.orchestrator.recall()
+
+    def restore(self, step: int, state: Mapping[str, Any], resumed: bool = False) -> None:
+        """Go on after a step. resumed: somebody asked for it, so that what `ckpt`, `buffer` and
+        `eval` say of a resumption holds. ValueError names what is not of this run's plan."""
         self.enter(step)
-        self.orchestrator.restore(state)
+        ckpt = self.cfg.ckpt
+        self.orchestrator.restore(
+            state,
+            skip_progress=resumed and ckpt.skip_progress,
+            skip_buffer=resumed and ckpt.skip_buffer,
+        )
+        if resumed:
+            self.orchestrator.promote()
+            self.evaluations.resumed(step + 1)
 
     def described(self, batch: Batch) -> dict[str, float]:
         """How the rollouts of a batch were drawn; where a policy bounds their caches, what that

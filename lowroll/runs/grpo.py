@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from lowroll.config import RunConfig
+from lowroll.config.roles import one_process_problems
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, read
 from lowroll.model.tokenizer import ChatTokenizer
@@ -33,7 +34,8 @@ from lowroll.runs.build import configuration, engines, models, prompts
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.evaluations import around
-from lowroll.runs.folder import RunFolder
+from lowroll.runs.folder import RunFolder, goes_on
+from lowroll.runs.launch.local import launch
 from lowroll.runs.learner import Learner
 from lowroll.runs.memory import fit
 from lowroll.runs.memory.plan import Planner
@@ -66,6 +68,11 @@ def run(
     for which dynamic sampling finds nothing to learn from any more finishes early.
     """
     cfg, texts = configuration.read(config, overrides or {})
+    resume = resume or goes_on(cfg)
+    if cfg.launcher == "local":
+        return launch(cfg, resume=resume, overwrite=overwrite)
+    if problems := one_process_problems(cfg):
+        raise ValueError("\n".join(problems))
     cfg = cfg.resolved()
     last = cfg.train.max_steps
     with ExitStack() as stack:
@@ -116,7 +123,14 @@ class Run:
         self.cfg = cfg = self.rollouts.cfg
         channel = MemoryRolloutChannel()
         self.batches = Batches(
-            cfg, spec, chat, tasks, self.rollouts, channel, partial(home.keep_batch, "rollouts"), stack
+            cfg,
+            spec,
+            chat,
+            tasks,
+            self.rollouts,
+            channel,
+            partial(home.keep_batch, "rollouts"),
+            stack,
         )
         self.learner = Learner(
             home,
@@ -174,7 +188,7 @@ class Run:
         saved = self.learner.restore()
         if saved is None:
             return self.begin()
-        self.batches.restore(saved.step, self.learner.drawn)
+        self.batches.restore(saved.step, self.learner.drawn, resumed=True)
         return self.learner.go_on(saved)
 
     def step(self, step: int) -> Record:

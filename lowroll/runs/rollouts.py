@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from lowroll.config import RunConfig
-from lowroll.engine.base import Engine, EngineStats
+from lowroll.engine.base import Drawn, Engine, EngineStats
 from lowroll.kv.capacity import NoRoom
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.model.tokenizer import ChatTokenizer
@@ -81,6 +81,22 @@ class RolloutEngine:
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
         """As `Engine.generate`."""
         return self.engine.generate(requests, on_progress=on_progress)
+
+    def add(self, request: Request) -> int:
+        """As `Engine.add`."""
+        return self.engine.add(request)
+
+    def step(self) -> list[tuple[int, Group]]:
+        """As `Engine.step`."""
+        return self.engine.step()
+
+    def abort(self, handle: int) -> bool:
+        """As `Engine.abort`."""
+        return self.engine.abort(handle)
+
+    def so_far(self, handle: int) -> list[Drawn]:
+        """As `Engine.so_far`."""
+        return self.engine.so_far(handle)
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Give the engine the weights of a version; `weights/*` of what has changed in them."""

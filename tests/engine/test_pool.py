@@ -3,33 +3,29 @@ and the version, so that what is lost, doubled or drawn from other weights shows
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from lowroll.engine.remote.discovery import Elastic
 from lowroll.engine.remote.pool import EnginePool, PoolStats
+from lowroll.engine.remote.probe import ADAPTERS, RELOAD
 from lowroll.engine.remote.wire import ServerError
 from lowroll.types import Group, Request
 from tests.fixtures.fake_engine import Child, FakeEngine, Mood, publish, started, token
+from tests.fixtures.fake_vllm import FakeVllm
 from tests.fixtures.processes import eventually
 
 ADMIN = "the-admin-of-these-engines"
 QUICK = 1.2  # seconds of silence: a beat is 0.2
-
-
-@dataclass(frozen=True)
-class Published:
-    version: int
-    path: Path
-    kind: str = "full"
-    digest: str = ""
 
 
 def asked(count: int, n: int = 2, tokens: int = 12, **fields: object) -> list[Request]:
@@ -409,7 +405,7 @@ def errors(stats: PoolStats) -> str:
 
 
 def test_all_take_a_version_and_what_is_in_flight_goes_on(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.slow = b.mood.slow = 0.03
         handles = [pool.add(request) for request in asked(4, ignore_eos=True)]
@@ -426,7 +422,7 @@ def test_all_take_a_version_and_what_is_in_flight_goes_on(tmp_path: Path) -> Non
 
 
 def test_a_laggard_is_fenced_and_takes_the_version_before_it_works_again(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.take_s = 60.0
         began = time.monotonic()
@@ -444,7 +440,7 @@ def test_a_laggard_is_fenced_and_takes_the_version_before_it_works_again(tmp_pat
 
 
 def test_an_engine_that_cannot_take_it_is_fenced(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b], start_s=1.0) as pool:
         a.mood.refuse_weights = 409
         pool.update(first)
@@ -453,7 +449,7 @@ def test_an_engine_that_cannot_take_it_is_fenced(tmp_path: Path) -> None:
         assert not a.bodies
         b.mood.refuse_weights = 409
         with pytest.raises(ServerError, match=r"no engine took step_000002 .*409") as found:
-            pool.update(Published(2, publish(tmp_path, 2)))
+            pool.update(publish(tmp_path, 2))
         assert a.url in str(found.value)
         assert b.url in str(found.value)
         a.mood.refuse_weights = b.mood.refuse_weights = 0
@@ -462,7 +458,7 @@ def test_an_engine_that_cannot_take_it_is_fenced(tmp_path: Path) -> None:
 
 
 def test_a_restarted_engine_takes_the_newest_version_first(tmp_path: Path) -> None:
-    made = [Published(v, publish(tmp_path, v)) for v in (1, 2, 3)]
+    made = [publish(tmp_path, v) for v in (1, 2, 3)]
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         for one in made:
             pool.update(one)
@@ -476,7 +472,7 @@ def test_a_restarted_engine_takes_the_newest_version_first(tmp_path: Path) -> No
 
 def test_an_engine_that_is_restarted_unseen_gives_no_old_tokens(tmp_path: Path) -> None:
     """Between two beats it has begun anew, with version 0."""
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(1, tmp_path) as (fake,), pooled([fake], silent_s=60.0) as pool:
         pool.update(first)
         fake.restart()
@@ -487,7 +483,7 @@ def test_an_engine_that_is_restarted_unseen_gives_no_old_tokens(tmp_path: Path) 
 
 @pytest.mark.parametrize("behind", [1, 2, 3])
 def test_what_a_lagging_engine_says_is_refused_and_counted(tmp_path: Path, behind: int) -> None:
-    made = [Published(v, publish(tmp_path, v)) for v in range(1, 5)]
+    made = [publish(tmp_path, v) for v in range(1, 5)]
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         for one in made:
             pool.update(one)
@@ -506,7 +502,7 @@ def test_what_a_lagging_engine_says_is_refused_and_counted(tmp_path: Path, behin
 
 
 def test_a_version_that_was_told_to_nobody_is_refused(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         pool.update(first)
         a.mood.lag = -2
@@ -516,7 +512,7 @@ def test_a_version_that_was_told_to_nobody_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_says_yes_and_does_nothing_is_found_out(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.deaf = True
         pool.update(first)
@@ -526,7 +522,7 @@ def test_an_engine_that_says_yes_and_does_nothing_is_found_out(tmp_path: Path) -
 
 
 def test_of_three_engines_the_one_with_other_weights_is_fenced(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(3, tmp_path) as (a, b, c), pooled([a, b, c]) as pool:
         a.mood.odd_digest = "another"
         pool.update(first)
@@ -538,7 +534,7 @@ def test_of_three_engines_the_one_with_other_weights_is_fenced(tmp_path: Path) -
 
 
 def test_of_two_engines_nobody_knows_which_is_right(tmp_path: Path) -> None:
-    first = Published(1, publish(tmp_path, 1))
+    first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.odd_digest = "another"
         with pytest.raises(ServerError, match="hold different weights") as found:
@@ -549,8 +545,8 @@ def test_of_two_engines_nobody_knows_which_is_right(tmp_path: Path) -> None:
 
 def test_a_version_that_is_published_again_is_drawn_again(tmp_path: Path) -> None:
     """A trainer went back to a checkpoint, and its step came out otherwise."""
-    old = Published(1, publish(tmp_path / "old", 1, "first"))
-    new = Published(1, publish(tmp_path / "new", 1, "second"))
+    old = publish(tmp_path / "old", 1, "first")
+    new = publish(tmp_path / "new", 1, "second")
     with engines(2, tmp_path / "old") as (a, b), pooled([a, b]) as pool:
         pool.update(old)
         before = pool.behavior.policy
@@ -569,7 +565,7 @@ def test_a_version_that_is_published_again_is_drawn_again(tmp_path: Path) -> Non
 
 
 def test_a_new_pool_takes_engines_as_they_are(tmp_path: Path) -> None:
-    made = [Published(v, publish(tmp_path, v)) for v in (1, 2)]
+    made = [publish(tmp_path, v) for v in (1, 2)]
     with engines(2, tmp_path) as (a, b):
         with pooled([a, b]) as pool:
             pool.update(made[0])
@@ -647,6 +643,82 @@ def test_a_name_that_leads_nowhere_is_told() -> None:
     for wrong in ({"hostname": ""}, {"port": 0}, {"sync_interval": 0.0}):
         with pytest.raises(ValueError, match=f"client.elastic.{next(iter(wrong))}"):
             Elastic(**{"hostname": "a", **wrong})
+
+
+# -- vLLM ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def vllms(folder: Path, count: int = 2) -> Iterator[list[FakeVllm]]:
+    folder.mkdir()
+    config = {"vocab_size": 64, "eos_token_id": [1, 3], "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with ExitStack() as stack:
+        yield [stack.enter_context(FakeVllm(str(folder))) for _ in range(count)]
+
+
+def test_vllms_take_adapters_by_a_new_name_and_old_requests_keep_theirs(tmp_path: Path) -> None:
+    first, second = (publish(tmp_path, v, kind="adapter") for v in (1, 2))
+    requests = asked(4, ignore_eos=True)
+    with vllms(tmp_path / "model") as fakes:
+        with EnginePool([fake.url for fake in fakes], silent_s=QUICK, start_s=5.0) as pool:
+            assert pool.behavior.weights == "bf16"
+            pool.update(first)
+            names = [f"pol-v{one.version}-{one.digest[:12]}" for one in (first, second)]
+            hold = threading.Event()
+
+            async def wait() -> None:
+                while not hold.is_set():
+                    await asyncio.sleep(0.005)
+
+            for fake in fakes:
+                fake.before = wait
+            handles = [pool.add(request) for request in requests]
+            assert eventually(lambda: all(len(fake.bodies) == 2 for fake in fakes))
+            pool.update(second)
+            assert all(fake.adapters == names for fake in fakes), "the old one is in use"
+            hold.set()
+            assert [versions(group) for group in finish(pool, handles)] == [{1}] * 4
+            assert {body["model"] for fake in fakes for body in fake.bodies} == {names[0]}
+            groups = pool.generate(requests)
+            assert [versions(group) for group in groups] == [{2}] * 4
+            digests = {s.digest for g in groups for one in g.rollouts for s in one.behavior.policy}
+            assert digests == {second.digest}
+            third = publish(tmp_path, 3, kind="adapter")
+            pool.update(third)
+            assert [len(fake.adapters) for fake in fakes] == [1, 1]
+            assert {path for fake in fakes for path, _ in fake.orders} == set(ADAPTERS)
+            assert total(pool, "refused") == 0
+
+
+def test_a_vllm_reads_all_weights_when_what_it_draws_has_ended(tmp_path: Path) -> None:
+    first = publish(tmp_path, 1)
+    with vllms(tmp_path / "model") as (a, b):
+        with EnginePool([a.url, b.url], silent_s=QUICK, start_s=5.0) as pool:
+            pool.update(first)
+            paths = [path for path, _ in a.orders]
+            assert paths == ["/pause?mode=wait", RELOAD[0], "/reset_prefix_cache", "/resume"]
+            assert a.orders[1][1]["kwargs"] == {"weights_path": str(first.path)}
+            assert [versions(group) for group in pool.generate(asked(4))] == [{1}] * 4
+            b.refused["/collective_rpc"] = 500
+            pool.update(publish(tmp_path, 2))
+            assert total(pool, "healthy") == 1
+            assert [versions(group) for group in pool.generate(asked(4))] == [{2}] * 4
+
+
+def test_what_a_vllm_lacks_is_named(tmp_path: Path) -> None:
+    with vllms(tmp_path / "model") as (a, b):
+        b.context = 32
+        with pytest.raises(ValueError, match="engines do not agree: context length"):
+            EnginePool([a.url, b.url], start_s=5.0)
+        a.folder = str(tmp_path / "elsewhere")
+        with pytest.raises(ValueError, match="folder: .* is not readable here"):
+            EnginePool([a.url], start_s=5.0)
+        with EnginePool([a.url], start_s=5.0, folder=tmp_path / "model", silent_s=QUICK) as pool:
+            with pytest.raises(ValueError, match="stop_strings"):
+                pool.add(Request([2], max_tokens=4, stop_strings=("x",)))
+        with engines(1) as (own,), pytest.raises(ValueError, match="do not agree: kind of server"):
+            EnginePool([own.url, b.url], start_s=5.0)
 
 
 # -- processes -------------------------------------------------------------------------------------

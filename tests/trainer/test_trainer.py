@@ -776,7 +776,11 @@ def test_a_resumed_trainer_is_bitwise_the_uninterrupted_one(build, stop):
         for s in steps:
             channel.send(batches[s])
         return [
-            {k: v for k, v in trainer.step(trainer.receive()).items() if not k.startswith(("time/", "perf/"))}
+            {
+                k: v
+                for k, v in trainer.step(trainer.receive()).items()
+                if not k.startswith(("time/", "perf/"))
+            }
             for _ in steps
         ]
 

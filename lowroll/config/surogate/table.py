@@ -162,6 +162,10 @@ ORCH: Mapping[str, Row] = {
         f"sampling.{name}": _copied(f"rollout.{name}")
         for name in ("temperature", "temp_scheduler", "repetition_penalty", "min_tokens")
     },
+    **{
+        f"sampling.temp_scheduler.{name}": Row((f"rollout.temp_scheduler.{name}",))
+        for name in ("type", "start_temperature", "end_temperature")
+    },
     "sampling.seed": _copied("rollout.seed", "null: the run's seed"),
     "env[].id": Row(("env[].id",), "an environment of lowroll's, or path/to/file.py"),
     "env[].name": Row(("env[].name",)),

@@ -163,7 +163,8 @@ class Member:
         """Have it take weights. ServerError when it does not, or says that it took others."""
         assert self.peer is not None
         async with self._taking:
-            held = await self.peer.take(broadcast, self.terms.update_s)
+            in_use = {flight.arrivals.model for flight in self.flights}
+            held = await self.peer.take(broadcast, self.terms.update_s, in_use)
             if held.version != broadcast.version:
                 raise ServerError(
                     f"{self.url} was told version {broadcast.version} and acknowledges "

@@ -7,7 +7,7 @@ policy does it draw from, and would it take another.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,8 +73,9 @@ class Peer(Protocol):
 
     async def progress(self, deadline_s: float) -> Progress: ...
 
-    async def take(self, broadcast: Published, deadline_s: float) -> Held:
-        """Have it draw from a broadcast; returns what it acknowledges."""
+    async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> Held:
+        """Have it draw from a broadcast; returns what it acknowledges. in_use: names of models that
+        requests in flight were sent to."""
         ...
 
     async def pause(self) -> None:
@@ -109,12 +110,16 @@ class OwnPeer:
         found = {n: float(v) for n, v in _GAUGE.findall(await self.wire.answer(call))}
         return Progress(int(found.get("requests_open", 0)), int(found.get("drawn_tokens", 0)))
 
-    async def take(self, broadcast: Published, deadline_s: float) -> Held:
+    async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> Held:
         name = broadcast.path.name
         what = f"taking {name}"
         body = {"version": name}
         answer = await self.wire.answer(self._order("/weights", what, body, deadline_s))
-        return acknowledged(answer, what)
+        held = acknowledged(answer, what)
+        if answer.get("manifest_digest") != broadcast.digest:
+            shown = printable(repr(answer.get("manifest_digest")), 80)
+            raise ServerError(f"{what}: it read {shown}, and {broadcast.digest} was published")
+        return held
 
     async def pause(self) -> None:
         await self.wire.answer(self._order("/pause?mode=keep", "its pause"))

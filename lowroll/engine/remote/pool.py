@@ -495,13 +495,18 @@ class EnginePool:
                 member = asked[task]
                 try:
                     taken[member.url] = await task
-                    end = min(end, self._loop.time() + terms.silent_s)
+                    end = min(end, self._loop.time() + self._grace(ready))
                 except ServerError as error:
                     member.kick(f"it did not take {broadcast.path.name}: {error}")
         for task in pending:
             task.cancel()
             asked[task].kick(f"it had not taken {broadcast.path.name} when the others had")
         return taken
+
+    def _grace(self, members: list[Member]) -> float:
+        """Seconds for the others when the first has taken weights: some end what they draw first."""
+        drains = any(m.peer is not None and not m.peer.in_flight for m in members)
+        return max(self._terms.silent_s, self._terms.timeout_s if drains else 0.0)
 
     # -- for members -------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class Wire:
     ) -> None:
         self.url = url.rstrip("/")
         self._socket, self._base = _address(self.url)
-        self._token = token
+        self.token = token
         self._concurrency = concurrency
         self._lost = lost
 
@@ -82,8 +82,8 @@ class Wire:
         """Connect when something is asked for, not before."""
         self._turns = asyncio.Semaphore(self._concurrency)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token}"
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
         limit = self._concurrency + 1
         connector = (
             aiohttp.TCPConnector(limit=limit)

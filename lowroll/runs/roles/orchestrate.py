@@ -17,9 +17,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig
+from lowroll.config.surogate.roles import GIVEN
 from lowroll.engine.remote.pool import Elastic, EnginePool
 from lowroll.metrics.record import add_evaluation, read_evaluations
 from lowroll.model.folder import resolve
@@ -27,6 +29,7 @@ from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.tokens import FileTokenizer
 from lowroll.orchestrator.errors import NoSignal
+from lowroll.orchestrator.journal import Journal
 from lowroll.runs.attempt import log_file
 from lowroll.runs.batches import Batches, Tasks
 from lowroll.runs.evaluations import around
@@ -56,6 +59,10 @@ def orchestrate(cfg: RunConfig) -> int:
     cfg = cfg.resolved()
     refuse(cfg)
     place = Place(cfg.output_dir)
+    if cfg.given is not None:  # for a trainer that has its own file alone
+        path = place.run / GIVEN
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, cfg.given.encode())
     with ExitStack() as stack:
         lock = stack.enter_context(RunLock(place.roles / ORCHESTRATOR))
         stack.enter_context(log_file(place.run, lock.attempt, ORCHESTRATOR))
@@ -88,6 +95,17 @@ def refuse(cfg: RunConfig) -> None:
         raise ValueError(
             "eval.interval: an evaluation without noise beside a noise section is for one process"
         )
+    ckpt = cfg.ckpt
+    for key, asked in (
+        ("resume_step", ckpt.resume_step not in (None, -1)),
+        ("skip_progress", ckpt.skip_progress),
+        ("skip_buffer", ckpt.skip_buffer),
+    ):
+        if asked:
+            raise ValueError(
+                f"ckpt.{key}: roles go on from where they were, however often one is started "
+                "again; resume so in one process"
+            )
     if cfg.rollout.release_cache:
         raise ValueError("rollout.release_cache: engines of other processes keep their memory")
 
@@ -108,6 +126,7 @@ class Orchestration:
         self.heart = heart
         self.trainer = Watch(place.heart(TRAINER))
         self.stopped = alive
+        self.committed = 0  # that the ledger knows of
         self.last = cfg.train.max_steps
         folder = resolve(cfg.model, weights=False)
         spec = read_spec(folder)
@@ -125,6 +144,7 @@ class Orchestration:
         self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.alive, GONE_S * 48)
         self.channel = sender(cfg, place, attempt, self.alive)
         stack.callback(self.channel.close)
+        place.ledger.parent.mkdir(parents=True, exist_ok=True)
         home = RunFolder(cfg, "grpo")
         self.batches = Batches(
             cfg,
@@ -135,6 +155,9 @@ class Orchestration:
             self.channel,
             lambda batch: home.keep_batch("rollouts", batch),
             stack,
+            self.versions if self.level else None,
+            Journal(place.ledger),
+            alone=False,
         )
         self.batches.watch(self._phase, lambda text: tell(text))
 
@@ -149,8 +172,14 @@ class Orchestration:
 
     def _meet_trainer(self) -> None:
         """Until the trainer has begun or gone on: what lies here may be of an earlier run."""
+
+        def has_begun() -> bool:
+            alive, said = self.trainer.alive, self.trainer.said or {}
+            has_ended = said.get("phase") == "ended" and said.get("step") == self.last
+            return has_ended or (alive and said.get("phase") not in ("starting", "ended"))
+
         wait_until(
-            lambda: self.trainer.alive and (self.trainer.said or {}).get("phase") != "starting",
+            has_begun,
             f"a sign of life of the trainer in {self.place.heart(TRAINER)} (lowroll train)",
             GONE_S * 48,
             self.alive,
@@ -180,21 +209,24 @@ class Orchestration:
         )
 
     def _shown(self) -> list[str]:
+        """Addresses of the engines that show themselves here, once all that do are ready."""
         watches: dict[str, Watch] = {}
+        urls: list[str] = []
 
-        def urls() -> list[str]:
+        def ready() -> bool:
             for role in self.place.engines():
                 watches.setdefault(role, Watch(self.place.heart(role)))
-            said = [watch.said or {} for watch in watches.values() if watch.alive]
-            return [str(one["url"]) for one in said if one.get("url")]
+            alive = [watch.said or {} for watch in watches.values() if watch.alive]
+            urls[:] = [str(one["url"]) for one in alive if one.get("url")]
+            return bool(urls) and len(urls) == len(alive)
 
         wait_until(
-            lambda: bool(urls()) and len(urls()) == len(watches),
+            ready,
             f"an engine in {self.place.roles} (lowroll serve), or client.base_url",
             GONE_S,
             self.stopped,
         )
-        return urls()
+        return urls
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -212,6 +244,7 @@ class Orchestration:
             self._evaluate_after(self.last)
         self.heart.say(phase="waiting", doing="for the last checkpoint")
         self.channel.drain(GONE_S * 48)
+        self._commit()
 
     def step(self, step: int) -> None:
         """The batch of a step, when its weights are there."""
@@ -223,7 +256,15 @@ class Orchestration:
         if step == 1:
             self._evaluate_before()
         self.heart.say(phase="generating", doing="")
-        self.batches.step(step, version)
+        self.batches.step(step, version if self.level == 0 else step - 1)
+        self._commit()
+
+    def _commit(self) -> None:
+        """What the trainer has in a checkpoint was learned from, once and for all."""
+        cursor = self.channel.cursor()
+        if cursor is not None and cursor.committed > self.committed:
+            self.committed = cursor.committed
+            self.batches.orchestrator.committed(cursor.committed)
 
     def needs(self, step: int) -> int:
         """The oldest version that a batch may be drawn from."""

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lowroll.engine.base import EngineStats
+from lowroll.engine.base import Drawn, EngineStats
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.orchestrator.client import Progress
@@ -79,6 +79,22 @@ class Engines:
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
         """As `Engine.generate`."""
         return self.pool.generate(requests, on_progress)
+
+    def add(self, request: Request) -> int:
+        """As `EnginePool.add`."""
+        return self.pool.add(request)
+
+    def step(self) -> list[tuple[int, Group]]:
+        """As `EnginePool.step`."""
+        return self.pool.step()
+
+    def abort(self, handle: int) -> bool:
+        """As `EnginePool.abort`."""
+        return self.pool.abort(handle)
+
+    def so_far(self, handle: int) -> list[Drawn]:
+        """As `EnginePool.so_far`."""
+        return self.pool.so_far(handle)
 
     @contextmanager
     def without_noise(self, version: int) -> Iterator[None]:
