@@ -25,6 +25,7 @@ from tests.fixtures.fake_vllm import FakeVllm
 from tests.fixtures.processes import eventually
 
 ADMIN = "the-admin-of-these-engines"
+HEALTHY = "perf/engines_healthy"
 QUICK = 1.2  # seconds of silence: a beat is 0.2
 
 
@@ -65,7 +66,7 @@ def finish(pool: EnginePool, handles: list[int], seconds: float = 20.0) -> list[
 
 
 def total(pool: EnginePool, name: str) -> float:
-    return pool.stats().metrics()[f"engine/{name}"]
+    return pool.stats().metrics()[f"perf/engine_{name}" if name != "healthy" else HEALTHY]
 
 
 def healthy(pool: EnginePool, count: int) -> None:
@@ -262,6 +263,17 @@ def test_a_slow_engine_that_draws_is_left_alone() -> None:
         assert total(pool, "fenced") == 0
 
 
+def test_an_engine_that_answers_requests_is_not_silent() -> None:
+    """Its health has to wait while it is flooded."""
+    with engines(1) as (fake,), pooled([fake], concurrency=1) as pool:
+        fake.mood.slow, fake.mood.sick = 0.02, 503
+        handles = [pool.add(request) for request in asked(10, ignore_eos=True)]
+        began = time.monotonic()
+        finish(pool, handles)
+        assert time.monotonic() - began > QUICK
+        assert total(pool, "fenced") == 0
+
+
 @pytest.mark.parametrize("status", [429, 503, 502])
 def test_a_busy_engine_is_asked_again_later(status: int) -> None:
     with engines(1) as (fake,), pooled([fake]) as pool:
@@ -455,6 +467,30 @@ def test_an_engine_that_cannot_take_it_is_fenced(tmp_path: Path) -> None:
         a.mood.refuse_weights = b.mood.refuse_weights = 0
         healthy(pool, 2)
         assert [versions(group) for group in pool.generate(asked(4))] == [{2}] * 4
+
+
+def test_an_answer_of_a_version_that_others_still_take_is_waited_for(tmp_path: Path) -> None:
+    first = publish(tmp_path, 1)
+    with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
+        a.mood.slow, b.mood.take_s = 0.02, 0.6
+        handles = [pool.add(request) for request in asked(2, ignore_eos=True)]
+        assert eventually(lambda: a.drawn > 2)
+        pool.update(first)
+        assert a.answered == 1, "it was drawn before the other had taken the version"
+        groups = finish(pool, handles)
+        assert versions(groups[0]) == {0, 1}
+        assert total(pool, "refused") == 0
+
+
+def test_an_engine_that_read_other_bytes_is_fenced(tmp_path: Path) -> None:
+    first = publish(tmp_path, 1)
+    with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
+        a.mood.odd_manifest = "other"
+        pool.update(first)
+        healthy(pool, 1)
+        assert f"it read 'other', and {first.digest} was published" in errors(pool.stats())
+        assert [versions(group) for group in pool.generate(asked(4))] == [{1}] * 4
+        assert not a.bodies
 
 
 def test_a_restarted_engine_takes_the_newest_version_first(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def tokens(groups: list[Group]) -> list[list[list[int]]]:
     return [[one.token_ids for one in group.rollouts] for group in groups]
 
 
+@pytest.mark.slow
 def test_a_pool_of_two_draws_what_one_engine_draws(model: Path) -> None:
     """The same tokens; log-probs but for the last bits, which are those of the batch that a token
     was drawn in. Parts are always the same, so the pool repeats itself bit for bit, also where an
@@ -124,7 +125,7 @@ def test_a_pool_of_two_draws_what_one_engine_draws(model: Path) -> None:
                 assert pool.generate(requests, stop) == two
                 victim.send(signal.SIGCONT)
                 assert eventually(lambda: healthy(pool) == 2, 60.0), pool.stats()
-            assert pool.stats().metrics()["engine/handed_over"] > 0
+            assert pool.stats().metrics()["perf/engine_handed_over"] > 0
 
 
 def logprobs(groups: list[Group]) -> list[float]:
@@ -136,7 +137,7 @@ def test_twenty_times_a_server_is_killed_or_stopped_and_no_request_is_lost(model
     with serving(model, 2) as servers:
         with EnginePool([s.url for s in servers], admin_token=ADMIN, silent_s=6.0) as pool:
             expected = {n: tokens(pool.generate(asked(n))) for n in (1, 8)}
-            before = pool.stats().metrics()["engine/requests"]
+            before = pool.stats().metrics()["perf/engine_requests"]
             for round in range(TIMES):
                 n = (1, 8)[round % 2]
                 victim = servers[round // 2 % 2]
@@ -154,8 +155,8 @@ def test_twenty_times_a_server_is_killed_or_stopped_and_no_request_is_lost(model
                     servers[servers.index(victim)] = Server(model, port)
                 assert eventually(lambda: healthy(pool) == 2, 60.0), pool.stats()
             found = pool.stats().metrics()
-            assert found["engine/requests"] - before == 10 * TIMES, "each was answered once"
-            assert found["engine/fenced"] >= TIMES / 2
+            assert found["perf/engine_requests"] - before == 10 * TIMES, "each was answered once"
+            assert found["perf/engine_fenced"] >= TIMES / 2
 
 
 def busy(pool: EnginePool, url: str) -> bool:
@@ -163,4 +164,4 @@ def busy(pool: EnginePool, url: str) -> bool:
 
 
 def healthy(pool: EnginePool) -> float:
-    return pool.stats().metrics()["engine/healthy"]
+    return pool.stats().metrics()["perf/engines_healthy"]

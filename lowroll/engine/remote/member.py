@@ -2,8 +2,8 @@
 fenced when it is silent, dead, stuck or not to be believed, and is met again.
 
 The heartbeat comes from the engine's own loop (/health), which is asked every sixth of `silent_s`;
-while it has requests of ours, its counter of drawn tokens must move, too. Four beats without either
-fence it, so that nobody waits for it longer than `silent_s`.
+while it has requests of ours, its counter of drawn tokens must move, too. Four beats without either,
+and without an answer, fence it, so that nobody waits for it longer than `silent_s`.
 """
 
 from __future__ import annotations
@@ -235,19 +235,24 @@ class Member:
         beat = self.terms.beat_s
         heard = moved = clock()
         tokens = -1
+        answered = self.counts.requests
         while True:
             await self._next_beat(beat)
             if self._why is not None:
                 return self._why
-            if self.taking:  # which has a deadline of its own
+            if self.taking or answered != self.counts.requests:  # taking has its own deadline
                 heard = moved = clock()
+                answered = self.counts.requests
+            if self.taking:
                 continue
+            began = clock()
             try:
                 status, now = await self._beat(beat)
             except ServerError as error:
                 self.last_error = str(error)
                 if isinstance(error, EngineLost):
                     return self.last_error
+                heard += max(0.0, clock() - began - 2 * beat)  # this process was late itself
                 if clock() - heard > (MISSED - 0.5) * beat:
                     return f"silent for {clock() - heard:.1f} s: {error}"
                 continue

@@ -68,8 +68,13 @@ class PoolStats:
         """Totals, by the names of `metrics.names`."""
         names = ("requests", "tokens", "retries", "handed_over", "refused", "late", "fenced")
         all_of = (*self.engines, self.left)
-        totals = {f"engine/{name}": float(sum(getattr(e, name) for e in all_of)) for name in names}
-        return {"engine/healthy": float(sum(e.state == "ready" for e in self.engines)), **totals}
+        totals = {
+            f"perf/engine_{name}": float(sum(getattr(e, name) for e in all_of)) for name in names
+        }
+        return {
+            "perf/engines_healthy": float(sum(e.state == "ready" for e in self.engines)),
+            **totals,
+        }
 
 
 class EnginePool:
