@@ -38,11 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
 
         return show(cfg, plan(cfg), look_at_run(cfg, arguments.resume, arguments.overwrite))
     if cfg.launcher == "local":
-        from lowroll.runs.launch.local import launch as train
+        from lowroll.runs.launch.local import launch
+
+        result = launch(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     else:
         from lowroll.runs.grpo import run as train
 
-    result = train(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
+        result = train(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     if result.signal:
         return 128 + result.signal
     if result.ended:

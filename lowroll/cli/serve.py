@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lowroll.model.transformer import Transformer
     from lowroll.server.guard import Tokens
     from lowroll.server.serving import Limits, Serving
+    from lowroll.weights.collector import Collector
 
 GRACE_S = 20.0  # batch systems kill 30 s or more after they ask
 LOOKAHEAD = 8  # decode steps on a GPU between two looks at new requests and streams
@@ -105,6 +106,13 @@ def _add_engine(p: argparse._ArgumentGroup) -> None:
         "--weights-dir",
         metavar="DIR",
         help="a folder of published weights, a folder a version, for POST /weights",
+    )
+
+    p.add_argument(
+        "--weights-from",
+        metavar="HOST:PORT",
+        help="a trainer that sends whole models from device to device "
+        "(weight_broadcast.type: nccl or cuda_ipc); their versions are still those of --weights-dir",
     )
 
 
@@ -229,9 +237,24 @@ def application(
     if arguments.weights_dir is not None:
         if tokens.admin is None:
             raise ValueError("--weights-dir: POST /weights is a control route: --admin-token-env")
-        shelf = WeightShelf(arguments.weights_dir, folder)
+        shelf = WeightShelf(arguments.weights_dir, folder, collector(arguments))
+    elif arguments.weights_from is not None:
+        raise ValueError("--weights-from: the versions are those of --weights-dir")
     made = serving(arguments, folder, role)
     return make_app(made, tokens, shelf, loopback=is_loopback(arguments.host))
+
+
+def collector(arguments: argparse.Namespace) -> Collector | None:
+    """This engine's end of the trainer's direct way, if it has one."""
+    from lowroll.engine.native import pick_device
+    from lowroll.weights.collector import Collector
+
+    if arguments.weights_from is None:
+        return None
+    host, _, port = arguments.weights_from.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"--weights-from: expected HOST:PORT, got {arguments.weights_from}")
+    return Collector(host, int(port), pick_device(arguments.device))
 
 
 def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = None) -> Serving:

@@ -45,7 +45,9 @@ WAIT_S = 3600.0  # for what an orchestrator leaves to a trainer with a file of i
 _LOOK_S = 0.5
 
 
-def read_role(role: Literal["serve", "orchestrate", "train"], arguments: argparse.Namespace) -> RunConfig:
+def read_role(
+    role: Literal["serve", "orchestrate", "train"], arguments: argparse.Namespace
+) -> RunConfig:
     """The settings of a role. ConfigError; a trainer waits for the orchestrator's part of them."""
     from lowroll.config import ConfigError, NotThereYet, load_role
 

@@ -41,7 +41,7 @@ class BufferConfig(Section):
     easy_threshold: Reward | None = None  # null: no easy pool
     hard_threshold: Reward | None = None  # null: no hard pool
     easy_fraction: Share = 0.0  # of the easy pool, back to normal at a resumption
-    hard_fraction: Share = 0.0
+    hard_fraction: Share = 0.0  # of the hard pool
     # what makes two prompts the same ("task", "prompt"); []: none is looked for
     hash_keys: Annotated[tuple[Text, ...], Strict(False)] = ()
     skip_verification: bool = False  # no response is scored, and every reward is 0
@@ -52,7 +52,7 @@ class AdvantageFunction(Section):
     numbers back."""
 
     import_path: Annotated[Text, AfterValidator(_code)]  # path/to/file.py:function
-    kwargs: dict[str, JsonValue] = {}
+    kwargs: dict[str, JsonValue] = {}  # its further arguments
 
 
 def buffer_problems(cfg: RunConfig) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ class AsynchronyConfig(Section):
     """How far the rollouts may lag behind the learner, in steps. Version v of the weights is that
     after step v; batch n is drawn from version n - 1 - max_async_level on."""
 
-    max_async_level: Whole = 0
+    max_async_level: Whole = 0  # steps that the rollouts may lag behind the learner
     # exactly that version: no newer one is taken before its turn
     strict_async_level: bool = False
     # a rollout in flight survives so many updates of its engine's weights
@@ -42,8 +42,8 @@ class ElasticConfig(Section):
     seconds."""
 
     hostname: Text | None = None  # null: the engines are those of client.base_url
-    port: Port = 8000
-    sync_interval: Positive = 5.0
+    port: Port = 8000  # of every engine
+    sync_interval: Positive = 5.0  # seconds between two looks
 
 
 class ClientConfig(Section):
@@ -59,26 +59,27 @@ class ClientConfig(Section):
 class RolloutTransportConfig(Section):
     """How batches get from the orchestrator to the trainer."""
 
+    # by files of the run's folder, or by a socket
     type: Literal["filesystem", "zmq"] = "filesystem"
     host: Text = "localhost"  # zmq: where the orchestrator listens, and the trainer asks
-    port: FreePort = 5555
+    port: FreePort = 5555  # zmq; 0: one that is free
     hwm: Count = 10  # batches that may wait for the trainer
 
 
 class WeightBroadcastConfig(Section):
     """How weights get from the trainer to the engines."""
 
-    type: Literal["filesystem", "nccl", "cuda_ipc"] = "filesystem"
+    type: Literal["filesystem", "nccl", "cuda_ipc"] = "filesystem"  # by files, or from GPU to GPU
     host: Text = "localhost"  # nccl: where the ranks meet
-    port: FreePort = 29501
+    port: FreePort = 29501  # nccl; 0: one that is free
     timeout: Positive = 1200.0  # seconds until every engine has them
 
 
 class ServeConfig(Section):
     """Where the engine listens, for the role `serve`."""
 
-    host: Text = "127.0.0.1"
-    port: FreePort = 8000
+    host: Text = "127.0.0.1"  # address to listen at; one that others reach takes a token
+    port: FreePort = 8000  # 0: one that is free
 
 
 def role_problems(cfg: RunConfig) -> Iterator[Problem]:

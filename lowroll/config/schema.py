@@ -74,9 +74,9 @@ def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
 class TemperatureConfig(Section):
     """A sampling temperature that moves from start to end over the run."""
 
-    type: Literal["linear", "cosine"]
-    start_temperature: Temperature
-    end_temperature: Temperature
+    type: Literal["linear", "cosine"]  # its course
+    start_temperature: Temperature  # of the first step
+    end_temperature: Temperature  # of the last step
 
 
 class RolloutConfig(Section):
@@ -85,16 +85,17 @@ class RolloutConfig(Section):
 
     engine: EngineName = "native"  # whose rollouts: lowroll's own engine's, or vLLM's
     vllm: VllmConfig = VllmConfig()  # read by engine: vllm alone
-    weights: Weights = DEFAULT
+    weights: Weights = DEFAULT  # format of the linear weights; dense: the run's dtype
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    temperature: Temperature = 1.0
+    min_tokens: Annotated[int, Field(ge=0)] = 0  # a response's shortest length, in tokens
+    temperature: Temperature = 1.0  # of the sampler
     temp_scheduler: TemperatureConfig | None = None  # takes the place of `temperature`
-    top_p: Probability = 1.0
+    top_p: Probability = 1.0  # the likeliest tokens that together have this probability
     top_k: Annotated[int, Field(ge=0)] = 0  # 0 is off
+    # tokens with this share of the likeliest one's probability
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Penalty = 1.0
+    repetition_penalty: Penalty = 1.0  # on tokens that stand in the text already; 1 is off
     stop: Annotated[tuple[Text, ...], Strict(False)] = ()  # stop strings
     page_size: Count = 16  # tokens in a page of the KV cache
     max_batch: Count = 256  # sequences decoded together
@@ -129,7 +130,7 @@ class DapoConfig(Section):
     tokens."""
 
     dynamic_sampling: bool | None = None  # draw again for groups whose rewards are all equal
-    max_rounds: Count = 8
+    max_rounds: Count = 8  # rounds of generation that a step may spend on it
     # no group differs in all rounds: the run ends, or goes on
     no_signal: Literal["end", "go_on"] = "end"
     overlong_max: Count | None = None  # Lmax: at this length the penalty is -1
@@ -139,20 +140,23 @@ class DapoConfig(Section):
 class TrainConfig(Section):
     """The learner. One batch gives `minibatches` optimiser updates."""
 
-    max_steps: Count = 100
-    minibatches: Count = 1
+    max_steps: Count = 100  # steps of the run
+    minibatches: Count = 1  # optimiser updates a batch
+    # packed tokens of a forward pass; a prompt and its response must fit in
     tokens_per_microbatch: Count = 8192
-    learning_rate: Rate = 1e-5
-    lr_scheduler_type: Schedule = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    learning_rate: Rate = 1e-5  # after the warm-up
+    lr_scheduler_type: Schedule = "constant"  # its course from then on
+    warmup_steps: Annotated[int, Field(ge=0)] = 0  # steps in which it rises
+    # where linear and cosine end, over learning_rate
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    weight_decay: NotNegative = 0.01
+    weight_decay: NotNegative = 0.01  # decoupled
+    # of the moments
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
         Strict(False),
     ] = (0.9, 0.999)
-    eps: Positive = 1e-8
-    max_grad_norm: Positive = 1.0
+    eps: Positive = 1e-8  # added to the root of the second moment
+    max_grad_norm: Positive = 1.0  # longer gradients are cut to this length
     # 8bit: moments in 8 bits; muon: for hidden matrices
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic, whatever the
@@ -167,9 +171,10 @@ class TrainConfig(Section):
     logprob_chunk: Count = 1024  # tokens whose logits exist at a time
     # the learner attends to what a bounded cache held, and so scores the sparse policy itself
     replay_kv: bool = False
-    lora: bool = False
-    lora_rank: Count = 16
-    lora_alpha: Positive = 32.0
+    lora: bool = False  # learn adapters on a frozen base
+    lora_rank: Count = 16  # rank of the adapters
+    lora_alpha: Positive = 32.0  # their scale, times the rank
+    # the matrices that have one
     lora_target_modules: Annotated[
         tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(_unique)
     ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -179,9 +184,10 @@ class NoiseConfig(Section):
     """QeRL's noise on the norms of the rollout engine: sigma falls from start to end over the run,
     in stages."""
 
-    sigma_start: NotNegative = 1e-2
-    sigma_end: NotNegative = 1e-4
-    num_stages: Count = 10
+    sigma_start: NotNegative = 1e-2  # standard deviation of the first stage with noise
+    sigma_end: NotNegative = 1e-4  # and of the last
+    num_stages: Count = 10  # stages of the run
+    # its course between them
     schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
     # num_stages counts the silent first stage, or does not
     variant: Literal["code", "paper"] = "code"
@@ -193,9 +199,10 @@ class ScoreConfig(Section):
     """The scoring workers. `time_limit` in seconds a response; more than `max_error_rate` failures
     stop the run."""
 
-    workers: Count = 2
-    time_limit: Positive = 10.0
-    memory_limit_mb: Count = 2048
+    workers: Count = 2  # processes that score
+    time_limit: Positive = 10.0  # seconds a response
+    memory_limit_mb: Count = 2048  # of a worker
+    # share of failed scores that stops the run
     max_error_rate: Annotated[float, Field(ge=0, lt=1)] = 0.05
 
 
@@ -203,8 +210,8 @@ class FilterConfig(Section):
     """Flags odd rollouts in the metrics; `enforce` also takes them out of the loss (their reward
     stays)."""
 
-    type: Literal["gibberish", "repetition"]
-    enforce: bool = False
+    type: Literal["gibberish", "repetition"]  # what is odd: rare tokens, or a loop
+    enforce: bool = False  # take what is flagged out of the loss
     # gibberish: ids above it are rare tokens
     token_id_threshold: Annotated[int, Field(ge=0)] = 100_000
     logprob_offset: NotNegative = 2.0  # gibberish: nats below the uniform log-prob
@@ -216,9 +223,9 @@ class CkptConfig(Section):
     """A checkpoint every `interval` steps; the newest `keep_last` stay (null: all), as does every
     `keep_interval`th."""
 
-    interval: Count = 50
-    keep_last: Count | None = 3
-    keep_interval: Count | None = None
+    interval: Count = 50  # steps between two
+    keep_last: Count | None = 3  # the newest that stay; null: all
+    keep_interval: Count | None = None  # every so many steps one stays for good
     # seconds that a full disk may last
     wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
     # go on from this step's checkpoint (-1: the newest); null: as --resume says
@@ -235,11 +242,12 @@ class SftConfig(Section):
 
     data: Text | None = None  # a JSONL of {"messages": [...]}; null: env demonstrations
     num_examples: Count = 4096  # demonstrations drawn from the environments
-    steps: Count = 200
+    steps: Count = 200  # optimiser updates
     batch_size: Count = 32  # examples a step
-    learning_rate: Rate = 1e-4
-    lr_scheduler_type: Schedule = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    learning_rate: Rate = 1e-4  # after the warm-up
+    lr_scheduler_type: Schedule = "cosine"  # its course from then on
+    warmup_steps: Annotated[int, Field(ge=0)] = 0  # steps in which it rises
+    # where linear and cosine end, over learning_rate
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
@@ -247,9 +255,9 @@ class RunConfig(Section):
     """One run. Load it with `lowroll.config.load`; every field but `model` has a default."""
 
     model: Text  # a folder or a hub id
-    output_dir: Text = "outputs/run"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    output_dir: Text = "outputs/run"  # the run's folder, from the working directory
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of everything that is drawn
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where the run computes
     # auto: float32 on the CPU, bfloat16 on a GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     env: Environments = (EnvConfig(id="reverse-text"),)
@@ -257,10 +265,10 @@ class RunConfig(Section):
     batch_size: Count = 64  # rollouts a step
     rollouts_per_example: GroupSize = 8  # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: Algorithm = "grpo"
+    algorithm: Algorithm = "grpo"  # how rewards become a loss: docs/algorithms.md
     advantage: Advantage | None = None  # null: the algorithm's; custom: advantage_function's
     advantage_function: AdvantageFunction | None = None
-    correction: Correction = "auto"
+    correction: Correction = "auto"  # what pays for the gap between rollouts and learner
     force: bool = False  # run what is known to collapse, to compare with
     loss: LossConfig = LossConfig()
     critic: CriticConfig = CriticConfig()  # read by ppo alone

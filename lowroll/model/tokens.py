@@ -12,7 +12,15 @@ from typing import Any
 from lowroll.model.folder import MOST_TOKENIZER, read_json, regular
 from lowroll.types import printable
 
-SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _TEMPLATE = "chat_template.jinja"
 
 

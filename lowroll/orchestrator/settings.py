@@ -63,6 +63,7 @@ class Settings:
     partial: str = "none"  # at level 0, what is unfinished: dropped, or carried on (keep, replay)
     stall_s: float = 3600.0  # seconds in which at least one group in flight must end
     # which prompts are drawn: see lowroll.orchestrator.buffer
+    sampling_seed: int | None = None  # of what is drawn from the policy; None is `seed`
     buffer_seed: int | None = None  # of the mix of environments; None is `seed`
     online_difficulty_filtering: bool = False  # groups of mean reward 0 or 1 are not learnt from
     easy_threshold: float | None = None  # mean reward from which a prompt is not drawn again

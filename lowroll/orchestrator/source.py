@@ -132,7 +132,7 @@ class PromptSource:
             self.tokenizer,
             replace(settings.sampling, temperature=temperature),
             settings.rollouts_per_example,
-            settings.seed,
+            settings.seed if settings.sampling_seed is None else settings.sampling_seed,
         )
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lowroll.config import RunConfig
-from lowroll.envs import Environment
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.saving import saving
 from lowroll.orchestrator.client import BatchSender, PhaseProgress, WeightsWatch
@@ -114,20 +113,38 @@ class Batches:
     def before(self, step: int, version: int) -> dict[str, float]:
         """The evaluation before a step; {} when there is none."""
         self.enter(step)
+        if self.evaluations.due_before(step):
+            self._clear_engine()
         return self.evaluations.before(step, self.stages.now, version)
 
     def after(self, step: int, version: int) -> dict[str, float]:
         """The evaluation after a step; {} when none is due."""
+        if self.evaluations.due(step):
+            self._clear_engine()
         return self.evaluations.after(step, self.stages.now, version)
 
     def state(self) -> dict[str, Any]:
         """What `restore` goes on from."""
         return self.orchestrator.state()
 
-    def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Go on after a step. ValueError names what is not of this run's plan."""
+    def _clear_engine(self) -> None:
+        """Give up what is in flight, where evaluations are to have the engine alone."""
+        if self.cfg.eval.cancel_inflight_rollouts_on_eval:
+            self.orchestrator.recall()
+
+    def restore(self, step: int, state: Mapping[str, Any], resumed: bool = False) -> None:
+        """Go on after a step. resumed: somebody asked for it, so that what `ckpt`, `buffer` and
+        `eval` say of a resumption holds. ValueError names what is not of this run's plan."""
         self.enter(step)
-        self.orchestrator.restore(state)
+        ckpt = self.cfg.ckpt
+        self.orchestrator.restore(
+            state,
+            skip_progress=resumed and ckpt.skip_progress,
+            skip_buffer=resumed and ckpt.skip_buffer,
+        )
+        if resumed:
+            self.orchestrator.promote()
+            self.evaluations.resumed(step + 1)
 
     def described(self, batch: Batch) -> dict[str, float]:
         """How the rollouts of a batch were drawn; where a policy bounds their caches, what that
@@ -159,4 +176,4 @@ class _Described:
         self.described = described
 
     def send(self, batch: Batch) -> None:
-        self.channel.send(replace(batch, stats=batch.stats | self.described(batch)))
+        self.channel.send(replace(batch, stats=batch.stats | dict(self.described(batch))))

@@ -22,6 +22,7 @@ from lowroll.runs.build import engines, environments, models, orchestrator, prom
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.server import Server
 
+
 def evaluate(
     cfg: RunConfig, weights: Sequence[str] = (), kv: Sequence[KvConfig] = ()
 ) -> list[dict[str, Any]]:

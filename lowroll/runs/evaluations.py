@@ -47,7 +47,9 @@ class Evaluations:
         scorer: Scorer,
         chat: Tokenizer,
     ) -> None:
+        self.cfg = cfg.eval
         self.interval = cfg.eval.interval
+        self._again: int | None = None  # a step before which a resumed run evaluates
         self.last = cfg.train.max_steps
         self.spec = spec
         self.rollouts = rollouts
@@ -58,11 +60,11 @@ class Evaluations:
         self.on_phase: PhaseProgress | None = None
 
     def before(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
-        """Of the policy that the run begins with; {} before later steps."""
-        if not self.interval or step > 1:
+        """Of the policy that the run begins with, or is resumed with; {} before other steps."""
+        if not self.due_before(step):
             return {}
         self.on_note(
-            "evaluating the policy before step 1 (eval.interval: null leaves evaluations out)"
+            f"evaluating the policy before step {step} (eval.interval: null leaves evaluations out)"
         )
         return self.measure(now, version, sampled=True)
 
@@ -72,9 +74,18 @@ class Evaluations:
             return {}
         return self.measure(now, version, sampled=step == self.last)
 
+    def due_before(self, step: int) -> bool:
+        """Whether the policy before a step is evaluated."""
+        first = step == 1 and self.cfg.eval_base_model
+        return bool(self.interval) and (first or step == self._again)
+
+    def resumed(self, step: int) -> None:
+        """The run goes on with a step."""
+        self._again = None if self.cfg.skip_eval_on_resume else step
+
     def due(self, step: int) -> bool:
         """Whether the policy after a step is evaluated."""
-        return bool(self.interval) and (step == self.last or step % self.interval == 0)
+        return self.interval is not None and (step == self.last or step % self.interval == 0)
 
     def measure(self, now: RunConfig, version: int, sampled: bool) -> dict[str, float]:
         """Of the current policy; with `sampled`, drawn as the rollouts too."""

@@ -63,6 +63,13 @@ _SPOOLED = re.compile(r"step_[0-9]{6,15}\.frame(\.damaged)?|end\.json|cursor\.js
 _STEP = re.compile(r"step_[0-9]{6,}")
 
 
+def goes_on(cfg: RunConfig) -> bool:
+    """Whether the settings ask for a resumption (`ckpt.resume_step`): of a checkpoint, or of the
+    newest one, where a run has begun."""
+    asked = cfg.ckpt.resume_step
+    return asked is not None and (asked >= 0 or RunFolder(cfg, "grpo").made_by() is not None)
+
+
 class RunFolder:
     """`output_dir` of a configuration, for the runs of a command: grpo or sft. alone: one process
     makes the run; else the rollouts are the orchestrator's (`runs.roles`)."""
@@ -233,8 +240,10 @@ class RunFolder:
         """
         key, steps = self.length
         try:
-            saved = self.store.load()
-        except FileNotFoundError:
+            saved = self.store.load(self._asked)
+        except FileNotFoundError as error:
+            if self._asked is not None:
+                raise ValueError(f"ckpt.resume_step: {error}") from None
             if self.has_steps():
                 identity.refuse_other_settings(self._written(), self.cfg, of="the run")
             return None
@@ -253,6 +262,13 @@ class RunFolder:
         if steps < saved.step:
             raise ValueError(f"{key}: {steps}, and the run has made {saved.step} steps")
         return saved
+
+    @property
+    def _asked(self) -> int | None:
+        """The step whose checkpoint was asked for; None: the newest. A role that is started again
+        goes on from where it was."""
+        asked = self.cfg.ckpt.resume_step
+        return None if asked == -1 or not self.alone else asked
 
     def _written(self) -> dict[str, Any]:
         """The settings in config.yaml. ValueError when they cannot be read."""

@@ -34,7 +34,7 @@ from lowroll.runs.build import configuration, engines, models, prompts
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.evaluations import around
-from lowroll.runs.folder import RunFolder
+from lowroll.runs.folder import RunFolder, goes_on
 from lowroll.runs.launch.local import launch
 from lowroll.runs.learner import Learner
 from lowroll.runs.memory import fit
@@ -68,6 +68,7 @@ def run(
     for which dynamic sampling finds nothing to learn from any more finishes early.
     """
     cfg, texts = configuration.read(config, overrides or {})
+    resume = resume or goes_on(cfg)
     if cfg.launcher == "local":
         return launch(cfg, resume=resume, overwrite=overwrite)
     if problems := one_process_problems(cfg):
@@ -122,7 +123,14 @@ class Run:
         self.cfg = cfg = self.rollouts.cfg
         channel = MemoryRolloutChannel()
         self.batches = Batches(
-            cfg, spec, chat, tasks, self.rollouts, channel, partial(home.keep_batch, "rollouts"), stack
+            cfg,
+            spec,
+            chat,
+            tasks,
+            self.rollouts,
+            channel,
+            partial(home.keep_batch, "rollouts"),
+            stack,
         )
         self.learner = Learner(
             home,
@@ -180,7 +188,7 @@ class Run:
         saved = self.learner.restore()
         if saved is None:
             return self.begin()
-        self.batches.restore(saved.step, self.learner.drawn)
+        self.batches.restore(saved.step, self.learner.drawn, resumed=True)
         return self.learner.go_on(saved)
 
     def step(self, step: int) -> Record:

@@ -37,7 +37,7 @@ from lowroll.trainer.loop import Trainer
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.probe import probe
-from lowroll.transport.base import RolloutChannel
+from lowroll.transport.base import RolloutReceiver
 from lowroll.types import Batch
 from lowroll.weights.publish import digest
 
@@ -91,7 +91,7 @@ class Learner:
         model: Transformer,
         base: str,
         chat: ChatTokenizer,
-        channel: RolloutChannel,
+        channel: RolloutReceiver,
         publisher: Publisher,
         deadline_s: float,
     ) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lowroll.checkpoint.publish import MANIFEST, published_files, read_meta, verify_folder
 from lowroll.engine.base import Capabilities
 from lowroll.server.errors import Refused
+from lowroll.transport.base import TransportError
 from lowroll.transport.broadcasts import (
     STABLE,
     Broadcast,
@@ -33,6 +34,8 @@ from lowroll.transport.broadcasts import (
 from lowroll.types import printable
 
 if TYPE_CHECKING:
+    from lowroll.model.spec import ModelSpec
+    from lowroll.weights.collector import Collector
     from lowroll.weights.noise import Noise
     from lowroll.weights.update import WeightUpdate
 
@@ -60,12 +63,14 @@ class Version:
 
 
 class WeightShelf:
-    """The versions in a folder, for an engine that was made from the folder `model`. ValueError
-    when there is no such folder."""
+    """The versions in a folder, for an engine that was made from the folder `model`. collector: the
+    engine's end of the trainer's direct way, where there is one. ValueError when there is no such
+    folder."""
 
-    def __init__(self, folder: str | Path, model: Path) -> None:
+    def __init__(self, folder: str | Path, model: Path, collector: Collector | None = None) -> None:
         self.folder = Path(folder).resolve()
         self.model = model
+        self.collector = collector
         self.current: Version | None = None  # None before the first update
         if not self.folder.is_dir():
             raise ValueError(f"--weights-dir: {folder} is no folder")
@@ -110,7 +115,9 @@ class WeightShelf:
                         )
                     )
             return updates
-        except (ValueError, OSError) as error:
+        except Replaced:
+            raise
+        except (ValueError, OSError, TransportError) as error:
             raise Refused(f"version: {self._told(error)}", "version", 409) from error
 
     def _chain(self, version: Version, gap: bool) -> list[Version]:
@@ -142,9 +149,29 @@ class WeightShelf:
             update = _adapter(folder, number, listed, weights)
         elif kind == "codes":
             update = _codes(folder, number, listed, meta)
+        elif version.broadcast is not None and version.broadcast.way != "filesystem":
+            update = self._fetched(version.broadcast, number, listed, meta)
         else:
             update = _full(folder, number, listed, self.model, meta)
         return replace(update, noise=_noise(version.broadcast, able))
+
+    def _fetched(
+        self, broadcast: Broadcast, number: int, listed: set[str], meta: dict[str, Any]
+    ) -> WeightUpdate:
+        """A whole model whose tensors are not in its folder."""
+        from lowroll.model.spec import read_spec
+        from lowroll.weights.broadcast import LAYOUT, stored_layout
+        from lowroll.weights.update import WeightUpdate
+
+        if self.collector is None:
+            raise ValueError(
+                f"way: its tensors come by {broadcast.way}; start the engine with --weights-from"
+            )
+        _check_published(listed, ["config.json", LAYOUT])
+        scale = _checked_scale(read_spec(broadcast.path), self.model, meta)
+        layout = stored_layout(broadcast.path)
+        tensors = self.collector.fetch(broadcast, layout)
+        return WeightUpdate(number, "full", tensors.items, layout.digest, input_scale=scale)
 
     def find(self, version: str) -> Version:
         """What an id leads to; `step_7` and `step_000007` are one. Refused: 400 for what is no id,
@@ -231,18 +258,25 @@ def _adapter(folder: Path, number: int, listed: set[str], weights: str) -> Weigh
 def _full(
     folder: Path, number: int, listed: set[str], model: Path, meta: dict[str, Any]
 ) -> WeightUpdate:
-    from lowroll.model import hf, scaling
+    from lowroll.model import hf
     from lowroll.weights.update import WeightUpdate
 
     spec, files, tensors = hf.stored(folder)
     _check_published(listed, ["config.json", *(path.name for path in files.values())])
+    scale = _checked_scale(spec, model, meta)
+    return WeightUpdate(number, "full", tensors.items, input_scale=scale)
+
+
+def _checked_scale(spec: ModelSpec, model: Path, meta: dict[str, Any]) -> float:
+    """The s that weights carry. ValueError when they are of another model than is served."""
+    from lowroll.model import hf, scaling
+
     served = replace(hf.read_headers(model)[0], eos_ids=spec.eos_ids)  # a server's own
     odd = [f.name for f in fields(spec) if f.compare and vars(spec)[f.name] != vars(served)[f.name]]
     if odd:
         raise ValueError(f"config.json: {', '.join(odd)}: not as the served model's")
     # of a folder that somebody exported s is not asked for: it is an ordinary model
-    scale = spec.config.get(scaling.KEY) or 1.0 if "broadcast" in meta else 1.0
-    return WeightUpdate(number, "full", tensors.items, input_scale=scale)
+    return float(spec.config.get(scaling.KEY) or 1.0) if "broadcast" in meta else 1.0
 
 
 def _codes(folder: Path, number: int, listed: set[str], meta: dict[str, Any]) -> WeightUpdate:

@@ -19,8 +19,10 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import itertools
 import json
 import math
+import operator
 import types
 import typing
 from dataclasses import replace
@@ -176,12 +178,36 @@ def _encode(value: Any, hint: Any, where: str) -> Any:
     return _encode_scalar(value, hint, where)
 
 
-def _encode_items(values: Any, hint: Any, where: str) -> list[Any]:
-    if hint is float and all(type(value) is float and math.isfinite(value) for value in values):
-        return list(values)
-    if hint is int and all(type(value) is int for value in values):
-        return list(values)
+def _encode_items(values: Any, hint: Any, where: str) -> Any:
+    if _are_plain(values, hint, tuple):
+        return values
     return [_encode(value, hint, f"{where}[{index}]") for index, value in enumerate(values)]
+
+
+def _are_plain(values: Any, hint: Any, fixed: type) -> bool:
+    """Whether JSON has all values as they are, looked at all at once: a batch has millions of them.
+    False where any needs a second look. fixed: what a tuple of so many items is just now, a tuple
+    in an object and a list in JSON."""
+    if not values:
+        return True
+    kinds = set(map(type, values))
+    if hint is float:  # a sum with one that is not finite is not finite either
+        return kinds == {float} and math.isfinite(sum(values))
+    if hint in (int, str):
+        return kinds == {hint}
+    args = typing.get_args(hint)
+    if _is_fixed(hint):
+        return (
+            kinds == {fixed}
+            and set(map(len, values)) == {len(args)}
+            and all(
+                _are_plain(list(map(operator.itemgetter(place), values)), inner, fixed)
+                for place, inner in enumerate(args)
+            )
+        )
+    if typing.get_origin(hint) is list and kinds == {list}:
+        return _are_plain(list(itertools.chain.from_iterable(values)), args[0], fixed)
+    return False
 
 
 def _encode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
@@ -250,9 +276,22 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
 
 
 def _decode_items(values: list[Any], hint: Any, where: str) -> list[Any]:
-    if hint in (int, float) and all(type(value) is hint for value in values):
-        return values
+    if _are_plain(values, hint, list):
+        return _with_tuples(values, hint)
     return [_decode(value, hint, f"{where}[{index}]") for index, value in enumerate(values)]
+
+
+def _with_tuples(values: list[Any], hint: Any) -> list[Any]:
+    """Plain values with the tuples that JSON has not."""
+    args = typing.get_args(hint)
+    if not args:
+        return values
+    if _is_fixed(hint):
+        if not any(map(typing.get_args, args)):
+            return list(map(tuple, values))
+        columns = [_with_tuples([v[i] for v in values], inner) for i, inner in enumerate(args)]
+        return list(zip(*columns, strict=True))
+    return [_with_tuples(value, args[0]) for value in values]
 
 
 def _decode_dataclass(value: Any, kind: type, where: str) -> Any:

@@ -8,6 +8,9 @@
     codes      what differs from the version before in the tensors that engines hold, where an aligned
                learner has them (`weights.changes`); every eighth version is a full one
 
+With `offers` the tensors of a full version go from device to device, and the folder has the rest and
+where each tensor lies in what is sent.
+
 Engines quantize what they read by the corridor of one process, so they hold the same bits
 (`weights.receive`). Noise (`weights.noise`) travels as its seed and sigma, and the engine draws it.
 
@@ -19,11 +22,13 @@ and the new marker names the new manifest: no reader takes files of two attempts
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +60,15 @@ from lowroll.transport.broadcasts import (
 )
 from lowroll.weights.changes import Changes, Shadow
 from lowroll.weights.noise import NoiseSchedule
-from lowroll.weights.update import Kind
+from lowroll.weights.offers import Offer, Offers
+from lowroll.weights.parcel import Layout, pack, unpack
+from lowroll.weights.update import Kind, WeightUpdate
 
 log = logging.getLogger(__name__)
 
 FULL_INTERVAL = 8  # versions: an engine that missed some begins at a full one
 CHANGES = "changes.safetensors"
+LAYOUT = "layout.json"  # of a parcel, in the place of its tensors
 SCALED = "scaled.safetensors"  # of an adapter: tensors that dividing by s would round
 _CANDIDATE = ".candidate-"
 _RETIRED = ".retired-"
@@ -68,12 +76,21 @@ _RETIRED = ".retired-"
 
 @dataclass(frozen=True)
 class Payload:
-    """What a version's folder will hold: its kind, what its manifest says beside that, and who
-    writes the files."""
+    """What a version's folder will hold: its kind, who writes the files, and what its manifest says
+    beside that. parcel: the tensors that are not among the files."""
 
     kind: Kind
     write: Callable[[Path], None]
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    meta: Mapping[str, Any]
+    parcel: Parcel | None = None
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The tensors of a version as they travel, and as the files that they can still become."""
+
+    buckets: list[Tensor]
+    files: Payload
 
 
 class Broadcaster:
@@ -81,7 +98,8 @@ class Broadcaster:
 
     attempt: of the trainer. keep: how many of the newest versions stay at least, what they are
     changes of among them. base: the folder or hub id that an adapter is told to belong to. noise:
-    of the run, where it has any. shadow: of an aligned learner, to publish what changes.
+    of the run, where it has any. shadow: of an aligned learner, to publish what changes. offers:
+    the direct way that whole models take; one that came to nothing takes none any more.
     ValueError for a model of which nothing can be published.
     """
 
@@ -95,6 +113,7 @@ class Broadcaster:
         base: str = "",
         noise: NoiseSchedule | None = None,
         shadow: Shadow | None = None,
+        offers: Offers | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep: expected at least 1, got {keep}")
@@ -105,6 +124,8 @@ class Broadcaster:
         self.base = base
         self.noise = noise
         self.shadow = shadow
+        self.offers = offers
+        self._lock = threading.Lock()  # of the folder: offers write from a thread of their own
         self.broadcasts = Broadcasts(self.folder)
         self._adapted = any(linear.adapter for _, linear in model.linears())
         kept = model.weight_format
@@ -117,8 +138,11 @@ class Broadcaster:
         """Have readers see a version; metrics of it. When this returns, a power loss does not take
         the version away."""
         payload = self._payload(version)
-        path = self._lay(version, payload)
-        self._retain(version)
+        with self._lock:
+            path = self._lay(version, payload)
+            self._retain(version)
+        if payload.parcel is not None:
+            self._offer(version, path, payload)
         metrics = {"perf/broadcast_bytes": float(_size(path))}
         if self.shadow is not None:
             if payload.kind == "codes":
@@ -133,7 +157,36 @@ class Broadcaster:
         scale = scaling.applied(self.model) or 1.0
         if self._adapted:
             return Payload("adapter", self._write_adapter, {"input_scale": scale})
-        return Payload("full", self._write_model, {"input_scale": scale})
+        return self._whole(version, scale)
+
+    def _whole(self, version: int, scale: float) -> Payload:
+        config, tensors = hf.contents(self.model)
+        meta = {"input_scale": scale}
+        if self.offers is None or self.offers.broken:
+            return Payload("full", lambda target: hf.write((config, tensors), target, None), meta)
+        update = WeightUpdate(version, "full", tensors.items, input_scale=scale)
+        layout, buckets = pack(tensors, update.content_digest(), self.model.device)
+
+        def write(target: Path) -> None:
+            (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            (target / LAYOUT).write_text(json.dumps(layout.to_json()) + "\n")
+
+        copies = unpack(layout, buckets)
+        files = Payload("full", lambda target: hf.write((config, copies), target, None), meta)
+        return Payload("full", write, meta | {"way": self.offers.way}, Parcel(buckets, files))
+
+    def _offer(self, version: int, path: Path, payload: Payload) -> None:
+        """Have engines fetch a version that lies in `path` without its tensors."""
+        assert self.offers is not None and payload.parcel is not None
+        parcel = payload.parcel
+
+        def write() -> None:
+            with self._lock:
+                found = self.broadcasts.at(version)
+                if found is not None and found.way != "filesystem":
+                    self._lay(version, parcel.files)
+
+        self.offers.offer(Offer(version, manifest_digest(path), parcel.buckets, write))
 
     def _changes(self, version: int) -> Payload | None:
         """What differs from the version before; None where that is not what engines hold, or is
@@ -159,9 +212,6 @@ class Broadcaster:
         moved = {name: t.contiguous() for name, t in exact.items() if t is not plain[name]}
         if moved:
             save_file(moved, target / SCALED)
-
-    def _write_model(self, target: Path) -> None:
-        hf.write(hf.contents(self.model), target, None)
 
     def _lay(self, version: int, payload: Payload) -> Path:
         """The folder of a version with its marker, on the disk."""
@@ -262,6 +312,14 @@ def stored_changes(folder: Path, meta: Mapping[str, Any]) -> tuple[Changes, dict
     if type(since) is not int or not isinstance(before, str) or not isinstance(after, str):
         raise ValueError(f"{folder}: since, before, after: not said")
     return Changes(since, before, after), load_file(folder / CHANGES)
+
+
+def stored_layout(folder: Path) -> Layout:
+    """Where the tensors of a broadcast lie in what is sent. ValueError names the file."""
+    try:
+        return Layout.from_json(json.loads((folder / LAYOUT).read_bytes()))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{folder / LAYOUT}: {error}") from None
 
 
 def adapter_files(folder: Path) -> list[str]:

@@ -10,64 +10,10 @@ from typing import Any
 import pytest
 
 from lowroll.config import ConfigError, RunConfig, load, load_surogate
+from tests.fixtures.quick_start import INFER, ORCH, TRAIN
 
 # The values of the document's quick start.
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TRAIN = """\
-model: "Qwen/Qwen3-0.6B"
-output_dir: ./outputs
-gpus: 1
-
-per_device_train_batch_size: 1
-sequence_len: 2048
-max_steps: 40
-logging_steps: 1
-
-learning_rate: 2e-4
-lr_scheduler_type: constant
-max_grad_norm: 1.0
-weight_decay: 0.01
-
-recipe: fp8-hybrid
-
-lora: true
-lora_rank: 16
-lora_alpha: 32
-lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
-
-loss:
-  ratio_type: token
-  kl_tau: 0.0
-  adv_tau: 1.0
-  token_mask_low: 0.125
-  token_mask_high: 8.0
-  geo_mask_low: 0.1
-  geo_mask_high: 10.0
-"""
-INFER = """\
-model: "Qwen/Qwen3-0.6B"
-enable_lora: true
-max_lora_rank: 32
-"""
-ORCH = """\
-model:
-  name: "Qwen/Qwen3-0.6B"
-  lora_adapter: "default"
-  lora_rank: 16
-  lora_alpha: 32
-
-env:
-  - id: reverse-text
-
-batch_size: 128
-rollouts_per_example: 16
-seq_len: 2048
-max_steps: 40
-
-sampling:
-  max_tokens: 128
-"""
-
 # Every key of the document's reference tables at its default ("---" and "(required)" left out or
 # given a value).
 TRAIN_KEYS: list[tuple[str, Any]] = [

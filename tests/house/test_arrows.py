@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # no model
     "model": (
         {"quant", "kernels", "types", "machine", "checkpoint"},
-        {"torch", "safetensors", "transformers", "huggingface_hub", "jinja2"},
+        {"torch", "safetensors", "transformers", "tokenizers", "huggingface_hub", "jinja2"},
     ),
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner
@@ -64,7 +64,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
     "transport": ({"types", "checkpoint"}, {"zmq"}),
     "metrics": ({"checkpoint"}, {"rich", "matplotlib"}),
-    "orchestrator": ({"advantages", "envs", "types"}, set()),
+    # orchestrator -> checkpoint: the ledger's lines have checksums
+    "orchestrator": ({"advantages", "checkpoint", "envs", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
     "trainer": (
         {
@@ -121,10 +122,13 @@ LIGHT = (
     "server.app",
     "server.loop",
     "objectives.table",
+    "runs.batches",
     "runs.build.caches",
     "runs.build.environments",
     "runs.build.orchestrator",
     "runs.build.prompts",
+    "runs.launch.local",
+    "runs.roles.orchestrate",
 )
 
 

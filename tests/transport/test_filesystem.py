@@ -208,6 +208,9 @@ def test_the_end_is_told_behind_the_last_batch(tmp_path: Path) -> None:
     assert receiver.receive(0).step == 1
     with pytest.raises(ChannelClosed, match="before step 2: nothing to learn any more"):
         receiver.receive(0)
+    (tmp_path / "end.json").write_bytes((tmp_path / "end.json").read_bytes()[:-1])
+    with pytest.raises(DamagedFrame, match="end.json: torn"):
+        receiver.receive(0)
     again = Sender(tmp_path)
     with pytest.raises(DeadlineExceeded, match="the batch of step 2 from the orchestrator, in"):
         receiver.receive(0)

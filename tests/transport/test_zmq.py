@@ -22,6 +22,7 @@ from lowroll.transport.base import (
     PeerSilent,
     TransportError,
 )
+from lowroll.transport.codec import encode_record
 from lowroll.transport.spool import Spool
 from lowroll.transport.words import Answer, Ask, Place, Said, decode_word, encode_word
 from lowroll.transport.zmq import Receiver, Sender, pack, unpack
@@ -321,5 +322,7 @@ def test_words_are_read_strictly() -> None:
     for wrong in (Ask("r", 1, 2, 3), Ask("r", -1, 2, 2), Ask("r", 1, 2, 2, format=2)):
         with pytest.raises(ValueError):
             decode_word(Ask, encode_word(wrong))
+    with pytest.raises(ValueError, match="no checksum"):
+        decode_word(Ask, encode_record(ask, "ask"))
     with pytest.raises(ValueError, match="at most"):
         decode_word(Ask, encode_word(Ask("r" * 5000, 1, 1, 1)))

@@ -266,7 +266,7 @@ class OrchCkpt(Section):
 class OrchEval(Section):
     """orch.yaml `eval`."""
 
-    env: OrchEnvs
+    env: OrchEnvs  # the environments
     num_examples: Annotated[int, Field(ge=-1)] = -1  # of each environment; -1: all
     rollouts_per_example: Count = 1  # responses to each
     interval: Count = 100  # steps between evaluations
@@ -308,7 +308,7 @@ class OrchFile(Section):
     """orch.yaml."""
 
     model: OrchModel = OrchModel()
-    env: OrchEnvs
+    env: OrchEnvs  # the environments
     batch_size: Count = 128  # rollouts a step
     rollouts_per_example: Count = 1  # responses to a prompt
     seq_len: Count = 2048  # longest sequence, prompt and response, for packing
@@ -324,7 +324,7 @@ class OrchFile(Section):
     advantage: Advantage = Advantage()
     filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()
     ckpt: OrchCkpt = OrchCkpt()
-    eval: OrchEval | None = None
+    eval: OrchEval | None = None  # evaluation in the course of the run; null: none
     report_to: ReportTo = ReportTo()
     rollout_transport: RolloutTransport = RolloutTransport()
     weight_broadcast: WeightBroadcast = WeightBroadcast()

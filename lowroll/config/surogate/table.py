@@ -162,6 +162,10 @@ ORCH: Mapping[str, Row] = {
         f"sampling.{name}": _copied(f"rollout.{name}")
         for name in ("temperature", "temp_scheduler", "repetition_penalty", "min_tokens")
     },
+    **{
+        f"sampling.temp_scheduler.{name}": Row((f"rollout.temp_scheduler.{name}",))
+        for name in ("type", "start_temperature", "end_temperature")
+    },
     "sampling.seed": _copied("rollout.seed", "null: the run's seed"),
     "env[].id": Row(("env[].id",), "an environment of lowroll's, or path/to/file.py"),
     "env[].name": Row(("env[].name",)),
@@ -213,12 +217,20 @@ ORCH: Mapping[str, Row] = {
         )
     },
     "ckpt.interval": Row(("ckpt.interval",), "null is 50, and not never"),
-    "ckpt.resume_step": _copied("ckpt.resume_step"),
-    "ckpt.wait_for_weights_timeout": _copied("ckpt.wait_for_weights_timeout"),
+    "ckpt.resume_step": _copied(
+        "ckpt.resume_step",
+        "-1 begins where there is no run yet; a step of its own is for one process: roles go on from "
+        "where they were",
+    ),
+    "ckpt.wait_for_weights_timeout": _copied(
+        "ckpt.wait_for_weights_timeout", "of every wait for weights; null: weight_broadcast.timeout"
+    ),
     "ckpt.keep_last": Row(("ckpt.keep_last",)),
     "ckpt.keep_interval": Row(("ckpt.keep_interval",)),
-    "ckpt.skip_progress": _copied("ckpt.skip_progress", "with a warning: prompts come twice"),
-    "ckpt.skip_buffer": _copied("ckpt.skip_buffer"),
+    "ckpt.skip_progress": _copied(
+        "ckpt.skip_progress", "with a warning: prompts come twice; in one process"
+    ),
+    "ckpt.skip_buffer": _copied("ckpt.skip_buffer", "in one process"),
     "eval.env[].id": Row(("eval.env[].id",)),
     "eval.env[].name": Row(("eval.env[].name",)),
     "eval.env[].args": Row(("eval.env[].args",)),

@@ -86,6 +86,7 @@ def _native(
         large_batch_weights=rollout.large_batch_weights if name == own else None,
         keep_dense=rollout.keep_dense,
         record_evictions=cfg.train.replay_kv,
+        max_model_len=rollout.max_model_len,
         memory_share=rollout.gpu_memory_utilization,
         prefix_caching=rollout.prefix_caching,
         cuda_graphs=rollout.cuda_graphs,

@@ -36,6 +36,7 @@ _SETTINGS = Mirror(
     BufferConfig,
     given=(
         "sampling",
+        "sampling_seed",
         "temperature_schedule",
         "env_weights",
         "advantage",
@@ -76,6 +77,7 @@ def settings(cfg: RunConfig, spec: ModelSpec, alone: bool = True) -> Settings:
         cfg.asynchrony,
         cfg.buffer,
         sampling=sampling(cfg),
+        sampling_seed=cfg.rollout.seed,
         temperature_schedule=_temperatures(cfg),
         env_weights=_weights(cfg.env),
         advantage=cfg.advantage or "grpo",

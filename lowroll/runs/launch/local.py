@@ -62,8 +62,10 @@ def launch(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
         settings = place.roles / "launch.yaml"
         write_file(settings, cfg.dump().encode())
         stop = stack.enter_context(polite_stop())
-        title = f"{place.run}: {resolved.algorithm}, {resolved.correction}; logs in {place.run / LOGS}"
-        view = stack.enter_context(LiveView(resolved.train.max_steps, title))
+        title = (
+            f"{place.run}: {resolved.algorithm}, {resolved.correction}; logs in {place.run / LOGS}"
+        )
+        view = stack.enter_context(LiveView(resolved.train.max_steps, title, every=resolved.logging_steps))
         launcher = Launcher(resolved, place, settings, resume, overwrite, view, stop)
         stack.callback(launcher.close)
         number = launcher.run()
@@ -139,7 +141,8 @@ class Launcher:
         elif child in self.engines:
             more = [f"serve.port={self._port(child)}"]
         child.start(*more)
-        log.info("%s: process %d: lowroll %s", child.role, child.process.pid, " ".join(child.command))  # type: ignore[union-attr]
+        pid = child.process.pid if child.process else 0
+        log.info("%s: process %d: lowroll %s", child.role, pid, " ".join(child.command))
 
     def _port(self, engine: Child) -> int:
         """One that is free at first; then the one that the orchestrator knows."""

@@ -159,7 +159,9 @@ class Watch:
             self._named = True
             log.warning("%s", self.diagnosis())
         if silent > GONE_S:
-            raise PeerSilent(f"a sign of life of the {self.name}; last it said: {self.told()}", GONE_S)
+            raise PeerSilent(
+                f"a sign of life of the {self.name}; last it said: {self.told()}", GONE_S
+            )
 
     def diagnosis(self) -> str:
         """In words, who is silent."""

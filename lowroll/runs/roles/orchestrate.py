@@ -13,6 +13,7 @@ again, with the same noise.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -95,6 +96,17 @@ def refuse(cfg: RunConfig) -> None:
         raise ValueError(
             "eval.interval: an evaluation without noise beside a noise section is for one process"
         )
+    ckpt = cfg.ckpt
+    for key, asked in (
+        ("resume_step", ckpt.resume_step not in (None, -1)),
+        ("skip_progress", ckpt.skip_progress),
+        ("skip_buffer", ckpt.skip_buffer),
+    ):
+        if asked:
+            raise ValueError(
+                f"ckpt.{key}: roles go on from where they were, however often one is started "
+                "again; resume so in one process"
+            )
     if cfg.rollout.release_cache:
         raise ValueError("rollout.release_cache: engines of other processes keep their memory")
 
@@ -130,7 +142,8 @@ class Orchestration:
         self.cfg = cfg = cfg.model_copy(update={"rollout": sized})
         self.level = cfg.asynchrony.max_async_level
         self.strict = cfg.asynchrony.strict_async_level
-        self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.alive, GONE_S * 48)
+        patience = cfg.ckpt.wait_for_weights_timeout or cfg.weight_broadcast.timeout
+        self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.alive, patience)
         self.channel = sender(cfg, place, attempt, self.alive)
         stack.callback(self.channel.close)
         place.ledger.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +151,7 @@ class Orchestration:
         self.batches = Batches(
             cfg,
             spec,
-            self.chat,  # type: ignore[arg-type]
+            self.chat,
             self.tasks,
             Engines(self.pool),
             self.channel,
@@ -161,6 +174,7 @@ class Orchestration:
 
     def _meet_trainer(self) -> None:
         """Until the trainer has begun or gone on: what lies here may be of an earlier run."""
+
         def has_begun() -> bool:
             alive, said = self.trainer.alive, self.trainer.said or {}
             has_ended = said.get("phase") == "ended" and said.get("step") == self.last
@@ -185,6 +199,8 @@ class Orchestration:
         if not urls and elastic is None:
             urls = self._shown()
         token, admin = self.place.tokens()
+        if client.base_url or elastic is not None:  # engines that others started
+            token = os.environ.get(client.api_key_var) or token
         return EnginePool(
             urls,
             token=token,

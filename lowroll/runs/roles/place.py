@@ -1,10 +1,10 @@
 """The run folder as its roles share it.
 
-    config.yaml, metrics.jsonl, checkpoints/, final/, broadcasts/    the trainer's
-    rollouts/, orchestrator/{ledger.jsonl, spool/, evaluations.jsonl}   the orchestrator's
-    roles/<role>.json     a role's sign of life      roles/<role>/.lock   who has the role
-    roles/rollouts.json   where the orchestrator's socket is (zmq)
-    roles/tokens.json     what engines ask of who speaks to them; for the user alone
+config.yaml, metrics.jsonl, checkpoints/, final/, broadcasts/    the trainer's
+rollouts/, orchestrator/{ledger.jsonl, spool/, evaluations.jsonl}   the orchestrator's
+roles/<role>.json     a role's sign of life      roles/<role>/.lock   who has the role
+roles/rollouts.json   where the orchestrator's socket is (zmq)
+roles/tokens.json     what engines ask of who speaks to them; for the user alone
 """
 
 from __future__ import annotations

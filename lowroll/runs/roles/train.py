@@ -21,13 +21,13 @@ from lowroll.runs.attempt import RunResult, attempt, drive
 from lowroll.runs.build import models, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
-from lowroll.runs.folder import RunFolder
+from lowroll.runs.folder import RunFolder, goes_on
 from lowroll.runs.learner import Learner
 from lowroll.runs.roles.channels import receiver
 from lowroll.runs.roles.heart import GONE_S, Heart, Watch
 from lowroll.runs.roles.orchestrate import refuse
 from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
-from lowroll.runs.stop import Stop, StepDropped, polite_stop
+from lowroll.runs.stop import StepDropped, Stop, polite_stop
 from lowroll.transport.base import ChannelClosed, RolloutReceiver
 from lowroll.types import Batch
 from lowroll.weights.broadcast import Broadcaster
@@ -43,6 +43,7 @@ STEPS_IN_USE = 2  # versions that engines may still have to take, beyond those o
 def train(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
     """Learn as `cfg` says from an orchestrator's batches; returns the run folder and its records.
     The folder is treated as by `lowroll.run`, `resume`, `overwrite` and signals included."""
+    resume = resume or goes_on(cfg)
     cfg = cfg.resolved()
     refuse(cfg)
     last = cfg.train.max_steps
@@ -113,7 +114,11 @@ class Training:
             self.heart.progress(name, done, total)
             faultpoint(f"train.{name}")
 
-        self.learner.watch(phase, lambda text: (view.note(text), log.info("%s", text)))
+        def note(text: str) -> None:
+            view.note(text)
+            log.info("%s", text)
+
+        self.learner.watch(phase, note)
 
     def begin(self) -> int:
         """Start a new run; returns the first step."""
