@@ -16,6 +16,9 @@ on tiny models.
     pieces     every tensor and every piece of state of a checkpoint left out (tests/fixtures/pieces.py)
     server     good and bad requests, aborts, slow connections, control routes and strangers: good answers are
                the engine's bit for bit, the others documented, nothing is left (tests/fixtures/storm.py)
+    transport  both ends of a rollout channel killed at named points and at random, on each transport, and
+               damaged frames, words and files: nothing lost, nothing twice, no garbage accepted
+               (tests/fixtures/ends.py, frames.py)
     programs   requests, aborts, pauses, updates, failures and ends in any order over the engine's loop
                (tests/fixtures/programs.py)
 
@@ -47,6 +50,9 @@ from lowroll.metrics.record import read, reproducible
 from lowroll.runs import demo
 from lowroll.transport import read_rollouts
 from tests.fixtures import hostile, pieces, stormed, strike
+from tests.fixtures.ends import Pair
+from tests.fixtures.ends import strike as strike_pair
+from tests.fixtures.frames import Fuzz
 from tests.fixtures.programs import Trial
 from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint, settings
 from tests.fixtures.storm import GUST, Storm
@@ -63,6 +69,7 @@ SHARES = {
     "folders": 4,
     "pieces": 3,
     "server": 10,
+    "transport": 6,
     "programs": 3,
 }
 
@@ -490,6 +497,33 @@ def programs(bench: Bench, rng: random.Random) -> Iterator[str]:
         yield trial.run(rng.randrange(1 << 30))
 
 
+# -- the transport ---------------------------------------------------------------------------------
+
+
+def transport(bench: Bench, rng: random.Random) -> Iterator[str]:
+    """Twenty pieces of garbage for each death of a process: a death costs as much as they do."""
+    logging.getLogger("lowroll.transport").setLevel(logging.CRITICAL)  # damage is on purpose
+    with ExitStack() as stack:
+        fuzz = Fuzz(_fresh(bench.root / "garbage"), rng, stack).trials()
+        for number in count():
+            pair = Pair(_fresh(bench.root / "pair"), ("filesystem", "zmq")[number % 2])
+            pair.folder.mkdir()
+            try:
+                pair.start("orchestrator")
+                pair.start("trainer")
+                for _ in range(50):
+                    how = strike_pair(pair, rng)
+                    yield ""
+                    for _ in range(20):
+                        yield next(fuzz)
+                problems = pair.finish()
+                yield f"{pair.transport}, {how}: {problems}" if problems else ""
+            except AssertionError as error:
+                yield f"{pair.transport}: {error}"
+            finally:
+                pair.stop()
+
+
 SUITES = {
     "kills": kills,
     "errors": errors,
@@ -498,6 +532,7 @@ SUITES = {
     "folders": folders,
     "pieces": every_piece,
     "server": server,
+    "transport": transport,
     "programs": programs,
 }
 

@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,15 @@ def parser() -> argparse.ArgumentParser:
             "token."
         ),
     )
-    p.add_argument("model", metavar="MODEL", help="a model or adapter folder, or a hub id")
+    p.add_argument(
+        "model",
+        metavar="MODEL | FILE",
+        help="a model or adapter folder, a hub id; or the YAML file of a run, or infer.yaml of the "
+        "three-file form, for that run's engine",
+    )
+    p.add_argument(
+        "settings", nargs="*", metavar="key=value", help="with FILE: dotted overrides of it"
+    )
     p.add_argument(
         "--weights",
         help=f"format of the linear weights: {', '.join(FORMATS)} (default: what the folder holds "
@@ -127,19 +136,66 @@ def _add_access(p: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from lowroll.server.run import bind, run
 
-    _check(arguments)
-    tokens = credentials(arguments)
-    listening = bind(arguments.host, arguments.port)
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    sys.setswitchinterval(SWITCH_S)
-    host, port = listening.getsockname()[:2]
-    with listening:
-        app = application(arguments, tokens)
+    role = None
+    with ExitStack() as stack:
+        if arguments.model.endswith((".yaml", ".yml")):
+            role = Role(arguments, stack)
+            arguments = role.arguments
+        elif arguments.settings:
+            raise ValueError(f"{arguments.settings[0]}: a setting is of a run's YAML file")
+        _check(arguments)
+        tokens = credentials(arguments) if role is None else role.tokens
+        listening = stack.enter_context(bind(arguments.host, arguments.port))
+        logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+        sys.setswitchinterval(SWITCH_S)
+        host, port = listening.getsockname()[:2]
+        app = application(arguments, tokens, role)
         gc.collect()
         gc.freeze()  # else all that was loaded is looked at in the midst of requests, for 0.2 s
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        number = asyncio.run(run(app, listening, lambda: tell(app, address), GRACE_S))
+
+        def ready() -> None:
+            tell(app, address)
+            if role is not None:
+                role.show(address)
+
+        number = asyncio.run(run(app, listening, ready, GRACE_S))
     return 128 + number
+
+
+class Role:
+    """The engine of a run, where a run's file is named in the place of a model."""
+
+    def __init__(self, arguments: argparse.Namespace, stack: ExitStack) -> None:
+        from lowroll.cli.settings import read_role
+        from lowroll.runs.roles import serve
+        from lowroll.runs.roles.parent import die_with_parent
+        from lowroll.runs.roles.place import Place
+        from lowroll.server.guard import Tokens
+
+        die_with_parent()
+        arguments.settings = [arguments.model, *arguments.settings]
+        self.stack = stack
+        self.cfg = read_role("serve", arguments).resolved()
+        if self.cfg.rollout.engine != "native":
+            raise ValueError(
+                "rollout.engine: lowroll serve has lowroll's own engine; start vLLM by itself and "
+                "name its address in client.base_url"
+            )
+        self.place = Place(self.cfg.output_dir)
+        self.name, self.attempt = serve.take_role(self.place, stack, os.environ.get(serve.ROLE))
+        self.arguments = serve.arguments_of(self.cfg, arguments)
+        self.tokens = Tokens(*self.place.tokens())
+        self.heart = stack.enter_context(serve.heart(self.place, self.name, self.attempt))
+
+    def engine(self) -> NativeEngine:
+        from lowroll.runs.roles import serve
+
+        return serve.engine(self.cfg)
+
+    def show(self, address: str) -> None:
+        """Have the orchestrator find it."""
+        self.heart.say(url=address, phase="serving")
 
 
 def credentials(arguments: argparse.Namespace) -> Tokens:
@@ -168,7 +224,9 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def application(arguments: argparse.Namespace, tokens: Tokens) -> web.Application:
+def application(
+    arguments: argparse.Namespace, tokens: Tokens, role: Role | None = None
+) -> web.Application:
     """The engine behind its routes."""
     from lowroll.model import hf
     from lowroll.server.app import make_app
@@ -182,7 +240,8 @@ def application(arguments: argparse.Namespace, tokens: Tokens) -> web.Applicatio
         shelf = WeightShelf(arguments.weights_dir, folder, collector(arguments))
     elif arguments.weights_from is not None:
         raise ValueError("--weights-from: the versions are those of --weights-dir")
-    return make_app(serving(arguments, folder), tokens, shelf, loopback=is_loopback(arguments.host))
+    made = serving(arguments, folder, role)
+    return make_app(made, tokens, shelf, loopback=is_loopback(arguments.host))
 
 
 def collector(arguments: argparse.Namespace) -> Collector | None:
@@ -198,7 +257,7 @@ def collector(arguments: argparse.Namespace) -> Collector | None:
     return Collector(host, int(port), pick_device(arguments.device))
 
 
-def serving(arguments: argparse.Namespace, folder: Path) -> Serving:
+def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = None) -> Serving:
     """The engine's loop, not started yet, and what the routes know of the model."""
     from lowroll import __version__
     from lowroll.engine.native import pick_device
@@ -210,7 +269,7 @@ def serving(arguments: argparse.Namespace, folder: Path) -> Serving:
     name = arguments.name or folder.resolve().name
     print(f"loading {name} from {folder}", file=sys.stderr, flush=True)
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-    engine = make_engine(arguments, folder, tokenizer)
+    engine = role.engine() if role else make_engine(arguments, folder, tokenizer)
     engine.warm_up()
     print(words(engine, pick_device(arguments.device)), file=sys.stderr, flush=True)
     return Serving(

@@ -157,6 +157,30 @@ METRICS: tuple[Metric, ...] = (
         "follows its schedule",
         "QeRL Eq. 8",
     ),
+    _M(
+        "rollout/replay_samples",
+        "samples",
+        "unfinished samples that were replayed under newer weights (partial rollouts)",
+    ),
+    _M(
+        "rollout/replay_kept_mean",
+        "tokens",
+        "of a replayed sample, the drawn tokens that the newer weights draw too, up to the first "
+        "that differs",
+        "long: short where an update changes much",
+    ),
+    _M(
+        "rollout/replay_kept_fraction",
+        "fraction",
+        "of all tokens that the replayed samples had drawn, those that were kept",
+        "near 1; below it with unchanged weights by rounding alone",
+    ),
+    _M(
+        "rollout/replay_redrawn_tokens",
+        "tokens",
+        "tokens of replayed samples that were thrown away",
+        "0 with unchanged weights, but for rounding",
+    ),
     _M("rollout/entropy_estimate", "nats", "minus the mean log-prob of the drawn tokens"),
     _M(
         "mismatch/kl_k1",

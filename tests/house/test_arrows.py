@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # no model
     "model": (
         {"quant", "kernels", "types", "machine", "checkpoint"},
-        {"torch", "safetensors", "transformers", "huggingface_hub", "jinja2"},
+        {"torch", "safetensors", "transformers", "tokenizers", "huggingface_hub", "jinja2"},
     ),
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner
@@ -62,7 +62,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym", "datasets"},
     ),
     # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
-    "transport": ({"types", "checkpoint"}, set()),
+    "transport": ({"types", "checkpoint"}, {"zmq"}),
     "metrics": ({"checkpoint"}, {"rich", "matplotlib"}),
     "orchestrator": ({"advantages", "envs", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
@@ -108,6 +108,7 @@ LIGHT = (
     "cli.main",
     "engine.base",
     "engine.remote",
+    "engine.remote.pool",
     "engine.scheduler",
     "engine.request",
     "kv.pages",
@@ -120,10 +121,13 @@ LIGHT = (
     "server.app",
     "server.loop",
     "objectives.table",
+    "runs.batches",
     "runs.build.caches",
     "runs.build.environments",
     "runs.build.orchestrator",
     "runs.build.prompts",
+    "runs.launch.local",
+    "runs.roles.orchestrate",
 )
 
 

@@ -658,7 +658,7 @@ def test_three_refusals_in_a_row_stop_the_run_with_the_batch_saved(minibatches):
         channel.send(batch)
     with pytest.raises(TrainingDiverged, match="step 3" if minibatches == 1 else "step 1"):
         for _ in range(3):
-            assert trainer.step()["optim/skipped"] == 1
+            assert trainer.step(trainer.receive())["optim/skipped"] == 1
     assert [b.step for b in saved] == ([1, 2, 3] if minibatches == 1 else [1])
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
@@ -723,7 +723,11 @@ def test_a_resumed_trainer_is_bitwise_the_uninterrupted_one(build, stop):
         for s in steps:
             channel.send(batches[s])
         return [
-            {k: v for k, v in trainer.step().items() if not k.startswith(("time/", "perf/"))}
+            {
+                k: v
+                for k, v in trainer.step(trainer.receive()).items()
+                if not k.startswith(("time/", "perf/"))
+            }
             for _ in steps
         ]
 
@@ -754,13 +758,13 @@ def test_every_part_of_the_state_matters(lost):
 
     def next_weights(trainer):
         channel.send(batches[2])
-        trainer.step()
+        trainer.step(trainer.receive())
         return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
     whole = make_trainer(tiny_model(), channel)
     for batch in batches[:2]:
         channel.send(batch)
-        whole.step()
+        whole.step(whole.receive())
     tensors, state = copy.deepcopy(whole.state())
     want = next_weights(whole)
     for broken in (False, True):
@@ -797,13 +801,13 @@ def test_the_trainer_publishes_growing_versions_and_refuses_replays():
     channel, published = MemoryRolloutChannel(capacity=8), []
     trainer = make_trainer(tiny_model(), channel, published)
     with pytest.raises(DeadlineExceeded, match="batch of rollouts"):
-        trainer.step()
+        trainer.step(trainer.receive())
     for step in (1, 2, 2):
         channel.send(make_batch(trainer.model, step=step))
-    trainer.step()
-    trainer.step()
+    trainer.step(trainer.receive())
+    trainer.step(trainer.receive())
     with pytest.raises(ValueError, match="batch of step 2: step 2 was already learned"):
-        trainer.step()
+        trainer.step(trainer.receive())
     assert published == [1, 2] and trainer.version == 2
 
 
