@@ -161,9 +161,9 @@ def test_versions_over_http(folder: Path, tmp_path: Path) -> None:
     taken: list[int] = []
     update = engine.update_weights
 
-    def counted(value: WeightUpdate) -> Any:
+    def counted(value: WeightUpdate, *more: Any, **named: Any) -> Any:
         taken.append(value.version)
-        return update(value)
+        return update(value, *more, **named)
 
     engine.update_weights = counted  # type: ignore[method-assign]
 
