@@ -20,6 +20,7 @@ from aiohttp.test_utils import TestClient
 
 from lowroll import Engine
 from lowroll.checkpoint.publish import publish_folder
+from lowroll.engine.base import InFlight
 from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora
 from lowroll.server.errors import Refused
@@ -310,10 +311,10 @@ def test_one_update_at_a_time_and_one_that_hangs_is_named(model: Path, folder: P
 def test_an_update_whose_client_goes_is_told_as_it_is(model: Path, folder: Path) -> None:
     engine, begun = Moody(tiny(model)), threading.Event()
 
-    def slow(update: WeightUpdate) -> BehaviorTag:
+    def slow(update: WeightUpdate, in_flight: InFlight) -> BehaviorTag:
         begun.set()
         time.sleep(0.3)
-        return engine.engine.update_weights(update)
+        return engine.engine.update_weights(update, in_flight)
 
     engine.update_weights = slow  # type: ignore[attr-defined]
 
