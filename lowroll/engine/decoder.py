@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from lowroll.engine.sampler import Ranks, SamplingBatch, require_finite, sample, signed
-from lowroll.engine.sequence import Sequence
+from lowroll.engine.sequence import Place, Sequence
 from lowroll.kernels.launch import overlapping
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
@@ -311,7 +311,7 @@ class Decoder:
         )
 
 
-def plain(sequences: Collection[Sequence]) -> bool:
+def plain(sequences: Collection[Sequence | Place]) -> bool:
     """Whether all rows sample from their whole distribution (or greedily): what a step draws by
     itself."""
     return all(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lowroll import machine
-from lowroll.engine.base import Capabilities, Drawn, EngineStats, Ranked
+from lowroll.engine.base import Capabilities, Drawn, EngineStats, InFlight, Ranked
 from lowroll.engine.decoder import MOST_STEPS
 from lowroll.engine.request import validate
 from lowroll.engine.runner import Runner
@@ -185,7 +185,7 @@ class NativeEngine:
             kv_dtype=kv_dtype,
         )
         self._tokenizer = tokenizer
-        self._tokens = 0  # drawn so far
+        self._tokens = 0  # drawn so far, and drawn again
         self.scheduler = self._schedule(max_batch, max_prefill_tokens, prefill_chunk, lookahead)
 
     # -- the door ----------------------------------------------------------------------------------
@@ -294,8 +294,9 @@ class NativeEngine:
             raise
         for row in drawn:
             self.scheduler.policy = self.behavior.policy[-1 if row.large_batch else 0]
+            before = len(row.sequence.token_ids)
             self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs, row.tops)
-            self._tokens += len(row.token_ids)
+            self._tokens += len(row.sequence.token_ids) - before
 
     def score(
         self,
@@ -377,12 +378,14 @@ class NativeEngine:
             kv=self.kv,
             kv_dtype=self.behavior.kv_dtype,
             records_evictions=self.runner.recorder is not None,
+            replays=self.kv.budget is None,
             vocab_size=self.spec.vocab_size,
         )
 
     def stats(self) -> EngineStats:
         """What a report shows."""
         cache_tokens = self.pool.num_pages * self.pool.page_size
+        replays = self.scheduler.replays
         return EngineStats(
             weights=self.format.name,
             weight_bits=float(self.format.bits),
@@ -394,8 +397,11 @@ class NativeEngine:
             prefix_hits=self.pool.hits,
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
-            tokens=self._tokens,
+            tokens=self._tokens - replays.kept,
             cache_used=self.pool.num_used * self.pool.page_size,
+            replays=replays.samples,
+            replayed_tokens=replays.tokens,
+            kept_tokens=replays.kept,
         )
 
     @property
@@ -403,15 +409,23 @@ class NativeEngine:
         """Whether `step` has something to do or to return."""
         return self.scheduler.has_work or self.scheduler.has_finished
 
-    def release(self) -> None:
+    def release(self, in_flight: InFlight = "keep") -> None:
         """Give the memory of the KV cache away, for a learner that runs before the next rollouts.
 
         It comes back with the next step, at its old address where the device can do that
         (`kv.virtual_memory`); elsewhere the graphs of decoding are captured again. The pages of
-        shared prompts are forgotten. RuntimeError while requests are in flight.
+        shared prompts are forgotten. Requests in flight need no cache where they are replayed: they
+        begin again with the next step, under the weights of then, which may have been updated more
+        than once. Else RuntimeError: without their keys they cannot be kept. ValueError when this
+        engine replays nothing.
         """
-        if self.scheduler.has_work:
-            raise RuntimeError("release: requests are in flight; finish or abort them first")
+        if in_flight == "replay":
+            self._check_replays()
+            self.scheduler.rewind()
+        elif self.scheduler.has_work:
+            raise RuntimeError(
+                "release: requests are in flight; finish, abort or replay them first"
+            )
         self.reset_prefix_cache()
         self.runner.release()
 
@@ -425,18 +439,27 @@ class NativeEngine:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def update_weights(self, update: WeightUpdate) -> BehaviorTag:
+    def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
         """Take new weights as policy `update.version`, in place. Rollouts in flight go on under the
         new weights.
+
+        in_flight: "keep" leaves them the tokens and keys of the old weights, and their spans say so.
+        "replay" begins them again, with all samples of their groups, and what they had drawn as a
+        guess (`engine.drafts`): they have one span, and are what a fresh engine with these weights
+        draws, but for rounding. Groups that were complete stay as they are.
 
         A local update is quantized from the learner's model into the engine's storages, a stream
         is gathered and checked first (`weights.receive`). Returns the tag with the new version, the
         noise, and the digest of what the engine now samples from. Pages of the prefix cache that
         were made under other weights are never served again. ValueError, before anything is
-        written, names what does not fit.
+        written, names what does not fit, or that this engine replays nothing.
         """
+        if in_flight == "replay":
+            self._check_replays()
         self.receiver.take(update)
-        if not self.scheduler.has_work and self.runner.cache.adapt(self.model):
+        if in_flight == "replay":
+            self.scheduler.rewind()
+        if not self.pool.num_used and self.runner.cache.adapt(self.model):
             self.reset_prefix_cache()
         noise = update.noise
         seed: int | None = None
@@ -449,6 +472,13 @@ class NativeEngine:
         )
         self.scheduler.set_behavior(self.behavior)
         return self.behavior
+
+    def _check_replays(self) -> None:
+        if not self.capabilities.replays:
+            raise ValueError(
+                f"in_flight: replay needs every key of a sample; this engine's cache policy is "
+                f"{self.kv.name!r}"
+            )
 
     def linear_weights(self) -> Mapping[str, QTensor]:
         """The linear weights that it multiplies with (of few rows), by name, to be read: every

@@ -9,6 +9,7 @@ draw a token, C rows of a piece, G key-value heads, K keys that stay or likelies
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,15 @@ from lowroll.engine.sampler import (
     sample,
     signed,
 )
-from lowroll.engine.sequence import Compaction, Plan, PrefillChunk, Sequence
+from lowroll.engine.sequence import (
+    Check,
+    Compaction,
+    Place,
+    Plan,
+    PrefillChunk,
+    Sequence,
+    places_of,
+)
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention, Rows
 from lowroll.kv.policy.base import CachePolicy, num_slots
@@ -97,7 +106,8 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Run]:
-        """The tokens of every decode row, then of every sample of a prompt that is through.
+        """The tokens of every decode row, then of every sample of a prompt that is through, then
+        those behind each token of a check.
 
         ValueError when the model gives a row no distribution (NaN or infinite logits).
         """
@@ -120,8 +130,8 @@ class Runner:
         if plan.begun:
             for state in self.states:
                 state.begin(plan.begun)
-        if plan.prefills:
-            drawn += self._prefill(plan.prefills)
+        if plan.prefills or plan.checks:
+            drawn += self._prefill(plan.prefills, plan.checks)
         if self.recorder is not None:
             self.recorder.settle()
         return drawn
@@ -154,14 +164,21 @@ class Runner:
             dropped = [Dropped(c.slot, c.cached, c.kept, c.position) for c in compactions]
             self.recorder.compacted(dropped, kept_LBGK)
 
-    def _prefill(self, prefills: list[PrefillChunk]) -> list[Run]:
-        """Run chunks of prompts; the first token of each sample whose prompt is through."""
-        hidden_TD, last_rows = self._forward(prefills)
+    def _prefill(self, prefills: list[PrefillChunk], checks: list[Check]) -> list[Run]:
+        """Run chunks of prompts and of drafts; the first token of each sample whose prompt is
+        through, and what is drawn along the drafts."""
+        hidden_TD, last_rows = self._forward(prefills, checks)
         through = [
             (chunk, row) for chunk, row in zip(prefills, last_rows, strict=True) if chunk.samples
         ]
-        if not through:
-            return []
+        drawn = self._begin(hidden_TD, through) if through else []
+        if checks:  # whose tokens are the last ones
+            count = sum(len(check.ids) for check in checks)
+            drawn += self._follow(hidden_TD[-count:], checks)
+        return drawn
+
+    def _begin(self, hidden_TD: Tensor, through: list[tuple[PrefillChunk, int]]) -> list[Run]:
+        """The first tokens of the samples of these prompts, which end in these rows."""
         sequences = [sequence for chunk, _ in through for sequence in chunk.samples]
         rows_P = torch.tensor([row for _, row in through], device=hidden_TD.device)
         logits_BV = self.model.logits(hidden_TD[rows_P])
@@ -186,7 +203,35 @@ class Runner:
             )
         ]
 
-    def _draw(self, logits_BV: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+    def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[Run]:
+        """Draw behind each token of the checks, as if those before it had been drawn."""
+        places = [place for check in checks for place in places_of(check)]
+        pieces = []
+        tops: list[list[list[tuple[int, float]]] | None] = []
+        for start in range(0, len(places), SCORE_ROWS):
+            some = places[start : start + SCORE_ROWS]
+            logits_CV = self.model.logits(hidden_TD[start : start + SCORE_ROWS])
+            ids_C, logprobs_C = self._draw(logits_CV, some)
+            pieces.append((ids_C, logprobs_C))
+            ranks = Ranks(some)
+            ranks.see(logits_CV)
+            if ranks.asking:
+                ids_C1, logprobs_C1 = ids_C[:, None].tolist(), logprobs_C[:, None].tolist()
+                tops += ranks.told(ids_C1, logprobs_C1)
+            else:
+                tops += [None] * len(some)
+        ids, logprobs = (torch.cat(some).tolist() for some in zip(*pieces, strict=True))
+        require_finite(logprobs)
+        drawn, stop = [], 0
+        for check in checks:
+            start, stop = stop, stop + len(check.ids)
+            told = [one[0] for one in tops[start:stop] if one is not None]
+            large_batch = self.large_batch_model is not None
+            ids_S, logprobs_S = ids[start:stop], logprobs[start:stop]
+            drawn.append(Run(check.sequence, ids_S, logprobs_S, large_batch, told or None))
+        return drawn
+
+    def _draw(self, logits_BV: Tensor, sequences: Many[Sequence | Place]) -> tuple[Tensor, Tensor]:
         device = self.model.device
         lengths_B = torch.tensor([s.length for s in sequences], device=device)
         if not plain(sequences):
@@ -224,9 +269,14 @@ class Runner:
         logp_T, ids_TK, top_TK = (torch.cat(piece) for piece in zip(*pieces, strict=True))
         return logp_T, ids_TK, top_TK
 
-    def _forward(self, prefills: list[PrefillChunk]) -> tuple[Tensor, list[int]]:
-        """Hidden states of the chunks' tokens, and for each chunk the row of its last token."""
-        chunks = [Chunk(c.start, c.stop, c.sequence.pages, c.sequence.slot) for c in prefills]
+    def _forward(
+        self, prefills: list[PrefillChunk], checks: list[Check]
+    ) -> tuple[Tensor, list[int]]:
+        """Hidden states of the tokens of chunks, then of checks, and for each chunk the row of its
+        last token."""
+        pieces = [(c.sequence, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in prefills]
+        pieces += [(c.sequence, c.sequence.position, c.ids) for c in checks]
+        chunks = [Chunk(at, at + len(some), s.pages, s.slot) for s, at, some in pieces]
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
         ids: list[int] = []
@@ -234,7 +284,7 @@ class Runner:
         last_rows = [0] * len(chunks)
         for i in (*fresh, *later):
             chunk = chunks[i]
-            ids += prefills[i].sequence.prompt_ids[chunk.start : chunk.stop]
+            ids += pieces[i][2]
             positions += range(chunk.start, chunk.stop)
             last_rows[i] = len(ids) - 1
         attend = PagedAttention(
@@ -246,7 +296,7 @@ class Runner:
         model = self.large_batch_model or self.model
         ids_T = torch.tensor(ids, device=model.device)
         pos_T = torch.tensor(positions, device=model.device)
-        return model(ids_T, pos_T, attend), last_rows
+        return model(ids_T, pos_T, attend), last_rows[: len(prefills)]
 
 
 def _table(pages: list[list[int]]) -> Tensor:

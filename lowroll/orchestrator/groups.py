@@ -18,9 +18,18 @@ from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.filters import flag
 from lowroll.orchestrator.settings import Settings
 from lowroll.orchestrator.source import Draw
-from lowroll.types import Group, Request, Rollout, Sample, Score, ScoreError
+from lowroll.types import Group, Prompt, Request, Rollout, Sample, Score, ScoreError
 
 LOGPROB_SLACK = 1e-4  # nats above 0 that rounding may leave on a certain token
+
+
+class Unverified:
+    """A scorer that looks at nothing: every reward is 0."""
+
+    def score(
+        self, items: list[tuple[Prompt, str]], on_progress: Progress | None = None
+    ) -> list[Score | ScoreError]:
+        return [Score(0.0) for _ in items]
 
 
 @dataclass

@@ -67,7 +67,7 @@ def _event(line: bytes, number: int) -> Event:
     if not has_sum:
         raise ValueError("damaged: no checksum")
     found = json.loads(content)
-    fields = FIELDS.get(found.get("event")) if isinstance(found, dict) else None
+    fields = FIELDS.get(str(found.get("event"))) if isinstance(found, dict) else None
     if fields is None or set(found) != {"event", *fields}:
         raise ValueError("no event of a ledger")
     return found

@@ -23,6 +23,8 @@ from lowroll.orchestrator.settings import Settings
 
 COUNTS = ("draws", "planned", "consumed", "dropped", "passed_over", "duplicates", "pooled")
 POOLS = ("easy", "hard")
+STATE_FORMAT = 2
+STATE = ("format", "step", "plan", "ledger", "errors")  # of the orchestrator
 
 
 @dataclass(frozen=True)
@@ -176,3 +178,26 @@ def _counts(state: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
         yield name, state[name]
     for name, count in state["cursors"].items():
         yield f"cursors.{name}", count
+
+
+def upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state in today's format. Format 1 had no open groups, no pools and no duplicates. Raises
+    ValueError for what is no state."""
+    names = set(STATE) - ({"step"} if state.get("format") == 1 else set())
+    if set(state) != names or state["format"] not in (1, STATE_FORMAT):
+        raise ValueError(
+            f"orchestrator state: expected format {STATE_FORMAT} (or 1) with plan, ledger and errors"
+        )
+    if not isinstance(state["plan"], Mapping):
+        raise ValueError(f"orchestrator state: plan: expected a mapping, got {state['plan']!r}")
+    if state["format"] == STATE_FORMAT:
+        if type(state["step"]) is not int or state["step"] < 0:
+            raise ValueError(f"orchestrator state: step: expected a count, got {state['step']!r}")
+        return dict(state)
+    newer = {"duplicates": 0, "pooled": 0, "open": [], "pools": {pool: {} for pool in POOLS}}
+    return {
+        **state,
+        "step": 0,
+        "plan": {"buffer_seed": state["plan"].get("seed"), "hash_keys": [], **state["plan"]},
+        "ledger": {**state["ledger"], **newer},
+    }

@@ -55,18 +55,16 @@ from lowroll.orchestrator.errors import (
 from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.harvest import REASONS, Drop, Harvest, useless
 from lowroll.orchestrator.journal import Journal
-from lowroll.orchestrator.ledger import POOLS, Ledger
+from lowroll.orchestrator.ledger import POOLS, STATE_FORMAT, Ledger, upgraded
 from lowroll.orchestrator.settings import Settings
 from lowroll.orchestrator.source import Draw, PromptSource, seed_of
 from lowroll.orchestrator.supply import Open, Supply
-from lowroll.types import Batch, Group, Prompt, Rollout, Sample, Score, ScoreError
+from lowroll.types import Batch, Group, Rollout, Sample, ScoreError
 
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
 logger = logging.getLogger(__name__)
-STATE_FORMAT = 2
-STATE = ("format", "step", "plan", "ledger", "errors")
 
 
 class Orchestrator:
@@ -113,7 +111,7 @@ class Orchestrator:
             logger.warning(
                 "skip_verification: NOTHING IS SCORED, every reward is 0, and no group has a signal"
             )
-            self.scorer = Unverified()
+            self.scorer = grouping.Unverified()
 
     def enter(self, settings: Settings) -> None:
         """Go on with other settings from the next step on. What was drawn so far stays drawn."""
@@ -158,7 +156,7 @@ class Orchestrator:
         """Continue from `state()`. Raises ValueError naming the field that this run's plan
         disagrees with. `skip_progress`: with prompts from the beginning. `skip_buffer`: with empty
         pools."""
-        state = _upgraded(state)
+        state = upgraded(state)
         saved, plan = state["plan"], self._plan()
         for name in sorted(saved.keys() | plan.keys()):
             if saved.get(name) != plan.get(name):
@@ -245,6 +243,10 @@ class Orchestrator:
             self._stream(step, version, ledger, errors, temperature, harvest)
         else:
             self._rounds(step, version, ledger, errors, temperature, harvest)
+        for group in harvest.groups:
+            prompt, scores = group.samples[0].prompt, group.scores()
+            if scores and self.source.is_finite(prompt.env):
+                ledger.pools.place(prompt.env, prompt.id, scores, self.settings)
         batch = self._batch(step, temperature, harvest, ledger, version)
         self._watch(batch)
         self._log(batch, harvest.lost)
@@ -318,7 +320,7 @@ class Orchestrator:
             self._drop(ledger, harvest, self._take_newer(), "stale")
         chosen = ready[:wanted]
         harvest.kept = [one.scored for one in chosen if one.scored is not None]
-        harvest.stats = self._supply_stats(step, chosen)
+        harvest.stats = supply.stats(step, chosen)
         supply.close(ledger, chosen)
         if not settings.carries:
             rest = supply.opened(ledger)
@@ -488,22 +490,12 @@ class Orchestrator:
                 f"rollout/flagged_{name}_fraction": count / len(generated)
                 for name, count in flags.items()
             }
-            | self._buffer_stats(ledger)
+            | statistics.buffer_stats(self.ledger, ledger, self.settings)
             | self._asynchrony_stats(harvest, [sample.rollout for sample in samples], version)
         )
         return Batch(
             step=step, samples=samples, temperature=temperature, stats=stats | harvest.seconds
         )
-
-    def _buffer_stats(self, ledger: Ledger) -> dict[str, float]:
-        """Of the pools and the duplicates, where there are such."""
-        settings, stats = self.settings, {}
-        if settings.hash_keys:
-            stats["rollout/duplicate_prompts"] = float(ledger.duplicates - self.ledger.duplicates)
-        if settings.easy_threshold is not None or settings.hard_threshold is not None:
-            stats["rollout/pooled_prompts"] = float(ledger.pooled - self.ledger.pooled)
-            stats |= {f"rollout/{pool}_pool": float(ledger.pools.count(pool)) for pool in POOLS}
-        return stats
 
     def _asynchrony_stats(
         self, harvest: Harvest, rollouts: list[Rollout], version: int | None
@@ -516,34 +508,17 @@ class Orchestrator:
             counts = harvest.counts()
             stats |= {f"rollout/dropped_{reason}": float(counts[reason]) for reason in REASONS}
             if version is not None:
+                stats["rollout/learner_version"] = float(version)
                 stats |= statistics.staleness_stats(rollouts, version)
         before, self._made = self._made, time.monotonic()
         idle = harvest.seconds["time/generate"] + sum(self._waits.values())
         wall = max(self._made - before, 1e-9)
         return stats | self._waits | {"perf/orchestrator_idle_fraction": min(1.0, idle / wall)}
 
-    def _supply_stats(self, step: int, chosen: Sequence[Open]) -> dict[str, float]:
-        """What a batch was taken from, while the rest is in flight."""
-        stats = {"rollout/in_flight_groups": float(self.supply.in_flight)}
-        still = self.supply.drawn()
-        if still is not None:
-            stats["rollout/open_length_mean"] = still
-        carried = [one.scored for one in chosen if one.planned.step < step and one.scored]
-        stats["rollout/carried_groups"] = float(len(carried))
-        if carried:
-            stats["rollout/carried_length_mean"] = fmean(
-                len(sample.rollout.token_ids) for group in carried for sample in group.samples
-            )
-        return stats
-
     def _close(self, step: int, version: int | None, ledger: Ledger, harvest: Harvest) -> None:
         """Count what the step is done with, in the ledger and in its file."""
         ledger.consumed += len(harvest.kept)
         ledger.dropped += len(harvest.dropped)
-        for group in harvest.groups:
-            prompt, scores = group.samples[0].prompt, group.scores()
-            if scores and self.source.is_finite(prompt.env):
-                ledger.pools.place(prompt.env, prompt.id, scores, self.settings)
         if self.journal is None:
             return
         for reason, ids in harvest.reasons.items():
@@ -594,35 +569,3 @@ class Orchestrator:
     def _tell(self, phase: str, done: int, total: int) -> None:
         if self.on_phase is not None:
             self.on_phase(phase, done, total)
-
-
-class Unverified:
-    """A scorer that looks at nothing: every reward is 0."""
-
-    def score(
-        self, items: list[tuple[Prompt, str]], on_progress: Progress | None = None
-    ) -> list[Score | ScoreError]:
-        return [Score(0.0) for _ in items]
-
-
-def _upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state in today's format. Format 1 had no open groups, no pools and no duplicates. Raises
-    ValueError for what is no state."""
-    names = set(STATE) - ({"step"} if state.get("format") == 1 else set())
-    if set(state) != names or state["format"] not in (1, STATE_FORMAT):
-        raise ValueError(
-            f"orchestrator state: expected format {STATE_FORMAT} (or 1) with plan, ledger and errors"
-        )
-    if not isinstance(state["plan"], Mapping):
-        raise ValueError(f"orchestrator state: plan: expected a mapping, got {state['plan']!r}")
-    if state["format"] == STATE_FORMAT:
-        if type(state["step"]) is not int or state["step"] < 0:
-            raise ValueError(f"orchestrator state: step: expected a count, got {state['step']!r}")
-        return dict(state)
-    newer = {"duplicates": 0, "pooled": 0, "open": [], "pools": {pool: {} for pool in POOLS}}
-    return {
-        **state,
-        "step": 0,
-        "plan": {"buffer_seed": state["plan"].get("seed"), "hash_keys": [], **state["plan"]},
-        "ledger": {**state["ledger"], **newer},
-    }

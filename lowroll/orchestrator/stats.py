@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from lowroll.orchestrator.groups import ScoredGroup
-from lowroll.orchestrator.settings import SOLVED
+from lowroll.orchestrator.ledger import POOLS, Ledger
+from lowroll.orchestrator.settings import SOLVED, Settings
 from lowroll.types import Rollout, Sample, Score
 
 
@@ -109,4 +110,15 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
     stats["rollout/mixed_fraction"] = len(prefixes) / len(rollouts)
     if prefixes:
         stats["rollout/kept_prefix_mean"] = fmean(prefixes)
+    return stats
+
+
+def buffer_stats(before: Ledger, now: Ledger, settings: Settings) -> dict[str, float]:
+    """Of the pools and the duplicates, where there are such: what a step passed over."""
+    stats = {}
+    if settings.hash_keys:
+        stats["rollout/duplicate_prompts"] = float(now.duplicates - before.duplicates)
+    if settings.easy_threshold is not None or settings.hard_threshold is not None:
+        stats["rollout/pooled_prompts"] = float(now.pooled - before.pooled)
+        stats |= {f"rollout/{pool}_pool": float(now.pools.count(pool)) for pool in POOLS}
     return stats

@@ -221,12 +221,20 @@ class Supply:
         """Requests at the engines."""
         return len(self._flights)
 
-    def drawn(self) -> float | None:
-        """Tokens that the samples in flight have drawn in the mean; None when none is, or none is
-        known of."""
-        lengths = [
+    def stats(self, step: int, chosen: Iterable[Open]) -> dict[str, float]:
+        """What a batch was taken from, while the rest is in flight."""
+        found = {"rollout/in_flight_groups": float(self.in_flight)}
+        so_far = [
             len(sample.token_ids)
             for handle in self._flights
             for sample in self.engine.so_far(handle)
         ]
-        return fmean(lengths) if lengths else None
+        if so_far:
+            found["rollout/open_length_mean"] = fmean(so_far)
+        carried = [one.scored for one in chosen if one.planned.step < step and one.scored]
+        found["rollout/carried_groups"] = float(len(carried))
+        if carried:
+            found["rollout/carried_length_mean"] = fmean(
+                len(sample.rollout.token_ids) for group in carried for sample in group.samples
+            )
+        return found

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from aiohttp import web
 
-from lowroll.engine.base import Engine
+from lowroll.engine.base import Engine, InFlight
 from lowroll.server.errors import Refused
 from lowroll.server.guard import read_json
 from lowroll.server.loop import PauseMode, Stalled
@@ -66,26 +66,29 @@ async def weights(request: web.Request) -> web.Response:
 
 async def update_weights(request: web.Request) -> web.Response:
     """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on. Requests
-    in flight go on under them, and their spans say so. A broadcast that the engine holds is
-    answered at once.
+    in flight go on under them, and their spans say so; with `"in_flight": "replay"` they are
+    replayed (`engine.base.InFlight`). A broadcast that the engine holds is answered at once.
 
     Refused before anything has changed: 404 for a version that is not there, 409 for one that does
-    not fit or while another one is taken."""
+    not fit or while another one is taken, for a replay by an engine that has none, and while a
+    request in flight is a stream: what it was told cannot be taken back."""
     body = await read_json(request)
-    version = _version(body)
+    version, in_flight = _version(body), _in_flight(body)
+    if in_flight == "replay" and not request.app[SERVING].capabilities.replays:
+        raise Refused("in_flight: this engine cannot replay", "in_flight", 409)
     if request.app[UPDATING].locked():
         raise Refused("version: another update is being taken", "version", 409)
     async with request.app[UPDATING]:
-        return web.json_response(await _update(request.app, version))
+        return web.json_response(await _update(request.app, version, in_flight))
 
 
-async def _update(app: web.Application, version: str) -> dict[str, Any]:
+async def _update(app: web.Application, version: str, in_flight: InFlight) -> dict[str, Any]:
     began = time.monotonic()
     try:
         try:
-            found, behavior = await _take(app, version)
+            found, behavior = await _take(app, version, in_flight)
         except Gap:  # it missed what the version changes
-            found, behavior = await _take(app, version, gap=True)
+            found, behavior = await _take(app, version, in_flight, gap=True)
     except Refused:
         raise
     except ValueError as error:
@@ -94,7 +97,7 @@ async def _update(app: web.Application, version: str) -> dict[str, Any]:
 
 
 async def _take(
-    app: web.Application, version: str, gap: bool = False
+    app: web.Application, version: str, in_flight: InFlight, gap: bool = False
 ) -> tuple[Version, BehaviorTag]:
     """Read a version and have the engine take it. ValueError as `Engine.update_weights` says."""
     serving, shelf = app[SERVING], app[SHELF]
@@ -115,8 +118,11 @@ async def _take(
         raise Stalled(f"weights: {version} was not read in {limit:g} s") from None
 
     def take(engine: Engine) -> BehaviorTag:
+        if in_flight == "replay" and serving.loop.streams:
+            told = f"in_flight: {serving.loop.streams} requests in flight are streams"
+            raise Refused(f"{told}, whose tokens cannot be taken back", "in_flight", 409)
         for one, update in updates:
-            engine.update_weights(update)
+            engine.update_weights(update, in_flight=in_flight)
             shelf.current = one  # also when nobody waits for the answer any more
         return engine.behavior
 
@@ -144,12 +150,20 @@ def _policy(behavior: BehaviorTag) -> dict[str, Any]:
 
 def _version(body: dict[str, Any]) -> str:
     for name in body:
-        if name != "version":
-            raise Refused(f"{name}: /weights has no such field; it has version", name)
+        if name not in ("version", "in_flight"):
+            raise Refused(f"{name}: /weights has no such field; it has version, in_flight", name)
     version = body.get("version")
     if not isinstance(version, str):
         raise Refused("version: expected the id of a version, a string", "version")
     return version
+
+
+def _in_flight(body: dict[str, Any]) -> InFlight:
+    stated = body.get("in_flight", "keep")
+    for known in get_args(InFlight):
+        if stated == known:
+            return known
+    raise Refused("in_flight: expected keep or replay", "in_flight")
 
 
 def _mode(request: web.Request) -> PauseMode:

@@ -51,5 +51,6 @@ def capabilities(can: Capabilities) -> dict[str, Any]:
         "kv": {"policy": can.kv.name, "options": vars(can.kv)},
         "kv_dtype": can.kv_dtype,
         "records_evictions": can.records_evictions,
+        "replays": can.replays,
         "vocab_size": can.vocab_size,
     }

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.transport.base import (
     ChannelClosed,
     Cursor,
     FrameGone,
+    RolloutSender,
     check_deadline,
     wait_until,
 )
 from lowroll.transport.spool import Spool
 from lowroll.types import Batch
+
+
+class DurableSender(RolloutSender, Protocol):
+    """The orchestrator's end of a channel between processes."""
+
+    @property
+    def spool(self) -> Spool: ...
+
+    def end(self, reason: str) -> None:
+        """No batch follows, ever: the trainer gets ChannelClosed with the reason behind the last."""
+
+    def drain(self, deadline_s: float) -> None:
+        """Wait until the trainer has committed everything that was sent."""
+
 
 Listen = Callable[[], Cursor | None]  # what the trainer has said, as of now
 

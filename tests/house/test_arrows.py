@@ -64,7 +64,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
     "transport": ({"types", "checkpoint"}, {"zmq"}),
     "metrics": ({"checkpoint"}, {"rich", "matplotlib"}),
-    "orchestrator": ({"advantages", "envs", "types"}, set()),
+    # orchestrator -> checkpoint: the ledger's lines have checksums
+    "orchestrator": ({"advantages", "checkpoint", "envs", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
     "trainer": (
         {

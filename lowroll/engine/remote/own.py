@@ -103,6 +103,9 @@ class OwnDialect:
             running=int(found.get("samples_running", 0)),
             waiting=int(found.get("samples_waiting", 0)),
             tokens=int(found.get("drawn_tokens", 0)),
+            replays=int(found.get("replayed_samples", 0)),
+            replayed_tokens=int(found.get("replayed_tokens", 0)),
+            kept_tokens=int(found.get("replay_kept_tokens", 0)),
         )
 
 
@@ -155,6 +158,7 @@ def _capabilities(stated: dict[str, Any]) -> Capabilities:
         kv=policy,
         kv_dtype=stated["kv_dtype"],
         records_evictions=bool(stated["records_evictions"]),
+        replays=bool(stated["replays"]),
         vocab_size=_size(stated.get("vocab_size")),
     )
 
