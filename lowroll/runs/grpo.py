@@ -132,6 +132,7 @@ class Run:
             partial(home.keep_batch, "rollouts"),
             stack,
         )
+        self.rollouts.recall = self.batches.orchestrator.recall
         self.learner = Learner(
             home,
             self.checkpoints,
@@ -228,4 +229,5 @@ class Run:
     def finish(self, step: int) -> None:
         """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face
         folder."""
+        self.rollouts.recall()
         self.learner.finish(step)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from lowroll.config import RunConfig
-from lowroll.engine.base import Drawn, Engine, EngineStats
+from lowroll.engine.base import Drawn, Engine, EngineStats, InFlight
 from lowroll.kv.capacity import NoRoom
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.model.tokenizer import ChatTokenizer
@@ -57,6 +57,8 @@ class RolloutEngine:
         self.cfg = cfg
         self.cfg = engines.with_cache(cfg, self.cache_tokens)
         self.noise = trainer.noise(cfg)
+        self.in_flight: InFlight = "replay" if cfg.asynchrony.partial == "replay" else "keep"
+        self.recall: Callable[[], object] = lambda: None  # takes back what is in flight
         self.watch = self._watch()
 
     def close(self) -> None:
@@ -105,9 +107,9 @@ class RolloutEngine:
 
     def update(self, version: int) -> None:
         """Weights and noise of a version for the engine; the noise for the learner too, when they
-        share it."""
+        share it. What is in flight goes on, or begins again, as `asynchrony.partial` says."""
         noise = None if self.noise is None else self.noise.at(version)
-        self.engine.update_weights(self._update(version, noise))
+        self.engine.update_weights(self._update(version, noise), in_flight=self.in_flight)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, noise)
 
@@ -129,7 +131,7 @@ class RolloutEngine:
 
     def release(self) -> None:
         """Give the memory of the engine's cache away until the next step."""
-        self.engine.release()
+        self.engine.release(in_flight=self.in_flight)
 
     def stats(self) -> EngineStats:
         """Of the engine."""
@@ -151,6 +153,7 @@ class RolloutEngine:
         cfg = self.cfg
         if cfg.train.forward == "aligned":
             realign(self.model, self.compute.format(weights))
+        self.recall()
         self.engine.close()
         del self.engine, self.watch
         gc.collect()  # the engine and its scheduler hold each other

@@ -84,8 +84,7 @@ def test_what_an_aligned_learner_changes_travels_alone(
     by_hand(write(settings(model, run, **tree), tmp_path / "run.yaml"), tmp_path)
     assert outcome(run) == outcome(tmp_path / "one")
     fractions = [record.get("perf/changed_bytes_fraction") for record in read(run)]
-    assert fractions[0] is None and all(0 < found < 1 for found in fractions[1:] if found)
-    assert len([found for found in fractions if found]) == 3
+    assert fractions[0] is None and len([found for found in fractions if found]) == 3
 
 
 @pytest.mark.slow
