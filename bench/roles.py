@@ -1,11 +1,13 @@
 """What processes of their own cost, and what overlapping brings.
 
-    python -m bench.roles tiny --cpu                            2 cores: a thread for the engine, one for the learner
-    python -m bench.roles qwen2.5-1.5b --batch 256 --tokens 512 --cache 400000      two GPUs: launcher=local gives each side one
+    python -m bench.roles tiny --cpu                  2 cores: a thread for the engine, one for the learner
+    python -m bench.roles qwen2.5-1.5b --batch 512 --tokens 256 --cache 300000
+                                                      two GPUs: launcher=local gives each side one
 
 MODEL is a folder, or the name of shapes that get random weights. Adapters learn, so that it is not the
-time of a disk that is measured (`bench.broadcast` has whole models). The same run in one process, by roles at level 0, and by roles at level 1: seconds of a step (the median, the
-first two left out), and how long engine and learner were idle in it. Rows are JSON, one a way.
+time of a disk that is measured (`bench.broadcast` has whole models). The same run in one process, by
+roles at level 0, and by roles at level 1: seconds of a step (the median, the first two left out), and
+how long engine and learner were idle in it. Rows are JSON, one a way.
 """
 
 from __future__ import annotations
