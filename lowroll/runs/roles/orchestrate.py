@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.store import Store
@@ -170,6 +171,7 @@ class Orchestration:
 
     def _phase(self, name: str, done: int, total: int) -> None:
         self.heart.progress(name, done, total)
+        faultpoint(f"orchestrate.{name}")
         self.stopped()
 
     def _meet_trainer(self) -> None:
@@ -260,6 +262,7 @@ class Orchestration:
         if step == 1:
             self._evaluate_before()
         self.heart.say(phase="generating", doing="")
+        faultpoint(f"orchestrate.step/{step}")
         self.batches.step(step, version if self.level == 0 else step - 1)
         self._commit()
 
