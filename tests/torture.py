@@ -557,6 +557,7 @@ def roles(bench: Bench, rng: random.Random) -> Iterator[str]:
             yield f"{name}, undisturbed: {problem}"
             return
         queues[name] = losses.every(launch, rng)
+        print(f"roles: {name}: {len(queues[name])} losses to choose from", flush=True)
         if not changes.get("asynchrony"):
             alone = bench.root / f"one {name}"
             attempt(bench.words(alone, **changes))
