@@ -132,6 +132,7 @@ class Run:
             partial(home.keep_batch, "rollouts"),
             stack,
         )
+        self.rollouts.before_end = partial(self.batches.orchestrator.recall, for_good=True)
         self.learner = Learner(
             home,
             self.checkpoints,

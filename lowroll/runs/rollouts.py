@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from lowroll.config import RunConfig
@@ -57,6 +57,8 @@ class RolloutEngine:
         self.cfg = cfg
         self.cfg = engines.with_cache(cfg, self.cache_tokens)
         self.noise = trainer.noise(cfg)
+        # called before another engine takes the place of this one
+        self.before_end: Callable[[], object] = lambda: None
         self.watch = self._watch()
 
     def close(self) -> None:
@@ -107,7 +109,7 @@ class RolloutEngine:
         """Weights and noise of a version for the engine; the noise for the learner too, when they
         share it."""
         noise = None if self.noise is None else self.noise.at(version)
-        self.engine.update_weights(self._update(version, noise))
+        self._take(self._update(version, noise))
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, noise)
 
@@ -117,12 +119,18 @@ class RolloutEngine:
         what comes next has the bits of a fresh engine, where the engine has such a thing."""
         noisy = self.engine.behavior.noise_sigma > 0
         if noisy:
-            self.engine.update_weights(self._update(version))
+            self._take(self._update(version))
         yield
         if self.cfg.rollout.engine == "native":
             self.engine.reset_prefix_cache()
         if noisy:
             self.update(version)
+
+    def _take(self, update: WeightUpdate) -> None:
+        if self.cfg.asynchrony.partial == "replay":
+            self.engine.update_weights(update, in_flight="replay")
+        else:
+            self.engine.update_weights(update)
 
     def _update(self, version: int, noise: Noise | None = None) -> WeightUpdate:
         return engines.update(self.cfg, self.model, version, noise)
@@ -151,6 +159,7 @@ class RolloutEngine:
         cfg = self.cfg
         if cfg.train.forward == "aligned":
             realign(self.model, self.compute.format(weights))
+        self.before_end()
         self.engine.close()
         del self.engine, self.watch
         gc.collect()  # the engine and its scheduler hold each other
