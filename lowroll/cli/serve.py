@@ -110,8 +110,8 @@ def _add_engine(p: argparse._ArgumentGroup) -> None:
 
     p.add_argument(
         "--weights-from",
-        metavar="HOST:PORT",
-        help="a trainer that sends whole models from device to device "
+        metavar="HOST:PORT | FILE",
+        help="a trainer, or the file in which it says where it is, that sends whole models from device to device "
         "(weight_broadcast.type: nccl or cuda_ipc); their versions are still those of --weights-dir",
     )
 
@@ -251,6 +251,9 @@ def collector(arguments: argparse.Namespace) -> Collector | None:
 
     if arguments.weights_from is None:
         return None
+    if arguments.weights_from.endswith(".json"):
+        file = Path(arguments.weights_from)
+        return Collector("", 0, pick_device(arguments.device), file=file)
     host, _, port = arguments.weights_from.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"--weights-from: expected HOST:PORT, got {arguments.weights_from}")

@@ -120,6 +120,11 @@ def check_capabilities(cfg: RunConfig, able: Capabilities) -> None:
     ):
         if wanted != has:
             raise ValueError(f"rollout.kv.{key}: {wanted} is asked for; this engine's is {has}")
+    partial = cfg.asynchrony.partial
+    if (partial == "replay" and not able.replays) or (
+        partial == "keep" and not able.updates_in_flight
+    ):
+        raise ValueError(f"asynchrony.partial: this engine cannot {partial} what is in flight")
     if cfg.train.replay_kv and kv.evicts and not able.records_evictions:
         raise ValueError("train.replay_kv: this engine does not say which keys its cache drops")
 

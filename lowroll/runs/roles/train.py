@@ -6,12 +6,14 @@ batches; what it broadcast meanwhile comes out as the same bytes and stays.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
 from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, read
@@ -31,7 +33,9 @@ from lowroll.runs.stop import StepDropped, Stop, polite_stop
 from lowroll.transport.base import ChannelClosed, RolloutReceiver
 from lowroll.types import Batch
 from lowroll.weights.broadcast import Broadcaster
+from lowroll.weights.changes import Shadow
 from lowroll.weights.noise import share
+from lowroll.weights.offers import Offers
 from lowroll.weights.publish import digest, publish, rollout_copy
 from lowroll.weights.watch import AdapterWatch, WeightWatch
 
@@ -183,9 +187,10 @@ class Training:
             self.channel.commit(step)
 
     def close(self) -> None:
-        """Give the channel back."""
+        """Give the channel and the way of the weights back."""
         if self.channel.channel is not None:
             self.channel.close()
+        self.publisher.close()
 
 
 class _Late:
@@ -228,6 +233,8 @@ class Broadcasting:
             keep=cfg.asynchrony.max_async_level + STEPS_IN_USE,
             base=cfg.model,
             noise=self.noise,
+            shadow=_shadow(cfg, compute, model),
+            offers=_offers(cfg, compute, place),
         )
         self.watch = self._watch(compute)
 
@@ -245,6 +252,10 @@ class Broadcasting:
     def update(self, version: int) -> None:
         self.publish(version)
 
+    def close(self) -> None:
+        """Nothing is offered any more; the last version lies in the folder."""
+        self.broadcaster.close()
+
     def change_format(self, weights: str) -> None:
         raise AssertionError(f"a fallback to {weights} was refused at the start")
 
@@ -258,6 +269,32 @@ class Broadcasting:
             return AdapterWatch(self.model)
         watch = _OwnWatch(self.model, compute, compute.format(self.weights))
         return watch if watch.held else None
+
+
+def _shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | None:
+    """What engines hold, where the learner has the same codes: then what changes is all that
+    travels."""
+    rollout = cfg.rollout
+    if cfg.train.forward == "dense" or cfg.forward_weights != rollout.weights or cfg.train.lora:
+        return None
+    if rollout.engine != "native" or rollout.large_batch_weights is not None:
+        return None
+    weights = compute.format(cfg.rollout.weights)
+    return Shadow(model, weights, get_format(weights).dtype or compute.dtype)
+
+
+def _offers(cfg: RunConfig, compute: Compute, place: Place) -> Offers | None:
+    """The direct way of whole models, and where it begins, for engines that look for it."""
+    way = cfg.weight_broadcast
+    if way.type == "filesystem":
+        return None
+    try:
+        made = Offers(way.type, compute.device, way.host, way.port, way.timeout)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"weight_broadcast: {error}") from None
+    place.direct.parent.mkdir(parents=True, exist_ok=True)
+    write_file(place.direct, json.dumps({"host": way.host, "port": made.port}).encode())
+    return made
 
 
 class _OwnWatch:
