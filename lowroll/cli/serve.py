@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 GRACE_S = 20.0  # batch systems kill 30 s or more after they ask
 LOOKAHEAD = 8  # decode steps on a GPU between two looks at new requests and streams
+# how prompts run on a GPU, when requests come one by one: at once, a few together, and the rows that
+# decode beside them in the same pass (docs/log/engine.md)
+PROMPTS: dict[str, Any] = {"gather": 0, "max_prefill_tokens": 4096, "one_pass": True}
 SWITCH_S = 0.001  # the engine's thread waits so long for Python's lock, instead of 5 ms
 SHORTEST_TOKEN = 16  # characters
 
@@ -212,6 +215,7 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
         max_batch=arguments.max_batch,
         kv_dtype=kv.kv_dtype,
         lookahead=arguments.lookahead or (LOOKAHEAD if device.type == "cuda" else None),
+        **(PROMPTS if device.type == "cuda" else {}),
     )
 
 

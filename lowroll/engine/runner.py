@@ -9,12 +9,13 @@ draw a token, C rows of a piece, G key-value heads, K keys that stay or likelies
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowroll.engine.decoder import MOST_STEPS, Decoder, plain
+from lowroll.engine.decoder import MOST_STEPS, Decoder, Steps, plain
 from lowroll.engine.sampler import (
     Ranks,
     SamplingBatch,
@@ -25,7 +26,7 @@ from lowroll.engine.sampler import (
 )
 from lowroll.engine.sequence import Compaction, Plan, PrefillChunk, Sequence
 from lowroll.kernels.sampling.draw import draw
-from lowroll.kv.cache import Chunk, KVCache, PagedAttention, Rows
+from lowroll.kv.cache import Chunk, KVCache, PagedAttention, PagedDecode, Rows, Together
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import Dropped, Recorder, most_held
@@ -49,10 +50,39 @@ class Run:
     tops: list[list[tuple[int, float]]] | None = None
 
 
+@dataclass(frozen=True)
+class First:
+    """What a pass over prompts has drawn, a token of each sequence: on the device, until it is
+    read."""
+
+    sequences: list[Sequence]
+    tokens_B: Tensor
+    logprobs_B: Tensor
+    ranks: Ranks
+
+    def read(self, large_batch: bool) -> list[Run]:
+        """ValueError when the model gave a sequence no distribution."""
+        logprobs = self.logprobs_B.tolist()
+        require_finite(logprobs)
+        tokens_B1, logprobs_B1 = (
+            [[i] for i in self.tokens_B.tolist()],
+            [[logp] for logp in logprobs],
+        )
+        told = self.ranks.told(tokens_B1, logprobs_B1)
+        return [
+            Run(sequence, ids, logps, large_batch, tops)
+            for sequence, ids, logps, tops in zip(
+                self.sequences, tokens_B1, logprobs_B1, told, strict=True
+            )
+        ]
+
+
 class Runner:
     """Owns the KV cache and the device side of a step. large_batch_model: the model for many rows
     at once (`engine.decoder`). kv: the cache policy. storage: how keys and values are stored.
-    record_evictions: keep track of what the policy drops."""
+    record_evictions: keep track of what the policy drops. one_pass: rows that decode beside prompts
+    take their step in the pass over those, where a dense cache and a single model allow it: the
+    weights are read once for both."""
 
     def __init__(
         self,
@@ -64,6 +94,7 @@ class Runner:
         kv: CachePolicy = DENSE,
         storage: type[KVCache] = KVCache,
         record_evictions: bool = False,
+        one_pass: bool = False,
     ) -> None:
         self.model = model
         self.large_batch_model = large_batch_model
@@ -77,6 +108,7 @@ class Runner:
             self.recorder = Recorder(
                 spec.num_layers, slots, spec.num_kv_heads, most_held(kv, spec), model.device
             )
+        self.one_pass = one_pass and large_batch_model is None and self.selector is None
         self.states = [one for one in (self.selector, self.recorder) if one is not None]
         self.decoder = Decoder(
             model, large_batch_model, self.cache, max_batch, longest, self.selector
@@ -95,35 +127,49 @@ class Runner:
         self.cache.release()
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> list[Run]:
+    def run(self, plan: Plan, meanwhile: Callable[[], None] = lambda: None) -> list[Run]:
         """The tokens of every decode row, then of every sample of a prompt that is through.
 
-        ValueError when the model gives a row no distribution (NaN or infinite logits).
+        meanwhile: called once the device has all of its work and this thread would wait for it; on
+        a CPU, which is the device, before the work. ValueError when the model gives a row no
+        distribution (NaN or infinite logits).
         """
+        if self.model.device.type != "cuda":
+            meanwhile()
         self.cache.restore()
         self._compact(plan.compactions)
         if plan.forks:
             for state in self.states:
                 state.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
-        drawn: list[Run] = []
-        if plan.decodes:
-            tokens_BS, logprobs_BS, told = self.decoder.run(plan.decodes, plan.steps)
-            large_batch = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
-            drawn = [
-                Run(sequence, tokens[:most], logprobs[:most], large_batch, tops and tops[:most])
-                for sequence, tokens, logprobs, most, tops in zip(
-                    plan.decodes, tokens_BS, logprobs_BS, plan.limits, told, strict=True
-                )
-            ]
+        together = self.one_pass and bool(plan.prefills)
+        steps = None
+        if plan.decodes and not together:
+            steps = self.decoder.start(plan.decodes, plan.steps)
         if plan.begun:
             for state in self.states:
                 state.begin(plan.begun)
+        first = None
         if plan.prefills:
-            drawn += self._prefill(plan.prefills)
+            first = self._prefill(plan.prefills, plan.decodes if together else [])
+        if self.model.device.type == "cuda":
+            meanwhile()
+        drawn = [] if steps is None else self._read(plan, steps)
+        if first is not None:
+            drawn += first.read(self.large_batch_model is not None)
         if self.recorder is not None:
             self.recorder.settle()
         return drawn
+
+    def _read(self, plan: Plan, steps: Steps) -> list[Run]:
+        tokens_BS, logprobs_BS, told = self.decoder.read(steps)
+        large_batch = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
+        return [
+            Run(sequence, tokens[:most], logprobs[:most], large_batch, tops and tops[:most])
+            for sequence, tokens, logprobs, most, tops in zip(
+                plan.decodes, tokens_BS, logprobs_BS, plan.limits, told, strict=True
+            )
+        ]
 
     def _compact(self, compactions: list[Compaction]) -> None:
         """Move the keys that the policy keeps: those that keep equally many together."""
@@ -153,37 +199,32 @@ class Runner:
             dropped = [Dropped(c.slot, c.cached, c.kept, c.position) for c in compactions]
             self.recorder.compacted(dropped, kept_LBGK)
 
-    def _prefill(self, prefills: list[PrefillChunk]) -> list[Run]:
-        """Run chunks of prompts; the first token of each sample whose prompt is through."""
-        hidden_TD, last_rows = self._forward(prefills)
+    def _prefill(self, prefills: list[PrefillChunk], beside: list[Sequence]) -> First | None:
+        """Run chunks of prompts, and a step of the rows `beside` them in the same pass; a token of
+        each of those, then of each sample whose prompt is through."""
+        hidden_TD, last_rows = self._forward(prefills, beside)
         through = [
-            (chunk, row) for chunk, row in zip(prefills, last_rows, strict=True) if chunk.samples
+            (chunk.samples, row)
+            for chunk, row in zip(prefills, last_rows, strict=True)
+            if chunk.samples
         ]
+        through[:0] = [((sequence,), row) for row, sequence in enumerate(beside)]
         if not through:
-            return []
-        sequences = [sequence for chunk, _ in through for sequence in chunk.samples]
+            return None
+        sequences = [sequence for samples, _ in through for sequence in samples]
         rows_P = torch.tensor([row for _, row in through], device=hidden_TD.device)
         logits_BV = self.model.logits(hidden_TD[rows_P])
         if len(sequences) > len(through):
             num_samples_P = torch.tensor(
-                [len(chunk.samples) for chunk, _ in through], device=hidden_TD.device
+                [len(samples) for samples, _ in through], device=hidden_TD.device
             )
             logits_BV = logits_BV.repeat_interleave(
                 num_samples_P, dim=0, output_size=len(sequences)
             )
         tokens_B, logprobs_B = self._draw(logits_BV, sequences)
-        logprobs = logprobs_B.tolist()
-        require_finite(logprobs)
         ranks = Ranks(sequences)
         ranks.see(logits_BV)
-        tokens_B1, logprobs_B1 = [[i] for i in tokens_B.tolist()], [[logp] for logp in logprobs]
-        told = ranks.told(tokens_B1, logprobs_B1)
-        return [
-            Run(sequence, ids, logps, self.large_batch_model is not None, tops)
-            for sequence, ids, logps, tops in zip(
-                sequences, tokens_B1, logprobs_B1, told, strict=True
-            )
-        ]
+        return First(sequences, tokens_B, logprobs_B, ranks)
 
     def _draw(self, logits_BV: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
         device = self.model.device
@@ -223,8 +264,11 @@ class Runner:
         logp_T, ids_TK, top_TK = (torch.cat(piece) for piece in zip(*pieces, strict=True))
         return logp_T, ids_TK, top_TK
 
-    def _forward(self, prefills: list[PrefillChunk]) -> tuple[Tensor, list[int]]:
-        """Hidden states of the chunks' tokens, and for each chunk the row of its last token."""
+    def _forward(
+        self, prefills: list[PrefillChunk], beside: list[Sequence]
+    ) -> tuple[Tensor, list[int]]:
+        """Hidden states of the last tokens of `beside` and of the chunks' tokens, and for each chunk
+        the row of its last token."""
         chunks = [Chunk(c.start, c.stop, c.sequence.pages, c.sequence.slot) for c in prefills]
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
@@ -236,7 +280,7 @@ class Runner:
             ids += prefills[i].sequence.prompt_ids[chunk.start : chunk.stop]
             positions += range(chunk.start, chunk.stop)
             last_rows[i] = len(ids) - 1
-        attend = PagedAttention(
+        prompts = PagedAttention(
             self.cache,
             [chunks[i] for i in fresh],
             [chunks[i] for i in later],
@@ -245,7 +289,12 @@ class Runner:
         model = self.large_batch_model or self.model
         ids_T = torch.tensor(ids, device=model.device)
         pos_T = torch.tensor(positions, device=model.device)
-        return model(ids_T, pos_T, attend), last_rows
+        if not beside:
+            return model(ids_T, pos_T, prompts), last_rows
+        ids_B, rows = self.decoder.place(beside)
+        attend = Together(PagedDecode(self.cache, rows), prompts)
+        hidden_TD = model(torch.cat([ids_B, ids_T]), torch.cat([rows.positions_B, pos_T]), attend)
+        return hidden_TD, [len(ids_B) + row for row in last_rows]
 
 
 def _table(pages: list[list[int]]) -> Tensor:
