@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lowroll.engine.decoder import Decoder, Steps
-from lowroll.engine.sequence import Sequence
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer

@@ -100,7 +100,7 @@ def test_the_pace_changes_no_token(
         model = lora.attach(model, 4, 8.0, lora.TARGETS)
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if "lora_B" in name or name.endswith(".B"):
+                if ".adapter.b." in name:
                     weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     wanted = [engine_of(model, **PACES[0]).generate([request])[0] for request in REQUESTS]
     beside.clear()
