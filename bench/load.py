@@ -104,9 +104,7 @@ def told_by(answer: Whole, n: int) -> Told:
     return answer.sent, answer.now, answer.now, tokens, 0.0, 0.0
 
 
-async def call(
-    session: aiohttp.ClientSession, url: str, body: bytes, stream: bool
-) -> Told | Whole:
+async def call(session: aiohttp.ClientSession, url: str, body: bytes, stream: bool) -> Told | Whole:
     """One call. ValueError for an answer that is none."""
     sent = time.perf_counter()
     async with session.post(f"{url}/v1/completions", data=body, headers=JSON) as response:

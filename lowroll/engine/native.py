@@ -178,7 +178,6 @@ class NativeEngine:
         )
         self._tokenizer = tokenizer
         self._tokens = 0  # drawn so far
-        decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
         self.scheduler = Scheduler(
             self.pool,
             behavior=self.behavior,
@@ -187,9 +186,9 @@ class NativeEngine:
             max_prefill_tokens=max_prefill_tokens,
             prefill_chunk=prefill_chunk,
             lookahead=lookahead or self.runner.lookahead,
-            gather=(lookahead or 1) - 1 if gather is None else gather,
+            gather=_gather(lookahead, gather),
             eos_ids=self._eos_ids(),
-            decode=decode,
+            decode=self._decode if self._has_tokenizer else None,
             evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
         )
 
@@ -485,6 +484,9 @@ class NativeEngine:
             )
         return load_tokenizer(self.folder)
 
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids))
+
     @property
     def _has_tokenizer(self) -> bool:
         return self._tokenizer is not None or (
@@ -589,6 +591,11 @@ def policy_bytes(
     say which keys it drops."""
     recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
     return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded
+
+
+def _gather(lookahead: int | None, gather: int | None) -> int:
+    """Steps of the rows between two passes over prompts."""
+    return (lookahead or 1) - 1 if gather is None else gather
 
 
 def _policy_or_dense(kv: CachePolicy | None) -> CachePolicy:

@@ -94,6 +94,8 @@ BROAD = {  # handlers of every error that do not end in a raise
     ("runs/preflight.py", "_ask"): "an environment's own code: it becomes a line of the dry run",
 }
 ENDLESS = {  # waits without a time, and what looks like one
+    ("server/ticket.py", "__aiter__"): "`EngineLoop` wakes it when the engine's thread hangs",
+    ("server/ticket.py", "group"): "the same",
     ("engine/remote/client.py", "_serve"): "the thread of the client itself, which `close` ends",
     ("envs/outcome.py", "judge"): "in a worker, which the pool ends at its deadline",
     ("kernels/launch.py", "early"): "a ContextVar's get",

@@ -631,3 +631,51 @@ def test_the_end_waits_for_those_in_flight_as_long_as_it_may(engine: NativeEngin
             assert time.monotonic() - began < 1
 
     run(body)
+
+
+class Waits(Moody):
+    """Its steps wait for `go` after they have said that the device works; `silent` ones say
+    nothing."""
+
+    def __init__(self, engine: NativeEngine, silent: bool) -> None:
+        super().__init__(engine)
+        self.silent = silent
+        self.at_work = threading.Event()
+        self.go = threading.Event()
+        self.go.set()
+
+    def step(self, meanwhile: Any = lambda: None) -> Any:
+        ended = self.engine.step()
+        if not self.go.is_set():
+            if not self.silent:
+                meanwhile()
+            self.at_work.set()
+            assert self.go.wait(30)
+        return ended
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_news_goes_out_while_the_device_works(engine: NativeEngine, silent: bool) -> None:
+    """What a turn drew is there before the next one has ended, if the engine gives the time for it,
+    else after."""
+
+    async def body() -> None:
+        waits = Waits(engine, silent)
+        async with looped(waits) as loop:
+            request = ask(3, 4, max_tokens=LONG)
+            ticket = await loop.submit(request, stream=True)
+            await first_tokens(loop, ticket, 5)
+            waits.go.clear()
+            assert await asyncio.to_thread(waits.at_work.wait, 30)
+            before = len(
+                (await asyncio.to_thread(engine.so_far, ticket.flight.handle))[0].token_ids
+            )
+            await asyncio.sleep(0.05)
+            seen = sum(len(delta.token_ids) for delta in ticket._pending.values())
+            # the step that waits has drawn one more, which nobody was told of
+            assert seen == before - (2 if silent else 1)
+            waits.go.set()
+            assert len((await ticket.group()).rollouts[0].token_ids) == LONG
+            assert joined(await pieces(ticket), 1) == numbers(await ticket.group())
+
+    run(body)
