@@ -53,7 +53,6 @@ from bench.targets import aimed, over_vllm_server, reason, through_server
 from bench.vllm_server import VllmServer
 from lowroll import Engine, Request
 from lowroll.cli.serve import LOOKAHEAD, PROMPTS
-from lowroll.engine.decoder import MOST_STEPS
 from lowroll.engine.native import pick_device
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.quant.formats import formats
@@ -485,13 +484,12 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
 
 
 def paces(steps: int) -> list[Pace]:
-    """Prompts gathered as they were, at once, in the same pass as rows, and in smaller passes."""
-    together = Pace(steps, 0, 8192, True)
+    """Prompts gathered, in small passes, and in the same pass as rows."""
     return [
         Pace(steps, steps - 1, 8192, False),
-        Pace(steps, 0, 8192, False),
-        *(replace(together, max_prefill_tokens=most) for most in (8192, 4096, 2048)),
-        *(replace(together, steps=other, max_prefill_tokens=4096) for other in (4, MOST_STEPS)),
+        Pace(steps, 0, 4096, False),
+        Pace(steps, 0, 8192, True),
+        Pace(steps, 0, 4096, True),
     ]
 
 

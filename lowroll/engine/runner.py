@@ -3,6 +3,9 @@ step in one packed pass.
 
 `score` runs a sequence for its log-probs alone, without the cache.
 
+What a turn uploads lies in pinned memory: a copy from any other waits for all that the device was
+given before, and with it the thread that has news to send.
+
 Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that are through, B rows that
 draw a token, C rows of a piece, G key-value heads, K keys that stay or likeliest tokens.
 """
@@ -30,7 +33,7 @@ from lowroll.kv.cache import Chunk, KVCache, PagedAttention, PagedDecode, Rows, 
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import Dropped, Recorder, most_held
-from lowroll.model.attention import varlen
+from lowroll.model.attention import upload, varlen
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
@@ -212,12 +215,11 @@ class Runner:
         if not through:
             return None
         sequences = [sequence for samples, _ in through for sequence in samples]
-        rows_P = torch.tensor([row for _, row in through], device=hidden_TD.device)
+        device = hidden_TD.device
+        rows_P = upload(torch.tensor([row for _, row in through]), device)
         logits_BV = self.model.logits(hidden_TD[rows_P])
         if len(sequences) > len(through):
-            num_samples_P = torch.tensor(
-                [len(samples) for samples, _ in through], device=hidden_TD.device
-            )
+            num_samples_P = upload(torch.tensor([len(samples) for samples, _ in through]), device)
             logits_BV = logits_BV.repeat_interleave(
                 num_samples_P, dim=0, output_size=len(sequences)
             )
@@ -228,18 +230,17 @@ class Runner:
 
     def _draw(self, logits_BV: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
         device = self.model.device
-        lengths_B = torch.tensor([s.length for s in sequences], device=device)
+        lengths_B = upload(torch.tensor([s.length for s in sequences]), device)
         if not plain(sequences):
             return sample(
                 logits_BV,
                 SamplingBatch.of(sequences, self.model.spec.vocab_size, device),
                 lengths_B,
             )
-        keys_B = torch.tensor([signed(s.noise_key) for s in sequences], device=device)
-        temperature_B = torch.tensor(
-            [s.request.temperature or 1.0 for s in sequences], device=device
-        )
-        greedy_B = torch.tensor([s.request.temperature == 0 for s in sequences], device=device)
+        keys_B = upload(torch.tensor([signed(s.noise_key) for s in sequences]), device)
+        temperature = torch.tensor([s.request.temperature or 1.0 for s in sequences])
+        temperature_B = upload(temperature, device)
+        greedy_B = upload(torch.tensor([s.request.temperature == 0 for s in sequences]), device)
         return draw(logits_BV, keys_B, lengths_B, temperature_B, greedy_B)
 
     @torch.inference_mode()
@@ -273,12 +274,10 @@ class Runner:
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
         ids: list[int] = []
-        positions: list[int] = []
         last_rows = [0] * len(chunks)
         for i in (*fresh, *later):
             chunk = chunks[i]
             ids += prefills[i].sequence.prompt_ids[chunk.start : chunk.stop]
-            positions += range(chunk.start, chunk.stop)
             last_rows[i] = len(ids) - 1
         prompts = PagedAttention(
             self.cache,
@@ -287,8 +286,10 @@ class Runner:
             self.decoder.watcher,
         )
         model = self.large_batch_model or self.model
-        ids_T = torch.tensor(ids, device=model.device)
-        pos_T = torch.tensor(positions, device=model.device)
+        ids_T = upload(torch.tensor(ids), model.device)
+        pos_T = upload(
+            torch.cat([torch.arange(c.start, c.stop) for c in prompts.chunks]), model.device
+        )
         if not beside:
             return model(ids_T, pos_T, prompts), last_rows
         ids_B, rows = self.decoder.place(beside)

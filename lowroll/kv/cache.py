@@ -95,7 +95,7 @@ class KVCache:
         """Copy whole pages (source, target) in every layer."""
         if not pairs:
             return
-        sources, targets = torch.tensor(pairs, device=self.keys[0].device).unbind(1)
+        sources, targets = upload(torch.tensor(pairs), self.keys[0].device).unbind(1)
         for buffer in self._all():
             buffer[targets] = buffer[sources]
 

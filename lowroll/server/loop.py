@@ -8,8 +8,9 @@
         group = await ticket.group()
 
 The thread takes turns: first what was asked of it since the last turn (`call`, `submit`, aborts),
-then one step of the engine. What the step drew goes to the tickets while the device works on the
-next one: their event loop would take Python's lock from the thread before. It waits for no reader:
+then one step of the engine. First tokens go to the tickets at once; what else the step drew goes
+while the device works on the next one: their event loop would take Python's lock from the thread
+before. It waits for no reader:
 what piles up for a slow one is merged, and is never more than the response. The event loop waits
 for the thread with a deadline, and says what the thread is busy with when that passes.
 
@@ -40,6 +41,7 @@ T = TypeVar("T")
 PauseMode = Literal["keep", "wait", "abort"]
 State = Literal["running", "draining", "paused"]
 News = tuple[Ticket, list[Delta], Group | Exception | None]
+FEW = 8  # tickets that have news: their event loop is done with it before it is in the way
 ASKED_S = 0.02  # of a turn, for what was asked: then what is in flight goes on
 FAILURES = 3  # steps that fail one after the other before the engine counts as broken
 
@@ -381,9 +383,19 @@ class EngineLoop:
             for handle, flight in self._flights.items()
             if flight.stream
         ]
+        firsts = [one for one in streams if one[1] and one[0].first_at is None]
         self.metrics.moved(streams)
-        self._send(*((flight.ticket, deltas, None) for flight, deltas in streams if deltas))
+        if firsts:  # they are waited for
+            later, self._news = self._news, []
+            self._send(*((flight.ticket, deltas, None) for flight, deltas in firsts))
+            self._tell()
+            self._news = later
+            begun = {flight for flight, _ in firsts}
+            streams = [one for one in streams if one[0] not in begun]
         self._see_first_tokens()
+        self._send(*((flight.ticket, deltas, None) for flight, deltas in streams if deltas))
+        if len(self._news) <= FEW:
+            self._tell()
 
     def _see_first_tokens(self) -> None:
         """Of whole answers, for the metrics. They begin in the order in which they came."""
